@@ -1,0 +1,48 @@
+"""What is wrong with a user's input, where, and how to mend it. Knows no YAML and no graph."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+from msgspec import Struct
+
+
+class Where(Struct, frozen=True, order=True):
+    """A place in the user's input: a file, a line (from 1; 0 if unknown) and a YAML path such as `$.calls.train.lr`."""
+
+    file: str = ""
+    line: int = 0
+    path: str = "$"
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}: " if self.file and self.line else f"{self.file}: " if self.file else ""
+        return f"{place}{self.path}"
+
+
+class Problem(Struct, frozen=True, order=True):
+    """One mistake. `text` says what is wrong and what was expected; `hint` how to mend it; `rule` names the check."""
+
+    where: Where
+    text: str
+    hint: str = ""
+    rule: str = ""
+
+    def __str__(self) -> str:
+        head = f"{self.where}: {self.text}"
+        return f"{head}\n  hint: {self.hint}" if self.hint else head
+
+
+class ConfigError(Exception):
+    """All the problems found in one input. The command line prints them and exits with 2."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems: tuple[Problem, ...] = tuple(dict.fromkeys(problems))
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """A hint that names the closest known spelling, or lists what is known when nothing is close."""
+    choices: Sequence[str] = sorted(set(known))
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"known: {', '.join(choices)}" if 0 < len(choices) <= 24 else ""

@@ -1,0 +1,56 @@
+"""The compiled graph: what the checker hands to the planner and the runtime. Correct by construction; plain data."""
+
+from msgspec import Struct
+
+from realgraph.graphs.keys import KeyType
+from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, ModelRole, Train
+
+INPUT = ""  # the producer of an input key: the data set
+
+
+class Key(Struct, frozen=True):
+    """A typed key, the call that writes it (`INPUT` for the data set) and those that read it."""
+
+    name: str
+    type: KeyType
+    producer: str
+    consumers: tuple[str, ...] = ()
+
+
+class Edge(Struct, frozen=True):
+    """`consumer` of step k reads `keys` that `producer` wrote in step k - `distance` (weights: no keys, the role)."""
+
+    producer: str
+    consumer: str
+    keys: tuple[str, ...] = ()
+    role: str = ""
+    distance: int = 0
+
+
+class Graph(Struct, frozen=True):
+    """A checked algorithm. `calls` are in a topological order; what `when` switched off is gone.
+
+    `reads` and `writes` hold every key of every call, those inferred from losses and advantage steps included.
+    """
+
+    name: str
+    calls: dict[str, ModelCall]
+    models: dict[str, ModelRole]
+    keys: dict[str, Key]
+    reads: dict[str, tuple[str, ...]]
+    writes: dict[str, tuple[str, ...]]
+    edges: tuple[Edge, ...]
+    samples_per_group: int
+
+    @property
+    def inputs(self) -> tuple[Key, ...]:
+        """The keys that the data set gives."""
+        return tuple(key for key in self.keys.values() if key.producer == INPUT)
+
+    def role(self, call: str) -> str:
+        """The role that `call` runs, '' for functions and advantages."""
+        match self.calls[call]:
+            case Generate(model=model) | Inference(model=model) | Train(model=model):
+                return model
+            case Function() | Advantage():
+                return ""

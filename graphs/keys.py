@@ -1,0 +1,64 @@
+"""Types of the keys that flow along the edges of a graph: level, dtype, and what a log-probability means."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+Level = Literal["step", "group", "sample", "token"]
+DType = Literal["bool", "int32", "int64", "float32", "float64", "tokens", "text", "json"]
+
+LEVELS: tuple[Level, ...] = ("step", "group", "sample", "token")
+DTYPES: tuple[DType, ...] = ("bool", "int32", "int64", "float32", "float64", "tokens", "text", "json")
+
+
+class LogprobSemantics(Struct, frozen=True):
+    """Whose log-probabilities: `behaviour` at sampling time (one version per token), else the role's weights of a step.
+
+    `truncated` is true where top-p or top-k renormalised the distribution over part of the vocabulary.
+    """
+
+    role: str
+    temperature: float
+    behaviour: bool = False
+    truncated: bool = False
+
+
+class KeyType(Struct, frozen=True):
+    """One value a step, a group, a sample or a token. `tokens`, `text` and `json` are ragged: one value is one item."""
+
+    level: Level
+    dtype: DType
+    logprobs: LogprobSemantics | None = None
+
+    def __str__(self) -> str:
+        return f"{self.level} {self.dtype}"
+
+
+def parse_key_type(text: str) -> KeyType:
+    """`group tokens` -> KeyType. Raises ValueError naming the known words."""
+    words = text.split()
+    if len(words) != 2:
+        raise ValueError(f"{text!r} is not a key type: expected '<level> <dtype>', such as 'sample float32'")
+    for level in LEVELS:
+        for dtype in DTYPES:
+            if words == [level, dtype]:
+                return KeyType(level, dtype)
+    raise ValueError(f"{text!r} is not a key type: levels are {', '.join(LEVELS)}; dtypes are {', '.join(DTYPES)}")
+
+
+# The keys a generate call writes. `tokens` holds prompt and response; token keys have its length: entry t is about
+# token t given those before it. `mask` is true where the policy sampled the token.
+TOKENS = "tokens"
+MASK = "mask"
+BEHAVIOUR_LOGPROBS = "behaviour_logprobs"
+VERSIONS = "versions"
+TEXT = "text"
+FINISHED = "finished"  # false where the sample was cut at max_new_tokens
+GENERATED: dict[str, KeyType] = {
+    TOKENS: KeyType("sample", "tokens"),
+    MASK: KeyType("token", "bool"),
+    BEHAVIOUR_LOGPROBS: KeyType("token", "float32"),
+    VERSIONS: KeyType("token", "int32"),
+    TEXT: KeyType("sample", "text"),
+    FINISHED: KeyType("sample", "bool"),
+}

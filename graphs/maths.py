@@ -1,0 +1,222 @@
+"""The maths of an RL algorithm as data: steps of an advantage, terms and aggregation of a loss. Computes nothing.
+
+Where a mapping entry leaves `kind` out, the entry's name is its kind: `steps: {center: {by: group}}`.
+"""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, field
+
+Positive = Annotated[float, Meta(gt=0)]
+NonNegative = Annotated[float, Meta(ge=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Estimator = Literal["k1", "k2", "k3", "abs"]
+
+
+class _Entry(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
+    """One entry of a pipeline: a tagged variant, written by the user."""
+
+
+class AdaptiveKL(Struct, frozen=True, forbid_unknown_fields=True):
+    """A KL coefficient that follows a target (Ziegler et al. 2019, sec. 2.2): it is carried from step to step."""
+
+    init: Positive
+    target: Positive  # nats per sample
+    horizon: Positive = 10_000.0  # samples
+
+
+# --- advantage steps: each maps the running reward or advantage to the next -------------------------------------------
+
+
+class KLPenalty(_Entry, frozen=True, tag="kl_penalty"):
+    """Subtract coef x the estimated KL to the logprobs key `to` from every sampled token's reward."""
+
+    to: str
+    coef: NonNegative | AdaptiveKL = 0.05
+    estimator: Estimator = "k1"
+
+
+class Overlong(_Entry, frozen=True, tag="overlong"):
+    """DAPO's soft penalty (arXiv:2503.14476, eq. 13): from `start` response tokens on, falling to -1 at `limit`."""
+
+    start: Annotated[int, Meta(ge=0)]
+    limit: Annotated[int, Meta(ge=1)]
+
+
+class Center(_Entry, frozen=True, tag="center"):
+    """Subtract a baseline: the mean of the group, of the group's other samples, of the batch, or a key."""
+
+    by: Literal["group", "leave_one_out", "batch", "key"] = "group"
+    key: str | None = None
+
+
+class Scale(_Entry, frozen=True, tag="scale"):
+    """Divide by the standard deviation of the group or the batch, plus eps."""
+
+    by: Literal["group", "batch"] = "group"
+    eps: NonNegative = 1e-6
+
+
+class GAE(_Entry, frozen=True, tag="gae"):
+    """Generalised advantage estimation over tokens (arXiv:1506.02438, eq. 16); also writes `returns`."""
+
+    gamma: Fraction = 1.0
+    lam: Fraction = 0.95
+    values: str = "values"
+
+
+class Return(_Entry, frozen=True, tag="return"):
+    """Discounted reward-to-go of every token; also writes `returns`."""
+
+    gamma: Fraction = 1.0
+
+
+class ApplyStep(_Entry, frozen=True, tag="apply"):
+    """The user's own pure function `module:function` of packed tensors."""
+
+    fn: str
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+Step = KLPenalty | Overlong | Center | Scale | GAE | Return | ApplyStep
+
+
+# --- loss terms -------------------------------------------------------------------------------------------------------
+
+
+class NoClip(_Entry, frozen=True, tag="none"):
+    """The plain importance-weighted objective."""
+
+
+class TwoSided(_Entry, frozen=True, tag="two_sided"):
+    """PPO's clip to [1 - low, 1 + high] (arXiv:1707.06347, eq. 7); `dual` bounds negative terms (arXiv:1912.09729)."""
+
+    low: NonNegative = 0.2
+    high: NonNegative = 0.2
+    dual: Annotated[float, Meta(gt=1)] | None = None
+
+
+class StopGradient(_Entry, frozen=True, tag="stop_gradient"):
+    """CISPO (arXiv:2506.13585, eq. 4): the clipped ratio is a constant weight of the log-probability."""
+
+    low: NonNegative = 1.0
+    high: NonNegative = 0.2
+
+
+Clip = NoClip | TwoSided | StopGradient
+
+
+class Ignore(_Entry, frozen=True, tag="ignore"):
+    """Take the behaviour policy as the proximal policy."""
+
+
+class Truncated(_Entry, frozen=True, tag="truncated"):
+    """Weight by the proximal / behaviour ratio, cut at `cap` (truncated importance sampling)."""
+
+    cap: Positive = 2.0
+
+
+class Decoupled(_Entry, frozen=True, tag="decoupled"):
+    """Decoupled PPO (AReaL, arXiv:2505.24298, eq. 5): clip against the proximal policy, weigh by proximal/behaviour."""
+
+    cap: Positive = 5.0
+    exceed: Literal["mask", "clamp"] = "mask"
+
+
+OffPolicy = Ignore | Truncated | Decoupled
+
+
+class PolicyGradient(_Entry, frozen=True, tag="policy_gradient"):
+    """The clipped surrogate of a ratio per token, per sequence (GSPO, arXiv:2507.18071) or none (REINFORCE)."""
+
+    advantage: str = "advantages"
+    ratio: Literal["token", "sequence", "none"] = "token"
+    clip: Clip = field(default_factory=TwoSided)
+    off_policy: OffPolicy = field(default_factory=Ignore)
+
+
+class KL(_Entry, frozen=True, tag="kl"):
+    """coef x the estimated KL(policy || `to`) of every sampled token, with gradient."""
+
+    to: str
+    estimator: Estimator = "k3"
+    coef: NonNegative = 0.0
+
+
+class Entropy(_Entry, frozen=True, tag="entropy"):
+    """-coef x the entropy of the policy's distribution at every sampled token."""
+
+    coef: float = 0.0
+
+
+class Value(_Entry, frozen=True, tag="value"):
+    """Half the squared error of the critic, clipped around the old values (PPO2); `old` names them."""
+
+    returns: str = "returns"
+    clip: Positive | None = 0.2
+    coef: NonNegative = 1.0
+    old: str = "values"
+
+
+class CrossEntropy(_Entry, frozen=True, tag="cross_entropy"):
+    """Negative log-likelihood of the masked tokens; `key` names a weight per sample."""
+
+    weight: NonNegative = 1.0
+    key: str | None = None
+
+
+class Preference(_Entry, frozen=True, tag="preference"):
+    """DPO (arXiv:2305.18290, eq. 7) over pairs: sample 0 of a group is preferred over sample 1."""
+
+    beta: Positive = 0.1
+    ref: str = "ref_logprobs"
+
+
+class PairwiseScore(_Entry, frozen=True, tag="pairwise_score"):
+    """Bradley-Terry loss of a reward model over pairs (arXiv:2203.02155, eq. 1)."""
+
+
+class Distill(_Entry, frozen=True, tag="distill"):
+    """Per-token divergence to a teacher's log-probabilities of the sampled tokens."""
+
+    teacher: str
+    direction: Literal["forward", "reverse"] = "reverse"
+
+
+class ApplyTerm(_Entry, frozen=True, tag="apply"):
+    """The user's own pure function `module:function` of packed tensors: a loss per token [T]."""
+
+    fn: str
+    reads: tuple[str, ...] = ()
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+Term = PolicyGradient | KL | Entropy | Value | CrossEntropy | Preference | PairwiseScore | Distill | ApplyTerm
+
+
+class TokenMean(_Entry, frozen=True, tag="token_mean"):
+    """Sum over masked tokens / their number in the whole batch of the optimizer step."""
+
+
+class SequenceMean(_Entry, frozen=True, tag="sequence_mean"):
+    """Mean over samples of each sample's mean over its masked tokens."""
+
+
+class Constant(_Entry, frozen=True, tag="constant"):
+    """Sum over masked tokens / (samples x length): Dr.GRPO (arXiv:2503.20783)."""
+
+    length: Annotated[int, Meta(ge=1)]
+
+
+class PairMean(_Entry, frozen=True, tag="pair_mean"):
+    """Mean over pairs of samples."""
+
+
+Aggregate = TokenMean | SequenceMean | Constant | PairMean
+
+
+class Loss(Struct, frozen=True, forbid_unknown_fields=True):
+    """A sum of terms under one aggregation; denominators are global over micro-batches and data-parallel ranks."""
+
+    terms: dict[str, Term]
+    aggregate: Aggregate = field(default_factory=TokenMean)

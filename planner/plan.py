@@ -1,0 +1,60 @@
+"""The Plan: what runs where and in which order. Plain data with a JSON form that can be edited by hand."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from realgraph.planner.layout import Layout
+
+PLAN_FORMAT = 1
+
+
+class Allocation(Struct, frozen=True):
+    """One call's layout and micro-batching. Free calls (functions, advantages) have none: they hold no mesh.
+
+    seconds and bytes are predictions: of one call, and of the worst device at its worst moment.
+    """
+
+    layout: Layout
+    max_tokens_per_microbatch: int
+    recompute: bool = False
+    residency: Literal["resident", "offloaded", "reallocated"] = "resident"
+    seconds: float = 0.0
+    peak_bytes: int = 0
+    worst_term: str = ""  # of peak_bytes: weights, gradients, optimizer, activations, logits, kv_cache
+
+
+class Turn(Struct, frozen=True):
+    """In round p a device runs `call` of step p + `offset`."""
+
+    call: str
+    offset: int = 0
+
+
+class Hashes(Struct, frozen=True):
+    """What the plan was made for; a run refuses a plan whose hashes differ. SHA-256, first 16 hex digits."""
+
+    graph: str
+    workload: str
+    cluster: str
+
+
+class Plan(Struct, frozen=True):
+    """An allocation per mesh-holding call, and the cyclic order of calls of every device.
+
+    period_seconds: predicted steady-state seconds a step; lower_bound_seconds: no plan is faster, within `scope`.
+    """
+
+    allocations: dict[str, Allocation]
+    orders: dict[int, tuple[Turn, ...]]  # device -> its calls, in the order of one round
+    hashes: Hashes
+    period_seconds: float = 0.0
+    lower_bound_seconds: float = 0.0
+    scope: str = ""
+    bottleneck: tuple[str, ...] = ()  # the calls of the critical circuit
+    format: int = PLAN_FORMAT
+
+    @property
+    def gap(self) -> float:
+        """How far the period may be above the best one: 0.02 is 2 %."""
+        return self.period_seconds / self.lower_bound_seconds - 1 if self.lower_bound_seconds > 0 else float("inf")

@@ -1,0 +1,109 @@
+"""What the runtime is asked to do: a checked graph, its plan, and the settings of a run. Plain data, no torch."""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, field
+
+from realgraph.graphs.graph import Graph
+from realgraph.planner.cluster import Cluster
+from realgraph.planner.plan import Plan
+
+Count = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+class DataSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """A data set: a JSONL or parquet file (or a folder or glob of them), or a Hub id read through `datasets`.
+
+    `columns` maps a graph input to a column. A graph whose input is `tokens` (SFT) takes the columns `prompt` and
+    `response`, or `messages`. A prompt column holds text or a list of chat messages; `chat` wraps text as a user turn.
+    """
+
+    path: str
+    split: str = "train"
+    subset: str | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+    limit: Count | None = None  # first rows only
+    shuffle: bool = True
+    chat: bool | None = None  # apply the tokenizer's chat template to text prompts; default: where it has one
+    system: str | None = None
+    max_prompt_tokens: Count = 1024
+    too_long: Literal["drop", "truncate_left", "fail"] = "drop"  # prompts over max_prompt_tokens
+    truncated: Literal["keep", "mask"] = "keep"  # samples cut at max_new_tokens: train on them, or leave them out
+
+
+class BatchSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """A step: `groups` prompts, each with the graph's n samples of at most `max_new_tokens`."""
+
+    groups: Count = 64
+    max_new_tokens: Count = 256
+    max_tokens_per_microbatch: Count | None = None  # default: the planner's choice from memory
+    expected_new_tokens: Count | None = None  # mean length for the planner; default: half of max_new_tokens
+    max_running: Count | None = None  # sequences that decode at once, per rollout engine
+
+
+class EvalSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """Held-out evaluation every `every` steps: the reward function over n samples a prompt; best checkpoint kept."""
+
+    every: Annotated[int, Meta(ge=0)] = 0  # 0: only `realgraph eval`
+    data: DataSpec | None = None  # default: the training data's `test` split
+    n: Count = 1
+    temperature: Annotated[float, Meta(ge=0)] = 0.0
+    k: tuple[Count, ...] = (1,)  # pass@k, unbiased (arXiv:2107.03374, eq. 1)
+    threshold: float = 0.5  # a sample with at least this reward is right
+    limit: Count | None = None
+    call: str = "reward"  # the function call that scores
+    at_start: bool = True
+
+
+class CheckpointSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """A checkpoint every `every` steps (0: at the end only), the last `keep` kept."""
+
+    every: Annotated[int, Meta(ge=0)] = 0
+    keep: Count = 2
+
+
+class OutputSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a run writes besides metrics.jsonl, logs, transcripts, trace.json and checkpoints."""
+
+    dir: str | None = None  # default: runs/<name>-<date>
+    tensorboard: bool = False
+    trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
+    project: str = "realgraph"
+    transcripts_every: Annotated[int, Meta(ge=0)] = 10  # steps
+    transcripts: Annotated[int, Meta(ge=0)] = 4  # samples each time
+
+
+class RuntimeSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """Deadlines and processes. Deadlines are multiples of the predicted seconds, never under the minimum."""
+
+    deadline_factor: Annotated[float, Meta(gt=1)] = 20.0
+    min_deadline_seconds: Seconds = 120.0
+    start_seconds: Seconds = 180.0
+    heartbeat_seconds: Seconds = 1.0
+    lost_after_seconds: Seconds = 15.0
+    function_processes: Count = 1  # subprocesses for functions, per worker
+    max_logprob_gap: Seconds | None = None  # first step: mean |behaviour - recomputed|; default by dtype
+    threads: Count = 1  # CPU threads of a worker
+
+
+class Job(Struct, frozen=True):
+    """Everything a run needs, as sent to every worker."""
+
+    name: str
+    graph: Graph
+    plan: Plan
+    cluster: Cluster
+    data: DataSpec
+    batch: BatchSpec
+    steps: int
+    seed: int
+    run_dir: str  # absolute
+    user_dir: str  # absolute: where `module:function` names are imported from
+    staleness: int = 0
+    overdue: Literal["mask", "wait", "drop", "allow"] = "mask"
+    eval: EvalSpec | None = None
+    checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
+    outputs: OutputSpec = field(default_factory=OutputSpec)
+    runtime: RuntimeSpec = field(default_factory=RuntimeSpec)
+    params: dict[str, Any] = field(default_factory=dict)

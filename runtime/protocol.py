@@ -1,0 +1,240 @@
+"""Every message between the master and its workers, both ways. The Scheduler's commands and events are these too.
+
+Ids: groups are numbered in the order of admission, from 0 over the whole run, so a group's data row is a pure function
+of its number and the seed; sample = group x samples_per_group + index. Tensors never travel here: `Execute` says which
+worker's store holds what.
+"""
+
+from typing import Literal
+
+import msgspec
+from msgspec import Struct, field
+
+
+class _Message(Struct, frozen=True, tag=True, array_like=False):
+    pass
+
+
+# --- master -> worker -------------------------------------------------------------------------------------------------
+
+
+class Peer(Struct, frozen=True):
+    """How to reach one worker's store: same `host` means shared memory by Unix socket `local`, else TCP `address`."""
+
+    worker: int
+    host: str
+    local: str
+    address: str
+    key: str  # CurveZMQ public key, Z85
+
+
+class Configure(_Message, frozen=True):
+    """First message: the job (JSON of Job), the other workers, and the address of the tensor-collective store."""
+
+    job: bytes
+    peers: tuple[Peer, ...]
+    collective: str  # host:port of worker 0's TCPStore; '' tells worker 0 to open it
+    resume: str = ""  # checkpoint folder to load, '' for a fresh start
+
+
+class Load(_Message, frozen=True):
+    """Read the data rows of `groups`, tokenise them, and put the graph's inputs into the store."""
+
+    groups: tuple[int, ...]
+
+
+class Submit(_Message, frozen=True):
+    """Load `groups` and generate their samples by `call` with weights of at least `version`; results stream back."""
+
+    call: str
+    groups: tuple[int, ...]
+    version: int
+
+
+class Source(Struct, frozen=True):
+    """`worker` holds `keys` of `samples` (group keys: of the samples' groups)."""
+
+    worker: int
+    keys: tuple[str, ...]
+    samples: tuple[int, ...]
+
+
+class Execute(_Message, frozen=True):
+    """Run `call` of `step` on this worker's share. All workers of a mesh get the same `task` number.
+
+    shares: sample ids per mini-batch (one for calls that do not train); for functions, per unit (sample, group or
+    batch). version: the role's weights to use. state: the call's carried numbers (adaptive KL).
+    """
+
+    task: int
+    call: str
+    step: int
+    shares: tuple[tuple[int, ...], ...]
+    sources: tuple[Source, ...]
+    version: int = 0
+    state: dict[str, float] = field(default_factory=dict)
+    deadline_seconds: float = 600.0
+
+
+class Reallocate(_Message, frozen=True):
+    """Copy `role`'s trained weights of `version` to its copy on this worker for `call`; `owner` serves them."""
+
+    task: int
+    role: str
+    call: str
+    version: int
+    owners: tuple[int, ...]
+
+
+class Drop(_Message, frozen=True):
+    """Forget everything the store holds of these groups."""
+
+    groups: tuple[int, ...]
+
+
+class Save(_Message, frozen=True):
+    """Write this worker's part of a checkpoint of `step` under `folder` (the master makes it whole by a rename)."""
+
+    task: int
+    step: int
+    folder: str
+
+
+class Evaluate(_Message, frozen=True):
+    """Generate and score the held-out rows `rows` (this worker's share) with weights `version`."""
+
+    task: int
+    step: int
+    rows: tuple[int, ...]
+    version: int
+
+
+class Abort(_Message, frozen=True):
+    """Stop generating these groups and forget them; no answer."""
+
+    groups: tuple[int, ...]
+
+
+class Shutdown(_Message, frozen=True):
+    """Answer `Bye` and end."""
+
+
+Command = Configure | Load | Submit | Execute | Reallocate | Drop | Save | Evaluate | Abort | Shutdown
+
+
+# --- worker -> master -------------------------------------------------------------------------------------------------
+
+
+class Mean(Struct, frozen=True):
+    """A mean that can be merged: sum / weight."""
+
+    total: float
+    weight: float = 1.0
+
+    @property
+    def value(self) -> float:
+        return self.total / self.weight if self.weight else 0.0
+
+    def __add__(self, other: "Mean") -> "Mean":
+        return Mean(self.total + other.total, self.weight + other.weight)
+
+
+class Hello(_Message, frozen=True):
+    """A worker dials in."""
+
+    worker: int
+    pid: int
+    peer: Peer
+    collective: str = ""
+
+
+class Ready(_Message, frozen=True):
+    """Models loaded, groups joined: calls may come. facts: what the master logs (parameters, seconds, data rows)."""
+
+    worker: int
+    n_rows: int
+    n_eval_rows: int = 0
+    collective: str = ""
+    facts: dict[str, float] = field(default_factory=dict)
+
+
+class Heartbeat(_Message, frozen=True):
+    """The control loop lives. doing: the call in hand, '' if none."""
+
+    worker: int
+    doing: str = ""
+    host_bytes: int = 0
+    device_bytes: int = 0
+
+
+class Sample(Struct, frozen=True):
+    """What the master knows of a sample: its length, whether sampling ended by itself, its lowest token version."""
+
+    sample: int
+    n_tokens: int
+    n_new_tokens: int = 0
+    finished: bool = True
+    oldest: int = 0
+
+
+class Loaded(_Message, frozen=True):
+    """The inputs of `groups` are in the worker's store. `skipped` groups had a prompt that was too long: dropped."""
+
+    worker: int
+    groups: tuple[int, ...]
+    samples: tuple[Sample, ...]
+    skipped: tuple[int, ...] = ()
+
+
+class Generated(_Message, frozen=True):
+    """All samples of these groups are in the worker's store."""
+
+    worker: int
+    call: str
+    groups: tuple[int, ...]
+    samples: tuple[Sample, ...]
+    metrics: dict[str, Mean] = field(default_factory=dict)
+    skipped: tuple[int, ...] = ()
+    started: float = 0.0  # seconds of the master's clock-free epoch: time.time()
+    ended: float = 0.0
+
+
+class Done(_Message, frozen=True):
+    """One worker's share of a task ended; what it wrote lies in its store.
+
+    kept: group -> keep, of a call that writes `keep`. state: the call's carried numbers after it.
+    """
+
+    worker: int
+    task: int
+    call: str
+    metrics: dict[str, Mean] = field(default_factory=dict)
+    state: dict[str, float] = field(default_factory=dict)
+    kept: dict[int, bool] = field(default_factory=dict)
+    started: float = 0.0
+    ended: float = 0.0
+    transcripts: tuple[str, ...] = ()
+
+
+class Failed(_Message, frozen=True):
+    """A call, or the worker itself (`call` ''), failed. `sample` is -1 where no single one is to blame."""
+
+    worker: int
+    call: str
+    error: str  # one line, for people
+    kind: Literal["call", "function", "data", "numerics", "disk", "start", "worker", "deadline"] = "call"
+    sample: int = -1
+    detail: str = ""  # the traceback, for the log
+
+
+class Bye(_Message, frozen=True):
+    """The worker has ended its work in order."""
+
+    worker: int
+
+
+Reply = Hello | Ready | Heartbeat | Loaded | Generated | Done | Failed | Bye
+
+encode = msgspec.msgpack.Encoder().encode
+decode_command = msgspec.msgpack.Decoder(Command).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode
