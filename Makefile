@@ -1,0 +1,52 @@
+# Two commands do everything on a fresh clone: `make quickstart` and `make test`.
+#
+#   PYTHON  the interpreter to build the environment with (3.11 or newer)
+#   TORCH   the build of torch: the default is the registry's own; a CUDA or CPU build by its index, for example
+#           make test TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130'
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+EXTRAS := dev
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test check format docs bench clean
+
+help:
+	@echo "make quickstart   train a small model by SFT and GRPO on this machine (a few minutes)"
+	@echo "make test         the tests, with coverage"
+	@echo "make check        format, lint and types"
+	@echo "make bench        the benchmarks, side by side with their peers (long)"
+
+# torch first and by itself: any other requirement on torch is then met, and no second build is fetched.
+$(VENV)/ready: pyproject.toml constraints.txt Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	touch $@
+
+quickstart: $(VENV)/ready
+	$(BIN)/realgraph quickstart
+
+test: $(VENV)/ready
+	$(BIN)/python -m pytest -q --durations=10 --cov=realgraph --cov-report=term:skip-covered
+
+check: $(VENV)/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+format: $(VENV)/ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(VENV)/ready
+	$(BIN)/realgraph schema --out-dir docs
+
+bench: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt '.[bench]'
+	for script in benchmarks/[a-z]*.py; do $(BIN)/python $$script || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

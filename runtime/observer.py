@@ -1,0 +1,111 @@
+"""What a run tells those who watch it: typed records, and the interface of a watcher. Writes nothing itself."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal, Protocol
+
+from msgspec import Struct, field
+
+
+class RunStarted(Struct, frozen=True, tag="start"):
+    """The workers are ready. facts: seconds of start-up, parameters, rows of data."""
+
+    name: str
+    graph: str
+    steps: int
+    first_step: int
+    run_dir: str
+    calls: tuple[str, ...]
+    facts: dict[str, float] = field(default_factory=dict)
+    time: float = 0.0
+
+
+class Span(Struct, frozen=True, tag="span"):
+    """One call on one worker, from `started` to `ended` (Unix seconds). step -1: outside steps."""
+
+    worker: int
+    call: str
+    step: int
+    started: float
+    ended: float
+
+
+class StepRecord(Struct, frozen=True, tag="step"):
+    """A finished step: its metrics by `call/name` and its wall-clock seconds."""
+
+    step: int
+    seconds: float
+    metrics: dict[str, float]
+    time: float = 0.0
+
+
+class EvalRecord(Struct, frozen=True, tag="eval"):
+    """A held-out evaluation of the weights after `step` steps."""
+
+    step: int
+    metrics: dict[str, float]
+    best: bool = False
+    time: float = 0.0
+
+
+class Transcript(Struct, frozen=True, tag="transcript"):
+    """Some samples as text, for people. split: train or eval."""
+
+    step: int
+    text: str
+    split: Literal["train", "eval"] = "train"
+
+
+class CheckpointRecord(Struct, frozen=True, tag="checkpoint"):
+    """A complete checkpoint lies at `path`."""
+
+    step: int
+    path: str
+    seconds: float = 0.0
+
+
+class Note(Struct, frozen=True, tag="note"):
+    """One line for people."""
+
+    text: str
+    level: Literal["info", "warning", "error"] = "info"
+
+
+class RunEnded(Struct, frozen=True, tag="end"):
+    """The last record. reason: `finished`, `stopped`, or the error in one line."""
+
+    step: int
+    reason: str
+    ok: bool
+    time: float = 0.0
+
+
+RunRecord = RunStarted | Span | StepRecord | EvalRecord | Transcript | CheckpointRecord | Note | RunEnded
+
+
+class Observer(Protocol):
+    """A watcher of a run: the metrics file, the trace, the screen, a tracker. May raise OSError: the run then ends."""
+
+    def observe(self, record: RunRecord) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Observers:
+    """Several watchers as one."""
+
+    def __init__(self, observers: Iterable[Observer], run_dir: Path) -> None:
+        self.observers = tuple(observers)
+        self.run_dir = run_dir
+
+    def observe(self, record: RunRecord) -> None:
+        for observer in self.observers:
+            observer.observe(record)
+
+    def note(self, text: str, level: Literal["info", "warning", "error"] = "info") -> None:
+        """One line for people."""
+        self.observe(Note(text, level))
+
+    def close(self) -> None:
+        for observer in self.observers:
+            observer.close()

@@ -1,0 +1,129 @@
+"""The files of one run: where they lie, and how they are written so that a crash never leaves half of one."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from msgspec import Struct
+
+CHECKPOINT_STATE = "state.json"
+
+
+class RunFolder(Struct, frozen=True):
+    """A run directory. Paths only; nothing is made before it is written."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def job(self) -> Path:
+        return self.root / "job.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.root / "plan.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def transcripts(self) -> Path:
+        return self.root / "transcripts.jsonl"
+
+    @property
+    def trace(self) -> Path:
+        return self.root / "trace.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        """The whole checkpoint of `step`; it exists only if it is complete."""
+        return self.checkpoints / f"step-{step:06d}"
+
+    def partial(self, step: int) -> Path:
+        """Where the checkpoint of `step` is written before it is renamed."""
+        return self.checkpoints / f".partial-{step:06d}"
+
+    @property
+    def best(self) -> Path:
+        """A link to the checkpoint with the best held-out score."""
+        return self.checkpoints / "best"
+
+    def steps(self) -> list[int]:
+        """The steps of the complete checkpoints, in order."""
+        return sorted(int(path.name[5:]) for path in self.checkpoints.glob("step-*") if path.name[5:].isdigit())
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint."""
+        steps = self.steps()
+        return self.checkpoint(steps[-1]) if steps else None
+
+
+def commit_folder(partial: Path, final: Path) -> None:
+    """Make a written folder visible under its final name at once and durably. Raises OSError."""
+    fsync_path(partial)
+    if final.exists():
+        shutil.rmtree(final)
+    os.replace(partial, final)
+    fsync_path(final.parent)
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file or folder entry to the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Replace a file as a whole. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def point_link(link: Path, target: Path) -> None:
+    """Make `link` name the sibling `target`, atomically."""
+    fresh = link.with_name(f".{link.name}.fresh")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(target.name)
+    os.replace(fresh, link)
+
+
+def prune(folder: RunFolder, keep: int) -> Iterator[Path]:
+    """Remove all but the `keep` newest checkpoints, never the best; yields what it removed."""
+    best = folder.best.resolve() if folder.best.is_symlink() else None
+    for step in folder.steps()[:-keep]:
+        path = folder.checkpoint(step)
+        if path.resolve() != best:
+            shutil.rmtree(path)
+            yield path
+
+
+@contextmanager
+def exclusive(folder: RunFolder) -> Iterator[None]:
+    """Hold the run directory: two runs never write to one. Raises BlockingIOError if another run holds it."""
+    import fcntl
+
+    folder.root.mkdir(parents=True, exist_ok=True)
+    with (folder.root / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
