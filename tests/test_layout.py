@@ -1,0 +1,76 @@
+"""The repository's two truths about its layout agree, and imports run one way: graphs <- planner <- runtime <- realgraph."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FLOORS = {"graphs": 0, "planner": 1, "runtime": 2, "": 3}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+HEAVY = {"torch", "transformers", "datasets", "sglang", "accelerate"}
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    """(floor, file) of every module of ours."""
+    for part in ("graphs", "planner", "runtime", "configs", "realgraph"):
+        for path in sorted((ROOT / part).glob("*.py")):
+            yield ("" if part in ("realgraph", "configs") else part), path
+
+
+def imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Import(names=names):
+                yield from (name.name for name in names)
+            case ast.ImportFrom(module=str(module), level=0):
+                yield module
+            case ast.ImportFrom(level=level) if level:
+                raise AssertionError(f"{path}: relative import")
+
+
+@pytest.mark.parametrize(("floor", "path"), sources(), ids=lambda value: getattr(value, "name", value))
+def test_a_module_imports_only_from_its_floor_or_below(floor: str, path: Path) -> None:
+    for module in imported(path):
+        parts = module.split(".")
+        assert parts[0] not in FLOORS, f"{path}: import realgraph.{module}"
+        if parts[0] == "realgraph" and len(parts) > 1:
+            target = parts[1] if parts[1] in FLOORS else ""
+            assert FLOORS[target] <= FLOORS[floor], f"{path} imports {module}"
+
+
+@pytest.mark.parametrize("part", ["graphs", "planner", "runtime", "configs"])
+def test_links_and_package_table_agree(part: str) -> None:
+    link = ROOT / "realgraph" / part
+    assert link.is_symlink()
+    assert link.resolve() == ROOT / part
+    assert PROJECT["tool"]["setuptools"]["package-dir"][f"realgraph.{part}"] == part
+    assert f"realgraph.{part}" in PROJECT["tool"]["setuptools"]["packages"]
+
+
+def test_every_folder_with_modules_is_packaged() -> None:
+    packages = set(PROJECT["tool"]["setuptools"]["packages"])
+    folders = PROJECT["tool"]["setuptools"]["package-dir"]
+    for name, folder in folders.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            if any(parent.is_symlink() for parent in path.parents):
+                continue
+            inner = path.parent.relative_to(ROOT / folder).parts
+            assert ".".join((name, *inner)) in packages, f"{path} is in no package"
+
+
+@pytest.mark.parametrize("path", [path for _, path in sources()], ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_files_stay_small(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 400
+
+
+@pytest.mark.parametrize("module", ["realgraph.cli", "realgraph.compose", "realgraph.planner.search", "realgraph.runtime.scheduler"])
+def test_the_light_floors_import_no_heavy_library(module: str) -> None:
+    code = f"import sys, {module}; print(','.join(sorted(set(sys.modules) & {HEAVY!r})))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == ""
