@@ -1,0 +1,243 @@
+"""A YAML document as plain values plus the place of each of them. Knows the grammar, no field of the language.
+
+The grammar is OmegaConf's: YAML 1.1 without dates, with `1e-5` a number, and a key given twice an error.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import yaml
+from msgspec import Struct, field
+
+from realgraph.graphs.errors import ConfigError, Problem, Where
+
+Tree: TypeAlias = bool | int | float | str | list["Tree"] | dict[str, "Tree"] | None
+Branch: TypeAlias = dict[str, Tree]
+
+COMMAND_LINE = "command line"
+MAX_NODES = 20_000  # values of one document after its aliases are expanded: stops a bomb of nested aliases
+_PLAIN = re.compile(r"[A-Za-z_][\w-]*")
+_SEGMENT = re.compile(r"\.[A-Za-z_][\w-]*|\[\d+\]|\[\"(?:[^\"\\]|\\.)*\"\]")
+_FLOAT = re.compile(
+    r"""^(?:
+     [-+]?[0-9]+(?:_[0-9]+)*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
+    |[-+]?[0-9]+(?:_[0-9]+)*(?:[eE][-+]?[0-9]+)
+    |\.[0-9]+(?:_[0-9]+)*(?:[eE][-+][0-9]+)?
+    |[-+]?[0-9]+(?:_[0-9]+)*(?::[0-5]?[0-9])+\.[0-9_]*
+    |[-+]?\.(?:inf|Inf|INF)
+    |\.(?:nan|NaN|NAN))$""",
+    re.VERBOSE,
+)
+_FLOAT_TAG, _TIME_TAG, _MERGE_TAG = (f"tag:yaml.org,2002:{name}" for name in ("float", "timestamp", "merge"))
+
+
+class Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with OmegaConf's scalars."""
+
+
+class Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper that quotes what `Loader` would take for another type."""
+
+
+for _side in (Loader, Dumper):
+    _side.yaml_implicit_resolvers = {
+        first: [(tag, regexp) for tag, regexp in resolvers if tag not in (_TIME_TAG, _FLOAT_TAG)]
+        for first, resolvers in _side.yaml_implicit_resolvers.items()
+    }
+    _side.add_implicit_resolver(_FLOAT_TAG, _FLOAT, list("-+0123456789."))
+
+
+class Document(Struct, frozen=True):
+    """A mapping and `marks`: YAML path -> where that value was written. A value without a mark is a default."""
+
+    tree: Branch
+    marks: dict[str, Where] = field(default_factory=dict)
+
+    def where(self, path: str) -> Where:
+        """The place of `path`: its own mark, else that of its nearest ancestor."""
+        for known in ancestors(path):
+            if known in self.marks:
+                mark = self.marks[known]
+                return Where(mark.file, mark.line, path)
+        return Where(path=path)
+
+
+def child(path: str, key: str | int) -> str:
+    """`$.calls` and `train` -> `$.calls.train`; a number indexes a list; other keys are quoted."""
+    if isinstance(key, int):
+        return f"{path}[{key}]"
+    if _PLAIN.fullmatch(key):
+        return f"{path}.{key}"
+    return path + '["' + key.replace("\\", "\\\\").replace('"', '\\"') + '"]'
+
+
+def ancestors(path: str) -> Iterator[str]:
+    """`$.a.b[0]` -> `$.a.b[0]`, `$.a.b`, `$.a`, `$`."""
+    yield path
+    for segment in reversed(_SEGMENT.findall(path[1:])):
+        path = path[: -len(segment)]
+        yield path
+
+
+def read_document(file: Path, shown: str) -> Document:
+    """Read and parse a file; `shown` names it in problems. Raises ConfigError with file and line."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError([Problem(Where(shown), f"can't be read: {error.strerror or error}")]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([Problem(Where(shown), f"is not UTF-8 text: byte {error.start}")]) from error
+    return parse_document(text, shown)
+
+
+def parse_document(text: str, shown: str) -> Document:
+    """Parse a mapping with the place of everything in it. Raises ConfigError with all problems of the text."""
+    loader, node = _compose(text, shown)
+    if node is None:
+        return Document({}, {"$": Where(shown, 1)})
+    if not isinstance(node, yaml.MappingNode):
+        found = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
+        raise ConfigError([Problem(Where(shown, node.start_mark.line + 1), f"expected a mapping, found {found}")])
+    builder = _Builder(loader, shown)
+    tree = builder.build(node, "$", node.start_mark.line + 1)
+    if builder.problems:
+        raise ConfigError(builder.problems)
+    assert isinstance(tree, dict)
+    return Document(tree, builder.marks)
+
+
+def parse_value(text: str, shown: str) -> Tree:
+    """One YAML value, such as the right side of an override. Raises ConfigError."""
+    loader, node = _compose(text, shown)
+    if node is None:
+        return None
+    builder = _Builder(loader, shown)
+    tree = builder.build(node, "$", 0)
+    if builder.problems:
+        raise ConfigError(builder.problems)
+    return tree
+
+
+def parse_override(text: str) -> Document:
+    """`calls.train.lr=1e-5` -> a document with that one value. Raises ConfigError."""
+    name, equals, value = text.partition("=")
+    keys = name.strip().split(".")
+    if not equals or not all(keys):
+        hint = "write path=value, such as calls.train.lr=1e-5"
+        raise ConfigError([Problem(Where(COMMAND_LINE), f"{text!r} is not an override", hint)])
+    path = "$"
+    marks = {}
+    for key in keys:
+        path = child(path, key)
+        marks[path] = Where(COMMAND_LINE, 0, path)
+    if not value.strip():
+        hint = f"write {name}=null to delete it, {name}='\"\"' for empty text"
+        raise ConfigError([Problem(Where(COMMAND_LINE, 0, path), "no value after '='", hint)])
+    try:
+        tree = parse_value(value, COMMAND_LINE)
+    except ConfigError as error:
+        raise ConfigError([Problem(Where(COMMAND_LINE, 0, path), p.text, p.hint) for p in error.problems]) from None
+    for key in reversed(keys):
+        tree = {key: tree}
+    assert isinstance(tree, dict)
+    return Document(tree, marks)
+
+
+def _compose(text: str, shown: str) -> tuple[Loader, yaml.Node | None]:
+    loader = Loader(text)
+    try:
+        return loader, loader.get_single_node()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        text = " ".join(part for part in (error.context, error.problem) if part) or "not YAML"
+        raise ConfigError([Problem(Where(shown, mark.line + 1 if mark else 0), f"YAML syntax: {text}")]) from None
+    except yaml.YAMLError as error:
+        raise ConfigError([Problem(Where(shown), f"YAML syntax: {error}")]) from None
+
+
+class _Builder:
+    """Turns nodes into values; collects marks and problems."""
+
+    def __init__(self, loader: Loader, shown: str) -> None:
+        self.loader, self.shown = loader, shown
+        self.marks: dict[str, Where] = {}
+        self.problems: list[Problem] = []
+        self.open: set[int] = set()
+        self.n_nodes = 0
+
+    def build(self, node: yaml.Node, path: str, line: int) -> Tree:
+        """The value of `node`, whose key or item starts at `line`."""
+        self.n_nodes += 1
+        here = Where(self.shown, line, path)
+        self.marks[path] = here
+        if id(node) in self.open or self.n_nodes > MAX_NODES:
+            text = "an alias inside its own anchor" if id(node) in self.open else f"more than {MAX_NODES} values"
+            raise ConfigError([*self.problems, Problem(here, text)])
+        self.open.add(id(node))
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return self.mapping(node, path)
+            if isinstance(node, yaml.SequenceNode):
+                return [self.build(item, child(path, i), item.start_mark.line + 1) for i, item in enumerate(node.value)]
+            assert isinstance(node, yaml.ScalarNode)
+            return self.scalar(node, here)
+        finally:
+            self.open.remove(id(node))
+
+    def mapping(self, node: yaml.MappingNode, path: str) -> Branch:
+        """Keys are text; a key given twice is a problem; `<<` merges, and what is written out wins."""
+        tree: Branch = {}
+        for key_node, value_node in node.value:
+            if key_node.tag == _MERGE_TAG:
+                tree = self.merged(value_node, path) | tree
+        first: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            if key_node.tag == _MERGE_TAG:
+                continue
+            line = key_node.start_mark.line + 1
+            key = self.key(key_node, Where(self.shown, line, path))
+            if key is None:
+                continue
+            if key in first:
+                where = Where(self.shown, line, child(path, key))
+                self.problems.append(Problem(where, f"given twice: first at line {first[key]}"))
+            first.setdefault(key, line)
+            tree[key] = self.build(value_node, child(path, key), line)
+        return tree
+
+    def merged(self, node: yaml.Node, path: str) -> Branch:
+        """What `<<:` brings in: a mapping, or a list of mappings of which the first wins."""
+        line = node.start_mark.line + 1
+        parts = list(node.value) if isinstance(node, yaml.SequenceNode) else [node]
+        tree: Branch = {}
+        for part in parts:
+            value = self.build(part, path, line)
+            if isinstance(value, dict):
+                tree = value | tree
+            else:
+                self.problems.append(Problem(Where(self.shown, line, path), "'<<' merges mappings only"))
+        return tree
+
+    def key(self, node: yaml.Node, here: Where) -> str | None:
+        key = self.scalar(node, here) if isinstance(node, yaml.ScalarNode) else None
+        if isinstance(key, str):
+            return key
+        plain = isinstance(node, yaml.ScalarNode)
+        shown = repr(node.value) if plain else "that is a list or a mapping"
+        hint = f'quote it: "{node.value}"' if plain else ""
+        self.problems.append(Problem(here, f"the key {shown} is not text", hint))
+        return None
+
+    def scalar(self, node: yaml.ScalarNode, here: Where) -> bool | int | float | str | None:
+        try:
+            value = self.loader.construct_object(node)
+        except (yaml.MarkedYAMLError, ValueError) as error:
+            text = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
+            self.problems.append(Problem(here, f"{node.value!r}: {text}"))
+            return None
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        self.problems.append(Problem(here, f"{node.tag} is not a plain value: expected text, a number or true/false"))
+        return None

@@ -1,0 +1,236 @@
+"""From files to a GraphSpec: finds graphs, lays a user's document over one, resolves references, decodes.
+
+Knows the names of the library's graphs and the sections that a graph file shares with a run file; knows no rule of
+the language (`compile.py` does) and no section of a run file but its type.
+"""
+
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct, field
+
+from realgraph.graphs.document import Branch, Document, Tree, ancestors, child, read_document
+from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
+from realgraph.graphs.merge import interpolate, merge, walk
+from realgraph.graphs.schema import check, fill, prepare, type_of
+from realgraph.graphs.spec import FORMAT, GraphSpec
+
+S = TypeVar("S")
+SHARED = ("params", "models", "calls", "inputs")  # one namespace of graph file and run file
+
+
+class _GraphFile(Struct, frozen=True, forbid_unknown_fields=True):
+    """The top level of a graph file; the shared sections are checked after the run file is laid over them."""
+
+    name: str
+    description: str = ""
+    format: int = FORMAT
+    params: dict[str, Any] = field(default_factory=dict)
+    models: dict[str, Any] = field(default_factory=dict)
+    calls: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, Any] = field(default_factory=dict)
+
+
+class Resolved(Struct, frozen=True):
+    """A document made ready to decode.
+
+    written: after deletions, before defaults and references. document: with both. deleted: the paths that null removed.
+    """
+
+    written: Document
+    document: Document
+    deleted: tuple[str, ...]
+
+
+# --- finding ----------------------------------------------------------------------------------------------------------
+
+
+def library_folder() -> Path:
+    """The folder of the graphs that come with realgraph."""
+    return Path(str(files("realgraph") / "graphs" / "library"))
+
+
+def library_names() -> tuple[str, ...]:
+    """The names of the library's graphs."""
+    return tuple(sorted(file.stem for file in library_folder().glob("*.yaml")))
+
+
+def find_graph(name: str, folder: Path, where: Where) -> Path:
+    """A library graph by its name, else a file by its path from `folder`. Raises ConfigError at `where`."""
+    if name in library_names():
+        return library_folder() / f"{name}.yaml"
+    file = folder / name
+    if file.is_file():
+        return file
+    known = library_names()
+    looks_like_file = "/" in name or name.endswith((".yaml", ".yml"))
+    looked = (
+        f"there is no file {file}" if looks_like_file else f"{name!r} is neither a library graph nor the file {file}"
+    )
+    hint = suggest(name, known) if not looks_like_file else ""
+    listing = f"library graphs: {', '.join(known)}"
+    raise ConfigError([Problem(where, looked, "; ".join(part for part in (hint, listing) if part), "graph")])
+
+
+def shown_name(file: Path) -> str:
+    """How problems name a file: short for the library, else relative to the working directory where that is shorter."""
+    if file.parent == library_folder():
+        return f"realgraph/graphs/library/{file.name}"
+    try:
+        return str(file.resolve().relative_to(Path.cwd().resolve()))
+    except ValueError:
+        return str(file)
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def read_graph(file: Path) -> Document:
+    """A graph file with its top level checked and the kinds of its steps and terms named. Raises ConfigError."""
+    document = read_document(file, shown_name(file))
+    problems = [*check(type_of(_GraphFile), document), *format_problems(document)]
+    if problems:
+        raise ConfigError(problems)
+    tree = prepare(type_of(GraphSpec), document.tree, "$", [])
+    assert isinstance(tree, dict)
+    return Document(tree, document.marks)
+
+
+def format_problems(document: Document) -> tuple[Problem, ...]:
+    """Refuses a file of a later format than this version reads."""
+    given = document.tree.get("format", FORMAT)
+    if not isinstance(given, int) or 1 <= given <= FORMAT:
+        return ()
+    text = f"format {given} is unknown: this version reads formats 1 to {FORMAT}"
+    return (Problem(document.where("$.format"), text, "a newer realgraph may read it", "format"),)
+
+
+def lay_over(graph: Document, user: Document) -> Document:
+    """The user's document over the shared sections of the graph. Raises ConfigError on what only the graph may name."""
+    problems = [*_param_problems(graph, user), *_call_problems(graph, user)]
+    if problems:
+        raise ConfigError(problems)
+    below = Document({key: value for key, value in graph.tree.items() if key in SHARED}, graph.marks)
+    merged = merge(below, user)
+    root = user.marks.get("$") or Where(path="$")
+    return Document(merged.tree, {**merged.marks, "$": root})
+
+
+def _section(document: Document, name: str) -> Branch:
+    section = document.tree.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _param_problems(graph: Document, user: Document) -> list[Problem]:
+    declared = _section(graph, "params")
+    problems = []
+    for name, value in _section(user, "params").items():
+        where = user.where(child("$.params", name))
+        if name not in declared:
+            text = f"the graph {graph.tree.get('name')} has no parameter {name!r}"
+            problems.append(Problem(where, text, suggest(name, declared), "params"))
+        elif value is None and declared[name] is not None:
+            text = "a parameter can't be deleted: the graph refers to it"
+            problems.append(Problem(where, text, f"leave it out for its default, {declared[name]!r}", "params"))
+    return problems
+
+
+def _call_problems(graph: Document, user: Document) -> list[Problem]:
+    """A call or key of the user's that the graph lacks must be a whole one: without a kind it is a wrong name."""
+    calls = _section(graph, "calls")
+    problems = []
+    for name, value in _section(user, "calls").items():
+        new = name not in calls and not (isinstance(value, dict) and "kind" in value)
+        if new:
+            text = f"the graph {graph.tree.get('name')} has no call {name!r}"
+            hint = suggest(name, calls) or "a call of your own needs its kind"
+            problems.append(Problem(user.where(child("$.calls", name)), text, hint, "calls"))
+    return problems
+
+
+def param_type_problems(graph: Document, resolved: Document) -> list[Problem]:
+    """Parameters whose value is not of the type of the graph's default."""
+    problems = []
+    final = _section(resolved, "params")
+    for name, default in _section(graph, "params").items():
+        value = final.get(name)
+        if default is None or value is None or (isinstance(default, str) and "${" in default):
+            continue
+        whole_for_float = isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool)
+        if type(value) is not type(default) and not whole_for_float:
+            where = resolved.where(child("$.params", name))
+            text = f"expected {_type_words(default)}, as the graph's default {default!r} is; got {value!r}"
+            problems.append(Problem(where, text, "", "params"))
+    return problems
+
+
+def _type_words(value: Tree) -> str:
+    match value:
+        case bool():
+            return "true or false"
+        case int():
+            return "a whole number"
+        case float():
+            return "a number"
+        case str():
+            return "text"
+        case list():
+            return "a list"
+        case _:
+            return "a mapping"
+
+
+# --- resolving and decoding -------------------------------------------------------------------------------------------
+
+
+def resolve(struct: type, merged: Document, defaults: Branch) -> Resolved:
+    """Deletions, defaults, references and every check of types. Raises ConfigError with all problems.
+
+    defaults: what `${...}` may refer to beside the document, such as the defaults of a run where there is none.
+    """
+    kind = type_of(struct)
+    deleted: list[str] = []
+    written = _document(prepare(kind, merged.tree, "$", deleted), merged)
+    filled = _document(fill(kind, written.tree), merged)
+    referred, problems = interpolate(filled, defaults)
+    final = _document(fill(kind, prepare(kind, referred.tree, "$", deleted)), merged)
+    if problems:  # a failed reference is null now: what that breaks is no mistake of its own
+        doubtful = {path for path, value in walk(filled.tree, "$") if isinstance(value, str) and "${" in value}
+        later = [p for p in check(kind, final) if doubtful.isdisjoint(ancestors(p.where.path))]
+        raise ConfigError(sorted([*problems, *later]))
+    mistakes = sorted(check(kind, final))
+    if mistakes:
+        raise ConfigError(mistakes)
+    return Resolved(written, final, tuple(dict.fromkeys(deleted)))
+
+
+def _document(tree: Tree, like: Document) -> Document:
+    assert isinstance(tree, dict)
+    return Document(tree, like.marks)
+
+
+def decode(struct: type[S], document: Document) -> S:
+    """The typed value of a document that `resolve` has passed. Raises ConfigError on what only msgspec sees."""
+    try:
+        return msgspec.convert(document.tree, struct)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `")
+        raise ConfigError([Problem(document.where(path.rstrip("`") or "$"), text, "", "schema")]) from error
+
+
+def load_graph(file: Path, defaults: Branch | None = None) -> tuple[GraphSpec, Document]:
+    """A graph file alone: its spec, and the document that knows the places. Raises ConfigError with all problems."""
+    graph = read_graph(file)
+    resolved = resolve(GraphSpec, graph, defaults or {})
+    return decode(GraphSpec, resolved.document), resolved.document
+
+
+def user_document(file: Document, overrides: Sequence[Document]) -> Document:
+    """The run file with the command line's overrides laid over it, the last one on top."""
+    merged = file
+    for override in overrides:
+        merged = merge(merged, override)
+    return merged

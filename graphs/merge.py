@@ -1,0 +1,157 @@
+"""Laying one document over another, and `${...}` references inside the result. Knows no field of the language."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import TypeAlias, cast
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from realgraph.graphs.document import Branch, Document, Tree, child
+from realgraph.graphs.errors import Problem, Where, suggest
+
+_REFERENCE = re.compile(r"\$\{\s*([A-Za-z_][\w-]*(?:\.[\w-]+)*)\s*\}")
+_ESCAPED = re.compile(r"\\\$\{")
+MISSING = "???"
+Keys: TypeAlias = tuple[str | int, ...]
+
+
+def merge(lower: Document, upper: Document) -> Document:
+    """`upper` over `lower`: mappings merge, everything else replaces, null stays as a mark of deletion.
+
+    A mapping that names another `kind` replaces the lower one, whose fields are those of its own kind.
+    """
+    marks: dict[str, Where] = {}
+    tree = _merge(lower, upper, marks)
+    if "$" in upper.marks or "$" in lower.marks:
+        marks["$"] = upper.marks.get("$") or lower.marks["$"]
+    return Document(tree, marks)
+
+
+def _merge(lower: Document, upper: Document, marks: dict[str, Where]) -> Branch:
+    def join(low: Branch, high: Branch, path: str) -> Branch:
+        joined: Branch = {}
+        for key in [*low, *(key for key in high if key not in low)]:
+            here = child(path, key)
+            if key not in high:
+                joined[key] = low[key]
+                _keep(low[key], here, lower.marks, marks)
+                continue
+            old, new = low.get(key), high[key]
+            if isinstance(old, dict) and isinstance(new, dict) and not _other_kind(old, new):
+                if here in upper.marks or here in lower.marks:
+                    marks[here] = upper.marks.get(here) or lower.marks[here]
+                joined[key] = join(old, new, here)
+            else:
+                joined[key] = new
+                _keep(new, here, upper.marks, marks)
+        return joined
+
+    return join(lower.tree, upper.tree, "$")
+
+
+def _other_kind(old: Branch, new: Branch) -> bool:
+    return "kind" in old and "kind" in new and old["kind"] != new["kind"]
+
+
+def _keep(value: Tree, path: str, source: dict[str, Where], marks: dict[str, Where]) -> None:
+    for here, _ in walk(value, path):
+        if here in source:
+            marks[here] = source[here]
+
+
+def walk(value: Tree, path: str) -> Iterator[tuple[str, Tree]]:
+    """Every value with its path, parents first."""
+    yield path, value
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from walk(item, child(path, key))
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from walk(item, child(path, i))
+
+
+def interpolate(document: Document, defaults: Branch) -> tuple[Document, tuple[Problem, ...]]:
+    """Replace `${a.b}` by the value at that path of the document, or of `defaults` where the document has none.
+
+    Only plain references: a resolver such as `${oc.env:HOME}` would make a run depend on what no file says. A
+    reference that fails becomes null, with its problem.
+    """
+    problems: list[Problem] = []
+
+    def refuse(keys: Keys, value: str) -> Tree:
+        problem = _refusal(value, document.where(show(keys)))
+        if problem is None:
+            return value
+        problems.append(problem)
+        return None
+
+    clean = replace_text(document.tree, refuse)
+    assert isinstance(clean, dict)
+    whole = merge(Document(defaults), Document(clean)).tree
+    config = OmegaConf.create(whole)
+
+    def resolve(keys: Keys, value: str) -> Tree:
+        if "${" not in value:
+            return value
+        try:
+            return _read(config, keys)
+        except OmegaConfBaseException as error:
+            problems.append(_unresolved(value, str(error), document.where(show(keys)), whole))
+            return None
+
+    tree = replace_text(clean, resolve)
+    assert isinstance(tree, dict)
+    return Document(tree, document.marks), tuple(problems)
+
+
+def show(keys: Keys) -> str:
+    """("calls", "train", 0) -> `$.calls.train[0]`."""
+    path = "$"
+    for key in keys:
+        path = child(path, key)
+    return path
+
+
+def replace_text(value: Tree, change: Callable[[Keys, str], Tree], keys: Keys = ()) -> Tree:
+    """A copy in which `change(keys, text)` stands for every text."""
+    if isinstance(value, dict):
+        return {key: replace_text(item, change, (*keys, key)) for key, item in value.items()}
+    if isinstance(value, list):
+        return [replace_text(item, change, (*keys, i)) for i, item in enumerate(value)]
+    return change(keys, value) if isinstance(value, str) else value
+
+
+def _refusal(value: str, where: Where) -> Problem | None:
+    if value.strip() == MISSING:
+        return Problem(where, f"{MISSING} stands for a value that is still to be given")
+    rest = _REFERENCE.sub("", _ESCAPED.sub("", value))
+    if "${" not in rest:
+        return None
+    found = "".join(rest[rest.index("${") :].partition("}")[:2])
+    hint = "write ${params.name} or another path of this file; ${...:...} (environment, files, code) is refused"
+    return Problem(where, f"{found} is not a plain reference", hint)
+
+
+def _read(config: DictConfig, keys: Keys) -> Tree:
+    node: DictConfig | ListConfig = config
+    for key in keys[:-1]:
+        node = node[key]  # type: ignore[index]
+    found = node[keys[-1]]  # type: ignore[index]
+    if isinstance(found, DictConfig | ListConfig):
+        return cast(Tree, OmegaConf.to_container(found, resolve=True))
+    return cast(Tree, found)
+
+
+def _unresolved(value: str, error: str, where: Where, tree: Tree) -> Problem:
+    """Which reference of `value` leads nowhere (or round in a circle), and the closest name beside it."""
+    for name in _REFERENCE.findall(value):
+        parent = tree
+        for part in name.split("."):
+            if not isinstance(parent, dict):
+                break
+            if part not in parent:
+                return Problem(where, f"${{{name}}} leads nowhere: there is no {part!r}", suggest(part, parent))
+            parent = parent[part]
+    reason = "it leads round in a circle" if "ecursi" in error else error.splitlines()[0]
+    return Problem(where, f"{value!r} can't be resolved: {reason}")
