@@ -43,7 +43,7 @@ class Packed:
 
     def sample_index(self) -> Tensor:
         """[T] int64: which sample (0 ... N-1) each token belongs to."""
-        lengths = torch.tensor(self.lengths, device=self.tokens.device)
+        lengths = torch.tensor(self.lengths, dtype=torch.int64, device=self.tokens.device)
         return torch.repeat_interleave(torch.arange(self.n_samples, device=self.tokens.device), lengths)
 
     def key(self, name: str) -> Tensor:
