@@ -1,0 +1,207 @@
+"""From a GraphSpec to a checked Graph: switch off, infer keys, apply every rule, order the calls. Reads no file."""
+
+from collections.abc import Callable, Iterator
+
+import networkx as nx
+from msgspec import structs
+
+from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.facts import Facts
+from realgraph.graphs.graph import INPUT, Edge, Graph, Key
+from realgraph.graphs.infer import Draft, infer
+from realgraph.graphs.rules_functions import function_arguments, function_level, function_name
+from realgraph.graphs.rules_keys import (
+    call_shape,
+    cycle,
+    duplicate_producer,
+    input_shape,
+    keep_type,
+    key_meaning,
+    key_type,
+    key_type_text,
+    missing_producer,
+    no_calls,
+)
+from realgraph.graphs.rules_maths import (
+    adaptive_horizon,
+    behaviour_temperature,
+    center_key,
+    empty_loss,
+    greedy_sampling,
+    group_of_one,
+    overlong_limits,
+    pair_aggregate,
+    pair_size,
+    reference_temperature,
+    reward_after_return,
+    truncated_sampling,
+    two_returns,
+)
+from realgraph.graphs.rules_models import (
+    ema_rate,
+    frozen_trained,
+    head_mismatch,
+    init_unknown,
+    model_without_path,
+    optimizer_disagreement,
+    policy_not_sampled,
+    trainable_untrained,
+    unknown_role,
+)
+from realgraph.graphs.rules_run import (
+    missing_column,
+    small_data,
+    stale_uncorrected,
+    stale_without_cause,
+    uneven_minibatches,
+    unknown_input,
+)
+from realgraph.graphs.spec import Generate, GraphSpec, Inference, ModelRole, Train
+from realgraph.graphs.switch import switch_off, switch_problems
+
+Rule = Callable[[Draft, Facts], Iterator[Problem]]
+
+RULES: tuple[Rule, ...] = (
+    no_calls,
+    key_type_text,
+    missing_producer,
+    duplicate_producer,
+    cycle,
+    key_type,
+    key_meaning,
+    keep_type,
+    input_shape,
+    call_shape,
+    unknown_role,
+    frozen_trained,
+    trainable_untrained,
+    policy_not_sampled,
+    head_mismatch,
+    init_unknown,
+    model_without_path,
+    ema_rate,
+    optimizer_disagreement,
+    function_name,
+    function_arguments,
+    function_level,
+    group_of_one,
+    two_returns,
+    reward_after_return,
+    center_key,
+    overlong_limits,
+    adaptive_horizon,
+    greedy_sampling,
+    behaviour_temperature,
+    truncated_sampling,
+    reference_temperature,
+    empty_loss,
+    pair_aggregate,
+    pair_size,
+    unknown_input,
+    missing_column,
+    small_data,
+    uneven_minibatches,
+    stale_uncorrected,
+    stale_without_cause,
+)
+
+
+def compile_graph(spec: GraphSpec, where: Callable[[str], Where], facts: Facts) -> Graph:
+    """The checked graph. Raises ConfigError with every problem that any rule finds, in the order of their places."""
+    live, switched_off = switch_off(spec)
+    draft = infer(live, where, switched_off)
+    problems = [*switch_problems(spec, where), *check(draft, facts)]
+    if problems:
+        raise ConfigError(sorted(problems))
+    return _build(draft, facts, spec)
+
+
+def check(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """What every rule finds; each problem carries its rule's name."""
+    for rule in RULES:
+        for problem in rule(draft, facts):
+            yield structs.replace(problem, rule=rule.__name__)
+
+
+def _build(draft: Draft, facts: Facts, spec: GraphSpec) -> Graph:
+    data_edges = tuple(_data_edges(draft))
+    order = _order(draft, data_edges)
+    reads = {name: tuple(read.key for read in draft.reads[name]) for name in order}
+    writes: dict[str, list[str]] = {name: [] for name in order}
+    for key, (write, *_) in draft.writes.items():
+        if write.call != INPUT:
+            writes[write.call].append(key)
+    return Graph(
+        name=draft.spec.name,
+        calls={name: draft.spec.calls[name] for name in order},
+        models={name: _with_path(role, spec.models) for name, role in draft.spec.models.items()},
+        keys=_keys(draft, order, reads, writes),
+        reads=reads,
+        writes={name: tuple(keys) for name, keys in writes.items()},
+        edges=(*data_edges, *_weight_edges(draft, order, facts.staleness)),
+        samples_per_group=draft.samples_per_group,
+    )
+
+
+def _data_edges(draft: Draft) -> Iterator[Edge]:
+    """An edge per pair of calls that share keys, within a step."""
+    for consumer, reads in draft.reads.items():
+        keys: dict[str, list[str]] = {}
+        for read in reads:
+            producer = draft.writes[read.key][0].call
+            if producer != INPUT:
+                keys.setdefault(producer, []).append(read.key)
+        for producer, shared in keys.items():
+            yield Edge(producer, consumer, tuple(shared))
+
+
+def _order(draft: Draft, edges: tuple[Edge, ...]) -> tuple[str, ...]:
+    """Topological; among calls that are free to run, the file's order."""
+    graph = nx.DiGraph()
+    graph.add_nodes_from(draft.spec.calls)
+    graph.add_edges_from((edge.producer, edge.consumer) for edge in edges)
+    place = {name: i for i, name in enumerate(draft.spec.calls)}
+    return tuple(nx.lexicographical_topological_sort(graph, key=place.__getitem__))
+
+
+def _weight_edges(draft: Draft, order: tuple[str, ...], staleness: int) -> Iterator[Edge]:
+    """Weights flow from a step's training to later steps; two train calls of one role in a step follow each other."""
+    calls = draft.spec.calls
+    last: dict[str, str] = {}
+    for name in order:
+        call = calls[name]
+        if isinstance(call, Train):
+            if call.model in last:
+                yield Edge(last[call.model], name, role=call.model)
+            last[call.model] = name
+    for name in order:
+        call = calls[name]
+        if isinstance(call, Generate) and call.model in last:
+            yield Edge(last[call.model], name, role=call.model, distance=1 + staleness)
+        if isinstance(call, Inference) and call.model in last:
+            yield Edge(last[call.model], name, role=call.model, distance=1)
+
+
+def _keys(
+    draft: Draft, order: tuple[str, ...], reads: dict[str, tuple[str, ...]], writes: dict[str, list[str]]
+) -> dict[str, Key]:
+    """Inputs that are read, then what the calls write, in the order of the calls."""
+    consumers: dict[str, list[str]] = {}
+    for name in order:
+        for key in reads[name]:
+            consumers.setdefault(key, []).append(name)
+    names = [key for key in draft.spec.inputs if key in consumers] + [key for name in order for key in writes[name]]
+    keys = {}
+    for key in names:
+        write = draft.writes[key][0]
+        assert write.type is not None, f"{key!r} passed the rules without a type"
+        keys[key] = Key(key, write.type, write.call, tuple(consumers.get(key, ())))
+    return keys
+
+
+def _with_path(role: ModelRole, models: dict[str, ModelRole]) -> ModelRole:
+    """The role with the path and revision of the role that `init` leads to, where it has no path of its own."""
+    source = role
+    while source.path is None and source.init is not None and source.init in models:
+        source = models[source.init]
+    return structs.replace(role, path=source.path, revision=source.revision) if role.path is None else role

@@ -1,0 +1,314 @@
+"""What each call reads and writes, with types: declared keys and those its loss or its steps imply. Judges nothing."""
+
+from collections.abc import Callable, Iterator
+from typing import Literal, TypeVar
+
+from msgspec import Struct
+
+from realgraph.graphs.errors import Problem, Where
+from realgraph.graphs.graph import INPUT
+from realgraph.graphs.keys import (
+    BEHAVIOUR_LOGPROBS,
+    GENERATED,
+    MASK,
+    TOKENS,
+    VERSIONS,
+    DType,
+    KeyType,
+    Level,
+    LogprobSemantics,
+    parse_key_type,
+)
+from realgraph.graphs.maths import (
+    GAE,
+    KL,
+    ApplyTerm,
+    Center,
+    CrossEntropy,
+    Distill,
+    KLPenalty,
+    PairwiseScore,
+    PolicyGradient,
+    Preference,
+    Return,
+    Step,
+    Term,
+    Value,
+)
+from realgraph.graphs.spec import Advantage, Function, Generate, GraphSpec, Inference, ModelCall, Train
+
+RETURNS = "returns"
+OUTPUTS = ("logprobs", "entropy", "values", "scores")  # of the trained role: an `apply` term reads them like keys
+
+Meaning = Literal["", "logprobs", "values", "scores"]
+
+
+class Want(Struct, frozen=True):
+    """The types a reader accepts, and what the numbers must mean where an inference call wrote them."""
+
+    levels: tuple[Level, ...]
+    dtypes: tuple[DType, ...]
+    meaning: Meaning = ""
+
+    def accepts(self, key: KeyType) -> bool:
+        return key.level in self.levels and key.dtype in self.dtypes
+
+    def __str__(self) -> str:
+        return f"{' or '.join(self.levels)} {' or '.join(self.dtypes)}"
+
+
+_NUMBERS: tuple[DType, ...] = ("float32", "float64", "int32", "int64", "bool")
+_FLOATS: tuple[DType, ...] = ("float32", "float64")
+_ANY = Want(("group", "sample", "token"), ("bool", "int32", "int64", "float32", "float64", "tokens", "text", "json"))
+_PROMPT = Want(("group",), ("tokens",))
+_SEQUENCE = Want(("sample",), ("tokens",))
+_MASK = Want(("token",), ("bool",))
+_VERSIONS = Want(("token",), ("int32",))
+_REWARD = Want(("sample", "token"), _NUMBERS)
+_WEIGHT = Want(("sample", "token"), _FLOATS)
+_TOKEN_FLOAT = Want(("token",), _FLOATS)
+_LOGPROBS = Want(("token",), _FLOATS, "logprobs")
+_VALUES = Want(("token",), _FLOATS, "values")
+_TENSOR = Want(("group", "sample", "token"), _NUMBERS)
+
+
+class Read(Struct, frozen=True):
+    """`key` is read because of what stands at `path`; `by` names the reader in words."""
+
+    key: str
+    path: str
+    by: str
+    want: Want
+
+
+class Write(Struct, frozen=True):
+    """`key` is written by `call` (`INPUT` for the data set). type is None where the user's text could not be read."""
+
+    key: str
+    path: str
+    call: str
+    type: KeyType | None
+    meaning: Meaning = ""
+
+
+C = TypeVar("C", Generate, Inference, Function, Advantage, Train)
+
+
+class Draft(Struct, frozen=True):
+    """A graph under examination: what `when` switched off is gone, nothing else is known to be right.
+
+    switched_off: keys that only switched-off calls write, with the call.
+    """
+
+    spec: GraphSpec
+    where: Callable[[str], Where]
+    reads: dict[str, tuple[Read, ...]]
+    writes: dict[str, tuple[Write, ...]]  # of each key, inputs first
+    switched_off: dict[str, str]
+    samples_per_group: int
+
+    def of(self, kind: type[C]) -> Iterator[tuple[str, C]]:
+        """The calls of one kind with their names."""
+        return ((name, call) for name, call in self.spec.calls.items() if isinstance(call, kind))
+
+    def problem(self, path: str, text: str, hint: str = "") -> Problem:
+        return Problem(self.where(path), text, hint)
+
+    def semantics(self, key: str) -> LogprobSemantics | None:
+        """What the log-probabilities under `key` are, None where unknown or no log-probabilities."""
+        for write in self.writes.get(key, ()):
+            return write.type.logprobs if write.type else None
+        return None
+
+    def producer(self, key: str) -> str | None:
+        """The first call that writes `key`, `INPUT` for the data set."""
+        return next((write.call for write in self.writes.get(key, ())), None)
+
+
+def infer(spec: GraphSpec, where: Callable[[str], Where], switched_off: dict[str, str]) -> Draft:
+    """Collect reads and writes of all calls."""
+    writes: dict[str, list[Write]] = {}
+    inputs = (Write(key, f"$.inputs.{key}", INPUT, parse_type(text)) for key, text in spec.inputs.items())
+    for write in (*inputs, *(write for name, call in spec.calls.items() for write in call_writes(name, call))):
+        writes.setdefault(write.key, []).append(write)
+    return Draft(
+        spec=spec,
+        where=where,
+        reads={name: call_reads(name, call, spec) for name, call in spec.calls.items()},
+        writes={key: tuple(of_key) for key, of_key in writes.items()},
+        switched_off=switched_off,
+        samples_per_group=samples_per_group(spec),
+    )
+
+
+def parse_type(text: str) -> KeyType | None:
+    """The key type, None where the text is none (a rule of its own says so)."""
+    try:
+        return parse_key_type(text)
+    except ValueError:
+        return None
+
+
+def samples_per_group(spec: GraphSpec) -> int:
+    """The generate call's n; without one, 2 where a loss compares pairs, else 1."""
+    for call in spec.calls.values():
+        if isinstance(call, Generate):
+            return call.n
+    terms = (term for call in spec.calls.values() if isinstance(call, Train) for term in call.loss.terms.values())
+    return 2 if any(isinstance(term, Preference | PairwiseScore) for term in terms) else 1
+
+
+def role_of(call: ModelCall) -> str:
+    """The role that a call runs, '' for functions and advantages."""
+    match call:
+        case Generate(model=model) | Inference(model=model) | Train(model=model):
+            return model
+        case Function() | Advantage():
+            return ""
+
+
+# --- writes -----------------------------------------------------------------------------------------------------------
+
+
+def call_writes(name: str, call: ModelCall) -> tuple[Write, ...]:
+    """The keys a call writes, with types."""
+    path = f"$.calls.{name}"
+    match call:
+        case Generate():
+            return tuple(
+                Write(key, path, name, _behaviour(call) if key == BEHAVIOUR_LOGPROBS else key_type, _meaning(key))
+                for key, key_type in GENERATED.items()
+            )
+        case Inference():
+            return tuple(
+                Write(key, f"{path}.writes[{i}]", name, _inferred_type(call), call.output)
+                for i, key in enumerate(call.writes)
+            )
+        case Function():
+            return tuple(Write(key, f"{path}.writes.{key}", name, parse_type(t)) for key, t in call.writes.items())
+        case Advantage():
+            keys = advantage_writes(call)
+            return tuple(Write(key, f"{path}.writes[{i}]", name, KeyType("token", "float32")) for i, key in keys)
+        case Train():
+            return ()
+
+
+def advantage_writes(call: Advantage) -> tuple[tuple[int, str], ...]:
+    """Positions and names: the advantages, then the returns where a step makes them and no second name is given."""
+    keys = tuple(enumerate(call.writes))
+    return (*keys, (1, RETURNS)) if len(keys) == 1 and makes_returns(call) else keys
+
+
+def makes_returns(call: Advantage) -> bool:
+    return any(isinstance(step, GAE | Return) for step in call.steps.values())
+
+
+def _meaning(key: str) -> Meaning:
+    return "logprobs" if key == BEHAVIOUR_LOGPROBS else ""
+
+
+def _behaviour(call: Generate) -> KeyType:
+    truncated = call.top_p < 1 or call.top_k > 0
+    return KeyType("token", "float32", LogprobSemantics(call.model, call.temperature, True, truncated))
+
+
+def _inferred_type(call: Inference) -> KeyType:
+    match call.output:
+        case "logprobs":
+            return KeyType("token", "float32", LogprobSemantics(call.model, call.temperature))
+        case "values":
+            return KeyType("token", "float32")
+        case "scores":
+            return KeyType("sample", "float32")
+
+
+# --- reads ------------------------------------------------------------------------------------------------------------
+
+
+def call_reads(name: str, call: ModelCall, spec: GraphSpec) -> tuple[Read, ...]:
+    """The keys a call reads: declared ones first, then those its maths implies; each key once."""
+    path = f"$.calls.{name}"
+    match call:
+        case Generate():
+            reads = _declared(name, call.reads, _PROMPT)
+        case Inference():
+            reads = _declared(name, call.reads, _SEQUENCE)
+        case Function():
+            reads = _declared(name, call.reads, _ANY)
+        case Advantage():
+            reward, others = call.reads[:1], call.reads[1:]
+            reads = [
+                *_declared(name, reward, _REWARD),
+                *_declared(name, others, _TENSOR, first=1),
+                *_sequence_reads(name),
+                *(
+                    read
+                    for entry, step in call.steps.items()
+                    if step
+                    for read in step_reads(f"{path}.steps", entry, step)
+                ),
+            ]
+        case Train():
+            terms = f"{path}.loss.terms"
+            reads = [
+                *_sequence_reads(name),
+                *(read for entry, term in call.loss.terms.items() for read in term_reads(terms, entry, term)),
+            ]
+            if any(isinstance(other, Generate) for other in spec.calls.values()):
+                reads.append(Read(VERSIONS, path, f"the call {name!r}", _VERSIONS))
+    first: dict[str, Read] = {}
+    for read in reads:
+        first.setdefault(read.key, read)
+    return tuple(first.values())
+
+
+def step_reads(parent: str, entry: str, step: Step) -> list[Read]:
+    """Keys that one advantage step needs beside the running reward."""
+    path, by = f"{parent}.{entry}", f"the step {entry!r}"
+    match step:
+        case KLPenalty(to=to):
+            return [Read(to, f"{path}.to", by, _LOGPROBS), Read(BEHAVIOUR_LOGPROBS, path, by, _LOGPROBS)]
+        case GAE(values=values):
+            return [Read(values, f"{path}.values", by, _VALUES)]
+        case Center(by="key", key=str(key)):
+            return [Read(key, f"{path}.key", by, _WEIGHT)]
+        case _:
+            return []
+
+
+def term_reads(parent: str, entry: str, term: Term) -> list[Read]:
+    """Keys that one loss term needs beside tokens and mask."""
+    path, by = f"{parent}.{entry}", f"the term {entry!r}"
+    match term:
+        case PolicyGradient(advantage=advantage):
+            return [
+                Read(advantage, f"{path}.advantage", by, _WEIGHT),
+                Read(BEHAVIOUR_LOGPROBS, path, by, _LOGPROBS),
+                Read(VERSIONS, path, by, _VERSIONS),
+            ]
+        case Value(returns=returns, clip=clip, old=old):
+            clipped = [Read(old, f"{path}.old", by, _VALUES)] if clip is not None else []
+            return [Read(returns, f"{path}.returns", by, _TOKEN_FLOAT), *clipped]
+        case KL(to=to):
+            return [Read(to, f"{path}.to", by, _LOGPROBS)]
+        case Preference(ref=ref):
+            return [Read(ref, f"{path}.ref", by, _LOGPROBS)]
+        case Distill(teacher=teacher):
+            return [Read(teacher, f"{path}.teacher", by, _LOGPROBS)]
+        case CrossEntropy(key=str(key)):
+            return [Read(key, f"{path}.key", by, _WEIGHT)]
+        case ApplyTerm(reads=reads):
+            keys = ((i, key) for i, key in enumerate(reads) if key not in OUTPUTS)
+            return [Read(key, f"{path}.reads[{i}]", by, _TENSOR) for i, key in keys]
+        case _:
+            return []
+
+
+def _declared(name: str, keys: tuple[str, ...], want: Want, first: int = 0) -> list[Read]:
+    by = f"the call {name!r}"
+    return [Read(key, f"$.calls.{name}.reads[{i}]", by, want) for i, key in enumerate(keys, first)]
+
+
+def _sequence_reads(name: str) -> list[Read]:
+    by = f"the call {name!r}"
+    return [Read(TOKENS, f"$.calls.{name}", by, _SEQUENCE), Read(MASK, f"$.calls.{name}", by, _MASK)]

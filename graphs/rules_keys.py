@@ -1,0 +1,186 @@
+"""Rules about keys: who writes them, who reads them, of which type. Each yields the mistakes of one kind."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import networkx as nx
+
+from realgraph.graphs.errors import Problem, suggest
+from realgraph.graphs.facts import Facts
+from realgraph.graphs.graph import INPUT
+from realgraph.graphs.infer import Draft, Read, makes_returns
+from realgraph.graphs.keys import GENERATED, TOKENS, parse_key_type
+from realgraph.graphs.spec import Advantage, Function, Generate, Inference
+
+KEEP = "keep"  # a function that writes it filters groups
+
+
+def no_calls(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """A graph without calls does nothing."""
+    if not draft.spec.calls:
+        yield draft.problem("$.calls", "the graph has no call left to run", "add a call, or check its `when` switches")
+
+
+def key_type_text(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """Types in `inputs` and in a function's `writes` are `<level> <dtype>`, of levels that the writer can fill."""
+    yield from _type_texts(draft, "$.inputs", draft.spec.inputs)
+    for name, call in draft.of(Function):
+        yield from _type_texts(draft, f"$.calls.{name}.writes", call.writes)
+
+
+def _type_texts(draft: Draft, parent: str, texts: dict[str, str]) -> Iterator[Problem]:
+    for key, text in texts.items():
+        path = f"{parent}.{key}"
+        try:
+            level = parse_key_type(text).level
+        except ValueError as error:
+            words = [suggest(word, ("group", "sample", "token", "tokens", "text", "float32")) for word in text.split()]
+            yield draft.problem(path, str(error), next((w for w in words if w.startswith("did")), ""))
+            continue
+        if level == "step":
+            hint = "use group, sample or token"
+            yield draft.problem(path, f"{key!r} has the level step, which neither data nor functions can fill", hint)
+
+
+def missing_producer(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """Every key that is read has a producer."""
+    for call, reads in draft.reads.items():
+        for read in reads:
+            if read.key not in draft.writes:
+                text = f"no call writes {read.key!r}, which {read.by} reads"
+                yield draft.problem(read.path, text, _missing_hint(draft, call, read))
+
+
+def _missing_hint(draft: Draft, call: str, read: Read) -> str:
+    if read.key in draft.switched_off:
+        return f"the call {draft.switched_off[read.key]!r} would write it, but `when` switches it off"
+    if read.key in GENERATED:
+        return "a generate call writes it, or an input of the data set may give it"
+    own = {write.key for writes in draft.writes.values() for write in writes if write.call == call}
+    return suggest(read.key, draft.writes.keys() - own - (GENERATED.keys() - {"text", TOKENS}))
+
+
+def duplicate_producer(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """Every key has one producer; and as a generate call writes fixed keys, a graph has at most one."""
+    generates = {name for name, _ in draft.of(Generate)}
+    for name in [name for name, _ in draft.of(Generate)][1:]:
+        first = next(other for other, _ in draft.of(Generate))
+        text = f"{name!r} is a second generate call: like {first!r} it writes {', '.join(GENERATED)}"
+        yield draft.problem(f"$.calls.{name}", text, "keep one, and ask it for more samples by `n`")
+    for key, writes in draft.writes.items():
+        first_write, *others = writes
+        for write in others:
+            if {first_write.call, write.call} <= generates:
+                continue
+            by = "the data set" if first_write.call == INPUT else f"the call {first_write.call!r}"
+            hint = "rename one of the two, or remove it"
+            yield draft.problem(write.path, f"{key!r} is written twice: by {by} and by the call {write.call!r}", hint)
+
+
+def cycle(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """Within a step no call waits for itself."""
+    graph = nx.DiGraph()
+    for consumer, reads in draft.reads.items():
+        for read in reads:
+            producer = draft.producer(read.key)
+            if producer is not None and producer != INPUT:
+                graph.add_edge(producer, consumer, key=read.key)
+    order = {name: i for i, name in enumerate(draft.spec.calls)}
+    knots = (knot for knot in nx.strongly_connected_components(graph) if len(knot) > 1 or _selfish(graph, knot))
+    for knot in sorted(knots, key=lambda names: min(order[name] for name in names)):
+        start = min(knot, key=lambda name: order[name])
+        ring = _ring(graph.subgraph(knot), start)
+        keys = [f"{b!r} reads {graph.edges[a, b]['key']!r} of {a!r}" for a, b in pairwise(ring)]
+        text = f"calls wait for each other: {' -> '.join(ring)}"
+        yield draft.problem(f"$.calls.{start}", text, f"{'; '.join(keys)}: one of these reads must go")
+
+
+def _selfish(graph: nx.DiGraph, knot: set[str]) -> bool:
+    return any(graph.has_edge(name, name) for name in knot)
+
+
+def _ring(knot: nx.DiGraph, start: str) -> list[str]:
+    """A shortest cycle through `start`, first call repeated at the end."""
+    if knot.has_edge(start, start):
+        return [start, start]
+    back = min((nx.shortest_path(knot, after, start) for after in sorted(knot.successors(start))), key=len)
+    return [start, *back]
+
+
+def key_type(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """A reader gets the level and dtype it can use."""
+    for reads in draft.reads.values():
+        for read in reads:
+            writes = draft.writes.get(read.key, ())
+            found = writes[0].type if writes else None
+            if found is not None and found.level != "step" and not read.want.accepts(found):
+                text = f"{read.key!r} is {found}, but {read.by} needs {read.want}"
+                by = writes[0].call
+                hint = f"its type stands at {writes[0].path}" if by == INPUT else f"it is written by the call {by!r}"
+                yield draft.problem(read.path, text, hint)
+
+
+def key_meaning(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """Log-probabilities are not taken for values, nor values for log-probabilities."""
+    words = {"logprobs": "log-probabilities", "values": "a critic's values", "scores": "scores"}
+    for reads in draft.reads.values():
+        for read in reads:
+            writes = draft.writes.get(read.key, ())
+            found = writes[0] if writes else None
+            if found is None or found.type is None or not read.want.accepts(found.type):
+                continue
+            if read.want.meaning and found.meaning and found.meaning != read.want.meaning:
+                text = f"{read.key!r} holds {words[found.meaning]}, but {read.by} needs {words[read.want.meaning]}"
+                fitting = _of_meaning(draft, read.want.meaning)
+                known = f"keys that hold {words[read.want.meaning]}: {', '.join(fitting)}" if fitting else ""
+                hint = known or f"add an inference call with `output: {read.want.meaning}`"
+                yield draft.problem(read.path, text, hint)
+
+
+def _of_meaning(draft: Draft, meaning: str) -> list[str]:
+    return sorted(key for key, writes in draft.writes.items() if writes[0].meaning == meaning)
+
+
+def keep_type(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """`keep` filters groups, so it is one bool a group."""
+    for write in draft.writes.get(KEEP, ()):
+        if write.type is not None and str(write.type) != "group bool":
+            text = f"{KEEP!r} decides which groups stay: it is group bool, not {write.type}"
+            yield draft.problem(write.path, text, f"write `{KEEP}: group bool`, or give the key another name")
+
+
+def input_shape(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """Data rows are groups: other levels come only with the sample sequences of a graph that does not generate."""
+    generates = any(True for _ in draft.of(Generate))
+    for key in draft.spec.inputs:
+        found = draft.writes[key][0].type
+        if generates and found is not None and found.level in ("sample", "token"):
+            text = f"the input {key!r} is {found}, but a data row is one group: its samples are generated later"
+            yield draft.problem(f"$.inputs.{key}", text, f"write `{key}: group {found.dtype}`")
+
+
+def call_shape(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """Generate reads one prompt, inference reads `tokens` and writes one key, an advantage writes one or two."""
+    for name, generate in draft.of(Generate):
+        if len(generate.reads) != 1:
+            text = f"a generate call reads one key, the prompt, not {len(generate.reads)}"
+            yield draft.problem(f"$.calls.{name}.reads", text, "write `reads: [prompt]`")
+    for name, inference in draft.of(Inference):
+        if inference.reads != (TOKENS,):
+            text = f"an inference call reads {TOKENS!r}, prompt and response, and nothing else"
+            yield draft.problem(f"$.calls.{name}.reads", text, f"write `reads: [{TOKENS}]`, or leave it out")
+        if len(inference.writes) != 1:
+            text = f"an inference call writes one key, its {inference.output}, not {len(inference.writes)}"
+            yield draft.problem(f"$.calls.{name}.writes", text, f"write `writes: [{name}]`")
+    for name, advantage in draft.of(Advantage):
+        yield from _advantage_shape(draft, name, advantage)
+
+
+def _advantage_shape(draft: Draft, name: str, call: Advantage) -> Iterator[Problem]:
+    most = 2 if makes_returns(call) else 1
+    if not 1 <= len(call.writes) <= most:
+        allowed = "the advantages and the returns" if most == 2 else "one key, the advantages (no step makes returns)"
+        yield draft.problem(f"$.calls.{name}.writes", f"this advantage call writes {allowed}, not {len(call.writes)}")
+    if not call.reads:
+        text = "an advantage call reads a reward"
+        yield draft.problem(f"$.calls.{name}.reads", text, "write `reads: [reward]`")

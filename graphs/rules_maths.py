@@ -1,0 +1,239 @@
+"""Rules about the maths: which advantage steps and loss terms make sense together, and on which samples."""
+
+from collections.abc import Iterator
+
+from realgraph.graphs.errors import Problem
+from realgraph.graphs.facts import Facts
+from realgraph.graphs.infer import Draft
+from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS
+from realgraph.graphs.maths import (
+    GAE,
+    KL,
+    AdaptiveKL,
+    Center,
+    CrossEntropy,
+    Distill,
+    Entropy,
+    KLPenalty,
+    Overlong,
+    PairMean,
+    PairwiseScore,
+    PolicyGradient,
+    Preference,
+    Return,
+    Scale,
+    Step,
+    Term,
+    Value,
+)
+from realgraph.graphs.spec import Advantage, Generate, Train
+
+
+def steps_of(draft: Draft) -> Iterator[tuple[str, str, Step]]:
+    """Every advantage step with its path and its name."""
+    for name, call in draft.of(Advantage):
+        for entry, step in call.steps.items():
+            if step is not None:
+                yield f"$.calls.{name}.steps.{entry}", entry, step
+
+
+def terms_of(draft: Draft) -> Iterator[tuple[str, Train, str, Term]]:
+    """Every loss term with its path, its train call and its name."""
+    for name, call in draft.of(Train):
+        for entry, term in call.loss.terms.items():
+            yield f"$.calls.{name}.loss.terms.{entry}", call, entry, term
+
+
+# --- advantages -------------------------------------------------------------------------------------------------------
+
+
+def group_of_one(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """A group of one sample has no other to be compared with: its advantage would always be zero."""
+    if draft.samples_per_group > 1:
+        return
+    generate = next((name for name, _ in draft.of(Generate)), None)
+    hint = f"set calls.{generate}.n to 2 or more, or use `by: batch`" if generate else "use `by: batch`"
+    for path, entry, step in steps_of(draft):
+        compares = isinstance(step, Center | Scale) and step.by in ("group", "leave_one_out")
+        if compares:
+            yield draft.problem(path, f"the step {entry!r} compares the samples of a group, but a group has one", hint)
+
+
+def two_returns(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """Rewards are summed over time once: by gae or by return."""
+    for name, call in draft.of(Advantage):
+        sums = [entry for entry, step in call.steps.items() if isinstance(step, GAE | Return)]
+        for entry in sums[1:]:
+            text = f"the step {entry!r} sums rewards over time, which {sums[0]!r} has done already"
+            yield draft.problem(f"$.calls.{name}.steps.{entry}", text, f"set one of them to null: steps.{entry}: null")
+
+
+def reward_after_return(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """What changes the reward stands before what turns rewards into advantages."""
+    for name, call in draft.of(Advantage):
+        summed = ""
+        for entry, step in call.steps.items():
+            if isinstance(step, GAE | Return):
+                summed = summed or entry
+            elif summed and isinstance(step, KLPenalty | Overlong):
+                text = f"the step {entry!r} changes the reward, but {summed!r} has already made advantages of it"
+                yield draft.problem(f"$.calls.{name}.steps.{entry}", text, f"write {entry!r} before {summed!r}")
+
+
+def center_key(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """`by: key` and `key` come together."""
+    for path, entry, step in steps_of(draft):
+        if isinstance(step, Center) and step.by == "key" and step.key is None:
+            yield draft.problem(path, f"the step {entry!r} subtracts a key, but names none", "add `key: <name>`")
+        if isinstance(step, Center) and step.by != "key" and step.key is not None:
+            text = f"the step {entry!r} subtracts a mean by {step.by}, so {step.key!r} would not be used"
+            yield draft.problem(f"{path}.key", text, "write `by: key`, or remove `key`")
+
+
+def overlong_limits(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """The penalty grows from `start` to `limit`, and begins at lengths that samples reach."""
+    longest = next((call.max_new_tokens for _, call in draft.of(Generate)), None) or facts.max_new_tokens
+    for path, entry, step in steps_of(draft):
+        if not isinstance(step, Overlong):
+            continue
+        if step.start >= step.limit:
+            text = f"the step {entry!r} begins at {step.start} tokens, not before its limit of {step.limit}"
+            yield draft.problem(f"{path}.start", text, "`start` is where the penalty begins, `limit` where it is -1")
+        elif longest is not None and step.start >= longest:
+            text = f"the step {entry!r} begins at {step.start} tokens, but samples end at {longest}"
+            yield draft.problem(f"{path}.start", text, f"set `start` below {longest}, and `limit` to at most {longest}")
+
+
+def adaptive_horizon(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """One update multiplies the coefficient by at least 1 - 0.2 x samples / horizon, which must stay positive."""
+    if facts.groups is None:
+        return
+    samples = facts.groups * draft.samples_per_group
+    for path, entry, step in steps_of(draft):
+        if isinstance(step, KLPenalty) and isinstance(step.coef, AdaptiveKL) and samples >= 5 * step.coef.horizon:
+            text = f"{samples} samples a step could drive the coefficient of {entry!r} below zero"
+            yield draft.problem(f"{path}.coef.horizon", text, f"set `horizon` above {samples / 5:g} samples")
+
+
+# --- sampling against the loss ----------------------------------------------------------------------------------------
+
+
+def greedy_sampling(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """Greedy decoding has no distribution: neither a policy gradient nor a KL can be estimated from it."""
+    greedy = [name for name, call in draft.of(Generate) if call.temperature == 0]
+    users = [
+        f"the policy gradient {entry!r}" for _, _, entry, term in terms_of(draft) if isinstance(term, PolicyGradient)
+    ]
+    users += [f"the step {entry!r}" for _, entry, step in steps_of(draft) if isinstance(step, KLPenalty)]
+    for name in greedy:
+        if users:
+            text = f"{name!r} decodes greedily, but {' and '.join(users)} needs samples of a distribution"
+            yield draft.problem(f"$.calls.{name}.temperature", text, "set a temperature above 0, such as 1.0")
+
+
+def behaviour_temperature(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """The loss divides logits by the temperature that sampling used: else its ratios are wrong from the first step."""
+    behaviour = draft.semantics(BEHAVIOUR_LOGPROBS)
+    if behaviour is None or not behaviour.behaviour or behaviour.temperature == 0:
+        return
+    for name, call in draft.of(Train):
+        learns = any(isinstance(term, PolicyGradient) for term in call.loss.terms.values())
+        if learns and call.temperature != behaviour.temperature:
+            sampler = draft.producer(BEHAVIOUR_LOGPROBS)
+            text = (
+                f"the policy gradient takes log-probabilities at temperature {call.temperature:g}, "
+                f"but {sampler!r} samples at {behaviour.temperature:g}"
+            )
+            yield draft.problem(
+                f"$.calls.{name}.temperature", text, f"set `temperature: {behaviour.temperature:g}` here"
+            )
+
+
+def truncated_sampling(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """top-p and top-k renormalise over part of the vocabulary: ratios to the full distribution are then biased."""
+    behaviour = draft.semantics(BEHAVIOUR_LOGPROBS)
+    if behaviour is None or not behaviour.truncated:
+        return
+    users = [
+        f"the importance ratio of {entry!r}"
+        for _, _, entry, term in terms_of(draft)
+        if isinstance(term, PolicyGradient) and term.ratio != "none"
+    ]
+    users += [f"the step {entry!r}" for _, entry, step in steps_of(draft) if isinstance(step, KLPenalty)]
+    if users:
+        sampler = next(name for name, call in draft.of(Generate))
+        field = "top_p" if next(call.top_p for _, call in draft.of(Generate)) < 1 else "top_k"
+        text = f"{sampler!r} samples from part of the vocabulary ({field}), but {' and '.join(users)} needs all of it"
+        yield draft.problem(f"$.calls.{sampler}.{field}", text, "set `top_p: 1.0` and `top_k: 0`")
+
+
+def reference_temperature(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """Log-probabilities that are compared with the policy's are taken at the policy's temperature."""
+    for path, call, entry, term in terms_of(draft):
+        match term:
+            case KL(to=key) | Preference(ref=key) | Distill(teacher=key):
+                yield from _same_temperature(draft, path, key, call.temperature, f"the term {entry!r}")
+            case _:
+                pass
+    behaviour = draft.semantics(BEHAVIOUR_LOGPROBS)
+    if behaviour is None or behaviour.temperature == 0:
+        return
+    for path, entry, step in steps_of(draft):
+        if isinstance(step, KLPenalty):
+            yield from _same_temperature(draft, path, step.to, behaviour.temperature, f"the step {entry!r}")
+
+
+def _same_temperature(draft: Draft, path: str, key: str, temperature: float, by: str) -> Iterator[Problem]:
+    found = draft.semantics(key)
+    if found is not None and found.temperature not in (0, temperature):
+        text = f"{by} compares log-probabilities at temperature {temperature:g} with {key!r} at {found.temperature:g}"
+        yield draft.problem(path, text, f"set `temperature: {temperature:g}` in calls.{draft.producer(key)}")
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+def empty_loss(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """A loss has a term with a gradient."""
+    for name, call in draft.of(Train):
+        terms = call.loss.terms.values()
+        if not terms:
+            yield draft.problem(
+                f"$.calls.{name}.loss.terms", "the loss has no term", "add one, or check `when` switches"
+            )
+        elif all(_weight(term) == 0 for term in terms):
+            text = "every term of the loss has the coefficient 0: the call would train nothing"
+            yield draft.problem(f"$.calls.{name}.loss.terms", text, "give one a coefficient, or remove the call")
+
+
+def _weight(term: Term) -> float:
+    match term:
+        case KL(coef=coef) | Entropy(coef=coef) | Value(coef=coef) | CrossEntropy(weight=coef):
+            return coef
+        case _:
+            return 1.0
+
+
+def pair_aggregate(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """Losses over pairs are averaged over pairs, others are not."""
+    for name, call in draft.of(Train):
+        pairs = [entry for entry, term in call.loss.terms.items() if isinstance(term, Preference | PairwiseScore)]
+        others = [entry for entry in call.loss.terms if entry not in pairs]
+        over_pairs = isinstance(call.loss.aggregate, PairMean)
+        path = f"$.calls.{name}.loss.aggregate"
+        if pairs and not over_pairs:
+            text = f"the term {pairs[0]!r} compares pairs of samples, so the loss is a mean over pairs"
+            yield draft.problem(path, text, "write `aggregate: {kind: pair_mean}`")
+        if others and over_pairs:
+            text = f"the term {others[0]!r} knows no pairs, so pair_mean can't average it"
+            yield draft.problem(
+                path, text, "write `aggregate: {kind: token_mean}`, or move the term to another train call"
+            )
+
+
+def pair_size(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """Losses over pairs need groups of two."""
+    for path, _, entry, term in terms_of(draft):
+        if isinstance(term, Preference | PairwiseScore) and draft.samples_per_group != 2:
+            text = f"the term {entry!r} compares the two samples of a group, but a group has {draft.samples_per_group}"
+            yield draft.problem(path, text, "set `n: 2` in the generate call")

@@ -1,0 +1,154 @@
+"""Rules about roles: who exists, who is trained, which head they have, where their weights come from."""
+
+from collections.abc import Iterator
+
+from realgraph.graphs.errors import Problem, suggest
+from realgraph.graphs.facts import Facts
+from realgraph.graphs.infer import Draft, role_of
+from realgraph.graphs.maths import (
+    KL,
+    CrossEntropy,
+    Distill,
+    Entropy,
+    PairwiseScore,
+    PolicyGradient,
+    Preference,
+    Term,
+    Value,
+)
+from realgraph.graphs.spec import Generate, Inference, Optimizer, Train
+
+_HEAD_OF = {"logprobs": "lm", "values": "value", "scores": "score"}
+_HEAD_GIVES = {"lm": "log-probabilities", "value": "values", "score": "scores"}
+
+
+def unknown_role(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """A call runs a role that the graph has."""
+    for name, call in draft.spec.calls.items():
+        role = role_of(call)
+        if role and role not in draft.spec.models:
+            hint = suggest(role, draft.spec.models)
+            yield draft.problem(f"$.calls.{name}.model", f"no model has the role {role!r}", hint)
+
+
+def frozen_trained(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """A train call trains a trainable role."""
+    for name, call in draft.of(Train):
+        role = draft.spec.models.get(call.model)
+        if role is not None and not role.trainable:
+            text = f"the call {name!r} trains {call.model!r}, which is frozen"
+            hint = f"set `trainable: true` under models.{call.model}, or train another role"
+            yield draft.problem(f"$.calls.{name}.model", text, hint)
+
+
+def trainable_untrained(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """A trainable role is trained: it would hold an optimizer's memory for nothing."""
+    trained = {call.model for _, call in draft.of(Train)}
+    for name, role in draft.spec.models.items():
+        if role.trainable and name not in trained:
+            hint = f"add a train call of {name!r}, or set `trainable: false`"
+            yield draft.problem(f"$.models.{name}.trainable", f"{name!r} is trainable, but no call trains it", hint)
+
+
+def policy_not_sampled(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """In RL the role that a policy gradient trains is the one that generates."""
+    sampled = {call.model: name for name, call in draft.of(Generate)}
+    for name, call in draft.of(Train):
+        learns = any(isinstance(term, PolicyGradient) for term in call.loss.terms.values())
+        if sampled and learns and call.model not in sampled:
+            other, generate = next(iter(sampled.items()))
+            text = f"{call.model!r} is trained by a policy gradient, but {generate!r} samples from {other!r}"
+            yield draft.problem(f"$.calls.{name}.model", text, f"set `model: {call.model}` in calls.{generate}")
+
+
+def head_mismatch(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """Each call and each loss term runs a role with the head that it needs."""
+    for name, generate in draft.of(Generate):
+        yield from _head(draft, f"$.calls.{name}.model", generate.model, "lm", f"the generate call {name!r}")
+    for name, inference in draft.of(Inference):
+        needed = _HEAD_OF[inference.output]
+        yield from _head(draft, f"$.calls.{name}.output", inference.model, needed, f"the inference call {name!r}")
+    for name, train in draft.of(Train):
+        for entry, term in train.loss.terms.items():
+            path = f"$.calls.{name}.loss.terms.{entry}"
+            yield from _head(draft, path, train.model, _head_for(term), f"the term {entry!r}")
+
+
+def _head_for(term: Term) -> str:
+    match term:
+        case PolicyGradient() | KL() | Entropy() | CrossEntropy() | Preference() | Distill():
+            return "lm"
+        case Value():
+            return "value"
+        case PairwiseScore():
+            return "score"
+        case _:
+            return ""
+
+
+def _head(draft: Draft, path: str, role: str, needed: str, by: str) -> Iterator[Problem]:
+    model = draft.spec.models.get(role)
+    if model is not None and needed and model.head != needed:
+        text = f"{by} needs {_HEAD_GIVES[needed]}, but the head of {role!r} gives {_HEAD_GIVES[model.head]}"
+        yield draft.problem(path, text, f"set `head: {needed}` under models.{role}, or use another role")
+
+
+def init_unknown(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """`init` names another role, so that the chain ends at a role with a path of its own."""
+    models = draft.spec.models
+    for name, role in models.items():
+        if role.init is None or role.path is not None:
+            continue
+        if role.init not in models:
+            others = [other for other in models if other != name]
+            yield draft.problem(
+                f"$.models.{name}.init", f"no model has the role {role.init!r}", suggest(role.init, others)
+            )
+            continue
+        chain = [name]
+        while (after := models[chain[-1]].init) in models and models[chain[-1]].path is None and after not in chain:
+            chain.append(str(after))
+        closes = models[chain[-1]].path is None and models[chain[-1]].init == name
+        if closes and name == min(chain, key=list(models).index):
+            ring = " -> ".join((*chain, name))
+            yield draft.problem(
+                f"$.models.{name}.init", f"roles start from each other: {ring}", "give one of them a path"
+            )
+
+
+def model_without_path(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """In a run, every role knows where its weights come from."""
+    if facts.groups is None:
+        return
+    for name, role in draft.spec.models.items():
+        if role.path is None and role.init is None:
+            text = f"nobody says where the weights of {name!r} come from"
+            yield draft.problem(f"$.models.{name}", text, f"give models.{name} a `path`: a directory or a Hub id")
+
+
+def ema_rate(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """A moving average follows a trained role, and is not trained itself."""
+    for name, role in draft.spec.models.items():
+        if role.ema_rate is None:
+            continue
+        followed = draft.spec.models.get(role.init) if role.init else None
+        if role.trainable or followed is None or not followed.trainable:
+            text = f"{name!r} has an `ema_rate`: it must be frozen, and follow a trainable role by `init`"
+            yield draft.problem(f"$.models.{name}.ema_rate", text, "set `trainable: false` and `init: <trained role>`")
+
+
+def optimizer_disagreement(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """The optimizer belongs to the role, so two train calls of one role give it the same settings."""
+    first: dict[str, tuple[str, Optimizer]] = {}
+    for name, call in draft.of(Train):
+        other, optimizer = first.setdefault(call.model, (name, call.optimizer))
+        fields = [field for field in optimizer.__struct_fields__ if _differ(optimizer, call.optimizer, field)]
+        if fields:
+            text = (
+                f"{name!r} and {other!r} train {call.model!r} with one optimizer, but disagree on {', '.join(fields)}"
+            )
+            yield draft.problem(f"$.calls.{name}.optimizer", text, "write the same `optimizer` in both calls")
+
+
+def _differ(one: Optimizer, other: Optimizer, field: str) -> bool:
+    return bool(getattr(one, field) != getattr(other, field))
