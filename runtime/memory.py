@@ -1,0 +1,231 @@
+"""Anonymous shared memory: segments, and an arena that hands out blocks of them. Knows no tensor and no socket.
+
+A segment is a memfd on Linux. macOS has none: there it is a temporary file, unlinked before its first use. Neither has
+a name, so the memory goes with the last process that maps it, however that process ends. Segments are sparse: only
+pages that were written take memory.
+"""
+
+import contextlib
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+ALIGN_ORDER = 6  # blocks start on multiples of 64 bytes, a cache line, which also fits every dtype
+ALIGN = 1 << ALIGN_ORDER
+SEGMENT_BYTES = 1 << 30
+_DEDICATED = -1  # the order of a block that is a whole segment of its own
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes`, rounded up to the alignment of blocks."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def open_anonymous(nbytes: int) -> int:
+    """A file descriptor of `nbytes` of nameless, sparse, zeroed memory. Raises OSError."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("realgraph", os.MFD_CLOEXEC)
+    else:
+        fd, path = tempfile.mkstemp(prefix="realgraph-")
+        os.unlink(path)
+    try:
+        os.ftruncate(fd, nbytes)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def map_bytes(fd: int, nbytes: int, *, writable: bool) -> Bytes:
+    """[nbytes] uint8 over the file; the mapping lives as long as any array over it. Does not take over `fd`."""
+    access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+    mapping = mmap.mmap(fd, nbytes, access=access)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages: slower first touches, nothing else
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(mapping, dtype=np.uint8)
+
+
+@dataclass
+class Segment:
+    """A mapped piece of memory. free: per order k, the offsets of free blocks of 2^k bytes; orders: their bit mask."""
+
+    id: int
+    fd: int
+    nbytes: int
+    data: Bytes
+    free: list[set[int]] = field(default_factory=list)
+    orders: int = 0
+    n_live: int = 0
+
+    def give(self, offset: int, order: int) -> None:
+        """Take back a block and join it with its free neighbours (buddies)."""
+        while order + 1 < len(self.free) and (buddy := offset ^ (1 << order)) in self.free[order]:
+            self._remove(buddy, order)
+            offset &= ~(1 << order)
+            order += 1
+        self.free[order].add(offset)
+        self.orders |= 1 << order
+
+    def take(self, order: int) -> int | None:
+        """The offset of a block of 2^order bytes, cut from the smallest free one that holds it; None if none does."""
+        larger = self.orders >> order
+        if not larger:
+            return None
+        found = order + (larger & -larger).bit_length() - 1
+        offset = next(iter(self.free[found]))
+        self._remove(offset, found)
+        while found > order:
+            found -= 1
+            self.free[found].add(offset + (1 << found))
+            self.orders |= 1 << found
+        return offset
+
+    def _remove(self, offset: int, order: int) -> None:
+        self.free[order].remove(offset)
+        if not self.free[order]:
+            self.orders &= ~(1 << order)
+
+
+@dataclass(frozen=True)
+class Block:
+    """`data`: [nbytes] uint8 at `offset` of a segment. The memory is free again once nothing refers to `data`."""
+
+    segment: int
+    offset: int
+    data: Bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+
+class Arena:
+    """A buddy allocator over segments of `segment_bytes` (a power of two); larger blocks get a segment of their own.
+
+    A block ends with the last array over it: whoever still looks at the bytes keeps them. Segments that are free as a
+    whole are kept for reuse up to the live bytes plus one segment, and given back to the system beyond that.
+    Safe to use from several threads.
+    """
+
+    def __init__(self, segment_bytes: int = SEGMENT_BYTES) -> None:
+        if segment_bytes < mmap.PAGESIZE or segment_bytes & (segment_bytes - 1):
+            raise ValueError(f"segment_bytes is {segment_bytes}: expected a power of two of at least {mmap.PAGESIZE}")
+        self.segment_bytes = segment_bytes
+        self._segments: dict[int, Segment] = {}
+        self._next_id = 0
+        self._lock = threading.Lock()
+        self._freed: deque[tuple[int, int, int]] = deque()  # filled by finalizers, which may not take the lock
+        self._live_bytes = 0
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of blocks in use, as rounded up by the allocator."""
+        with self._lock:
+            self._collect()
+            return self._live_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of all segments: address space, of which only the pages once written take memory."""
+        with self._lock:
+            return sum(segment.nbytes for segment in self._segments.values())
+
+    def allocate(self, nbytes: int) -> Block:
+        """A block of `nbytes` > 0, its contents undefined. Raises OSError where the system gives no more."""
+        assert nbytes > 0
+        order = max(ALIGN_ORDER, (nbytes - 1).bit_length())
+        with self._lock:
+            self._collect()
+            if 1 << order > self.segment_bytes:
+                segment, offset, order = self._dedicated(nbytes), 0, _DEDICATED
+            else:
+                segment, offset = self._shared(order)
+            segment.n_live += 1
+            self._live_bytes += segment.nbytes if order == _DEDICATED else 1 << order
+            data = segment.data[offset : offset + nbytes]
+        weakref.finalize(data, self._freed.append, (segment.id, offset, order)).atexit = False
+        return Block(segment.id, offset, data)
+
+    def segments(self) -> frozenset[int]:
+        """The ids of the segments there are. Ids are never used twice."""
+        with self._lock:
+            return frozenset(self._segments)
+
+    def descriptor(self, segment: int) -> tuple[int, int]:
+        """File descriptor and size in bytes of a segment that holds a live block."""
+        with self._lock:
+            found = self._segments[segment]
+            return found.fd, found.nbytes
+
+    def close(self) -> None:
+        """Close all descriptors. Arrays that are still in use stay valid; nothing can be allocated any more."""
+        with self._lock:
+            for segment in self._segments.values():
+                os.close(segment.fd)
+            self._segments.clear()
+            self._freed.clear()
+
+    def _shared(self, order: int) -> tuple[Segment, int]:
+        for segment in self._segments.values():
+            if segment.free and (offset := segment.take(order)) is not None:
+                return segment, offset
+        segment = self._open(self.segment_bytes)
+        segment.free = [set() for _ in range(self.segment_bytes.bit_length())]
+        segment.give(0, self.segment_bytes.bit_length() - 1)
+        offset = segment.take(order)
+        assert offset is not None
+        return segment, offset
+
+    def _dedicated(self, nbytes: int) -> Segment:
+        fitting = [s for s in self._segments.values() if not s.free and not s.n_live and nbytes <= s.nbytes]
+        best = min(fitting, key=lambda s: s.nbytes, default=None)
+        if best is not None and best.nbytes <= nbytes + nbytes // 4:
+            return best
+        return self._open(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+
+    def _open(self, nbytes: int) -> Segment:
+        fd = open_anonymous(nbytes)
+        try:
+            data = map_bytes(fd, nbytes, writable=True)
+        except (OSError, ValueError):
+            os.close(fd)
+            raise
+        segment = Segment(self._next_id, fd, nbytes, data)
+        self._next_id += 1
+        self._segments[segment.id] = segment
+        return segment
+
+    def _collect(self) -> None:
+        """Take back what finalizers queued; then give back segments that are free beyond what may be kept."""
+        emptied = False
+        while self._freed:
+            segment_id, offset, order = self._freed.popleft()
+            segment = self._segments.get(segment_id)
+            if segment is None:  # the arena was closed meanwhile
+                continue
+            segment.n_live -= 1
+            if order == _DEDICATED:
+                self._live_bytes -= segment.nbytes
+            else:
+                segment.give(offset, order)
+                self._live_bytes -= 1 << order
+            emptied |= segment.n_live == 0
+        if not emptied:
+            return
+        idle = [segment for segment in self._segments.values() if segment.n_live == 0]
+        surplus = sum(s.nbytes for s in idle) - self._live_bytes - self.segment_bytes
+        for segment in sorted(idle, key=lambda s: s.nbytes):
+            if segment.nbytes <= surplus:
+                surplus -= segment.nbytes
+                os.close(segment.fd)
+                del self._segments[segment.id]

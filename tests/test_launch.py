@@ -1,0 +1,268 @@
+"""Workers start fast, end in every way they can be ended, and never outlive the master."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from realgraph.runtime import processes
+from realgraph.runtime.curve import make_keys
+from realgraph.runtime.launch import Fleet, LaunchError, WorkerBoot, describe_exit, start_workers
+from realgraph.runtime.processes import die_with_parent
+
+# --- entry points, which run in the workers ---------------------------------------------------------------------------
+
+
+def speak(boot: WorkerBoot) -> None:
+    print(f"worker {boot.worker} of {boot.master}: {os.environ['OMP_NUM_THREADS']} threads")
+    os.write(2, b"straight to the descriptor\n")
+    assert boot.keys.secret
+    assert boot.keys.secret not in "".join([*os.environ, *os.environ.values(), *sys.argv])
+    raise SystemExit(boot.worker)
+
+
+def fail(boot: WorkerBoot) -> None:
+    raise RuntimeError(f"worker {boot.worker} is unwell")
+
+
+def sleep(boot: WorkerBoot) -> None:
+    """Sleep with a child, like a function's subprocess, and a grandchild that has forgotten its parent."""
+    parent = os.getpid()
+    if os.fork() == 0:
+        die_with_parent(parent)
+        if os.fork() == 0:
+            time.sleep(1000)
+        time.sleep(1000)
+    _mark(boot)
+    time.sleep(1000)
+
+
+def stubborn(boot: WorkerBoot) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _mark(boot)
+    while True:
+        time.sleep(0.1)
+
+
+def polite(boot: WorkerBoot) -> None:
+    signal.signal(signal.SIGTERM, lambda signum, stack: sys.exit(7))
+    _mark(boot)
+    time.sleep(1000)
+
+
+def _mark(boot: WorkerBoot) -> None:
+    Path(boot.log).with_suffix(".ready").write_text("ready")
+
+
+# --- helpers ----------------------------------------------------------------------------------------------------------
+
+
+def _boots(folder: Path, n: int, threads: int = 1) -> list[WorkerBoot]:
+    return [
+        WorkerBoot(i, "tcp://127.0.0.1:9", make_keys().public, make_keys(), str(folder / "logs" / f"{i}.log"), threads)
+        for i in range(n)
+    ]
+
+
+async def _start(folder: Path, n: int, entry: str, threads: int = 1) -> Fleet:
+    fleet = await start_workers(_boots(folder, n, threads), f"{__name__}:{entry}", preload=(), deadline_seconds=60)
+    if entry in ("sleep", "stubborn", "polite"):
+        await _until(lambda: all((folder / "logs" / f"{i}.ready").exists() for i in range(n)))
+    return fleet
+
+
+async def _until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+def _alive(marker: str) -> list[int]:
+    """Processes, zombies left out, with `marker` among what they were started with or where they print to."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                links = [os.readlink(entry / "fd" / "1")]
+                command = (entry / "cmdline").read_bytes().decode(errors="replace")
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if state not in "ZX" and (marker in command or any(marker in link for link in links)):
+                found.append(int(entry.name))
+    return found
+
+
+# --- tests ------------------------------------------------------------------------------------------------------------
+
+
+def test_exit_codes_and_logs_are_each_workers_own(tmp_path: Path) -> None:
+    async def run() -> None:
+        fleet = await _start(tmp_path, 3, "speak", threads=2)
+        assert sorted(fleet.handles) == [0, 1, 2]
+        exits = sorted([await asyncio.wait_for(fleet.wait_exit(), 20) for _ in range(3)])
+        assert exits == [(0, 0), (1, 1), (2, 2)]
+        assert not fleet.running
+        for worker, handle in fleet.handles.items():
+            assert f"worker {worker} of tcp://127.0.0.1:9: 2 threads" in handle.last_lines()
+            assert "straight to the descriptor" in handle.last_lines()
+        await fleet.terminate(1)
+
+    asyncio.run(run())
+
+
+def test_an_exception_ends_a_worker_with_its_traceback_in_the_log(tmp_path: Path) -> None:
+    async def run() -> None:
+        fleet = await _start(tmp_path, 1, "fail")
+        assert await asyncio.wait_for(fleet.wait_exit(), 20) == (0, 1)
+        assert "RuntimeError: worker 0 is unwell" in fleet.handles[0].last_lines(2)
+        await fleet.terminate(1)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("entry", "status"), [("sleep", -signal.SIGTERM), ("stubborn", -signal.SIGKILL), ("polite", 7)]
+)
+def test_terminate_leaves_nothing(tmp_path: Path, entry: str, status: int) -> None:
+    async def run() -> None:
+        fleet = await _start(tmp_path, 2, entry)
+        assert len(_alive(str(tmp_path))) >= 2
+        await fleet.terminate(0.3)
+        assert sorted([await fleet.wait_exit() for _ in range(2)]) == [(0, status), (1, status)]
+        await _until(lambda: not _alive(str(tmp_path)), 5)
+
+    asyncio.run(run())
+
+
+def test_a_killed_worker_is_reported_at_once_with_its_family_gone(tmp_path: Path) -> None:
+    async def run() -> None:
+        fleet = await _start(tmp_path, 2, "sleep")
+        before = len(_alive(str(tmp_path)))
+        os.kill(fleet.handles[1].pid, signal.SIGKILL)
+        start = time.monotonic()
+        assert await asyncio.wait_for(fleet.wait_exit(), 20) == (1, -signal.SIGKILL)
+        assert time.monotonic() - start < 2
+        assert fleet.running == {0}
+        await _until(lambda: len(_alive(str(tmp_path))) == before // 2, 5)
+        await fleet.terminate(0)
+        await _until(lambda: not _alive(str(tmp_path)), 5)
+
+    asyncio.run(run())
+
+
+def test_a_killed_fork_server_takes_the_workers_with_it_and_is_noticed(tmp_path: Path) -> None:
+    async def run() -> None:
+        fleet = await _start(tmp_path, 2, "stubborn")
+        fleet._server.kill()
+        exits = sorted([await asyncio.wait_for(fleet.wait_exit(), 20) for _ in range(2)])
+        assert exits == [(0, -signal.SIGKILL), (1, -signal.SIGKILL)]
+        await _until(lambda: not _alive(str(tmp_path)), 5)
+        await fleet.terminate(1)
+
+    asyncio.run(run())
+
+
+_MASTER = """
+import asyncio, importlib, sys
+from pathlib import Path
+sys.path[:] = {path!r}
+_start = importlib.import_module({module!r})._start
+async def run():
+    fleet = await _start(Path({folder!r}), 3, {entry!r})
+    print("started", flush=True)
+    await fleet.wait_exit()
+asyncio.run(run())
+"""
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+@pytest.mark.parametrize("entry", ["sleep", "stubborn"])
+def test_nothing_outlives_a_killed_master(tmp_path: Path, entry: str, whole_group: bool) -> None:
+    code = _MASTER.format(path=sys.path, module=__name__, folder=str(tmp_path), entry=entry)
+    segments = os.listdir("/dev/shm")
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as master:
+        assert master.stdout is not None
+        assert master.stdout.readline() == b"started\n"
+        assert len(_alive(str(tmp_path))) >= 4
+        if whole_group:
+            os.killpg(master.pid, signal.SIGKILL)
+        else:
+            master.kill()
+        master.wait(10)
+        deadline = time.monotonic() + 10
+        while _alive(str(tmp_path)):
+            assert time.monotonic() < deadline, _alive(str(tmp_path))
+            time.sleep(0.02)
+    assert os.listdir("/dev/shm") == segments
+
+
+def test_an_interrupt_reaches_the_master_only(tmp_path: Path) -> None:
+    async def run() -> None:
+        fleet = await _start(tmp_path, 1, "sleep")
+        os.kill(fleet.handles[0].pid, signal.SIGINT)
+        os.kill(fleet._server.pid, signal.SIGINT)
+        await asyncio.sleep(0.3)
+        assert fleet.running == {0}
+        assert os.getsid(fleet.handles[0].pid) == fleet.handles[0].pid
+        await fleet.terminate(0)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("entry", ["no_such_module_at_all:main", f"{__name__}:no_such_function"])
+def test_a_wrong_entry_point_is_said(tmp_path: Path, entry: str) -> None:
+    async def run() -> None:
+        if entry.startswith("no_such"):
+            with pytest.raises(LaunchError, match="No module named 'no_such_module_at_all'"):
+                await start_workers(_boots(tmp_path, 1), entry, preload=())
+            return
+        fleet = await start_workers(_boots(tmp_path, 1), entry, preload=())
+        assert await asyncio.wait_for(fleet.wait_exit(), 20) == (0, 1)
+        assert "no_such_function" in fleet.handles[0].last_lines()
+        await fleet.terminate(1)
+
+    asyncio.run(run())
+
+
+def test_a_start_that_takes_too_long_is_given_up_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "slow_to_import_7.py").write_text("import time; time.sleep(1000)")
+
+    async def run() -> None:
+        with pytest.raises(LaunchError, match=r"not started within 0\.5 s"):
+            await start_workers(_boots(tmp_path, 1), f"{__name__}:sleep", ("slow_to_import_7",), deadline_seconds=0.5)
+        assert not _alive("slow_to_import_7")
+
+    sys.path.insert(0, str(tmp_path))
+    try:
+        asyncio.run(run())
+    finally:
+        sys.path.remove(str(tmp_path))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_frames_survive_any_cutting(seed: int) -> None:
+    rng = random.Random(seed)
+    events = [processes.Exited(rng.randint(0, 9), rng.randint(-15, 255)) for _ in range(rng.randint(0, 20))]
+    wire, buffer, got = b"".join(map(processes.frame, events)), bytearray(), []
+    while wire:
+        n = rng.randint(1, 12)
+        buffer += wire[:n]
+        wire = wire[n:]
+        while (body := processes.cut_frame(buffer)) is not None:
+            got.append(processes.decode_event(body))
+    assert got == events
+    assert not buffer
+
+
+def test_statuses_read_as_sentences() -> None:
+    assert describe_exit(0) == "ended with exit code 0"
+    assert describe_exit(-9) == "was killed by SIGKILL"
+    assert describe_exit(-63) == "was killed by signal 63"
