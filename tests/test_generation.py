@@ -1,0 +1,329 @@
+"""The generation engine against plain transformers forwards, over schedules that compact, preempt and update."""
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from realgraph.runtime.cached_model import segments
+from realgraph.runtime.engine import Completion, Request
+from realgraph.runtime.generation import Limits, TorchRolloutEngine
+from tests import tiny
+
+LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+ARCHITECTURES = (*tiny.KINDS, "qwen2_sliding")
+
+
+def model(name: str, seed: int = 0) -> Any:
+    """Three layers, of both sorts where the architecture has a sliding window; never stops by itself."""
+    changes: dict[str, Any] = {"num_hidden_layers": 3, "max_position_embeddings": 128, "eos_token_id": None}
+    if name == "qwen2_sliding":
+        changes |= {"use_sliding_window": True, "sliding_window": 7}
+    if name in ("gemma2", "gemma3_text", "qwen2_sliding"):
+        changes["layer_types"] = LAYERS
+    return tiny.network(name.removesuffix("_sliding"), seed, **changes)
+
+
+def requests(rng: random.Random, n: int, longest: int = 40, groups_of: int = 1) -> list[Request]:
+    """n requests in groups with one prompt each; lengths, prompts and temperatures mixed."""
+    made: list[Request] = []
+    prompt: tuple[int, ...] = ()
+    for i in range(n):
+        if i % groups_of == 0:
+            prompt = tuple(rng.randrange(1, tiny.VOCABULARY) for _ in range(rng.choice([1, 2, 5, 9, 23, 40])))
+        made.append(Request(i, prompt, rng.randint(1, longest), seed=rng.randrange(2**40)))
+    return made
+
+
+def run(engine: TorchRolloutEngine, wanted: Iterable[Request], most: int = 2000) -> dict[int, Completion]:
+    engine.submit(list(wanted))
+    done: dict[int, Completion] = {}
+    for _ in range(most):
+        for completion in engine.step():
+            assert completion.id not in done
+            done[completion.id] = completion
+        if engine.idle:
+            return done
+    raise AssertionError("the engine never came to rest")
+
+
+def full_logprobs(module: Any, request: Request, tokens: Sequence[int]) -> Tensor:
+    """Log-probabilities [new tokens] of a plain forward over the whole sequence, at the request's temperature."""
+    ids = torch.tensor([[*request.prompt, *tokens]])
+    with torch.no_grad():
+        logits = module(input_ids=ids, use_cache=False).logits[0, len(request.prompt) - 1 : -1]
+    scaled = (logits.double() / (request.temperature or 1.0)).log_softmax(-1)
+    return scaled.gather(-1, ids[0, len(request.prompt) :, None])[:, 0]
+
+
+def assert_exact(module: Any, request: Request, completion: Completion, within: float = 1e-4) -> None:
+    expected = full_logprobs(module, request, completion.tokens)
+    assert (torch.tensor(completion.logprobs) - expected).abs().max() < within
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_behaviour_logprobs_equal_a_full_forward(name: str) -> None:
+    module = model(name)
+    wanted = [replace(r, temperature=1.0 if r.id % 3 else 0.8) for r in requests(random.Random(7), 14, groups_of=2)]
+    done = run(TorchRolloutEngine(module, Limits(max_running=5, prefill_tokens=16)), wanted)
+    for request in wanted:
+        assert len(done[request.id].tokens) == request.max_new_tokens
+        assert not done[request.id].finished
+        assert_exact(module, request, done[request.id])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_equals_transformers_generate(name: str) -> None:
+    module = model(name)
+    wanted = [replace(r, temperature=0.0) for r in requests(random.Random(3), 6, longest=24)]
+    done = run(TorchRolloutEngine(module, Limits(max_running=3)), wanted)
+    for request in wanted:
+        ids = torch.tensor([request.prompt])
+        expected = module.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=request.max_new_tokens
+        )
+        assert list(done[request.id].tokens) == expected[0, len(request.prompt) :].tolist()
+        assert set(done[request.id].logprobs) == {0.0}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_sample_depends_on_its_seed_alone(seed: int) -> None:
+    """Arrival, slots, cache size, prefill chunks and aborted neighbours change no token."""
+    rng, module = random.Random(seed), model("qwen3")
+    wanted = requests(rng, 12, groups_of=3)
+    expected = run(TorchRolloutEngine(module, Limits(max_running=12)), wanted)
+    for limits in (
+        Limits(max_running=1),
+        Limits(max_running=5, prefill_tokens=8),
+        Limits(max_running=12, max_cache_tokens=256),
+    ):
+        shuffled = rng.sample(wanted, len(wanted))
+        done = run(TorchRolloutEngine(module, limits), shuffled)
+        assert {i: c.tokens for i, c in done.items()} == {i: c.tokens for i, c in expected.items()}
+    engine = TorchRolloutEngine(module, Limits(max_running=4))
+    noise = [replace(r, id=r.id + 100, seed=r.seed + 1) for r in wanted]
+    engine.submit(noise)
+    got: dict[int, Completion] = {}
+    for _ in range(rng.randint(1, 9)):
+        got |= {c.id: c for c in engine.step()}
+    engine.abort([r.id for r in noise])
+    assert engine.idle
+    assert run(engine, wanted).keys() == expected.keys()
+    engine.submit(noise[:5])
+    engine.step()
+    engine.abort([100, 102])
+    done = run(engine, wanted)
+    assert {i: c.tokens for i, c in done.items() if i < 100} == {i: c.tokens for i, c in expected.items()}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_after_an_update_each_token_is_of_the_version_that_drew_it(name: str, shared: bool) -> None:
+    module, versions = model(name), [model(name, seed) for seed in range(4)]
+    engine = TorchRolloutEngine(module, Limits(max_running=6, prefill_tokens=32))
+    wanted = requests(random.Random(11), 10, longest=45, groups_of=2)
+    engine.submit(wanted)
+    done: dict[int, Completion] = {}
+    version = 0
+    for step in range(1000):
+        if step % 9 == 8 and version < 3:
+            version += 1
+            if shared:
+                module.load_state_dict(versions[version].state_dict())
+                engine.update(None, version)
+            else:
+                engine.update(dict(versions[version].state_dict()), version)
+        done |= {c.id: c for c in engine.step()}
+        if engine.idle:
+            break
+    assert {v for c in done.values() for v in c.versions} == {0, 1, 2, 3}
+    for request in wanted:
+        completion = done[request.id]
+        assert list(completion.versions) == sorted(completion.versions)
+        by_version = torch.stack([full_logprobs(m, request, completion.tokens) for m in versions])
+        expected = by_version[torch.tensor(completion.versions), torch.arange(len(completion.tokens))]
+        assert (torch.tensor(completion.logprobs) - expected).abs().max() < 1e-4
+
+
+SMALL = model("qwen3", 5)
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from(["submit", "step", "step", "step", "abort", "update", "release"]), st.integers(0, 7)),
+    max_size=60,
+)
+LIMITS = st.builds(
+    Limits,
+    st.integers(1, 6),
+    max_cache_tokens=st.sampled_from([None, 128, 200]),
+    prefill_tokens=st.sampled_from([4, 64]),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(ACTIONS, LIMITS, st.integers(0, 5), st.integers(1, 4))
+def test_random_schedules_lose_and_repeat_nothing(
+    actions: list[tuple[str, int]], limits: Limits, seed: int, groups_of: int
+) -> None:
+    """Submits, aborts, updates, releases and steps in any order: each request ends once, or was aborted."""
+    engine = TorchRolloutEngine(SMALL, limits)
+    waiting = requests(random.Random(seed), 16, longest=20, groups_of=groups_of)
+    by_id = {r.id: r for r in waiting}
+    live: list[int] = []
+    aborted: set[int] = set()
+    done: dict[int, Completion] = {}
+    for action, number in [*actions, ("submit", 16), *[("step", 0)] * 1000]:
+        match action:
+            case "submit":
+                engine.submit(waiting[:number])
+                live += [r.id for r in waiting[:number]]
+                waiting = waiting[number:]
+            case "abort":
+                gone = live[number : number + 2]
+                engine.abort([*gone, 999])
+                live = [i for i in live if i not in gone]
+                aborted |= set(gone)
+            case "update":
+                engine.update(None, engine.version + 1)
+            case "release":
+                engine.release()
+                assert engine.cache_bytes == 0
+            case _:
+                for completion in engine.step():
+                    live.remove(completion.id)
+                    done[completion.id] = completion
+        assert engine.idle == (not live)
+        if engine.idle and not waiting:
+            break
+    assert set(done) | aborted == set(by_id)
+    assert set(done).isdisjoint(aborted)
+    for i in sorted(done)[:3]:
+        assert len(done[i].tokens) == len(done[i].logprobs) == len(done[i].versions) == by_id[i].max_new_tokens
+        assert_exact(SMALL, by_id[i], done[i])
+
+
+def test_a_stop_token_ends_a_sample_and_belongs_to_it() -> None:
+    wanted = [replace(r, stop_tokens=frozenset(range(20))) for r in requests(random.Random(1), 20)]
+    for completion in run(TorchRolloutEngine(SMALL, Limits(max_running=4)), wanted).values():
+        new = completion.tokens
+        assert all(token >= 20 for token in new[:-1])
+        assert completion.finished == (new[-1] < 20)
+        assert completion.finished or len(new) == wanted[completion.id].max_new_tokens
+
+
+def test_a_stop_string_ends_a_sample_at_the_token_that_completes_it() -> None:
+    def text(tokens: Sequence[int]) -> str:
+        return "".join("ab!"[token % 3] for token in tokens)
+
+    wanted = [replace(r, stop_strings=("a!b", "bbb")) for r in requests(random.Random(2), 20)]
+    for completion in run(TorchRolloutEngine(SMALL, Limits(max_running=4), decode=text), wanted).values():
+        said = text(completion.tokens)
+        assert completion.finished == said.endswith(("a!b", "bbb"))
+        assert not any(stop in said[:-1] for stop in ("a!b", "bbb"))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"prompt": ()}, "prompt is empty"),
+        ({"max_new_tokens": 0}, "at least 1"),
+        ({"max_new_tokens": 126}, "3 prompt + 126 new tokens exceed 128"),
+        ({"max_new_tokens": 70}, "can't fit a cache of 64"),
+        ({"top_p": 0.0}, "out of range"),
+        ({"stop_strings": ("x",)}, "decode"),
+    ],
+)
+def test_a_request_that_can_never_run_is_refused_by_name(change: dict[str, object], says: str) -> None:
+    engine = TorchRolloutEngine(SMALL, Limits(max_cache_tokens=64))
+    good = Request(4, (1, 2, 3), 5, seed=0)
+    with pytest.raises(ValueError, match=says.replace("+", r"\+")) as raised:
+        engine.submit([good, replace(good, id=5, **change)])
+    assert "request 5" in str(raised.value)
+    assert engine.idle
+    engine.submit([good])
+    with pytest.raises(ValueError, match="in use already: 4"):
+        engine.submit([good])
+
+
+def test_update_refuses_foreign_weights_before_touching_anything() -> None:
+    module = model("llama")
+    before = {k: v.clone() for k, v in module.state_dict().items()}
+    engine = TorchRolloutEngine(module)
+    good = {"lm_head.weight": torch.zeros_like(before["lm_head.weight"])}
+    with pytest.raises(ValueError, match=r"does not have: nothing\.weight"):
+        engine.update(good | {"nothing.weight": torch.zeros(1)}, 1)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight: got shape \(3,\)"):
+        engine.update(good | {"model.norm.weight": torch.zeros(3)}, 1)
+    assert engine.version == 0
+    assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
+
+
+def test_a_shared_module_is_left_as_it_was_and_can_train() -> None:
+    module = model("qwen3").train()
+    module.model.layers[1].eval()
+    attention = module.config._attn_implementation
+    flags = [m.training for m in module.modules()]
+    names = sorted(dict(module.named_buffers()))
+    engine = TorchRolloutEngine(module, Limits(max_running=2))
+    run(engine, requests(random.Random(0), 5, longest=5))
+    assert [m.training for m in module.modules()] == flags
+    assert module.config._attn_implementation == attention
+    assert sorted(dict(module.named_buffers())) == names
+    module(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    with torch.no_grad():
+        module.model.norm.weight.fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match=r"request 9: .* NaN"):
+        run(engine, [Request(9, (1, 2), 3, seed=0)])
+    assert module.config._attn_implementation == attention
+
+
+def test_bfloat16_modules_give_float32_logprobs_of_their_own_logits() -> None:
+    module = model("qwen3").bfloat16()
+    wanted = requests(random.Random(5), 8)
+    for completion in run(TorchRolloutEngine(module, Limits(max_running=3)), wanted).values():
+        expected = full_logprobs(module, wanted[completion.id], completion.tokens)
+        assert (torch.tensor(completion.logprobs) - expected).abs().mean() < 0.1
+
+
+def test_memory_stays_within_the_cache_limit_and_small_for_short_work() -> None:
+    engine = TorchRolloutEngine(SMALL, Limits(max_running=64, max_cache_tokens=256))
+    per_token = 2 * 3 * 2 * 16 * 4
+    engine.submit(requests(random.Random(6), 30, longest=60))
+    while not engine.idle:
+        engine.step()
+        assert engine.cache_bytes <= 256 * per_token
+    short = TorchRolloutEngine(SMALL, Limits(max_running=512))
+    run(short, [Request(0, (1, 2), 4, seed=0)])
+    assert short.cache_bytes <= 8 * 64 * per_token
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=200), st.integers(0, 5000))
+def test_segments_cover_each_slot_once_and_reach_its_length(lengths: list[int], spare: int) -> None:
+    runs = segments(np.array(lengths), spare)
+    assert [low for low, _, _ in runs] == [0, *(high for _, high, _ in runs[:-1])]
+    assert runs[-1][1] == len(lengths)
+    assert all(max(lengths[low:high]) == length for low, high, length in runs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_cuda_graphs_change_nothing(name: str) -> None:
+    module = model(name).cuda()
+    wanted = requests(random.Random(8), 20, groups_of=4)
+    plain = run(TorchRolloutEngine(module, Limits(max_running=6, cuda_graphs=False)), wanted)
+    engine = TorchRolloutEngine(module, Limits(max_running=6))
+    engine.submit(wanted)
+    done: dict[int, Completion] = {}
+    while not engine.idle:
+        done |= {c.id: c for c in engine.step()}
+        engine.update(None, 0)  # caches recomputed in place under the captured addresses
+    reference = module.cpu()
+    for request in wanted:
+        assert_exact(reference, request, done[request.id], 1e-3)
+        assert_exact(reference, request, plain[request.id], 1e-3)
