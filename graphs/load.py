@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from realgraph.graphs.document import Branch, Document, Tree, ancestors, child, read_document
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
-from realgraph.graphs.merge import interpolate, merge, walk
-from realgraph.graphs.schema import check, fill, prepare, type_of
+from realgraph.graphs.merge import interpolate, merge, references, walk
+from realgraph.graphs.schema import check, fill, prepare, shown, type_of
 from realgraph.graphs.spec import FORMAT, GraphSpec
 
 S = TypeVar("S")
@@ -72,7 +72,7 @@ def find_graph(name: str, folder: Path, where: Where) -> Path:
     )
     hint = suggest(name, known) if not looks_like_file else ""
     listing = f"library graphs: {', '.join(known)}"
-    raise ConfigError([Problem(where, looked, "; ".join(part for part in (hint, listing) if part), "graph")])
+    raise ConfigError([Problem(where, looked, " ".join(part for part in (hint, listing) if part), "graph")])
 
 
 def shown_name(file: Path) -> str:
@@ -108,15 +108,25 @@ def format_problems(document: Document) -> tuple[Problem, ...]:
     return (Problem(document.where("$.format"), text, "a newer realgraph may read it", "format"),)
 
 
-def lay_over(graph: Document, user: Document) -> Document:
-    """The user's document over the shared sections of the graph. Raises ConfigError on what only the graph may name."""
-    problems = [*_param_problems(graph, user), *_call_problems(graph, user)]
-    if problems:
-        raise ConfigError(problems)
+def lay_over(graph: Document, user: Document) -> tuple[Document, tuple[Problem, ...]]:
+    """The user's document over the shared sections of the graph, without entries that name nothing: those are problems.
+
+    A whole number given for a parameter whose default is a float becomes one.
+    """
+    problems = {**_param_problems(graph, user), **_call_problems(graph, user), **_model_problems(graph, user)}
+    tree = dict(user.tree)
+    for name in SHARED:
+        if isinstance(section := tree.get(name), dict):
+            tree[name] = {key: v for key, v in section.items() if child(child("$", name), key) not in problems}
     below = Document({key: value for key, value in graph.tree.items() if key in SHARED}, graph.marks)
-    merged = merge(below, user)
+    merged = merge(below, Document(tree, user.marks))
+    params = _section(merged, "params")
+    for name, default in _section(graph, "params").items():
+        value = params.get(name)
+        if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+            params[name] = float(value)
     root = user.marks.get("$") or Where(path="$")
-    return Document(merged.tree, {**merged.marks, "$": root})
+    return Document(merged.tree, {**merged.marks, "$": root}), tuple(problems.values())
 
 
 def _section(document: Document, name: str) -> Branch:
@@ -124,47 +134,74 @@ def _section(document: Document, name: str) -> Branch:
     return section if isinstance(section, dict) else {}
 
 
-def _param_problems(graph: Document, user: Document) -> list[Problem]:
+def _param_problems(graph: Document, user: Document) -> dict[str, Problem]:
     declared = _section(graph, "params")
-    problems = []
+    problems = {}
     for name, value in _section(user, "params").items():
-        where = user.where(child("$.params", name))
+        path = child("$.params", name)
         if name not in declared:
             text = f"the graph {graph.tree.get('name')} has no parameter {name!r}"
-            problems.append(Problem(where, text, suggest(name, declared), "params"))
+            problems[path] = Problem(user.where(path), text, suggest(name, declared), "params")
         elif value is None and declared[name] is not None:
             text = "a parameter can't be deleted: the graph refers to it"
-            problems.append(Problem(where, text, f"leave it out for its default, {declared[name]!r}", "params"))
+            hint = f"leave it out for its default, {shown(declared[name])}"
+            problems[path] = Problem(user.where(path), text, hint, "params")
+        elif not _is_reference(value) and not _same_type(declared[name], value):
+            problems[path] = _wrong_param(user.where(path), declared[name], value)
     return problems
 
 
-def _call_problems(graph: Document, user: Document) -> list[Problem]:
-    """A call or key of the user's that the graph lacks must be a whole one: without a kind it is a wrong name."""
+def _call_problems(graph: Document, user: Document) -> dict[str, Problem]:
+    """A call that the graph lacks must be a whole one: without a kind it is a wrong name."""
     calls = _section(graph, "calls")
-    problems = []
+    problems = {}
     for name, value in _section(user, "calls").items():
-        new = name not in calls and not (isinstance(value, dict) and "kind" in value)
-        if new:
-            text = f"the graph {graph.tree.get('name')} has no call {name!r}"
-            hint = suggest(name, calls) or "a call of your own needs its kind"
-            problems.append(Problem(user.where(child("$.calls", name)), text, hint, "calls"))
+        if name in calls or (isinstance(value, dict) and "kind" in value):
+            continue
+        path = child("$.calls", name)
+        text = f"the graph {graph.tree.get('name')} has no call {name!r}"
+        hint = suggest(name, calls) or "a call of your own needs its kind"
+        problems[path] = Problem(user.where(path), text, hint, "calls")
+    return problems
+
+
+def _model_problems(graph: Document, user: Document) -> dict[str, Problem]:
+    """A role that the graph lacks must be run by a call of the user's, or start another role."""
+    roles = _section(graph, "models")
+    used = {call.get("model") for call in _section(user, "calls").values() if isinstance(call, dict)}
+    used |= {role.get("init") for role in _section(user, "models").values() if isinstance(role, dict)}
+    problems = {}
+    for name in _section(user, "models"):
+        if name not in roles and name not in used:
+            path = child("$.models", name)
+            text = f"the graph {graph.tree.get('name')} has no role {name!r}, and no call of yours runs it"
+            problems[path] = Problem(user.where(path), text, suggest(name, roles), "models")
     return problems
 
 
 def param_type_problems(graph: Document, resolved: Document) -> list[Problem]:
-    """Parameters whose value is not of the type of the graph's default."""
-    problems = []
+    """Parameters that refer to a value which is not of the type of the graph's default."""
     final = _section(resolved, "params")
-    for name, default in _section(graph, "params").items():
-        value = final.get(name)
-        if default is None or value is None or (isinstance(default, str) and "${" in default):
-            continue
-        whole_for_float = isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool)
-        if type(value) is not type(default) and not whole_for_float:
-            where = resolved.where(child("$.params", name))
-            text = f"expected {_type_words(default)}, as the graph's default {default!r} is; got {value!r}"
-            problems.append(Problem(where, text, "", "params"))
-    return problems
+    return [
+        _wrong_param(resolved.where(child("$.params", name)), default, final[name])
+        for name, default in _section(graph, "params").items()
+        if final.get(name) is not None and not _same_type(default, final[name])
+    ]
+
+
+def _is_reference(value: Tree) -> bool:
+    return isinstance(value, str) and "${" in value
+
+
+def _same_type(default: Tree, value: Tree) -> bool:
+    """Whether a value may stand for the default; any may where the default is null or refers to another value."""
+    whole_for_float = isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool)
+    return default is None or _is_reference(default) or whole_for_float or type(value) is type(default)
+
+
+def _wrong_param(where: Where, default: Tree, value: Tree) -> Problem:
+    text = f"expected {_type_words(default)}, as the graph's default {shown(default)} is; got {shown(value)}"
+    return Problem(where, text, "", "params")
 
 
 def _type_words(value: Tree) -> str:
@@ -197,14 +234,25 @@ def resolve(struct: type, merged: Document, defaults: Branch) -> Resolved:
     filled = _document(fill(kind, written.tree), merged)
     referred, problems = interpolate(filled, defaults)
     final = _document(fill(kind, prepare(kind, referred.tree, "$", deleted)), merged)
+    mistakes = [traced(problem, filled) for problem in check(kind, final)]
     if problems:  # a failed reference is null now: what that breaks is no mistake of its own
-        doubtful = {path for path, value in walk(filled.tree, "$") if isinstance(value, str) and "${" in value}
-        later = [p for p in check(kind, final) if doubtful.isdisjoint(ancestors(p.where.path))]
-        raise ConfigError(sorted([*problems, *later]))
-    mistakes = sorted(check(kind, final))
-    if mistakes:
-        raise ConfigError(mistakes)
+        doubtful = {path for path, value in walk(filled.tree, "$") if _is_reference(value)}
+        mistakes = [p for p in mistakes if doubtful.isdisjoint(ancestors(p.where.path))]
+    if problems or mistakes:
+        raise ConfigError(sorted([*problems, *mistakes]))
     return Resolved(written, final, tuple(dict.fromkeys(deleted)))
+
+
+def traced(problem: Problem, written: Document) -> Problem:
+    """A problem about a value that is a reference also names the place that gave the value."""
+    value = dict(walk(written.tree, "$")).get(problem.where.path)
+    names = references(value) if isinstance(value, str) else ()
+    places = [(name, written.where(f"$.{name}")) for name in names]
+    sources = [
+        f"{name}, {place.file}:{place.line}" if place.line else f"{name}, {place.file}" for name, place in places
+    ]
+    trace = f"its value comes from {' and '.join(sources)}" if sources else ""
+    return structs.replace(problem, hint="; ".join(part for part in (problem.hint, trace) if part))
 
 
 def _document(tree: Tree, like: Document) -> Document:

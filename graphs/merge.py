@@ -105,6 +105,11 @@ def interpolate(document: Document, defaults: Branch) -> tuple[Document, tuple[P
     return Document(tree, document.marks), tuple(problems)
 
 
+def references(value: str) -> tuple[str, ...]:
+    """The paths that a text refers to."""
+    return tuple(_REFERENCE.findall(_ESCAPED.sub("", value)))
+
+
 def show(keys: Keys) -> str:
     """("calls", "train", 0) -> `$.calls.train[0]`."""
     path = "$"

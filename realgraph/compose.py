@@ -1,0 +1,263 @@
+"""From a run file and overrides to a checked run: what `check`, `plan` and `run` all start with. Imports no torch."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from msgspec import Struct, structs
+
+from realgraph.graphs.compile import compile_graph
+from realgraph.graphs.document import (
+    COMMAND_LINE,
+    Document,
+    Tree,
+    parse_document,
+    parse_override,
+    read_document,
+)
+from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
+from realgraph.graphs.facts import Facts
+from realgraph.graphs.graph import Graph
+from realgraph.graphs.load import (
+    SHARED,
+    Resolved,
+    decode,
+    find_graph,
+    format_problems,
+    lay_over,
+    library_names,
+    param_type_problems,
+    read_graph,
+    resolve,
+    shown_name,
+    traced,
+    user_document,
+)
+from realgraph.graphs.schema import check, prepare, type_of
+from realgraph.graphs.spec import Function, GraphSpec
+from realgraph.local_data import LocalData, data_files, is_hub_id, probe_data
+from realgraph.local_models import model_problems
+from realgraph.run_spec import RunSpec
+
+
+class Composed(Struct, frozen=True):
+    """A run file laid over its graph, decoded; not yet checked by the rules of the language.
+
+    file: absolute. folder: what its relative paths, and the user's `module:function` names, are relative to.
+    """
+
+    file: Path
+    run: RunSpec
+    spec: GraphSpec
+    resolved: Resolved
+
+    @property
+    def folder(self) -> Path:
+        return self.file.parent
+
+    def where(self, path: str) -> Where:
+        """The place of a YAML path, or of its nearest ancestor that a file wrote."""
+        return self.resolved.document.where(path)
+
+
+class Checked(Struct, frozen=True):
+    """A run that passed every check that needs no network and no accelerator."""
+
+    graph: Graph
+    run: RunSpec
+    facts: Facts
+    composed: Composed
+
+    @property
+    def name(self) -> str:
+        """Of the run."""
+        return self.run.name or self.graph.name
+
+    @property
+    def folder(self) -> Path:
+        """Of the run file, absolute."""
+        return self.composed.folder
+
+    def where(self, path: str) -> Where:
+        """The place of a YAML path in the user's files."""
+        return self.composed.where(path)
+
+
+def compose(file: Path, overrides: Sequence[str] = ()) -> Composed:
+    """Read, merge, resolve and decode a run file. Raises ConfigError with all problems."""
+    return _without_problems(_compose(read_document(file, shown_name(file)), file, overrides))
+
+
+def compose_text(text: str, file: Path, overrides: Sequence[str] = ()) -> Composed:
+    """The same from text, as if it were written in `file`, which need not exist."""
+    return _without_problems(_compose(parse_document(text, shown_name(file)), file, overrides))
+
+
+def _without_problems(composed: tuple[Composed, list[Problem]]) -> Composed:
+    if composed[1]:
+        raise ConfigError(composed[1])
+    return composed[0]
+
+
+def _compose(document: Document, file: Path, overrides: Sequence[str]) -> tuple[Composed, list[Problem]]:
+    """Also the problems that do not stand in the way of further checks. Raises ConfigError for those that do."""
+    file = file.absolute()
+    user = user_document(document, parse_overrides(overrides))
+    graph_file = _graph_file(user, file.parent)
+    graph = read_graph(graph_file)
+    merged, misnamed = lay_over(graph, user)
+    problems = [*format_problems(user), *misnamed]
+    try:
+        resolved = resolve(RunSpec, merged, {})
+    except ConfigError as error:
+        raise ConfigError(sorted([*problems, *error.problems])) from None
+    placed, missing = _with_absolute_paths(resolved.document, graph_file, file)
+    problems += [*param_type_problems(graph, resolved.document), *missing]
+    head = {key: value for key, value in graph.tree.items() if key not in SHARED}
+    spec = Document({**head, **{key: placed.tree[key] for key in SHARED}}, placed.marks)
+    run, resolved = decode(RunSpec, placed), structs.replace(resolved, document=placed)
+    return Composed(file, run, decode(GraphSpec, spec), resolved), sorted(problems)
+
+
+def parse_overrides(overrides: Sequence[str]) -> list[Document]:
+    """Each `path=value` as a document. Raises ConfigError with the problems of all of them."""
+    documents: list[Document] = []
+    problems: list[Problem] = []
+    for override in overrides:
+        try:
+            documents.append(parse_override(override))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return documents
+
+
+def _graph_file(user: Document, folder: Path) -> Path:
+    """The graph that the user names. Where none is named, whatever else is wrong beside it is told as well."""
+    name = user.tree.get("graph")
+    where = user.where("$.graph")
+    if isinstance(name, str) and "${" not in name:
+        return find_graph(name, Path.cwd() if where.file == COMMAND_LINE else folder, where)
+    kind = type_of(RunSpec)
+    own = prepare(kind, {key: value for key, value in user.tree.items() if key not in SHARED}, "$", [])
+    assert isinstance(own, dict)
+    problems = [p for p in check(kind, Document(own, user.marks)) if "'${" not in p.text]
+    listing = f"library graphs: {', '.join(library_names())}"
+    if isinstance(name, str):
+        problems.append(Problem(where, "expected the name of a graph, or a file", listing, "graph"))
+    raise ConfigError(structs.replace(p, hint=listing) if p.where.path == "$.graph" else p for p in sorted(problems))
+
+
+# --- paths ------------------------------------------------------------------------------------------------------------
+
+
+def _with_absolute_paths(document: Document, graph_file: Path, file: Path) -> tuple[Document, list[Problem]]:
+    """Paths of models, data and graph made absolute where they exist; a problem where they can be no Hub id either."""
+    tree = dict(document.tree)
+    problems: list[Problem] = []
+
+    def place(section: Tree, path: str, what: str) -> Tree:
+        given = section.get("path") if isinstance(section, dict) else None
+        if not isinstance(section, dict) or not isinstance(given, str):
+            return section
+        where = document.where(f"{path}.path")
+        base = Path.cwd() if where.file == COMMAND_LINE else file.parent
+        if where.file == shown_name(graph_file) and graph_file.is_relative_to(file.parent):
+            base = graph_file.parent
+        target = base / Path(given).expanduser()
+        found = target.is_dir() if what == "model" else bool(data_files(str(target)))
+        if not found and not is_hub_id(given):
+            hint = f"expected a {what} at {target}, or a Hub id such as {_EXAMPLES[what]}"
+            problems.append(Problem(where, f"there is no {what} {given!r}", hint, "path"))
+        return {**section, "path": str(target) if found else given}
+
+    models = document.tree["models"]
+    assert isinstance(models, dict)
+    tree["models"] = {name: place(role, f"$.models.{name}", "model") for name, role in models.items()}
+    tree["data"] = place(tree["data"], "$.data", "data set")
+    if isinstance(evaluation := tree.get("eval"), dict):
+        tree["eval"] = {**evaluation, "data": place(evaluation.get("data"), "$.eval.data", "data set")}
+    if tree["graph"] not in library_names():
+        tree["graph"] = str(graph_file.absolute())
+    return Document(tree, document.marks), problems
+
+
+_EXAMPLES = {"model": "Qwen/Qwen3-0.6B", "data set": "openai/gsm8k"}
+
+
+# --- checking a run ---------------------------------------------------------------------------------------------------
+
+
+def check_run(file: Path, overrides: Sequence[str] = ()) -> Checked:
+    """Compose a run file and check it against the rules, its local data and its local models.
+
+    Raises ConfigError with all problems.
+    """
+    return _check(*_compose(read_document(file, shown_name(file)), file, overrides))
+
+
+def check_text(text: str, file: Path, overrides: Sequence[str] = ()) -> Checked:
+    """The same from text, as if it were written in `file`, which need not exist."""
+    return _check(*_compose(parse_document(text, shown_name(file)), file, overrides))
+
+
+def _check(composed: Composed, found: Sequence[Problem]) -> Checked:
+    """Rules, data, models: what needs the composed run. `found` are the problems known so far."""
+    problems = [*found, *_run_problems(composed), *_model_folders(composed)]
+    path, data = composed.where("$.data.path"), LocalData()
+    if path not in [problem.where for problem in found]:
+        try:
+            data = probe_data(composed.run.data.path, composed.run.data.limit, path)
+        except ConfigError as error:
+            problems += error.problems
+    facts = facts_of(composed.run, data)
+    graph = None
+    try:
+        graph = compile_graph(composed.spec, composed.where, facts)
+    except ConfigError as error:
+        problems += [traced(problem, composed.resolved.written) for problem in error.problems]
+    if graph is None or problems:
+        raise ConfigError(sorted(problems))
+    return Checked(graph, composed.run, facts, composed)
+
+
+def facts_of(run: RunSpec, data: LocalData) -> Facts:
+    """What the rules may know of a run. A Hub data set has at least the columns that the user maps."""
+    return Facts(
+        data_columns=dict(run.data.columns),
+        columns=data.columns,
+        n_rows=data.n_rows,
+        groups=run.batch.groups,
+        steps=run.steps,
+        staleness=run.staleness,
+        max_new_tokens=run.batch.max_new_tokens,
+    )
+
+
+def _model_folders(composed: Composed) -> Iterator[Problem]:
+    for name, role in composed.spec.models.items():
+        if role.when and role.path is not None and Path(role.path).is_absolute():
+            yield from model_problems(Path(role.path), composed.where(f"$.models.{name}.path"))
+
+
+def _run_problems(composed: Composed) -> Iterator[Problem]:
+    """Rules of the run file that are about neither graph nor plan."""
+    run, calls = composed.run, composed.spec.calls
+    for name in run.allocation:
+        if name not in calls:
+            yield Problem(
+                composed.where(f"$.allocation.{name}"), f"no call {name!r}", suggest(name, calls), "allocation"
+            )
+    batch = run.batch
+    if batch.expected_new_tokens is not None and batch.expected_new_tokens > batch.max_new_tokens:
+        text = f"expected {batch.expected_new_tokens} new tokens, but a sample has at most {batch.max_new_tokens}"
+        yield Problem(composed.where("$.batch.expected_new_tokens"), text, "", "batch")
+    if run.eval is None:
+        return
+    functions = [name for name, call in calls.items() if isinstance(call, Function)]
+    if run.eval.call not in functions:
+        text = f"{run.eval.call!r} is no function call of the graph, so it can't score samples"
+        yield Problem(composed.where("$.eval.call"), text, suggest(run.eval.call, functions), "eval")
+    if run.eval.data is None and run.eval.every and data_files(run.data.path):
+        text = "the training data are files, which have no test split to evaluate on"
+        yield Problem(composed.where("$.eval"), text, "give eval.data: {path: ...}, or eval.every: 0", "eval")

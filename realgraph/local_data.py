@@ -1,0 +1,107 @@
+"""What can be known of a data set without reading it all: its columns and number of rows. No network, no torch."""
+
+import glob
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from realgraph.graphs.errors import ConfigError, Problem, Where
+
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+PARQUET = (".parquet",)
+MAX_COUNTED_BYTES = 2 * 10**9  # a larger JSONL file is not counted
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+class LocalData(Struct, frozen=True):
+    """None is unknown: a data set of the Hub, or a file that is too large to count."""
+
+    columns: tuple[str, ...] | None = None
+    n_rows: int | None = None
+
+
+def probe_data(path: str, limit: int | None, where: Where) -> LocalData:
+    """Columns of the first row and rows up to `limit`, of a local file, folder or glob; a Hub id is unknown.
+
+    Raises ConfigError at `where` for what is missing or can't be read.
+    """
+    found = data_files(path)
+    if not found:
+        if is_hub_id(path):
+            return LocalData()
+        hint = "a JSONL or parquet file, a folder or glob of them, or a Hub id such as openai/gsm8k"
+        raise ConfigError([Problem(where, f"no data at {path}", hint, "data")])
+    if found[0].suffix in PARQUET:
+        return _probe_parquet(found, limit, where)
+    try:
+        return _probe_json_lines(found, limit, where)
+    except OSError as error:
+        raise ConfigError([Problem(where, f"{path} can't be read: {error.strerror or error}", "", "data")]) from error
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a path that is not there can be the id of a data set or model on the Hub."""
+    looks_local = path.startswith((".", "/", "~")) or Path(path).suffix in (*JSON_LINES, *PARQUET)
+    return not looks_local and _HUB_ID.fullmatch(path) is not None
+
+
+def data_files(path: str) -> tuple[Path, ...]:
+    """The files that a path names, in order; empty where there are none."""
+    place = Path(path).expanduser()
+    if place.is_file():
+        return (place,)
+    pattern = str(place / "*") if place.is_dir() else str(place)
+    files = [Path(name) for name in sorted(glob.glob(pattern))]
+    return tuple(file for file in files if file.suffix in (*JSON_LINES, *PARQUET) and file.is_file())
+
+
+def _probe_json_lines(files: Sequence[Path], limit: int | None, where: Where) -> LocalData:
+    countable = limit is not None or sum(file.stat().st_size for file in files) <= MAX_COUNTED_BYTES
+    columns: tuple[str, ...] | None = None
+    n_rows = 0
+    for file in files:
+        with file.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                if not line.strip():
+                    continue
+                if columns is None:
+                    columns = _columns(line, f"{file}:{number}", where)
+                    if not countable:
+                        return LocalData(columns)
+                n_rows += 1
+                if n_rows == limit:
+                    return LocalData(columns, n_rows)
+    return LocalData(columns, n_rows)
+
+
+def _columns(line: bytes, place: str, where: Where) -> tuple[str, ...]:
+    try:
+        row = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            [Problem(where, f"{place} is not JSON: {error}", "one JSON object per line", "data")]
+        ) from error
+    if not isinstance(row, dict):
+        raise ConfigError([Problem(where, f"{place} is not a JSON object", "one JSON object per line", "data")])
+    return tuple(row)
+
+
+def _probe_parquet(files: Sequence[Path], limit: int | None, where: Where) -> LocalData:
+    try:
+        import pyarrow.parquet as parquet  # late: only some data sets need it, and `check` must answer at once
+    except ImportError:
+        return LocalData()
+    columns: tuple[str, ...] | None = None
+    n_rows = 0
+    for file in files:
+        try:
+            metadata = parquet.read_metadata(file)
+            columns = columns or tuple(parquet.read_schema(file).names)
+        except (OSError, ValueError) as error:
+            text = f"{file} can't be read: {str(error).splitlines()[0]}"
+            raise ConfigError([Problem(where, text, "", "data")]) from error
+        n_rows += metadata.num_rows
+    return LocalData(columns, n_rows if limit is None else min(n_rows, limit))

@@ -1,0 +1,44 @@
+"""What a local model folder must be before anything heavy starts: readable, safe to load. No network, no torch."""
+
+from pathlib import Path
+
+import msgspec
+
+from realgraph.graphs.errors import Problem, Where
+
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def model_problems(folder: Path, where: Where) -> list[Problem]:
+    """What is wrong with a model folder; its shape is the planner's matter."""
+    try:
+        config = msgspec.json.decode((folder / "config.json").read_bytes())
+    except OSError as error:
+        text = f"{folder} has no readable config.json: {error.strerror or error}"
+        return [Problem(where, text, "expected a folder as `save_pretrained` writes it", "model")]
+    except msgspec.DecodeError as error:
+        return [Problem(where, f"{folder / 'config.json'} is not JSON: {error}", "", "model")]
+    if not isinstance(config, dict):
+        return [Problem(where, f"{folder / 'config.json'} is not a JSON object", "", "model")]
+    problems = []
+    if "auto_map" in config:
+        text = f"{folder} brings its own Python code (auto_map in config.json), which realgraph doesn't run"
+        hint = "use a model whose architecture transformers has itself"
+        problems.append(Problem(where, text, hint, "trust_remote_code"))
+    return [*problems, *_weight_problems(folder, where)]
+
+
+def _weight_problems(folder: Path, where: Where) -> list[Problem]:
+    names = sorted(file.name for file in folder.iterdir())
+    if any(name.endswith(".safetensors") for name in names):
+        return []
+    pickled = [name for name in names if name.endswith(PICKLED)]
+    if not pickled:
+        text = f"{folder} has no weights"
+        return [Problem(where, text, "expected one or more .safetensors files", "model")]
+    text = f"{folder} has only pickled weights ({pickled[0]}), which can run code when they are loaded"
+    hint = (
+        "convert them once, on a machine you can lose: AutoModelForCausalLM.from_pretrained(FOLDER)"
+        ".save_pretrained(FOLDER, safe_serialization=True)"
+    )
+    return [Problem(where, text, hint, "pickled_weights")]
