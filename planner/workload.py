@@ -17,6 +17,7 @@ class Workload(Struct, frozen=True):
     mean_new_tokens: float
     staleness: int = 0
     max_tokens_per_microbatch: int | None = None
+    max_running: int | None = None  # sequences that decode at once on a device; default: the engine's
 
     @property
     def n_samples(self) -> int:

@@ -1,0 +1,193 @@
+"""A plan as a timed event graph: its steady period, the circuit that bounds it, and the circuit that would deadlock it.
+
+A node is a call with its predicted seconds. A dependency source -> target with h tokens says: `target` of step k starts
+after `source` of step k - h has ended (steps before the first count as done). Such a system never deadlocks iff every
+circuit holds at least one token, and its period is the largest seconds / tokens of a circuit (Baccelli, Cohen, Olsder,
+Quadrat: Synchronization and Linearity, 1992, theorems 2.38 and 3.28).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from msgspec import Struct
+
+from realgraph.graphs.graph import Graph
+from realgraph.graphs.spec import Generate, Train
+from realgraph.planner.plan import Plan, Turn
+from realgraph.planner.residency import reallocations
+
+
+class Dependency(Struct, frozen=True, order=True):
+    """`target` of step k starts after `source` of step k - `tokens` has ended. Tokens may be negative."""
+
+    source: str
+    target: str
+    tokens: int
+
+
+class EventGraph(Struct, frozen=True):
+    """Seconds of every node, and the dependencies between them."""
+
+    seconds: dict[str, float]
+    dependencies: tuple[Dependency, ...]
+
+
+class Period(Struct, frozen=True):
+    """Steady-state seconds a step, and the critical circuit: each node waits for the one before it."""
+
+    seconds: float
+    circuit: tuple[str, ...]
+
+
+def reallocation_node(call: str) -> str:
+    """The node that brings the trained weights to `call`'s own copy."""
+    return f"reallocate:{call}"
+
+
+def event_graph(graph: Graph, plan: Plan, staleness: int, extra_seconds: Mapping[str, float]) -> EventGraph:
+    """Calls of the graph under the plan's device orders.
+
+    extra_seconds: of free calls and reallocation nodes, which the plan does not price; 0 where absent.
+    """
+    layouts = {name: allocation.layout for name, allocation in plan.allocations.items()}
+    moved = {call: train for call, train in reallocations(graph, layouts).items() if call in layouts}
+    seconds = {name: extra_seconds.get(name, 0.0) for name in graph.calls}
+    seconds |= {name: allocation.seconds for name, allocation in plan.allocations.items()}
+    seconds |= {reallocation_node(call): extra_seconds.get(reallocation_node(call), 0.0) for call in moved}
+    found = {Dependency(name, name, 1) for name in seconds}
+    for source, target, tokens in _graph_edges(graph, staleness):
+        if target in moved and source == moved[target]:
+            found.add(Dependency(source, reallocation_node(target), tokens))
+            found.add(Dependency(reallocation_node(target), target, 0))
+        else:
+            found.add(Dependency(source, target, tokens))
+    for device, order in plan.orders.items():
+        found.update(_order_edges(_with_reallocations(device, order, plan, (moved, staleness, graph))))
+    known = tuple(sorted(d for d in found if d.source in seconds and d.target in seconds))
+    return EventGraph(seconds, known)
+
+
+def _graph_edges(graph: Graph, staleness: int) -> Iterator[tuple[str, str, int]]:
+    """Data edges, and weight edges: generation is up to 1 + `staleness` steps behind training, the rest as compiled.
+
+    Train calls of one role follow each other, and the next step's first waits for this step's last.
+    """
+    for edge in graph.edges:
+        if edge.role and isinstance(graph.calls[edge.consumer], Generate):
+            yield edge.producer, edge.consumer, 1 + staleness
+        else:
+            yield edge.producer, edge.consumer, edge.distance
+    for trains in _trains(graph).values():
+        yield from ((before, after, 0) for before, after in pairwise(trains))
+        yield trains[-1], trains[0], 1
+
+
+def _trains(graph: Graph) -> dict[str, list[str]]:
+    trains: dict[str, list[str]] = {}
+    for name, call in graph.calls.items():
+        if isinstance(call, Train):
+            trains.setdefault(call.model, []).append(name)
+    return trains
+
+
+def _with_reallocations(
+    device: int, order: Sequence[Turn], plan: Plan, moves: tuple[Mapping[str, str], int, Graph]
+) -> tuple[Turn, ...]:
+    """A reallocation holds both meshes: on the copy's devices just before its call, elsewhere just after training."""
+    moved, staleness, graph = moves
+    turns: list[Turn] = []
+    for turn in order:
+        if turn.call in moved:
+            turns.append(Turn(reallocation_node(turn.call), turn.offset))
+        turns.append(turn)
+        for call, train in moved.items():
+            if train == turn.call and device not in plan.allocations[call].layout.mesh.devices:
+                slack = staleness if isinstance(graph.calls[call], Generate) else 0
+                turns.append(Turn(reallocation_node(call), turn.offset + 1 + slack))
+    return tuple(turns)
+
+
+def _order_edges(order: Sequence[Turn]) -> Iterator[Dependency]:
+    """The cyclic order of one device; its own circuit always holds exactly one token."""
+    for before, after in pairwise(order):
+        yield Dependency(before.call, after.call, after.offset - before.offset)
+    if order:
+        yield Dependency(order[-1].call, order[0].call, 1 + order[0].offset - order[-1].offset)
+
+
+# --- circuits ---------------------------------------------------------------------------------------------------------
+
+
+def empty_circuit(events: EventGraph) -> tuple[str, ...] | None:
+    """A circuit without a token: its calls wait for each other for ever. None where the graph is live.
+
+    Exact: a circuit of at most n edges has sum(h) <= 0 iff sum(1 - (n + 1) h) > 0, in integers.
+    """
+    scale = len(events.seconds) + 1
+    circuit = _positive_circuit(events, lambda dependency: 1 - scale * dependency.tokens)
+    return None if circuit is None else _named(events, circuit)
+
+
+def period(events: EventGraph) -> Period:
+    """The largest seconds / tokens of a circuit, and that circuit. Raises ValueError where a circuit is empty.
+
+    Newton's iteration on the ratio: while some circuit has seconds - ratio x tokens > 0, its ratio is the next.
+    """
+    stuck = empty_circuit(events)
+    if stuck is not None:
+        raise ValueError(f"the circuit {show_circuit(stuck)} holds no token")
+    slowest = max(events.seconds, key=lambda name: events.seconds[name])
+    ratio = events.seconds[slowest]
+    critical: tuple[str, ...] = (slowest,)
+    for _ in range(10_000):
+        gain = _gain(events, ratio)
+        circuit = _positive_circuit(events, gain)
+        if circuit is None:
+            return Period(ratio, critical)
+        tokens = sum(dependency.tokens for dependency in circuit)
+        better = sum(events.seconds[dependency.source] for dependency in circuit) / tokens
+        if better <= ratio:  # equal up to rounding
+            return Period(ratio, critical)
+        ratio, critical = better, _named(events, circuit)
+    raise AssertionError("the ratio rises at every iteration over finitely many circuits")
+
+
+def show_circuit(circuit: Sequence[str]) -> str:
+    """`ref -> actor_train -> generate -> ref`."""
+    return " -> ".join([*circuit, circuit[0]])
+
+
+def _gain(events: EventGraph, ratio: float) -> Callable[[Dependency], float]:
+    return lambda dependency: events.seconds[dependency.source] - ratio * dependency.tokens
+
+
+def _positive_circuit(events: EventGraph, weight: Callable[[Dependency], float]) -> tuple[Dependency, ...] | None:
+    """A circuit of positive total weight by Bellman-Ford longest paths from everywhere; None where there is none."""
+    weighted = [(dependency, weight(dependency)) for dependency in events.dependencies]
+    tolerance = 1e-12 * max((abs(value) for _, value in weighted), default=0.0)
+    longest = dict.fromkeys(events.seconds, 0.0)
+    via: dict[str, Dependency] = {}
+    last = ""
+    for _ in range(len(longest) + 1):
+        last = ""
+        for dependency, value in weighted:
+            reached = longest[dependency.source] + value
+            if reached > longest[dependency.target] + tolerance:
+                longest[dependency.target], via[dependency.target], last = reached, dependency, dependency.target
+        if not last:
+            return None
+    for _ in range(len(longest)):  # walk back into the circuit
+        last = via[last].source
+    circuit, node = [via[last]], via[last].source
+    while node != last:
+        circuit.append(via[node])
+        node = via[node].source
+    return tuple(reversed(circuit))
+
+
+def _named(events: EventGraph, circuit: Sequence[Dependency]) -> tuple[str, ...]:
+    """The circuit's nodes, beginning with the earliest in the graph's order."""
+    names = [dependency.source for dependency in circuit]
+    rank = {name: i for i, name in enumerate(events.seconds)}
+    start = min(range(len(names)), key=lambda i: rank[names[i]])
+    return tuple(names[start:] + names[:start])

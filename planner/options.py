@@ -1,0 +1,235 @@
+"""What the search may choose for each call today, and what a choice costs in seconds and bytes. Chooses nothing."""
+
+import math
+from collections.abc import Iterator, Mapping
+
+from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
+from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Train
+from realgraph.planner import cost, memory
+from realgraph.planner.cluster import Cluster
+from realgraph.planner.events import reallocation_node
+from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.memory import Footprint
+from realgraph.planner.pins import Pin
+from realgraph.planner.request import PlanRequest
+from realgraph.planner.residency import Copy, copies, reallocations
+
+MAX_RUNNING = 128  # sequences that decode at once on a device: the generation engine's own bound
+CACHE_STEP = 64  # positions: the cache grows in such steps
+LADDER_CPU = (1024, 2048, 4096, 8192)
+LADDER_GPU = (1024, 2048, 4096, 8192, 16384, 32768)
+FUNCTION_SECONDS = 1e-4  # of one sample, in one of the workers' subprocesses
+ADVANTAGE_SECONDS = 1e-5  # of one sample
+
+
+# --- meshes and layouts -----------------------------------------------------------------------------------------------
+
+
+def mesh_fault(mesh: DeviceMesh, cluster: Cluster) -> str:
+    """Why a mesh is none of this cluster's, '' where it is one: aligned powers of two in a node, or whole nodes."""
+    per_node, last = cluster.devices_per_node, mesh.first + mesh.n_devices
+    if mesh.first < 0 or mesh.n_devices < 1 or last > cluster.n_devices:
+        return f"devices {mesh.first} to {last - 1} are not all of the cluster's, 0 to {cluster.n_devices - 1}"
+    if mesh.first % per_node == 0 and mesh.n_devices % per_node == 0:
+        return ""
+    if mesh.first // per_node != (last - 1) // per_node:
+        return f"devices {mesh.first} to {last - 1} cross a node's border without being whole nodes of {per_node}"
+    if mesh.n_devices & (mesh.n_devices - 1):
+        return f"{mesh.n_devices} devices are neither a power of two nor whole nodes of {per_node}"
+    if (mesh.first % per_node) % mesh.n_devices:
+        return (
+            f"{mesh.n_devices} devices must begin at a multiple of {mesh.n_devices} in their node, not at {mesh.first}"
+        )
+    return ""
+
+
+def pin_problems(request: PlanRequest, file: str = "") -> Iterator[Problem]:
+    """What is wrong with the pins, whatever the search would choose."""
+    for name, pin in request.pins.items():
+        where = Where(file, path=f"$.allocation.{name}")
+        if name not in request.mesh_calls:
+            what = "holds no devices: it can't be placed" if name in request.graph.calls else "is no call of the graph"
+            yield Problem(where, f"{name!r} {what}", suggest(name, request.mesh_calls), "pin")
+            continue
+        missing = [axis for axis in ("tp", "pp") if (getattr(pin, axis) or 1) > 1]
+        if missing:
+            yield Problem(
+                where, engine_lacks(missing[0]), "use dp, and sharding: fsdp for models that don't fit", "pin"
+            )
+            continue
+        mesh = _mesh(pin, request.cluster)
+        fault = mesh_fault(mesh, request.cluster)
+        if fault:
+            yield Problem(where, fault, "", "pin")
+        elif pin.dp not in (None, mesh.n_devices):
+            yield Problem(
+                where, f"dp {pin.dp} on {mesh.n_devices} devices: dp x tp x pp must be {mesh.n_devices}", "", "pin"
+            )
+        if pin.sharding == "fsdp" and isinstance(request.graph.calls[name], Generate):
+            yield Problem(where, "generation needs whole weights on a device", "leave sharding out", "pin")
+
+
+def engine_lacks(axis: str) -> str:
+    """Why an axis of parallelism can't be used yet."""
+    feature = {
+        "tp": "tensor parallelism: layers cut over devices",
+        "pp": "pipeline parallelism: stages with ragged micro-batches",
+        "ep": "expert parallelism: experts spread over devices",
+        "cp": "context parallelism: sequences cut over devices",
+    }[axis]
+    return f"{axis} > 1 needs {feature}; the engines of this version run dp only"
+
+
+def _mesh(pin: Pin, cluster: Cluster) -> DeviceMesh:
+    first = pin.first or 0
+    return DeviceMesh(first, pin.devices or pin.dp or cluster.n_devices - first)
+
+
+def call_layout(request: PlanRequest, call: str, sharding: str) -> Layout:
+    """The layout of a call whose role has this sharding; generation always holds whole weights."""
+    mesh = _mesh(request.pins.get(call, Pin()), request.cluster)
+    generates = isinstance(request.graph.calls[call], Generate)
+    return Layout(mesh, dp=mesh.n_devices, sharding="fsdp" if sharding == "fsdp" and not generates else "replicated")
+
+
+def role_shardings(request: PlanRequest) -> dict[str, tuple[str, ...]]:
+    """role -> the shardings to try. A pin on any of the role's calls decides; one device has nothing to shard."""
+    options: dict[str, tuple[str, ...]] = {}
+    for role in dict.fromkeys(request.graph.role(name) for name in request.mesh_calls):
+        calls = [name for name in request.mesh_calls if request.graph.role(name) == role]
+        sharded = [name for name in calls if not isinstance(request.graph.calls[name], Generate)]
+        pinned = {request.pins[name].sharding for name in sharded if name in request.pins} - {None}
+        if len(pinned) > 1:
+            where = Where(path=f"$.allocation.{sharded[0]}.sharding")
+            raise ConfigError(
+                [Problem(where, f"the calls of role {role!r} are pinned to different shardings", "", "pin")]
+            )
+        widest = max((_mesh(request.pins.get(name, Pin()), request.cluster).n_devices for name in sharded), default=1)
+        free = ("replicated", "fsdp") if widest > 1 else ("replicated",)
+        options[role] = tuple(str(sharding) for sharding in pinned) or free
+    return options
+
+
+# --- micro-batches ----------------------------------------------------------------------------------------------------
+
+
+def sample_tokens(request: PlanRequest) -> int:
+    """The longest sample: prompt and response, tokens."""
+    return request.workload.prompt_tokens + request.workload.max_new_tokens
+
+
+def mean_tokens(request: PlanRequest) -> float:
+    """The expected sample: prompt and response, tokens."""
+    return request.workload.prompt_tokens + request.workload.mean_new_tokens
+
+
+def token_ladder(request: PlanRequest, call: str, layout: Layout) -> tuple[int, ...]:
+    """Sizes to try, largest first: tokens of a micro-batch, or of the cache of a generate call.
+
+    A pin or `batch.max_tokens_per_microbatch` leaves one size; a sample that is longer is a micro-batch of its own.
+    """
+    workload, pinned = request.workload, request.pins.get(call, Pin()).max_tokens_per_microbatch
+    share = math.ceil(workload.n_samples / layout.dp)
+    if isinstance(request.graph.calls[call], Generate):
+        length = -(-(sample_tokens(request) + 1) // CACHE_STEP) * CACHE_STEP
+        running = min(share, workload.max_running or MAX_RUNNING)
+        rungs = [running >> i for i in range(running.bit_length())]
+        return (pinned,) if pinned else tuple(length * rung for rung in rungs)
+    fixed = pinned or workload.max_tokens_per_microbatch
+    longest = sample_tokens(request)
+    if fixed:
+        return (fixed,)
+    ladder = sorted({longest, *(size for size in _ladder(request.cluster) if size > longest)})
+    enough = [size for size in ladder if size >= share * longest]
+    return tuple(reversed([size for size in ladder if not enough or size <= enough[0]]))
+
+
+def _ladder(cluster: Cluster) -> tuple[int, ...]:
+    return LADDER_CPU if cluster.is_cpu else LADDER_GPU
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def resident(request: PlanRequest, layouts: Mapping[str, Layout], device: int) -> Footprint:
+    """Bytes that `device` holds all the time: every copy of every role that lies there."""
+    held = (_copy_bytes(request, copy) for copy in copies(request.graph, layouts) if device in copy.layout.mesh.devices)
+    return sum(held, Footprint())
+
+
+def _copy_bytes(request: PlanRequest, copy: Copy) -> Footprint:
+    model, role = request.models[copy.role], request.graph.models[copy.role]
+    states = memory.trained_copy if copy.trained else memory.frozen_copy
+    return states(model, role, copy.layout)
+
+
+def active(request: PlanRequest, call: str, layout: Layout, tokens: int) -> Footprint:
+    """Bytes that a running call adds on each of its devices."""
+    model, role = request.model(call), request.role(call)
+    if isinstance(request.graph.calls[call], Generate):
+        return memory.generation(model, role, layout, tokens)
+    tokens = max(tokens, sample_tokens(request))
+    train = isinstance(request.graph.calls[call], Train)
+    rows = (memory.train_activations if train else memory.forward_activations)(model, role, layout, tokens)
+    return rows + memory.gathered_weights(model, role, layout)
+
+
+def peak(request: PlanRequest, layouts: Mapping[str, Layout], call: str, tokens: int) -> tuple[int, Footprint]:
+    """The device of the call's mesh that is fullest while it runs, and what it holds."""
+    mesh = layouts[call].mesh
+    borders = {layout.mesh.first for layout in layouts.values()} | {
+        layout.mesh.first + layout.mesh.n_devices for layout in layouts.values()
+    }
+    devices = sorted({mesh.first} | {border for border in borders if border in mesh.devices})
+    held = {device: resident(request, layouts, device) for device in devices}
+    worst = max(devices, key=lambda device: held[device].total)
+    return worst, held[worst] + active(request, call, layouts[call], tokens)
+
+
+# --- seconds ----------------------------------------------------------------------------------------------------------
+
+
+def call_seconds(request: PlanRequest, call: str, layout: Layout, tokens: int) -> float:
+    """Predicted seconds of one mesh-holding call with micro-batches (or a cache) of `tokens`."""
+    setting = cost.Setting(request.model(call), request.role(call), layout, request.cluster)
+    workload, mean = request.workload, mean_tokens(request)
+    total = math.ceil(workload.n_samples * mean)
+    match request.graph.calls[call]:
+        case Train(minibatches=minibatches, epochs=epochs):
+            return cost.train_seconds(setting, cost.TrainWork(total, mean, tokens, minibatches, epochs))
+        case Inference():
+            return cost.inference_seconds(setting, cost.TrainWork(total, mean, tokens))
+        case Generate():
+            work = cost.GenerateWork(
+                samples=workload.n_samples,
+                samples_per_group=workload.samples_per_group,
+                prompt_tokens=workload.prompt_tokens,
+                mean_new_tokens=workload.mean_new_tokens,
+                max_new_tokens=workload.max_new_tokens,
+                running=running_sequences(request, layout, tokens),
+            )
+            return cost.generate_seconds(setting, work)
+        case Function() | Advantage():
+            raise AssertionError(f"{call} holds no mesh")
+
+
+def running_sequences(request: PlanRequest, layout: Layout, kv_tokens: int) -> int:
+    """How many sequences decode at once on a device with a cache of `kv_tokens`."""
+    share = math.ceil(request.workload.n_samples / layout.dp)
+    most = request.workload.max_running or MAX_RUNNING
+    return max(1, min(share, most, int(kv_tokens // mean_tokens(request))))
+
+
+def extra_seconds(request: PlanRequest, layouts: Mapping[str, Layout]) -> dict[str, float]:
+    """Predicted seconds of what holds no allocation: free calls by name, and reallocation nodes."""
+    samples = request.workload.n_samples
+    seconds: dict[str, float] = {}
+    for name, call in request.graph.calls.items():
+        if isinstance(call, Function):
+            seconds[name] = FUNCTION_SECONDS * math.ceil(samples / request.cluster.n_devices)
+        elif isinstance(call, Advantage):
+            seconds[name] = ADVANTAGE_SECONDS * samples
+    for name in reallocations(request.graph, layouts):
+        setting = cost.Setting(request.model(name), request.role(name), layouts[name], request.cluster)
+        seconds[reallocation_node(name)] = cost.reallocation_seconds(setting)
+    return seconds

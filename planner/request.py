@@ -1,0 +1,75 @@
+"""All that a plan depends on, in one value, and the hashes that tie a plan to it. Searches nothing."""
+
+import hashlib
+
+import msgspec
+from msgspec import Struct, field
+
+from realgraph.graphs.graph import Graph
+from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, ModelRole, Train
+from realgraph.planner.cluster import Cluster
+from realgraph.planner.devices import device_kind
+from realgraph.planner.model_spec import ModelSpec
+from realgraph.planner.pins import Pin
+from realgraph.planner.plan import Hashes
+from realgraph.planner.workload import Workload
+
+
+class PlanRequest(Struct, frozen=True):
+    """What to plan: the graph on the cluster. `models` has every role of the graph, `pins` some of its calls."""
+
+    graph: Graph
+    workload: Workload
+    cluster: Cluster
+    models: dict[str, ModelSpec]
+    pins: dict[str, Pin] = field(default_factory=dict)
+
+    @property
+    def mesh_calls(self) -> tuple[str, ...]:
+        """The calls that hold a mesh, in topological order; the others (functions, advantages) are free."""
+        return tuple(name for name in self.graph.calls if self.graph.role(name))
+
+    def model(self, call: str) -> ModelSpec:
+        """The model that a mesh-holding call runs."""
+        return self.models[self.graph.role(call)]
+
+    def role(self, call: str) -> ModelRole:
+        """The role that a mesh-holding call runs."""
+        return self.graph.models[self.graph.role(call)]
+
+
+def hashes(request: PlanRequest) -> Hashes:
+    """Of what predictions and layouts depend on: learning rates, losses and temperatures may change under a plan."""
+    graph = request.graph
+    shape = {
+        "calls": {name: _shape(call) for name, call in graph.calls.items()},
+        "edges": sorted((e.producer, e.consumer, e.role, e.distance) for e in graph.edges),
+        "models": {name: (request.models[name], *_states(role)) for name, role in graph.models.items()},
+    }
+    cluster = (request.cluster, device_kind(request.cluster.kind).costs)
+    return Hashes(_digest(shape), _digest(request.workload), _digest(cluster))
+
+
+def _states(role: ModelRole) -> tuple[str | bool | None, ...]:
+    """What memory depends on."""
+    kept = (role.trainable, role.gradient_checkpointing, role.ema_rate is not None)
+    return (role.head, role.dtype, role.master_dtype, *kept)
+
+
+def _shape(call: ModelCall) -> tuple[str | int | None, ...]:
+    match call:
+        case Generate():
+            return ("generate", call.model, call.n, call.max_new_tokens)
+        case Inference():
+            return ("inference", call.model, call.output)
+        case Train():
+            return ("train", call.model, call.minibatches, call.epochs)
+        case Function():
+            return ("function", call.over)
+        case Advantage():
+            return ("advantage",)
+
+
+def _digest(value: object) -> str:
+    """SHA-256 of the JSON form with sorted keys: its first 16 hex digits."""
+    return hashlib.sha256(msgspec.json.encode(value, order="deterministic")).hexdigest()[:16]

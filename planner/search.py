@@ -1,0 +1,188 @@
+"""The search for a plan: every combination of shardings, each with the largest micro-batches that fit. Exhaustive.
+
+It moves no call to a mesh of its own: calls lie on all devices, or where a pin puts them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+
+import msgspec
+from msgspec import Struct
+
+from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.spec import Generate
+from realgraph.planner.events import EventGraph, event_graph, period
+from realgraph.planner.layout import Layout
+from realgraph.planner.memory import Footprint, usable_bytes
+from realgraph.planner.options import (
+    active,
+    call_layout,
+    call_seconds,
+    extra_seconds,
+    peak,
+    pin_problems,
+    role_shardings,
+    sample_tokens,
+    token_ladder,
+)
+from realgraph.planner.plan import Allocation, Plan, Turn
+from realgraph.planner.request import PlanRequest, hashes
+from realgraph.planner.residency import reallocations
+
+GB = 1e9
+
+
+class Misfit(Struct, frozen=True):
+    """A call that does not fit even with its smallest micro-batch: on which device, and what would be there."""
+
+    call: str
+    device: int
+    layout: Layout
+    footprint: Footprint
+
+
+def search(request: PlanRequest) -> Plan:
+    """The plan of the least predicted period among all that fit. Raises ConfigError where a pin is wrong or none fits.
+
+    The lower bound holds for the options tried: no order of calls on the same options is faster.
+    """
+    problems = tuple(pin_problems(request))
+    if problems:
+        raise ConfigError(problems)
+    shardings = role_shardings(request)
+    plans: list[Plan] = []
+    misfits: list[Misfit] = []
+    for chosen in product(*shardings.values()):
+        found = _allocate(request, dict(zip(shardings, chosen, strict=True)))
+        if isinstance(found, Misfit):
+            misfits.append(found)
+        else:
+            plans.append(assemble(request, found))
+    if not plans:
+        raise ConfigError([_misfit_problem(request, min(misfits, key=lambda misfit: misfit.footprint.total))])
+    best = min(plans, key=lambda plan: plan.period_seconds)  # the first of equals: fewest sharded roles
+    bound = min(best.period_seconds, lower_bound_seconds(request, plans))
+    return msgspec.structs.replace(best, lower_bound_seconds=bound, scope=_scope(request, len(plans) + len(misfits)))
+
+
+def assemble(request: PlanRequest, allocations: Mapping[str, Allocation]) -> Plan:
+    """A plan of these allocations in the default order: on every device the graph's topological order, no offsets."""
+    orders = {
+        device: tuple(Turn(name) for name in request.mesh_calls if device in allocations[name].layout.mesh.devices)
+        for device in range(request.cluster.n_devices)
+    }
+    plan = Plan(dict(allocations), orders, hashes(request))
+    found = period(events_of(request, plan))
+    return msgspec.structs.replace(plan, period_seconds=found.seconds, bottleneck=found.circuit)
+
+
+def events_of(request: PlanRequest, plan: Plan) -> EventGraph:
+    """The plan's timed event graph, with the predicted seconds of free calls and reallocations."""
+    layouts = {name: allocation.layout for name, allocation in plan.allocations.items()}
+    return event_graph(request.graph, plan, request.workload.staleness, extra_seconds(request, layouts))
+
+
+def reprice(request: PlanRequest, plan: Plan) -> Plan:
+    """An edited plan with every prediction computed anew. The plan must be valid: see `validate`.
+
+    The bound and scope of a search do not speak of an edited plan; the bound left is its own allocations' one.
+    """
+    layouts = {name: allocation.layout for name, allocation in plan.allocations.items()}
+    allocations = {
+        name: _priced(request, layouts, name, allocation.max_tokens_per_microbatch)
+        for name, allocation in plan.allocations.items()
+    }
+    priced = msgspec.structs.replace(plan, allocations=allocations)
+    found = period(events_of(request, priced))
+    bound = min(found.seconds, lower_bound_seconds(request, [priced]))
+    return msgspec.structs.replace(
+        priced,
+        period_seconds=found.seconds,
+        bottleneck=found.circuit,
+        lower_bound_seconds=bound,
+        scope="any order of the allocations given",
+    )
+
+
+def lower_bound_seconds(request: PlanRequest, plans: Sequence[Plan]) -> float:
+    """The larger of two bounds over the allocations of these plans, each call taken at its fastest.
+
+    Work: device seconds of all calls over the number of devices. Path: the period with a mesh for every call alone.
+    """
+    options = [(name, allocation) for plan in plans for name, allocation in plan.allocations.items()]
+    seconds = {name: min(a.seconds for call, a in options if call == name) for name in request.mesh_calls}
+    area = {
+        name: min(a.seconds * a.layout.mesh.n_devices for call, a in options if call == name)
+        for name in request.mesh_calls
+    }
+    alone = msgspec.structs.replace(plans[0], allocations={}, orders={})
+    path = event_graph(request.graph, alone, request.workload.staleness, extra_seconds(request, {}) | seconds)
+    return max(sum(area.values()) / request.cluster.n_devices, period(path).seconds)
+
+
+# --- one combination --------------------------------------------------------------------------------------------------
+
+
+def _allocate(request: PlanRequest, shardings: Mapping[str, str]) -> dict[str, Allocation] | Misfit:
+    """The largest micro-batch that fits for each call, or the call that lacks most memory."""
+    layouts = {name: call_layout(request, name, shardings[request.graph.role(name)]) for name in request.mesh_calls}
+    usable = usable_bytes(request.cluster)
+    allocations: dict[str, Allocation] = {}
+    misfits: list[Misfit] = []
+    for name, layout in layouts.items():
+        device, most = peak(request, layouts, name, 0)
+        resident_bytes = most.total - active(request, name, layout, 0).total
+        sizes = token_ladder(request, name, layout)
+        room = [size for size in sizes if resident_bytes + active(request, name, layout, size).total <= usable]
+        if room:
+            allocations[name] = _priced(request, layouts, name, room[0])
+        else:
+            misfits.append(Misfit(name, device, layout, peak(request, layouts, name, sizes[-1])[1]))
+    return max(misfits, key=lambda misfit: misfit.footprint.total) if misfits else allocations
+
+
+def _priced(request: PlanRequest, layouts: Mapping[str, Layout], call: str, tokens: int) -> Allocation:
+    _, held = peak(request, layouts, call, tokens)
+    return Allocation(
+        layout=layouts[call],
+        max_tokens_per_microbatch=tokens,
+        recompute=request.role(call).gradient_checkpointing and not isinstance(request.graph.calls[call], Generate),
+        residency="reallocated" if call in reallocations(request.graph, layouts) else "resident",
+        seconds=call_seconds(request, call, layouts[call], tokens),
+        peak_bytes=held.total,
+        worst_term=held.worst,
+    )
+
+
+def _scope(request: PlanRequest, count: int) -> str:
+    where = "on all devices or where pins put them" if request.pins else "on all devices"
+    return f"calls {where}, dp only, in topological order; {count} combination{'s' * (count > 1)} of sharding"
+
+
+def _misfit_problem(request: PlanRequest, misfit: Misfit) -> Problem:
+    held, usable = misfit.footprint, usable_bytes(request.cluster)
+    largest = getattr(held, held.worst)
+    text = (
+        f"no plan fits: call {misfit.call!r} needs {held.total / GB:.1f} GB on device {misfit.device}, "
+        f"{usable / GB:.1f} of {request.cluster.memory_bytes / GB:.1f} GB are usable; "
+        f"the largest part is {held.worst.replace('_', ' ')} with {largest / GB:.1f} GB"
+    )
+    return Problem(Where(path="$.cluster"), text, "; or ".join(_mends(request, misfit)), "memory")
+
+
+def _mends(request: PlanRequest, misfit: Misfit) -> Iterator[str]:
+    """What would help, the cheapest first."""
+    call, role = misfit.call, request.role(misfit.call)
+    pin = request.pins.get(call)
+    if pin and pin.sharding == "replicated" and not isinstance(request.graph.calls[call], Generate):
+        yield f"set allocation.{call}.sharding: fsdp"
+    if misfit.footprint.worst in ("activations", "kv_cache", "logits"):
+        fixed = (pin.max_tokens_per_microbatch if pin else None) or request.workload.max_tokens_per_microbatch
+        if fixed and fixed > sample_tokens(request):
+            yield f"lower batch.max_tokens_per_microbatch (now {fixed})"
+        if not role.gradient_checkpointing and misfit.footprint.worst == "activations":
+            yield f"set models.{request.graph.role(call)}.gradient_checkpointing: true"
+        yield f"lower batch.max_new_tokens (now {request.workload.max_new_tokens})"
+    if role.dtype in ("float32", "float64"):
+        yield f"set models.{request.graph.role(call)}.dtype: bfloat16"
+    yield "use more devices, or devices with more memory"

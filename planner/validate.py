@@ -1,0 +1,163 @@
+"""Whether a plan, perhaps edited by hand, can run what is asked: every reason why not, with its place in the file."""
+
+from collections.abc import Iterator
+
+from realgraph.graphs.errors import Problem, Where, suggest
+from realgraph.graphs.spec import Generate, Train
+from realgraph.planner.events import empty_circuit, show_circuit
+from realgraph.planner.memory import usable_bytes
+from realgraph.planner.options import engine_lacks, mesh_fault, peak, sample_tokens
+from realgraph.planner.plan import PLAN_FORMAT, Hashes, Plan
+from realgraph.planner.request import PlanRequest, hashes
+from realgraph.planner.search import GB, events_of
+
+HASHED = {"graph": "graph or its models", "workload": "batch, lengths or staleness", "cluster": "cluster"}
+
+
+def validate(plan: Plan, request: PlanRequest, file: str = "") -> tuple[Problem, ...]:
+    """All problems; later checks assume that earlier ones passed, so what they would say for certain is left out."""
+    problems = [*_format(plan, file), *_hashes(plan, hashes(request), file), *_calls(plan, request, file)]
+    if not problems:
+        problems += [*_layouts(plan, request, file), *_orders(plan, request, file)]
+    if not problems:
+        problems += [*_memory(plan, request, file), *_liveness(plan, request, file)]
+    return tuple(problems)
+
+
+def _at(file: str, path: str) -> Where:
+    return Where(file, path=path)
+
+
+def _format(plan: Plan, file: str) -> Iterator[Problem]:
+    if plan.format != PLAN_FORMAT:
+        text = f"this plan has format {plan.format}; this version reads format {PLAN_FORMAT}"
+        yield Problem(_at(file, "$.format"), text, "make the plan again with `realgraph plan --out`", "plan_format")
+
+
+def _hashes(plan: Plan, now: Hashes, file: str) -> Iterator[Problem]:
+    for part, what in HASHED.items():
+        before, after = getattr(plan.hashes, part), getattr(now, part)
+        if before != after:
+            text = f"the plan was made for another {what} (hash {before}, now {after})"
+            hint = "make the plan again, or run with what it was made for"
+            yield Problem(_at(file, f"$.hashes.{part}"), text, hint, "plan_hash")
+
+
+def _calls(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
+    for name in plan.allocations:
+        if name not in request.mesh_calls:
+            what = "holds no devices" if name in request.graph.calls else "is no call of the graph"
+            where = _at(file, f"$.allocations.{name}")
+            yield Problem(where, f"{name!r} {what}", suggest(name, request.mesh_calls), "plan_calls")
+    for name in request.mesh_calls:
+        if name not in plan.allocations:
+            yield Problem(_at(file, "$.allocations"), f"no allocation for call {name!r}", "", "plan_calls")
+
+
+def _layouts(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
+    for name, allocation in plan.allocations.items():
+        layout, place = allocation.layout, f"$.allocations.{name}"
+        fault = mesh_fault(layout.mesh, request.cluster)
+        if fault:
+            yield Problem(_at(file, f"{place}.layout.mesh"), fault, "", "plan_mesh")
+        axes = {axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "ep", "cp")}
+        yield from (
+            Problem(_at(file, f"{place}.layout.{axis}"), f"{axis} must be at least 1, not {size}", "", "plan_axes")
+            for axis, size in axes.items()
+            if size < 1
+        )
+        product = layout.dp * layout.tp * layout.pp * layout.cp
+        if product != layout.mesh.n_devices:
+            text = f"dp x tp x pp x cp is {product}, the mesh has {layout.mesh.n_devices} devices"
+            yield Problem(_at(file, f"{place}.layout"), text, f"set dp to {layout.mesh.n_devices}", "plan_axes")
+        for axis in ("tp", "pp", "ep", "cp"):
+            if axes[axis] > 1:
+                yield Problem(_at(file, f"{place}.layout.{axis}"), engine_lacks(axis), "", "plan_engine")
+        yield from _engine_problems(plan, request, name, file)
+    yield from _train_layouts(plan, request, file)
+
+
+def _engine_problems(plan: Plan, request: PlanRequest, name: str, file: str) -> Iterator[Problem]:
+    allocation, place = plan.allocations[name], f"$.allocations.{name}"
+    tokens, longest = allocation.max_tokens_per_microbatch, sample_tokens(request)
+    generates = isinstance(request.graph.calls[name], Generate)
+    if generates and allocation.layout.sharding != "replicated":
+        text = "generation needs whole weights on a device"
+        yield Problem(_at(file, f"{place}.layout.sharding"), text, "set it to replicated", "plan_engine")
+    if tokens < 1 or (generates and tokens < longest):
+        text = f"{tokens} tokens hold no sample: the longest has {longest}"
+        yield Problem(_at(file, f"{place}.max_tokens_per_microbatch"), text, "", "plan_tokens")
+    recompute = request.role(name).gradient_checkpointing and not generates
+    if allocation.recompute != recompute:
+        role = request.graph.role(name)
+        text = (
+            f"recompute is {_yes(allocation.recompute)}, but models.{role}.gradient_checkpointing is {_yes(recompute)}"
+        )
+        yield Problem(_at(file, f"{place}.recompute"), text, "change the model's setting, not the plan", "plan_engine")
+    if allocation.residency == "offloaded":
+        text = "the engines of this version can't offload weights to the host"
+        yield Problem(_at(file, f"{place}.residency"), text, "set it to resident", "plan_engine")
+
+
+def _yes(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _train_layouts(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
+    """One role is trained in one place: its optimizer states lie there."""
+    first: dict[str, str] = {}
+    for name in request.mesh_calls:
+        call = request.graph.calls[name]
+        if not isinstance(call, Train):
+            continue
+        other = first.setdefault(call.model, name)
+        if plan.allocations[name].layout != plan.allocations[other].layout:
+            text = f"trains role {call.model!r} in another layout than {other!r}"
+            yield Problem(_at(file, f"$.allocations.{name}.layout"), text, "give both the same layout", "plan_train")
+
+
+def _orders(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
+    offsets: dict[str, tuple[int, int]] = {}
+    for device in plan.orders:
+        if device not in range(request.cluster.n_devices):
+            text = f"the cluster has devices 0 to {request.cluster.n_devices - 1}"
+            yield Problem(_at(file, f"$.orders.{device}"), text, "", "plan_orders")
+    for device in range(request.cluster.n_devices):
+        place = _at(file, f"$.orders.{device}")
+        due = {name for name, allocation in plan.allocations.items() if device in allocation.layout.mesh.devices}
+        turns = [turn.call for turn in plan.orders.get(device, ())]
+        for name in dict.fromkeys(turns):
+            if name not in due:
+                yield Problem(place, f"{name!r} has no allocation on this device", suggest(name, due), "plan_orders")
+            elif turns.count(name) > 1:
+                yield Problem(
+                    place, f"{name!r} occurs {turns.count(name)} times; a round runs it once", "", "plan_orders"
+                )
+        for name in sorted(due - set(turns)):
+            yield Problem(place, f"{name!r} is missing: its mesh has this device", "", "plan_orders")
+        for turn in plan.orders.get(device, ()):
+            offset, where = offsets.setdefault(turn.call, (turn.offset, device))
+            if offset != turn.offset:
+                text = f"{turn.call!r} has offset {turn.offset} here and {offset} on device {where}"
+                yield Problem(place, text, "one call has one offset on all its devices", "plan_orders")
+
+
+def _memory(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
+    layouts = {name: allocation.layout for name, allocation in plan.allocations.items()}
+    usable = usable_bytes(request.cluster)
+    for name, allocation in plan.allocations.items():
+        device, held = peak(request, layouts, name, allocation.max_tokens_per_microbatch)
+        if held.total > usable:
+            part = f"{held.worst.replace('_', ' ')} {getattr(held, held.worst) / GB:.1f} GB"
+            text = (
+                f"needs {held.total / GB:.1f} GB on device {device}, {usable / GB:.1f} are usable; most of it: {part}"
+            )
+            hint = "fewer max_tokens_per_microbatch, sharding fsdp, or a larger mesh"
+            yield Problem(_at(file, f"$.allocations.{name}"), text, hint, "plan_memory")
+
+
+def _liveness(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
+    stuck = empty_circuit(events_of(request, plan))
+    if stuck is not None:
+        text = f"the plan deadlocks: {show_circuit(stuck)} wait for each other within a step"
+        yield Problem(_at(file, "$.orders"), text, "change the order of these calls, or their offsets", "plan_deadlock")

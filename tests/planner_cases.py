@@ -1,0 +1,94 @@
+"""Graphs, clusters and requests that the planner's tests share."""
+
+from collections.abc import Iterable
+
+from realgraph.graphs.errors import Where
+from realgraph.graphs.graph import Edge, Graph
+from realgraph.graphs.maths import Loss
+from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, ModelRole, Train
+from realgraph.planner.cluster import Cluster, ClusterSpec
+from realgraph.planner.detect import Probe, resolve
+from realgraph.planner.model_spec import ModelSpec, known_models, spec_from_config
+from realgraph.planner.pins import Pin
+from realgraph.planner.request import PlanRequest
+from realgraph.planner.workload import Workload
+
+
+MACHINE = Probe(cores=2, host_memory_bytes=24_000_000_000)
+
+
+def known(name: str) -> ModelSpec:
+    return spec_from_config(known_models()[name], Where())
+
+
+def cluster(kind: str = "H100-SXM", devices: int = 8, nodes: int = 1) -> Cluster:
+    return resolve(ClusterSpec(nodes=nodes, devices=devices, kind=kind), MACHINE)
+
+
+def graph(
+    calls: dict[str, ModelCall], data: Iterable[tuple[str, str]], roles: dict[str, ModelRole], staleness: int = 0
+) -> Graph:
+    """A compiled graph with these data edges; weight edges as the compiler draws them."""
+    edges = [Edge(producer, consumer, keys=(f"{producer}_{consumer}",)) for producer, consumer in data]
+    for name, call in calls.items():
+        for train, trained in calls.items():
+            if isinstance(trained, Train) and isinstance(call, Generate | Inference) and call.model == trained.model:
+                slack = staleness if isinstance(call, Generate) else 0
+                edges.append(Edge(train, name, role=call.model, distance=1 + slack))
+    return Graph("test", calls, roles, {}, {}, {}, tuple(edges), samples_per_group=8)
+
+
+def ppo(dtype: str = "bfloat16", staleness: int = 0) -> Graph:
+    """Actor, critic and frozen reference with a reward function."""
+    role = {"dtype": dtype, "path": "x"}
+    return graph(
+        {
+            "generate": Generate(model="actor"),
+            "reward": Function(fn="f"),
+            "ref": Inference(model="ref", output="logprobs", writes=("r",)),
+            "values": Inference(model="critic", output="values", writes=("v",)),
+            "advantage": Advantage(steps={}),
+            "actor_train": Train(model="actor", loss=Loss({})),
+            "critic_train": Train(model="critic", loss=Loss({})),
+        },
+        [
+            *(("generate", user) for user in ("reward", "ref", "values", "actor_train", "critic_train")),
+            *((maker, "advantage") for maker in ("reward", "ref", "values")),
+            *(("advantage", train) for train in ("actor_train", "critic_train")),
+        ],
+        {
+            "actor": ModelRole(trainable=True, **role),
+            "ref": ModelRole(**role),
+            "critic": ModelRole(trainable=True, head="value", **role),
+        },
+        staleness,
+    )
+
+
+def grpo(dtype: str = "bfloat16") -> Graph:
+    return graph(
+        {
+            "rollout": Generate(model="actor", n=8),
+            "reward": Function(fn="f"),
+            "advantage": Advantage(steps={}),
+            "train": Train(model="actor", loss=Loss({})),
+        },
+        [("rollout", "reward"), ("reward", "advantage"), ("advantage", "train"), ("rollout", "train")],
+        {"actor": ModelRole(trainable=True, dtype=dtype, path="x")},
+    )
+
+
+def request(
+    algorithm: Graph,
+    model: str = "Qwen/Qwen3-1.7B",
+    machine: Cluster | None = None,
+    pins: dict[str, Pin] | None = None,
+    workload: Workload | None = None,
+) -> PlanRequest:
+    return PlanRequest(
+        graph=algorithm,
+        workload=workload or Workload(64, 8, 512, 1024, 400.0),
+        cluster=machine or cluster(),
+        models=dict.fromkeys(algorithm.models, known(model)),
+        pins=pins or {},
+    )

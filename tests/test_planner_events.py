@@ -1,0 +1,160 @@
+"""The timed event graph against simulation and against all circuits one by one."""
+
+import math
+import random
+
+import msgspec
+import networkx as nx
+import pytest
+
+from realgraph.graphs.graph import Graph
+from realgraph.planner.events import Dependency, EventGraph, empty_circuit, event_graph, period, show_circuit
+from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.plan import Allocation, Hashes, Plan, Turn
+from tests.planner_cases import ppo
+
+PPO_SECONDS = {"generate": 30.0, "ref": 5.0, "values": 4.0, "actor_train": 25.0, "critic_train": 24.0}
+STEPS, CYCLE = 1300, 420  # simulated steps; a multiple of every circuit's tokens in the graphs drawn here
+
+
+def random_events(rng: random.Random, live: bool) -> EventGraph:
+    """2 to 5 nodes under random dependencies. Live: tokens by potentials, so that each circuit holds at least one."""
+    names = [f"c{i}" for i in range(rng.randint(2, 5))]
+    seconds = {name: float(rng.randint(1, 4)) for name in names}
+    shift = {name: rng.randint(-1, 1) for name in names} if live else dict.fromkeys(names, 0)
+    edges = {Dependency(name, name, 1) for name in names}
+    for _ in range(rng.randint(2, 9)):
+        source, target = rng.sample(names, 2)
+        later = names.index(source) >= names.index(target)
+        tokens = int(later) + rng.choice([0, 0, 0, 1]) if live else rng.choice([-1, 0, 0, 1, 1, 2])
+        edges.add(Dependency(source, target, tokens + shift[target] - shift[source]))
+    return EventGraph(seconds, tuple(sorted(edges)))
+
+
+def simulate(events: EventGraph, steps: int) -> dict[str, list[float]] | None:
+    """End times of every call of every step, each as soon as what it waits for has ended; None where that is never."""
+    horizon = steps + len(events.seconds) * max(abs(d.tokens) for d in events.dependencies) + 1
+    waits: dict[str, list[Dependency]] = {name: [] for name in events.seconds}
+    for dependency in events.dependencies:
+        waits[dependency.target].append(dependency)
+    ends: dict[tuple[str, int], float] = {}
+    for name in events.seconds:
+        for step in range(steps):
+            stack, active = [(name, step)], set()
+            while stack:
+                at = stack[-1]
+                if at in ends:
+                    stack.pop()
+                    continue
+                needs = [(d.source, at[1] - d.tokens) for d in waits[at[0]] if at[1] - d.tokens >= 0]
+                if any(need in active or need[1] > horizon for need in needs if need not in ends) or at in needs:
+                    return None
+                missing = [need for need in needs if need not in ends]
+                if missing:
+                    active.add(at)
+                    stack.append(missing[0])
+                    continue
+                active.discard(at)
+                ends[at] = max((ends[need] for need in needs), default=0.0) + events.seconds[at[0]]
+                stack.pop()
+    return {name: [ends[name, step] for step in range(steps)] for name in events.seconds}
+
+
+def circuits(events: EventGraph) -> list[tuple[float, int]]:
+    """(seconds, tokens) of every simple circuit; of parallel edges the fewest tokens count."""
+    net = nx.DiGraph()
+    for d in sorted(events.dependencies, key=lambda d: -d.tokens):
+        net.add_edge(d.source, d.target, tokens=d.tokens)
+    found = []
+    for names in nx.simple_cycles(net):
+        pairs = zip(names, names[1:] + names[:1], strict=True)
+        found.append((sum(events.seconds[n] for n in names), sum(net.edges[p]["tokens"] for p in pairs)))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_period_of_a_live_graph_is_what_a_simulation_settles_to(seed: int) -> None:
+    events = random_events(random.Random(seed), live=True)
+    assert empty_circuit(events) is None
+    ends = simulate(events, STEPS)
+    assert ends is not None
+    rate = max((times[-1] - times[-1 - CYCLE]) / CYCLE for times in ends.values())
+    found = period(events)
+    assert math.isclose(found.seconds, rate, rel_tol=1e-6)
+    assert math.isclose(found.seconds, max(seconds / tokens for seconds, tokens in circuits(events)), rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_a_graph_deadlocks_iff_a_circuit_is_empty(seed: int) -> None:
+    events = random_events(random.Random(seed), live=seed % 2 == 0)
+    stuck = empty_circuit(events)
+    assert (stuck is None) == (simulate(events, 12) is not None)
+    assert (stuck is None) == all(tokens > 0 for _, tokens in circuits(events))
+    if stuck is not None:
+        tokens = {(d.source, d.target): d.tokens for d in sorted(events.dependencies, key=lambda d: -d.tokens)}
+        assert sum(tokens[pair] for pair in zip(stuck, stuck[1:] + stuck[:1], strict=True)) <= 0
+        with pytest.raises(ValueError, match="holds no token"):
+            period(events)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_critical_circuit_has_the_ratio_of_the_period(seed: int) -> None:
+    rng = random.Random(seed)
+    events = random_events(rng, live=True)
+    events = msgspec.structs.replace(events, seconds={name: rng.uniform(0.01, 50) for name in events.seconds})
+    found = period(events)
+    tokens = {(d.source, d.target): d.tokens for d in sorted(events.dependencies, key=lambda d: -d.tokens)}
+    pairs = list(zip(found.circuit, found.circuit[1:] + found.circuit[:1], strict=True))
+    ratio = sum(events.seconds[name] for name in found.circuit) / sum(tokens[pair] for pair in pairs)
+    assert math.isclose(ratio, found.seconds, rel_tol=1e-9)
+    assert all(seconds <= found.seconds * tokens * (1 + 1e-9) for seconds, tokens in circuits(events))
+
+
+def ppo_plan(meshes: dict[str, DeviceMesh], orders: dict[int, tuple[Turn, ...]]) -> Plan:
+    allocations = {
+        name: Allocation(Layout(meshes[name], dp=meshes[name].n_devices), 1024, seconds=seconds)
+        for name, seconds in PPO_SECONDS.items()
+    }
+    return Plan(allocations, orders, Hashes("", "", ""))
+
+
+def ppo_period(plan: Plan, staleness: int = 0) -> float:
+    return period(event_graph(ppo(), plan, staleness, {"reward": 3.0})).seconds
+
+
+def test_ppo_on_one_mesh_takes_the_sum_of_its_calls_and_floating_critic_training_hides_it() -> None:
+    both = DeviceMesh(0, 2)
+    turns = tuple(Turn(name) for name in PPO_SECONDS)
+    plan = ppo_plan(dict.fromkeys(PPO_SECONDS, both), {0: turns, 1: turns})
+    assert ppo_period(plan) == 30 + 5 + 4 + 25 + 24  # the reward, 3 s, runs beside the reference
+    # the critic trains on device 1 while device 0 generates the next step
+    meshes = dict.fromkeys(PPO_SECONDS, both) | {"generate": DeviceMesh(0, 1), "critic_train": DeviceMesh(1, 1)}
+    shared = (Turn("ref"), Turn("values"), Turn("actor_train"))
+    orders = {0: (Turn("generate"), *shared), 1: (Turn("critic_train", -1), *shared)}
+    assert ppo_period(ppo_plan(meshes, orders)) == 30 + 5 + 4 + 25
+
+
+@pytest.mark.parametrize(("staleness", "expected"), [(0, 60), (1, 30), (4, 30)])
+def test_staleness_is_tokens_between_training_and_generation(staleness: int, expected: float) -> None:
+    meshes = {name: DeviceMesh(i, 1) for i, name in enumerate(PPO_SECONDS)}
+    orders = {i: (Turn(name),) for i, name in enumerate(PPO_SECONDS)}
+    assert ppo_period(ppo_plan(meshes, orders), staleness) == expected
+
+
+def test_a_reallocation_delays_the_copy_that_it_refreshes() -> None:
+    meshes = {name: DeviceMesh(i, 1) for i, name in enumerate(PPO_SECONDS)}
+    orders = {i: (Turn(name),) for i, name in enumerate(PPO_SECONDS)}
+    plan = ppo_plan(meshes, orders)
+    events = event_graph(ppo(), plan, 0, {"reward": 3.0, "reallocate:generate": 2.0})
+    assert period(events).seconds == 60 + 2
+    assert "reallocate:generate" in period(events).circuit
+
+
+def test_an_order_against_the_data_is_an_empty_circuit_and_is_named() -> None:
+    both = DeviceMesh(0, 1)
+    turns = tuple(Turn(name) for name in ("ref", "values", "actor_train", "critic_train", "generate"))
+    algorithm: Graph = ppo()
+    stuck = empty_circuit(event_graph(algorithm, ppo_plan(dict.fromkeys(PPO_SECONDS, both), {0: turns}), 0, {}))
+    assert stuck is not None
+    assert show_circuit(stuck).startswith("generate -> ")
+    assert show_circuit(stuck).endswith(" -> generate")
