@@ -1,0 +1,186 @@
+"""Hugging Face models as packed models: built without a copy, run on ragged batches. Knows no optimizer and no loss."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoConfig
+
+from realgraph.graphs.spec import ModelRole
+from realgraph.runtime import attention
+from realgraph.runtime.attention import PACKED, Segments
+from realgraph.runtime.batch import Outputs, Packed
+from realgraph.runtime.heads import HEAD, Head, network_class, prepare
+from realgraph.runtime.logprobs import CHUNK_BYTES, Readout, token_logprobs
+from realgraph.runtime.weights import own_part, read_config, read_into, resolve
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+@dataclass(frozen=True)
+class Wants:
+    """What a forward pass is to compute.
+
+    output: log-probabilities of the tokens, values before them, or a score per sample. temperature divides the logits.
+    entropy: `no`, `detached`, or with `gradient`. where: [T] bool, the tokens whose log-probability counts (None: all);
+    the others' are 0 and cost nothing in the head.
+    """
+
+    output: str = "logprobs"
+    temperature: float = 1.0
+    entropy: str = "no"
+    where: Tensor | None = None
+    chunk_bytes: int = CHUNK_BYTES
+
+
+class PackedModel(nn.Module):
+    """A transformers model run on packed batches. `network` keeps its own names and may be shared with a generator.
+
+    head: which output it has. source: the folder it came from (None for random weights without one).
+    """
+
+    def __init__(self, network: nn.Module, head: Head = "lm", source: Path | None = None) -> None:
+        super().__init__()
+        attention.register()
+        self.network: Any = network
+        self.head: Head = head
+        self.source = source
+
+    @property
+    def config(self) -> Any:
+        """The network's transformers configuration."""
+        return self.network.config
+
+    def run(self, batch: Packed, wants: Wants) -> Outputs:
+        """One forward pass over all samples of `batch` (at least one), which lies on the model's device."""
+        found = self(batch.tokens, batch.positions(), Segments(batch.lengths, batch.tokens.device), wants)
+        return Outputs(**found)
+
+    def forward(self, tokens: Tensor, positions: Tensor, segments: Segments, wants: Wants) -> dict[str, Tensor]:
+        """tokens, positions: [T] int64. Returns the fields of `Outputs`, as a dict so that FSDP sees the tensors."""
+        if self.config._attn_implementation != PACKED:
+            self.config._attn_implementation = PACKED  # a generator that shares the network may have left its own
+        hidden = self.network.model(
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, segments=segments
+        ).last_hidden_state[0]
+        if wants.output == "logprobs":
+            return self._logprobs(hidden, tokens, segments, wants)
+        first = segments.offsets[:-1].long()
+        if wants.output == "scores":
+            last = segments.offsets[1:].long() - 1
+            return {"scores": self._scalars(hidden[last])}
+        values = torch.roll(self._scalars(hidden), 1)  # the hidden state at t - 1 is the state before token t
+        return {"values": values.index_fill(0, first, 0.0)}
+
+    def _scalars(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] -> [n], in at least float32."""
+        value: Tensor = self.network.score(hidden).squeeze(-1)
+        return value.to(torch.promote_types(value.dtype, torch.float32))
+
+    def _logprobs(self, hidden: Tensor, tokens: Tensor, segments: Segments, wants: Wants) -> dict[str, Tensor]:
+        counted = torch.ones_like(tokens, dtype=torch.bool) if wants.where is None else wants.where.clone()
+        counted[segments.offsets[:-1].long()] = False  # the first token of a sample follows nothing
+        about = counted.nonzero().squeeze(-1)
+        readout = Readout(
+            self.network.lm_head,
+            self.config.vocab_size,
+            wants.temperature,
+            getattr(self.config, "final_logit_softcapping", None),
+            wants.entropy,
+            wants.chunk_bytes,
+        )
+        logprobs, entropy = token_logprobs(hidden[about - 1], tokens[about], readout)
+        found = {"logprobs": logprobs.new_zeros(tokens.shape).index_put((about,), logprobs)}
+        if entropy is not None:
+            found["entropy"] = entropy.new_zeros(tokens.shape).index_put((about,), entropy)
+        return found
+
+
+Shard = Callable[[PackedModel], None]
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a model begins. dtype: of the parameters (default: the role's). seed: random weights instead of the files'.
+
+    shard: cuts the parameters, still without storage, over a mesh.
+    """
+
+    device: torch.device
+    dtype: torch.dtype | None = None
+    seed: int | None = None
+    shard: Shard | None = None
+
+
+def build(role: ModelRole, path: str, start: Start) -> PackedModel:
+    """A role's model from a Hugging Face folder or Hub id, in evaluation mode.
+
+    The network is built without storage, sharded, and filled tensor by tensor, so a rank never holds more than its own
+    part and one tensor. Raises ConfigError for what can't be trained (`weights.read_config`) or is incomplete.
+    """
+    folder = resolve(path, role.revision)
+    read_config(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    model = PackedModel(empty_network(config, role.head, start.dtype or DTYPES[role.dtype]), role.head, folder)
+    if start.shard is not None:
+        start.shard(model)
+    materialise(model, start.device)
+    if start.seed is not None:
+        initialise(model, start.seed)
+    elif HEAD in read_into(model.network, folder, role.head):
+        dict(model.network.named_parameters())[HEAD].data.zero_()
+    return model.eval()
+
+
+def empty_network(config: Any, head: Head, dtype: torch.dtype) -> nn.Module:
+    """transformers' network on the meta device, its parameters of `dtype` (buffers keep theirs: RoPE needs float32)."""
+    prepare(config, head)
+    attention.register()
+    config._attn_implementation = PACKED
+    config.dtype = dtype
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # "initialising on meta is a no-op": that is the point
+        network: nn.Module = network_class(config, head)(config)
+    for parameter in network.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return network
+
+
+def materialise(model: PackedModel, device: torch.device) -> None:
+    """Give parameters bare storage on `device`, tied ones shared, and fill the buffers (RoPE, Gemma's scale)."""
+    model.to_empty(device=device)
+    if not isinstance(model, FSDPModule):
+        model.network.tie_weights()
+    for module in model.network.modules():
+        if any(True for _ in module.buffers(recurse=False)):
+            model.network._init_weights(module)  # fills buffers from the config; parameters are read or drawn later
+
+
+def initialise(model: PackedModel, seed: int) -> None:
+    """Draw random weights by the architecture's own rules, the same on every rank and under every sharding."""
+    whole = network_class(model.config, model.head)(model.config)  # on the CPU, in float32
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for module in whole.modules():
+            whole._init_weights(module)
+    fill(model, dict(whole.named_parameters()))
+
+
+def fill(model: PackedModel, tensors: dict[str, Tensor]) -> None:
+    """Copy full tensors into the parameters (of a shard: its part). Raises ValueError for a wrong set of names."""
+    parameters = dict(model.network.named_parameters())
+    if parameters.keys() != tensors.keys():
+        raise ValueError(f"other weights than the model's: {sorted(parameters.keys() ^ tensors.keys())[:3]}")
+    for name, parameter in parameters.items():
+        local, part = own_part(parameter)
+        local.copy_(tensors[name].detach()[part])
