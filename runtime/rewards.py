@@ -1,0 +1,69 @@
+"""The built-in functions of `kind: function` calls: small rewards and filters. Their names: `graphs/functions.py`."""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+
+_NUMBER = re.compile(r"[-+]?\$?\d[\d,]*(?:\.\d+)?|[-+]?\$?\.\d+")
+
+
+def exact_match(text: str, answer: str) -> float:
+    """1.0 where the text, without surrounding space, is the answer."""
+    return float(text.strip() == answer.strip())
+
+
+def final_number(text: str) -> float | None:
+    """The last number of a text, thousands separators and dollar signs left out; after `####` where that stands in it
+    (the form of GSM8K's answers, arXiv:2110.14168). None where there is no number."""
+    _, mark, tail = text.rpartition("####")
+    found = _NUMBER.findall(tail if mark else text)
+    return float(found[-1].replace(",", "").replace("$", "")) if found else None
+
+
+def last_number(text: str, answer: str) -> float:
+    """1.0 where the last number in the text is the answer's last number; 0.0 where the text has none.
+
+    Raises ValueError where the answer has none: such a row can't be learnt from.
+    """
+    right = final_number(answer)
+    if right is None:
+        raise ValueError(f"the answer {answer[:80]!r} holds no number")
+    mine = final_number(text)
+    return float(mine is not None and math.isclose(mine, right, rel_tol=1e-9, abs_tol=1e-9))
+
+
+def format_match(text: str, pattern: str) -> float:
+    """1.0 where the whole text, without surrounding space, matches the regular expression; `.` matches newlines too."""
+    return float(re.fullmatch(pattern, text.strip(), re.DOTALL) is not None)
+
+
+def length(text: str) -> float:
+    """Number of characters of the text."""
+    return float(len(text))
+
+
+def best_of(reward: Sequence[float], k: int = 1, least: float = -math.inf) -> list[float]:
+    """1.0 for the `k` best samples of a group (the first of equals) whose reward is at least `least`, else 0.0."""
+    order = sorted(range(len(reward)), key=lambda i: -reward[i])
+    best = {i for i in order[:k] if reward[i] >= least}
+    return [float(i in best) for i in range(len(reward))]
+
+
+def reward_spread(reward: Sequence[float], least: float = 0.0) -> bool:
+    """Whether the rewards of a group differ by more than `least`: groups that do not teach nothing.
+
+    Source: DAPO's dynamic sampling, arXiv:2503.14476, eq. 11.
+    """
+    return max(reward) - min(reward) > least
+
+
+FUNCTIONS: dict[str, Callable[..., object]] = {
+    "exact_match": exact_match,
+    "last_number": last_number,
+    "format_match": format_match,
+    "length": length,
+    "best_of": best_of,
+    "reward_spread": reward_spread,
+}
+# Quick whatever they are given, so they need no subprocess; a user's pattern may take for ever.
+INLINE = frozenset(FUNCTIONS) - {"format_match"}
