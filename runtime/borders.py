@@ -1,0 +1,71 @@
+"""What happens between two steps: evaluations and checkpoints, one at a time, in order. Knows when, not how."""
+
+from collections import deque
+from typing import Literal
+
+from msgspec import Struct
+
+from realgraph.runtime.job import Job
+from realgraph.runtime.protocol import Mean
+
+BEST_BY = ("accuracy", "pass@1", "reward")  # the first of these that an evaluation reports decides which is best
+
+
+class BorderWork(Struct, frozen=True):
+    """An evaluation or a checkpoint of `step` completed steps."""
+
+    kind: Literal["evaluate", "save"]
+    step: int
+
+
+class Borders:
+    """The work due at borders, the end of the run (`target` completed steps) and the best evaluation."""
+
+    def __init__(self, job: Job, first_step: int, n_eval_rows: int) -> None:
+        self.target = max(job.steps, first_step)
+        self.saved = first_step
+        self.stopping = False
+        self.queue: deque[BorderWork] = deque()
+        self.best_step, self.best_value = -1, 0.0
+        self._every_save = job.checkpoint.every
+        can_eval = job.eval is not None and n_eval_rows > 0
+        self._every_eval = job.eval.every if job.eval is not None and can_eval else 0
+        self._at_start = job.eval is not None and job.eval.at_start
+
+    def started(self) -> None:
+        """A fresh run begins."""
+        if self._every_eval and self._at_start:
+            self.queue.append(BorderWork("evaluate", 0))
+
+    def ended(self, step: int) -> None:
+        """`step` steps are complete."""
+        at_end = step == self.target
+        if self._every_eval and (step % self._every_eval == 0 or (at_end and not self.stopping)):
+            self.queue.append(BorderWork("evaluate", step))
+        if at_end or (self._every_save and step % self._every_save == 0):
+            self.queue.append(BorderWork("save", step))
+
+    def stop_after(self, step: int) -> None:
+        """The run ends with `step` complete steps, or where it would have ended anyway."""
+        if step < self.target:
+            self.target, self.stopping = step, True
+
+    def end_with_save(self, step: int) -> None:
+        """With `step` steps complete: queue the last checkpoint, if a stop made this step the last one."""
+        if step == self.target != self.saved and not self.queue:
+            self.queue.append(BorderWork("save", step))
+
+    def barrier(self, step: int) -> int:
+        """With `step` steps complete: the last step that may train before the next checkpoint is written."""
+        due = self.target
+        if self._every_save:
+            due = min(due, (step // self._every_save + 1) * self._every_save)
+        return due - 1
+
+    def judge(self, step: int, metrics: dict[str, Mean]) -> bool:
+        """Whether this evaluation is better than all before it; remembers it if so."""
+        value = next((metrics[name].value for name in BEST_BY if name in metrics), None)
+        if value is None or (self.best_step >= 0 and value <= self.best_value):
+            return False
+        self.best_step, self.best_value = step, value
+        return True

@@ -1,0 +1,130 @@
+"""Whose turn it is on every device. Follows the plan's cyclic orders; knows neither messages nor readiness.
+
+In round p a device runs `call` of step p + offset, for each of its turns in order. Devices with the same order have the
+same calls on the same meshes, so they move together and are kept as one lane.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from msgspec import Struct
+
+from realgraph.planner.plan import Turn
+
+
+class Next(Struct, frozen=True):
+    """A call and the step it is run for."""
+
+    call: str
+    step: int
+
+
+class _Lane:
+    """The devices of one order. `task`: what holds them, None where they are free."""
+
+    def __init__(self, order: Sequence[Turn], first_step: int) -> None:
+        self.order, self.first_step = tuple(order), first_step
+        self.position = (first_step - max(turn.offset for turn in order)) * len(order)
+        self.lowest = min(turn.offset for turn in order)
+        self.done: set[int] = set()  # positions that ran before their turn
+        self.task: int | None = None
+
+    def at(self, position: int) -> tuple[str, int]:
+        round_, index = divmod(position, len(self.order))
+        turn = self.order[index]
+        return turn.call, round_ + turn.offset
+
+    def passed(self, position: int, limit: int) -> bool:
+        """Whether nothing is left to do at `position`: it ran, or its step is none of this run's."""
+        step = self.at(position)[1]
+        return position in self.done or not self.first_step <= step < limit
+
+    def end(self, limit: int) -> int:
+        """A position from which on every step is `limit` or later."""
+        return (limit - self.lowest) * len(self.order)
+
+
+class Turns:
+    """The lanes of a plan, from `first_step` on. `free` calls never wait at a barrier: see `head`."""
+
+    def __init__(self, orders: Mapping[int, Sequence[Turn]], first_step: int, unheld: str) -> None:
+        self._unheld = unheld
+        lanes: dict[tuple[Turn, ...], _Lane] = {}
+        for device in sorted(orders):
+            order = tuple(orders[device])
+            if order and order not in lanes:
+                lanes[order] = _Lane(order, first_step)
+        self.lanes = tuple(lanes.values())
+        self._of: dict[str, list[_Lane]] = {}
+        for lane in self.lanes:
+            for turn in lane.order:
+                self._of.setdefault(turn.call, []).append(lane)
+
+    def of(self, *calls: str) -> list[_Lane]:
+        """The lanes that these calls hold."""
+        return list({id(lane): lane for call in calls for lane in self._of[call]}.values())
+
+    def _head(self, lane: _Lane, barrier: int, limit: int) -> Next | None:
+        """The lane's next turn, steps from `limit` on left out.
+
+        Calls of steps behind `barrier` wait until that step is saved, the generate call excepted; a lane runs what
+        is left of the steps up to the barrier meanwhile. So at a checkpoint no weights are ahead of the step's end,
+        and nothing that the barrier needs waits behind what it holds back.
+        """
+        end = lane.end(limit)
+        while lane.position < end and lane.passed(lane.position, limit):
+            lane.done.discard(lane.position)
+            lane.position += 1
+        if lane.position >= end:
+            return None
+        call, step = lane.at(lane.position)
+        if step <= barrier or call == self._unheld:
+            return Next(call, step)
+        for position in range(lane.position + 1, lane.end(barrier + 1)):
+            call, step = lane.at(position)
+            if step <= barrier and not lane.passed(position, limit):
+                return Next(call, step)
+        return None
+
+    def next(self, barrier: int, limit: int) -> list[Next]:
+        """The calls that are next on every device of their mesh."""
+        heads = [self._head(lane, barrier, limit) for lane in self.lanes]
+        by_lane = dict(zip(map(id, self.lanes), heads, strict=True))
+        return [
+            head
+            for head in dict.fromkeys(heads)
+            if head is not None and all(by_lane[id(lane)] == head for lane in self._of[head.call])
+        ]
+
+    def heads(self, barrier: int, limit: int) -> list[Next]:
+        """What each lane waits for, whether or not the other devices of that call are there too."""
+        heads = [self._head(lane, barrier, limit) for lane in self.lanes]
+        return [head for head in dict.fromkeys(heads) if head is not None]
+
+    def leave(self, call: str, step: int) -> None:
+        """`call` of `step` has had its turn on all its devices."""
+        for lane in self._of[call]:
+            position = lane.position
+            while lane.at(position) != (call, step):
+                position += 1
+            if position == lane.position:
+                lane.position += 1
+            else:
+                lane.done.add(position)
+
+    @staticmethod
+    def idle(lanes: Iterable[_Lane]) -> bool:
+        """Whether no task holds any of these lanes."""
+        return all(lane.task is None for lane in lanes)
+
+    @staticmethod
+    def hold(lanes: Iterable[_Lane], task: int) -> None:
+        """From now on `task` has these lanes to itself."""
+        for lane in lanes:
+            assert lane.task is None, f"task {task} would run beside task {lane.task} on one device"
+            lane.task = task
+
+    def release(self, task: int) -> None:
+        """`task` has ended."""
+        for lane in self.lanes:
+            if lane.task == task:
+                lane.task = None
