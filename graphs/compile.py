@@ -165,8 +165,11 @@ def _order(draft: Draft, edges: tuple[Edge, ...]) -> tuple[str, ...]:
 
 
 def _weight_edges(draft: Draft, order: tuple[str, ...], staleness: int) -> Iterator[Edge]:
-    """Weights flow from a step's training to later steps; two train calls of one role in a step follow each other."""
-    calls = draft.spec.calls
+    """Weights flow from a step's training to later steps; two train calls of one role in a step follow each other.
+
+    The moving average of a trained role (`ema_rate`) is made of what training leaves, so it flows like that.
+    """
+    calls, models = draft.spec.calls, draft.spec.models
     last: dict[str, str] = {}
     for name in order:
         call = calls[name]
@@ -178,8 +181,11 @@ def _weight_edges(draft: Draft, order: tuple[str, ...], staleness: int) -> Itera
         call = calls[name]
         if isinstance(call, Generate) and call.model in last:
             yield Edge(last[call.model], name, role=call.model, distance=1 + staleness)
-        if isinstance(call, Inference) and call.model in last:
-            yield Edge(last[call.model], name, role=call.model, distance=1)
+        if isinstance(call, Inference):
+            role = models[call.model]
+            source = role.init if role.ema_rate is not None and role.init is not None else call.model
+            if source in last:
+                yield Edge(last[source], name, role=call.model, distance=1)
 
 
 def _keys(

@@ -15,12 +15,12 @@ BUILTINS: dict[str, str] = {
 
 
 class Signature(Struct, frozen=True):
-    """Keys and arguments that a built-in function needs, those it may have, and over what it works (None: anything)."""
+    """Keys and arguments that a built-in function needs, those it may have, and over what it works."""
 
     keys: tuple[str, ...]
+    over: Literal["sample", "group", "batch"]
     args: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
-    over: Literal["sample", "group", "batch"] | None = None
 
     @property
     def takes(self) -> tuple[str, ...]:
@@ -28,10 +28,10 @@ class Signature(Struct, frozen=True):
 
 
 SIGNATURES: dict[str, Signature] = {
-    "exact_match": Signature(keys=("text", "answer")),
-    "last_number": Signature(keys=("text", "answer")),
-    "format_match": Signature(keys=("text",), args=("pattern",)),
-    "length": Signature(keys=("text",)),
+    "exact_match": Signature(keys=("text", "answer"), over="sample"),
+    "last_number": Signature(keys=("text", "answer"), over="sample"),
+    "format_match": Signature(keys=("text",), args=("pattern",), over="sample"),
+    "length": Signature(keys=("text",), over="sample"),
     "best_of": Signature(keys=("reward",), optional=("k", "least"), over="group"),
     "reward_spread": Signature(keys=("reward",), optional=("least",), over="group"),
 }

@@ -54,7 +54,8 @@ class Want(Struct, frozen=True):
         return key.level in self.levels and key.dtype in self.dtypes
 
     def __str__(self) -> str:
-        return f"{' or '.join(self.levels)} {' or '.join(self.dtypes)}"
+        words = {_NUMBERS: "numbers", _FLOATS: "float32"}.get(self.dtypes, " or ".join(self.dtypes))
+        return f"{' or '.join(self.levels)} {words}"
 
 
 _NUMBERS: tuple[DType, ...] = ("float32", "float64", "int32", "int64", "bool")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from realgraph.graphs.errors import Problem, suggest
 from realgraph.graphs.facts import Facts
-from realgraph.graphs.functions import BUILTINS, SIGNATURES
+from realgraph.graphs.functions import BUILTINS, SIGNATURES, Signature
 from realgraph.graphs.infer import Draft, parse_type
 from realgraph.graphs.maths import ApplyStep, ApplyTerm
 from realgraph.graphs.spec import Advantage, Function, Train
@@ -37,32 +37,38 @@ def _applied(draft: Draft) -> Iterator[tuple[str, str]]:
 
 
 def function_arguments(draft: Draft, facts: Facts) -> Iterator[Problem]:
-    """A built-in function gets the keys and arguments that it takes, by name."""
+    """A built-in function gets the keys and arguments that it takes, by name, and gives one value."""
     for name, call in draft.of(Function):
         signature = SIGNATURES.get(call.fn)
         if signature is None:
             continue
-        for key in signature.keys:
-            if key not in call.reads and key not in call.args:
-                text = f"{call.fn!r} needs {key!r}"
-                hint = f"keys reach a function under their own names: add {key!r} to `reads`"
-                yield draft.problem(f"$.calls.{name}.reads", text, hint)
-        for i, key in enumerate(call.reads):
-            if key not in signature.takes:
-                text, hint = f"{call.fn!r} does not take {key!r}", suggest(key, signature.takes)
-                yield draft.problem(f"$.calls.{name}.reads[{i}]", text, hint)
-        for key in signature.args:
-            if key not in call.args:
-                yield draft.problem(
-                    f"$.calls.{name}.args", f"{call.fn!r} needs the argument {key!r}", f"args: {{{key}: ...}}"
-                )
-        for key in call.args:
-            if key not in signature.takes:
-                text, hint = f"{call.fn!r} does not take {key!r}", suggest(key, signature.takes)
-                yield draft.problem(f"$.calls.{name}.args.{key}", text, hint)
-        if signature.over is not None and call.over != signature.over:
+        yield from _needed(draft, name, call, signature)
+        yield from _unknown(draft, name, call, signature)
+        if call.over != signature.over:
             text = f"{call.fn!r} works over a {signature.over}, not over a {call.over}"
             yield draft.problem(f"$.calls.{name}.over", text, f"write `over: {signature.over}`")
+        if len(call.writes) != 1:
+            text = f"{call.fn!r} gives one value, but the call writes {len(call.writes)} keys"
+            yield draft.problem(f"$.calls.{name}.writes", text, "write one key, such as `{reward: sample float32}`")
+
+
+def _needed(draft: Draft, name: str, call: Function, signature: Signature) -> Iterator[Problem]:
+    for key in signature.keys:
+        if key not in call.reads and key not in call.args:
+            hint = f"keys reach a function under their own names: add {key!r} to `reads`"
+            yield draft.problem(f"$.calls.{name}.reads", f"{call.fn!r} needs the key {key!r}", hint)
+    for key in signature.args:
+        if key not in call.args:
+            text = f"{call.fn!r} needs the argument {key!r}"
+            yield draft.problem(f"$.calls.{name}.args", text, f"write `args: {{{key}: ...}}`")
+
+
+def _unknown(draft: Draft, name: str, call: Function, signature: Signature) -> Iterator[Problem]:
+    given = [(f"reads[{i}]", key) for i, key in enumerate(call.reads)] + [(f"args.{key}", key) for key in call.args]
+    for place, key in given:
+        if key not in signature.takes:
+            hint = suggest(key, signature.takes)
+            yield draft.problem(f"$.calls.{name}.{place}", f"{call.fn!r} does not take {key!r}", hint)
 
 
 def function_level(draft: Draft, facts: Facts) -> Iterator[Problem]:

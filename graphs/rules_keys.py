@@ -1,6 +1,7 @@
 """Rules about keys: who writes them, who reads them, of which type. Each yields the mistakes of one kind."""
 
 from collections.abc import Iterator
+from difflib import get_close_matches
 from itertools import pairwise
 
 import networkx as nx
@@ -9,7 +10,7 @@ from realgraph.graphs.errors import Problem, suggest
 from realgraph.graphs.facts import Facts
 from realgraph.graphs.graph import INPUT
 from realgraph.graphs.infer import Draft, Read, makes_returns
-from realgraph.graphs.keys import GENERATED, TOKENS, parse_key_type
+from realgraph.graphs.keys import DTYPES, GENERATED, LEVELS, TOKENS, parse_key_type
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference
 
 KEEP = "keep"  # a function that writes it filters groups
@@ -34,12 +35,20 @@ def _type_texts(draft: Draft, parent: str, texts: dict[str, str]) -> Iterator[Pr
         try:
             level = parse_key_type(text).level
         except ValueError as error:
-            words = [suggest(word, ("group", "sample", "token", "tokens", "text", "float32")) for word in text.split()]
-            yield draft.problem(path, str(error), next((w for w in words if w.startswith("did")), ""))
+            yield draft.problem(path, str(error), _type_hint(text))
             continue
         if level == "step":
             hint = "use group, sample or token"
             yield draft.problem(path, f"{key!r} has the level step, which neither data nor functions can fill", hint)
+
+
+def _type_hint(text: str) -> str:
+    """The closest type, where the text has two words."""
+    words = text.split()
+    if len(words) != 2:
+        return "for example: sample float32"
+    close = [get_close_matches(word, known, 1, 0.5) for word, known in zip(words, (LEVELS, DTYPES), strict=True)]
+    return f"did you mean '{' '.join(match for (match,) in close)}'?" if all(close) else ""
 
 
 def missing_producer(draft: Draft, facts: Facts) -> Iterator[Problem]:
@@ -56,6 +65,9 @@ def _missing_hint(draft: Draft, call: str, read: Read) -> str:
         return f"the call {draft.switched_off[read.key]!r} would write it, but `when` switches it off"
     if read.key in GENERATED:
         return "a generate call writes it, or an input of the data set may give it"
+    meaning = read.want.meaning
+    if meaning and not get_close_matches(read.key, draft.writes, 1, 0.6):
+        return f"add an inference call with `output: {meaning}` and `writes: [{read.key}]`"
     own = {write.key for writes in draft.writes.values() for write in writes if write.call == call}
     return suggest(read.key, draft.writes.keys() - own - (GENERATED.keys() - {"text", TOKENS}))
 
@@ -73,7 +85,7 @@ def duplicate_producer(draft: Draft, facts: Facts) -> Iterator[Problem]:
             if {first_write.call, write.call} <= generates:
                 continue
             by = "the data set" if first_write.call == INPUT else f"the call {first_write.call!r}"
-            hint = "rename one of the two, or remove it"
+            hint = "rename one of the two, remove it, or switch it off by `when`"
             yield draft.problem(write.path, f"{key!r} is written twice: by {by} and by the call {write.call!r}", hint)
 
 

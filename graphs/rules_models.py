@@ -44,8 +44,9 @@ def frozen_trained(draft: Draft, facts: Facts) -> Iterator[Problem]:
 def trainable_untrained(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """A trainable role is trained: it would hold an optimizer's memory for nothing."""
     trained = {call.model for _, call in draft.of(Train)}
+    misspelt = not trained <= draft.spec.models.keys()  # `unknown_role` says so
     for name, role in draft.spec.models.items():
-        if role.trainable and name not in trained:
+        if role.trainable and name not in trained and not misspelt:
             hint = f"add a train call of {name!r}, or set `trainable: false`"
             yield draft.problem(f"$.models.{name}.trainable", f"{name!r} is trainable, but no call trains it", hint)
 

@@ -88,7 +88,7 @@ def stale_uncorrected(draft: Draft, facts: Facts) -> Iterator[Problem]:
         return
     for path, _, entry, term in terms_of(draft):
         if isinstance(term, PolicyGradient) and isinstance(term.off_policy, Ignore):
-            text = f"samples may be {facts.staleness} versions old, but the term {entry!r} ignores it"
+            text = f"samples may be {facts.staleness} versions old, but the term {entry!r} ignores that"
             hint = "write `off_policy: {kind: decoupled}` or `{kind: truncated}`, or set staleness: 0"
             yield draft.problem(f"{path}.off_policy", text, hint)
 

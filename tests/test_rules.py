@@ -1,0 +1,47 @@
+"""Each rule: what it refuses, alone, where, and in which words."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from realgraph.graphs.compile import RULES, compile_graph
+from realgraph.graphs.errors import ConfigError, Problem
+from realgraph.graphs.facts import Facts
+from tests.strategies import BREAKS, Tree, change, dpo_tree, rl_tree, rl_trees, sft_tree, spec_of, where
+
+
+def problems(tree: Tree, facts: Facts | None = None) -> tuple[Problem, ...]:
+    try:
+        compile_graph(spec_of(tree), where, facts or Facts())
+    except ConfigError as refused:
+        return refused.problems
+    return ()
+
+
+def test_every_rule_has_its_break() -> None:
+    assert {rule.__name__ for rule in RULES} | {"switch_problems"} == set(BREAKS)
+
+
+@pytest.mark.parametrize("rule", BREAKS)
+def test_the_graph_is_whole_before_the_break(rule: str) -> None:
+    assert problems(BREAKS[rule].base()) == ()
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from([rule for rule, broken in BREAKS.items() if broken.base is rl_tree]), st.data())
+def test_a_broken_graph_is_refused_by_just_that_rule(rule: str, data: st.DataObject) -> None:
+    tree = data.draw(rl_trees())
+    assert problems(tree) == ()
+    found = problems(change(tree, BREAKS[rule].changes), BREAKS[rule].facts)
+    assert {problem.rule for problem in found} == {rule}
+
+
+def test_all_problems_come_at_once() -> None:
+    rules = ("key_type", "head_mismatch", "unknown_input", "truncated_sampling", "function_name")
+    changes = {path: value for rule in rules for path, value in BREAKS[rule].changes.items()}
+    found = problems(change(rl_tree(), changes), Facts(data_columns={"promt": "question"}))
+    assert {problem.rule for problem in found} == set(rules)
+    assert list(found) == sorted(found)
