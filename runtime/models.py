@@ -162,8 +162,12 @@ def materialise(model: PackedModel, device: torch.device) -> None:
     if not isinstance(model, FSDPModule):
         model.network.tie_weights()
     for module in model.network.modules():
-        if any(True for _ in module.buffers(recurse=False)):
-            model.network._init_weights(module)  # fills buffers from the config; parameters are read or drawn later
+        buffers = dict(module.named_buffers(recurse=False))
+        if "embed_scale" in buffers:
+            buffers["embed_scale"].fill_(module.scalar_embed_scale)
+        elif buffers:
+            assert not any(True for _ in module.parameters(recurse=False)), f"unknown buffers {list(buffers)}"
+            model.network._init_weights(module)  # RoPE's frequencies, from the config
 
 
 def initialise(model: PackedModel, seed: int) -> None:
