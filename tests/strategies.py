@@ -125,6 +125,15 @@ def reward_model_tree() -> Tree:
     return change(sft_tree(), {"name": "rm", "models.actor.head": "score", "calls.train.loss": loss})
 
 
+TREES: dict[str, Callable[[], Tree]] = {
+    "rl_tree": rl_tree,
+    "sft_tree": sft_tree,
+    "dpo_tree": dpo_tree,
+    "online_dpo_tree": online_dpo_tree,
+    "reward_model_tree": reward_model_tree,
+}
+
+
 # --- random graphs ----------------------------------------------------------------------------------------------------
 
 _FLOAT_KEYS = ("group float32", "sample float32", "sample int64", "sample bool", "sample text", "sample json")

@@ -1,16 +1,19 @@
 """Each rule: what it refuses, alone, where, and in which words."""
 
-from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
 
+import msgspec
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from realgraph.graphs.compile import RULES, compile_graph
 from realgraph.graphs.errors import ConfigError, Problem
 from realgraph.graphs.facts import Facts
-from tests.strategies import BREAKS, Tree, change, dpo_tree, rl_tree, rl_trees, sft_tree, spec_of, where
+from tests.strategies import BREAKS, TREES, Tree, change, rl_tree, rl_trees, spec_of, where
+
+MESSAGES = yaml.safe_load((Path(__file__).parent / "rule_messages.yaml").read_text("utf-8"))
 
 
 def problems(tree: Tree, facts: Facts | None = None) -> tuple[Problem, ...]:
@@ -21,13 +24,24 @@ def problems(tree: Tree, facts: Facts | None = None) -> tuple[Problem, ...]:
     return ()
 
 
-def test_every_rule_has_its_break() -> None:
-    assert {rule.__name__ for rule in RULES} | {"switch_problems"} == set(BREAKS)
+def test_every_rule_has_its_break_and_its_words() -> None:
+    assert {rule.__name__ for rule in RULES} | {"switch_problems"} == set(BREAKS) == set(MESSAGES["breaks"])
 
 
 @pytest.mark.parametrize("rule", BREAKS)
-def test_the_graph_is_whole_before_the_break(rule: str) -> None:
-    assert problems(BREAKS[rule].base()) == ()
+def test_a_break_is_refused_in_these_words(rule: str) -> None:
+    broken = BREAKS[rule]
+    assert problems(broken.base()) == ()
+    found = problems(change(broken.base(), broken.changes), broken.facts)
+    assert "\n".join(str(problem) for problem in found) == MESSAGES["breaks"][rule].rstrip("\n")
+    assert {problem.rule for problem in found} == {rule}
+
+
+@pytest.mark.parametrize("case", MESSAGES["more"], ids=lambda case: case["says"].split(":")[0])
+def test_other_breaks_are_refused_in_these_words(case: Tree) -> None:
+    facts = msgspec.convert(case.get("facts", {}), Facts)
+    found = problems(change(TREES[case["base"]](), case.get("changes", {})), facts)
+    assert "\n".join(str(problem) for problem in found) == case["says"].rstrip("\n")
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
