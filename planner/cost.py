@@ -54,11 +54,14 @@ class TrainWork(Struct, frozen=True):
 
 
 class GenerateWork(Struct, frozen=True):
-    """Samples of the whole batch and of one group, their lengths in tokens, and how many a device runs at once."""
+    """Samples of the whole batch and of one group, their lengths in tokens, and how many a device runs at once.
+
+    prompt_tokens and mean_new_tokens are means over the samples.
+    """
 
     samples: int
     samples_per_group: int
-    prompt_tokens: int
+    prompt_tokens: float
     mean_new_tokens: float
     max_new_tokens: int
     running: int

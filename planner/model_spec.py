@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 import yaml
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
 
@@ -17,6 +17,8 @@ Architecture = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma
 ARCHITECTURES: tuple[str, ...] = get_args(Architecture)
 Head = Literal["lm", "value", "score"]
 Count = Annotated[int, Meta(ge=1)]
+# KV heads where a config.json does not say: the defaults of transformers' configuration classes.
+KV_HEADS = {"qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "mistral": 8, "gemma": 16, "gemma2": 4, "gemma3_text": 4}
 
 
 class ModelSpec(Struct, frozen=True):
@@ -102,7 +104,7 @@ class _Config(Struct, frozen=True):
     num_attention_heads: Count
     intermediate_size: Count
     vocab_size: Count
-    num_key_value_heads: Count | None = None
+    num_key_value_heads: Count | UnsetType | None = UNSET
     head_dim: Count | None = None
     max_position_embeddings: Count | None = None
     tie_word_embeddings: bool | None = None
@@ -126,11 +128,11 @@ def spec_from_config(config: Mapping[str, Any], where: Where) -> ModelSpec:
         fields = msgspec.convert(config, _Config)
     except msgspec.ValidationError as error:
         raise ConfigError([Problem(where, f"config.json: {error}", "", "model")]) from error
-    if fields.num_attention_heads % (fields.num_key_value_heads or fields.num_attention_heads):
-        heads, kv_heads = fields.num_attention_heads, fields.num_key_value_heads
-        text = f"config.json: {heads} heads do not divide among {kv_heads} KV heads"
+    spec = _spec(kind, fields)
+    if spec.heads % spec.kv_heads:
+        text = f"config.json: {spec.heads} heads do not divide among {spec.kv_heads} KV heads"
         raise ConfigError([Problem(where, text, "", "model")])
-    return _spec(kind, fields)
+    return spec
 
 
 def _spec(kind: Architecture, config: _Config) -> ModelSpec:
@@ -142,7 +144,7 @@ def _spec(kind: Architecture, config: _Config) -> ModelSpec:
         hidden=config.hidden_size,
         layers=config.num_hidden_layers,
         heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        kv_heads=_kv_heads(kind, config),
         head_dim=config.head_dim or fixed_head_dim,
         intermediate=config.intermediate_size,
         vocab=config.vocab_size,
@@ -155,6 +157,12 @@ def _spec(kind: Architecture, config: _Config) -> ModelSpec:
         norms=4 if kind in ("gemma2", "gemma3_text") else 2,
     )
     return _with_experts(shape, config) if kind == "qwen3_moe" else shape
+
+
+def _kv_heads(kind: Architecture, config: _Config) -> int:
+    """null means one per head; a config that leaves the field out means its class's default, as transformers has it."""
+    given = KV_HEADS.get(kind) if isinstance(config.num_key_value_heads, UnsetType) else config.num_key_value_heads
+    return given or config.num_attention_heads
 
 
 def _with_experts(shape: ModelSpec, config: _Config) -> ModelSpec:

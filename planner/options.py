@@ -120,7 +120,13 @@ def sample_tokens(request: PlanRequest) -> int:
 
 def mean_tokens(request: PlanRequest) -> float:
     """The expected sample: prompt and response, tokens."""
-    return request.workload.prompt_tokens + request.workload.mean_new_tokens
+    return mean_prompt_tokens(request) + request.workload.mean_new_tokens
+
+
+def mean_prompt_tokens(request: PlanRequest) -> float:
+    """The expected prompt, tokens."""
+    mean = request.workload.mean_prompt_tokens
+    return request.workload.prompt_tokens if mean is None else mean
 
 
 def token_ladder(request: PlanRequest, call: str, layout: Layout) -> tuple[int, ...]:
@@ -203,7 +209,7 @@ def call_seconds(request: PlanRequest, call: str, layout: Layout, tokens: int) -
             work = cost.GenerateWork(
                 samples=workload.n_samples,
                 samples_per_group=workload.samples_per_group,
-                prompt_tokens=workload.prompt_tokens,
+                prompt_tokens=mean_prompt_tokens(request),
                 mean_new_tokens=workload.mean_new_tokens,
                 max_new_tokens=workload.max_new_tokens,
                 running=running_sequences(request, layout, tokens),

@@ -39,7 +39,7 @@ class PlanRequest(Struct, frozen=True):
 
 
 def hashes(request: PlanRequest) -> Hashes:
-    """Of what predictions and layouts depend on: learning rates, losses and temperatures may change under a plan."""
+    """Of what decides whether a plan can run: learning rates, losses, temperatures and expected lengths may change."""
     graph = request.graph
     shape = {
         "calls": {name: _shape(call) for name, call in graph.calls.items()},
@@ -47,7 +47,8 @@ def hashes(request: PlanRequest) -> Hashes:
         "models": {name: (request.models[name], *_states(role)) for name, role in graph.models.items()},
     }
     cluster = (request.cluster, device_kind(request.cluster.kind).costs)
-    return Hashes(_digest(shape), _digest(request.workload), _digest(cluster))
+    workload = msgspec.structs.replace(request.workload, mean_new_tokens=0.0, mean_prompt_tokens=None)
+    return Hashes(_digest(shape), _digest(workload), _digest(cluster))
 
 
 def _states(role: ModelRole) -> tuple[str | bool | None, ...]:

@@ -8,7 +8,10 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class Workload(Struct, frozen=True):
-    """A step's size. Lengths are tokens a sample; `mean_new_tokens` is a guess until a run has measured it."""
+    """A step's size. Lengths are tokens a sample; the means are guesses until a run has measured them.
+
+    prompt_tokens and max_new_tokens are the longest: memory follows them, seconds follow the means.
+    """
 
     groups: int
     samples_per_group: int
@@ -17,6 +20,7 @@ class Workload(Struct, frozen=True):
     mean_new_tokens: float
     staleness: int = 0
     max_tokens_per_microbatch: int | None = None
+    mean_prompt_tokens: float | None = None  # default: prompt_tokens
     max_running: int | None = None  # sequences that decode at once on a device; default: the engine's
 
     @property

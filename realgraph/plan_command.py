@@ -60,9 +60,11 @@ def header(plan: Plan, checked: Checked, request: PlanRequest) -> list[str]:
     memory = f"{cluster.memory_bytes / GB:.0f} GB each, {usable_bytes(cluster) / GB:.1f} usable"
     mode = f"staleness {workload.staleness}" if workload.staleness else "synchronous"
     samples = f"{workload.groups} groups x {workload.samples_per_group}"
-    lengths = f"prompts <= {workload.prompt_tokens}"
-    if workload.max_new_tokens:
-        lengths += f", {workload.mean_new_tokens:.0f} expected and at most {workload.max_new_tokens} new tokens"
+    prompts = workload.prompt_tokens if workload.mean_prompt_tokens is None else workload.mean_prompt_tokens
+    lengths = (
+        f"prompts of {prompts:.0f} (at most {workload.prompt_tokens}) and "
+        f"{workload.mean_new_tokens:.0f} (at most {workload.max_new_tokens}) new tokens expected"
+    )
     rate = workload.n_samples / plan.period_seconds if plan.period_seconds > 0 else 0.0
     return [
         f"[bold]{escape(checked.name)}[/]: graph {escape(request.graph.name)}, {samples} samples, {lengths}, {mode}",

@@ -1,12 +1,17 @@
 """From a checked run to a plan: gathers what the planner needs to know. Imports no torch and uses no network."""
 
+import math
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from realgraph.compose import Checked
-from realgraph.graphs.errors import ConfigError, Problem
+from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import Generate
+from realgraph.local_data import JSON_LINES, data_files
 from realgraph.planner.cluster import Cluster, ClusterSpec
 from realgraph.planner.codec import plan_from_json
 from realgraph.planner.detect import AUTO, CPU, Probe, probe, resolve
@@ -18,6 +23,9 @@ from realgraph.planner.validate import validate
 from realgraph.planner.workload import Workload
 
 HUB_CACHE = Path("~/.cache/huggingface/hub")
+TRIED_ROWS = 256  # of the data, to guess the mean length of a prompt
+CHARACTERS_PER_TOKEN = 4  # of English text under a vocabulary of 32,000 or more
+SMALL_VOCABULARY = 2000  # with fewer tokens a token is about a character
 
 
 def request_for(checked: Checked, hub_cache: Path | None = None) -> PlanRequest:
@@ -39,8 +47,8 @@ def request_for(checked: Checked, hub_cache: Path | None = None) -> PlanRequest:
             models[name] = load_model_spec(role.path, where, cache, role.revision)
         except ConfigError as error:
             problems += error.problems
-    workload = workload_of(checked)
-    problems += _too_long(checked, models, workload)
+    workload = workload_of(checked, models)
+    problems += _no_room(checked, models, workload)
     try:
         cluster = cluster_of(checked.run.cluster)
     except ConfigError as error:
@@ -52,22 +60,59 @@ def request_for(checked: Checked, hub_cache: Path | None = None) -> PlanRequest:
     return PlanRequest(checked.graph, workload, cluster, models, pins)
 
 
-def workload_of(checked: Checked) -> Workload:
-    """The run's step, with the longest prompts its data may bring. A graph that generates nothing trains on rows."""
+def workload_of(checked: Checked, models: dict[str, ModelSpec]) -> Workload:
+    """The run's step. Prompts are as long as the run allows and the models have positions for."""
     run = checked.run
     generates = [call for call in checked.graph.calls.values() if isinstance(call, Generate)]
-    longest = max((call.max_new_tokens or run.batch.max_new_tokens for call in generates), default=0)
+    limits = [call.max_new_tokens or run.batch.max_new_tokens for call in generates] or [run.batch.max_new_tokens]
+    longest = max(limits)
     expected = min(run.batch.expected_new_tokens or (longest + 1) // 2, longest)
+    positions = [model.max_positions - longest for model in models.values() if model.max_positions > longest]
+    prompt = min([run.data.max_prompt_tokens, *positions])
     return Workload(
         groups=run.batch.groups,
         samples_per_group=checked.graph.samples_per_group,
-        prompt_tokens=run.data.max_prompt_tokens,
+        prompt_tokens=prompt,
         max_new_tokens=longest,
         mean_new_tokens=float(expected),
         staleness=run.staleness,
         max_tokens_per_microbatch=run.batch.max_tokens_per_microbatch,
+        mean_prompt_tokens=_mean_prompt_tokens(checked, models, prompt),
         max_running=run.batch.max_running,
     )
+
+
+def _mean_prompt_tokens(checked: Checked, models: dict[str, ModelSpec], longest: int) -> float:
+    """A guess from the characters of the first rows of local JSONL data; without them, a quarter of the longest."""
+    column, files = checked.run.data.columns.get("prompt", "prompt"), data_files(checked.run.data.path)
+    readable = files[:1] if files and files[0].suffix in JSON_LINES else ()
+    where = checked.where("$.data.path")
+    lengths = [min(longest, characters) for file in readable for characters in _characters(file, column, where)]
+    if not lengths:
+        return max(1.0, longest / 4)
+    smallest = min((model.vocab for model in models.values()), default=SMALL_VOCABULARY)
+    per_token = 1 if smallest < SMALL_VOCABULARY else CHARACTERS_PER_TOKEN
+    return max(1.0, math.fsum(lengths) / len(lengths) / per_token)
+
+
+def _characters(file: Path, column: str, where: Where) -> Iterator[int]:
+    """Characters in the first rows' text of `column`, or of all its messages in a chat; rows without any are left out.
+
+    Raises ConfigError for a row that is no JSON object.
+    """
+    with file.open("rb") as lines:
+        for number, line in islice(enumerate(lines, start=1), TRIED_ROWS):
+            if not line.strip():
+                continue
+            try:
+                text = msgspec.json.decode(line, type=dict[str, Any]).get(column)
+            except msgspec.DecodeError as error:
+                text = f"{file}:{number} is no JSON object: {error}"
+                raise ConfigError([Problem(where, text, "one JSON object a line", "data")]) from error
+            messages = text if isinstance(text, list) else [{"content": text}]
+            contents = [message.get("content") for message in messages if isinstance(message, dict)]
+            if any(isinstance(content, str) for content in contents):
+                yield sum(len(content) for content in contents if isinstance(content, str))
 
 
 def cluster_of(spec: ClusterSpec) -> Cluster:
@@ -96,19 +141,18 @@ def read_plan(file: Path, request: PlanRequest) -> Plan:
     return reprice(request, plan)
 
 
-def _too_long(checked: Checked, models: dict[str, ModelSpec], workload: Workload) -> list[Problem]:
-    """Samples that have no position in a model."""
-    longest = workload.prompt_tokens + workload.max_new_tokens
+def _no_room(checked: Checked, models: dict[str, ModelSpec], workload: Workload) -> list[Problem]:
+    """Responses that leave no position for a prompt."""
     return [
         Problem(
             checked.where("$.batch.max_new_tokens"),
-            f"a sample may have {workload.prompt_tokens} prompt and {workload.max_new_tokens} new tokens, "
-            f"but the model of role {name!r} has {model.max_positions} positions",
-            f"lower data.max_prompt_tokens or batch.max_new_tokens to {model.max_positions} in all",
+            f"a response may have {workload.max_new_tokens} tokens, "
+            f"but the model of role {name!r} has {model.max_positions} positions for prompt and response",
+            "lower batch.max_new_tokens, or take a model with more positions",
             "positions",
         )
         for name, model in models.items()
-        if 0 < model.max_positions < longest
+        if 0 < model.max_positions <= workload.max_new_tokens
     ]
 
 

@@ -13,7 +13,6 @@ from realgraph.planner.pins import Pin
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.workload import Workload
 
-
 MACHINE = Probe(cores=2, host_memory_bytes=24_000_000_000)
 
 
