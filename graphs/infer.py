@@ -92,20 +92,27 @@ class Write(Struct, frozen=True):
     meaning: Meaning = ""
 
 
+class Lost(Struct, frozen=True):
+    """A key that only `call` would write, which the `when` at `switch` has switched off."""
+
+    call: str
+    switch: str
+
+
 C = TypeVar("C", Generate, Inference, Function, Advantage, Train)
 
 
 class Draft(Struct, frozen=True):
     """A graph under examination: what `when` switched off is gone, nothing else is known to be right.
 
-    switched_off: keys that only switched-off calls write, with the call.
+    switched_off: keys that only switched-off calls would write.
     """
 
     spec: GraphSpec
     where: Callable[[str], Where]
     reads: dict[str, tuple[Read, ...]]
     writes: dict[str, tuple[Write, ...]]  # of each key, inputs first
-    switched_off: dict[str, str]
+    switched_off: dict[str, Lost]
     samples_per_group: int
 
     def of(self, kind: type[C]) -> Iterator[tuple[str, C]]:
@@ -126,7 +133,7 @@ class Draft(Struct, frozen=True):
         return next((write.call for write in self.writes.get(key, ())), None)
 
 
-def infer(spec: GraphSpec, where: Callable[[str], Where], switched_off: dict[str, str]) -> Draft:
+def infer(spec: GraphSpec, where: Callable[[str], Where], switched_off: dict[str, Lost]) -> Draft:
     """Collect reads and writes of all calls."""
     writes: dict[str, list[Write]] = {}
     inputs = (Write(key, f"$.inputs.{key}", INPUT, parse_type(text)) for key, text in spec.inputs.items())

@@ -62,7 +62,8 @@ def missing_producer(draft: Draft, facts: Facts) -> Iterator[Problem]:
 
 def _missing_hint(draft: Draft, call: str, read: Read) -> str:
     if read.key in draft.switched_off:
-        return f"the call {draft.switched_off[read.key]!r} would write it, but `when` switches it off"
+        lost = draft.switched_off[read.key]
+        return f"the call {lost.call!r} would write it, but {lost.switch} switches it off"
     if read.key in GENERATED:
         return "a generate call writes it, or an input of the data set may give it"
     meaning = read.want.meaning

@@ -5,15 +5,15 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from msgspec import structs
 
 from realgraph.graphs.errors import Problem, Where
-from realgraph.graphs.infer import Read, call_writes, role_of, step_reads, term_reads
+from realgraph.graphs.infer import Lost, Read, call_writes, role_of, step_reads, term_reads
 from realgraph.graphs.maths import KL, KLPenalty, Step, Term
 from realgraph.graphs.spec import Advantage, GraphSpec, ModelCall, Switch, Train
 
 _FALSE_WORDS = ("false", "no", "off", "0", "none", "null", "~")
 
 
-def switch_off(spec: GraphSpec) -> tuple[GraphSpec, dict[str, str]]:
-    """The graph that is left, and the keys that nobody writes any more, with the call that would have.
+def switch_off(spec: GraphSpec) -> tuple[GraphSpec, dict[str, Lost]]:
+    """The graph that is left, and the keys that nobody writes any more.
 
     A role switched off takes its calls along; a key lost takes along the loss terms and advantage steps that read it,
     but not a KL that somebody gave a coefficient: switched off and asked for at once, it is for a rule to refuse.
@@ -23,7 +23,7 @@ def switch_off(spec: GraphSpec) -> tuple[GraphSpec, dict[str, str]]:
     calls = {name: call for name, call in spec.calls.items() if call.when and role_of(call) not in off_roles}
     kept = {write.key for name, call in calls.items() for write in call_writes(name, call)} | spec.inputs.keys()
     lost = {
-        write.key: name
+        write.key: Lost(name, f"calls.{name}.when" if not call.when else f"models.{role_of(call)}.when")
         for name, call in spec.calls.items()
         if name not in calls
         for write in call_writes(name, call)
@@ -48,7 +48,7 @@ def _falls(entry: Step | Term, reads: Sequence[Read], lost: Container[str]) -> b
     return not wanted and any(read.key in lost for read in reads)
 
 
-def _without(call: ModelCall, lost: dict[str, str]) -> ModelCall:
+def _without(call: ModelCall, lost: dict[str, Lost]) -> ModelCall:
     """The call without the terms, steps and rewards that read lost keys (all rewards lost: they stay, for a rule)."""
     match call:
         case Advantage(steps=steps, reads=reads):

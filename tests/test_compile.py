@@ -115,7 +115,7 @@ def test_a_kl_asked_for_and_switched_off_is_refused() -> None:
     (problem,) = refused.value.problems
     assert str(problem) == (
         "$.calls.train.loss.terms.kl.to: no call writes 'ref_logprobs', which the term 'kl' reads\n"
-        "  hint: the call 'ref_logp' would write it, but `when` switches it off"
+        "  hint: the call 'ref_logp' would write it, but models.ref.when switches it off"
     )
 
 
@@ -149,6 +149,49 @@ def test_a_moving_average_follows_the_training_of_its_role() -> None:
     edges = graph_of(change(rl_tree(), {"models.ref.ema_rate": 0.99})).edges
     assert Edge("train", "ref_logp", role="ref", distance=1) in edges
     assert not [edge for edge in graph_of(rl_tree()).edges if edge.role == "ref"]
+
+
+_RL_ONLY = {"calls.train_critic": DELETE, "calls.values": DELETE, "models.critic": DELETE}
+_STEPS, _POLICY = "calls.advantage.steps", "calls.train.loss.terms.policy"
+_AGGREGATE, _TERMS = "calls.train.loss.aggregate", "calls.train.loss.terms"
+_DYNAMIC = {"kind": "function", "fn": "reward_spread", "over": "group", "reads": ["reward"]}
+_TEACHER = {"kind": "inference", "model": "ref", "output": "logprobs", "writes": ["teacher_logprobs"]}
+ALGORITHMS: dict[str, Tree] = {
+    "grpo": {_STEPS: {"center": {}, "scale": {}}},
+    "gspo": {_STEPS: {"center": {}, "scale": {}}, f"{_POLICY}.ratio": "sequence"},
+    "dapo": {
+        _STEPS: {"overlong": {"start": 10, "limit": 20}, "center": {}, "scale": {}},
+        f"{_POLICY}.clip": {"kind": "two_sided", "low": 0.2, "high": 0.28},
+        "calls.dynamic": _DYNAMIC | {"writes": {"keep": "group bool"}},
+    },
+    "dr_grpo": {_STEPS: {"center": {}, "scale": None}, _AGGREGATE: {"kind": "constant", "length": 128}},
+    "rloo": {_STEPS: {"center": {"by": "leave_one_out"}}, f"{_POLICY}.clip": {"kind": "none"}},
+    "reinforce_plus_plus": {
+        _STEPS: {
+            "kl_penalty": {"to": "ref_logprobs"},
+            "return": {},
+            "center": {"by": "batch"},
+            "scale": {"by": "batch"},
+        },
+    },
+    "baseline_key": {
+        "calls.guess": {"kind": "function", "fn": "m:f", "reads": ["prompt"], "writes": {"guess": "sample float32"}},
+        _STEPS: {"center": {"by": "key", "key": "guess"}},
+    },
+    "cispo": {_STEPS: {"center": {}, "scale": {}}, f"{_POLICY}.clip": {"kind": "stop_gradient"}},
+    "lite_ppo": {_STEPS: {"center": {}, "scale": {"by": "batch"}}, _AGGREGATE: {"kind": "token_mean"}},
+    "distillation": {
+        "calls.teacher": _TEACHER,
+        _TERMS: {"distill": {"teacher": "teacher_logprobs"}},
+        "calls.advantage": DELETE,
+        "calls.reward": DELETE,
+    },
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_known_algorithms_are_a_few_changes_away(name: str) -> None:
+    assert graph_of(change(rl_tree(), _RL_ONLY | ALGORITHMS[name])).calls
 
 
 def test_samples_per_group() -> None:
