@@ -30,7 +30,8 @@ _FLOAT = re.compile(
     |\.(?:nan|NaN|NAN))$""",
     re.VERBOSE,
 )
-_FLOAT_TAG, _TIME_TAG, _MERGE_TAG = (f"tag:yaml.org,2002:{name}" for name in ("float", "timestamp", "merge"))
+_FLOAT_TAG, _MERGE_TAG = "tag:yaml.org,2002:float", "tag:yaml.org,2002:merge"
+_UNUSED = (_FLOAT_TAG, "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value")  # replaced, or left as text
 
 
 class Loader(yaml.SafeLoader):
@@ -43,7 +44,7 @@ class Dumper(yaml.SafeDumper):
 
 for _side in (Loader, Dumper):
     _side.yaml_implicit_resolvers = {
-        first: [(tag, regexp) for tag, regexp in resolvers if tag not in (_TIME_TAG, _FLOAT_TAG)]
+        first: [(tag, regexp) for tag, regexp in resolvers if tag not in _UNUSED]
         for first, resolvers in _side.yaml_implicit_resolvers.items()
     }
     _side.add_implicit_resolver(_FLOAT_TAG, _FLOAT, list("-+0123456789."))
@@ -139,10 +140,10 @@ def parse_override(text: str) -> Document:
         tree = parse_value(value, COMMAND_LINE)
     except ConfigError as error:
         raise ConfigError([Problem(Where(COMMAND_LINE, 0, path), p.text, p.hint) for p in error.problems]) from None
-    for key in reversed(keys):
-        tree = {key: tree}
-    assert isinstance(tree, dict)
-    return Document(tree, marks)
+    branch: Branch = {keys[-1]: tree}
+    for key in reversed(keys[:-1]):
+        branch = {key: branch}
+    return Document(branch, marks)
 
 
 def _compose(text: str, shown: str) -> tuple[Loader, yaml.Node | None]:

@@ -88,15 +88,17 @@ def shown_name(file: Path) -> str:
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
-def read_graph(file: Path) -> Document:
-    """A graph file with its top level checked and the kinds of its steps and terms named. Raises ConfigError."""
-    document = read_document(file, shown_name(file))
-    problems = [*check(type_of(_GraphFile), document), *format_problems(document)]
-    if problems:
-        raise ConfigError(problems)
-    tree = prepare(type_of(GraphSpec), document.tree, "$", [])
-    assert isinstance(tree, dict)
-    return Document(tree, document.marks)
+def read_graph(file: Path) -> tuple[Document, tuple[Problem, ...]]:
+    """A graph file as the lower layer of a run. Raises ConfigError where it can't be read."""
+    return graph_layer(read_document(file, shown_name(file)))
+
+
+def graph_layer(document: Document) -> tuple[Document, tuple[Problem, ...]]:
+    """A graph file with the kinds of its steps and terms named, without the top-level entries that are wrong."""
+    problems = (*check(type_of(_GraphFile), document), *format_problems(document))
+    wrong = {problem.where.path for problem in problems}
+    right = {key: value for key, value in document.tree.items() if child("$", key) not in wrong}
+    return _document(prepare(type_of(GraphSpec), right, "$", []), document), problems
 
 
 def format_problems(document: Document) -> tuple[Problem, ...]:
@@ -111,10 +113,11 @@ def format_problems(document: Document) -> tuple[Problem, ...]:
 def lay_over(graph: Document, user: Document) -> tuple[Document, tuple[Problem, ...]]:
     """The user's document over the shared sections of the graph, without entries that name nothing: those are problems.
 
-    A whole number given for a parameter whose default is a float becomes one.
+    A section that the user leaves empty changes nothing. A whole number given for a parameter whose default is a float
+    becomes one.
     """
     problems = {**_param_problems(graph, user), **_call_problems(graph, user), **_model_problems(graph, user)}
-    tree = dict(user.tree)
+    tree = {key: value for key, value in user.tree.items() if value is not None or key not in SHARED}
     for name in SHARED:
         if isinstance(section := tree.get(name), dict):
             tree[name] = {key: v for key, v in section.items() if child(child("$", name), key) not in problems}
@@ -168,8 +171,8 @@ def _call_problems(graph: Document, user: Document) -> dict[str, Problem]:
 def _model_problems(graph: Document, user: Document) -> dict[str, Problem]:
     """A role that the graph lacks must be run by a call of the user's, or start another role."""
     roles = _section(graph, "models")
-    used = {call.get("model") for call in _section(user, "calls").values() if isinstance(call, dict)}
-    used |= {role.get("init") for role in _section(user, "models").values() if isinstance(role, dict)}
+    used = [call.get("model") for call in _section(user, "calls").values() if isinstance(call, dict)]
+    used += [role.get("init") for role in _section(user, "models").values() if isinstance(role, dict)]
     problems = {}
     for name in _section(user, "models"):
         if name not in roles and name not in used:
@@ -269,15 +272,46 @@ def decode(struct: type[S], document: Document) -> S:
         raise ConfigError([Problem(document.where(path.rstrip("`") or "$"), text, "", "schema")]) from error
 
 
-def load_graph(file: Path, defaults: Branch | None = None) -> tuple[GraphSpec, Document]:
-    """A graph file alone: its spec, and the document that knows the places. Raises ConfigError with all problems."""
-    graph = read_graph(file)
-    resolved = resolve(GraphSpec, graph, defaults or {})
-    return decode(GraphSpec, resolved.document), resolved.document
+def load_graph(file: Path, user: Document, defaults: Branch) -> tuple[GraphSpec, Resolved]:
+    """A graph file without a run, the user's overrides laid over it. Raises ConfigError with all problems.
+
+    defaults: of a run, so that references to them can be resolved.
+    """
+    return load_graph_document(read_document(file, shown_name(file)), user, defaults)
+
+
+def load_graph_document(document: Document, user: Document, defaults: Branch) -> tuple[GraphSpec, Resolved]:
+    """The same from a parsed file."""
+    graph, wrong = graph_layer(document)
+    strange = [key for key in user.tree if key not in SHARED]
+    problems = [
+        *wrong,
+        *(Problem(user.where(child("$", k)), f"a graph has no {k!r}", suggest(k, SHARED)) for k in strange),
+    ]
+    merged, misnamed = lay_over(graph, user)
+    head = {key: value for key, value in graph.tree.items() if key not in SHARED}
+    sections = {key: value for key, value in merged.tree.items() if key in SHARED}
+    whole = Document(
+        {**head, **sections}, {**merged.marks, **graph.marks} if not user.tree else {**graph.marks, **merged.marks}
+    )
+    try:
+        resolved = resolve(GraphSpec, whole, defaults)
+    except ConfigError as error:
+        raise ConfigError(all_problems([*problems, *misnamed], error.problems)) from None
+    problems += [*misnamed, *param_type_problems(graph, resolved.document)]
+    if problems:
+        raise ConfigError(sorted(problems))
+    return decode(GraphSpec, resolved.document), resolved
+
+
+def all_problems(earlier: Sequence[Problem], later: Sequence[Problem]) -> list[Problem]:
+    """In the order of their places; what was wrong already is not reported missing as well."""
+    known = {problem.where.path for problem in earlier}
+    return sorted([*earlier, *(problem for problem in later if problem.where.path not in known)])
 
 
 def user_document(file: Document, overrides: Sequence[Document]) -> Document:
-    """The run file with the command line's overrides laid over it, the last one on top."""
+    """A run file (or nothing) with the command line's overrides laid over it, the last one on top."""
     merged = file
     for override in overrides:
         merged = merge(merged, override)

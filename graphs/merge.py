@@ -11,7 +11,7 @@ from realgraph.graphs.document import Branch, Document, Tree, child
 from realgraph.graphs.errors import Problem, Where, suggest
 
 _REFERENCE = re.compile(r"\$\{\s*([A-Za-z_][\w-]*(?:\.[\w-]+)*)\s*\}")
-_ESCAPED = re.compile(r"\\\$\{")
+_OPENING = re.compile(r"(\\*)\$\{")  # an odd number of backslashes makes it text, as in OmegaConf
 MISSING = "???"
 Keys: TypeAlias = tuple[str | int, ...]
 
@@ -107,7 +107,8 @@ def interpolate(document: Document, defaults: Branch) -> tuple[Document, tuple[P
 
 def references(value: str) -> tuple[str, ...]:
     """The paths that a text refers to."""
-    return tuple(_REFERENCE.findall(_ESCAPED.sub("", value)))
+    found = (_REFERENCE.match(value, start) for start in _openings(value))
+    return tuple(match[1] for match in found if match)
 
 
 def show(keys: Keys) -> str:
@@ -130,12 +131,22 @@ def replace_text(value: Tree, change: Callable[[Keys, str], Tree], keys: Keys = 
 def _refusal(value: str, where: Where) -> Problem | None:
     if value.strip() == MISSING:
         return Problem(where, f"{MISSING} stands for a value that is still to be given")
-    rest = _REFERENCE.sub("", _ESCAPED.sub("", value))
-    if "${" not in rest:
-        return None
-    found = "".join(rest[rest.index("${") :].partition("}")[:2])
-    hint = "write ${params.name} or another path of this file; ${...:...} (environment, files, code) is refused"
-    return Problem(where, f"{found} is not a plain reference", hint)
+    for start in _openings(value):
+        if not _REFERENCE.match(value, start):
+            found = "".join(value[start:].partition("}")[:2])
+            hint = "write ${params.name} or another path of this file; ${...:...} (environment, files, code) is refused"
+            return Problem(where, f"{found} is not a plain reference", hint)
+    return None
+
+
+def _openings(value: str) -> Iterator[int]:
+    """Where `${` begins a reference: not after an odd number of backslashes."""
+    return (match.end() - 2 for match in _OPENING.finditer(value) if len(match[1]) % 2 == 0)
+
+
+def escape(value: str) -> str:
+    """Text that `interpolate` turns into `value`."""
+    return _OPENING.sub(lambda match: f"{match[1]}{match[1]}\\${{", value)
 
 
 def _read(config: DictConfig, keys: Keys) -> Tree:
@@ -150,7 +161,7 @@ def _read(config: DictConfig, keys: Keys) -> Tree:
 
 def _unresolved(value: str, error: str, where: Where, tree: Tree) -> Problem:
     """Which reference of `value` leads nowhere (or round in a circle), and the closest name beside it."""
-    for name in _REFERENCE.findall(value):
+    for name in references(value):
         parent = tree
         for part in name.split("."):
             if not isinstance(parent, dict):

@@ -16,7 +16,7 @@ from realgraph.graphs.errors import Problem, suggest
 from realgraph.graphs.maths import Step, Term
 
 # An entry of `steps` or `terms` that leaves its kind out is of the kind that its name says.
-_NAMED: frozenset[type] = frozenset((*get_args(Step), *get_args(Term)))
+NAMED: frozenset[type] = frozenset((*get_args(Step), *get_args(Term)))
 _SHOWN = 60  # characters of a wrong value that a problem quotes
 
 
@@ -98,13 +98,13 @@ def prepare(kind: inspect.Type, value: Tree, path: str, deleted: list[str]) -> T
 
 def _named(kind: inspect.Type, name: str, entry: Branch) -> Branch:
     for choice in structs(kind):
-        if choice.cls in _NAMED and choice.tag == name and choice.tag_field and choice.tag_field not in entry:
+        if choice.cls in NAMED and choice.tag == name and choice.tag_field and choice.tag_field not in entry:
             return {choice.tag_field: name, **entry}
     return entry
 
 
 def fill(kind: inspect.Type, value: Tree) -> Tree:
-    """The value with the defaults of every field that it leaves out. What has a wrong type stays as it is."""
+    """The value with the defaults of what it leaves out, in the struct's order. Wrong types stay as they are."""
     if isinstance(value, list):
         types = item_types(kind, len(value)) or ()
         done = [fill(t, item) for t, item in zip(types, value, strict=False)]
@@ -114,12 +114,13 @@ def fill(kind: inspect.Type, value: Tree) -> Tree:
     struct, mapping = struct_for(kind, value), dict_of(kind)
     if struct is None:
         return {key: fill(mapping.value_type, item) for key, item in value.items()} if mapping else value
-    types_of = {field.encode_name: field.type for field in struct.fields}
-    filled = {key: fill(types_of[key], item) if key in types_of else item for key, item in value.items()}
+    filled: Branch = {key: value[key] for key in (struct.tag_field,) if key is not None and key in value}
     for field in struct.fields:
-        if field.encode_name not in filled and not field.required:
+        if field.encode_name in value:
+            filled[field.encode_name] = fill(field.type, value[field.encode_name])
+        elif not field.required:
             filled[field.encode_name] = default_of(field)
-    return filled
+    return filled | {key: item for key, item in value.items() if key not in filled}
 
 
 def default_of(field: inspect.Field) -> Tree:
@@ -189,7 +190,7 @@ def _unknown_kind(choices: Sequence[inspect.StructType], value: Branch, path: st
     tags = [str(choice.tag) for choice in choices]
     if tag_field not in value:
         name = path.rpartition(".")[2]
-        near = suggest(name, tags) if choices[0].cls in _NAMED else ""
+        near = suggest(name, tags) if choices[0].cls in NAMED else ""
         yield child(path, tag_field), f"required, but not given: one of {', '.join(tags)}", near
         return
     given = value[tag_field]
@@ -318,11 +319,8 @@ def describe(kind: inspect.Type) -> str:
         case inspect.NoneType():
             return "null"
         case inspect.LiteralType():
-            return (
-                f"one of {', '.join(str(choice) for choice in kind.values)}"
-                if len(kind.values) > 1
-                else str(kind.values[0])
-            )
+            choices = cast(tuple[object, ...], kind.values)
+            return f"one of {', '.join(map(str, choices))}" if len(choices) > 1 else str(choices[0])
         case inspect.VarTupleType() | inspect.ListType():
             return f"a list, each item {describe(kind.item_type)}"
         case inspect.TupleType():

@@ -20,6 +20,7 @@ from realgraph.graphs.graph import Graph
 from realgraph.graphs.load import (
     SHARED,
     Resolved,
+    all_problems,
     decode,
     find_graph,
     format_problems,
@@ -103,14 +104,16 @@ def _compose(document: Document, file: Path, overrides: Sequence[str]) -> tuple[
     file = file.absolute()
     user = user_document(document, parse_overrides(overrides))
     graph_file = _graph_file(user, file.parent)
-    graph = read_graph(graph_file)
+    graph, wrong = read_graph(graph_file)
     merged, misnamed = lay_over(graph, user)
-    problems = [*format_problems(user), *misnamed]
+    problems = [*format_problems(user), *wrong, *misnamed]
     try:
         resolved = resolve(RunSpec, merged, {})
     except ConfigError as error:
-        raise ConfigError(sorted([*problems, *error.problems])) from None
+        raise ConfigError(all_problems(problems, error.problems)) from None
     placed, missing = _with_absolute_paths(resolved.document, graph_file, file)
+    if wrong:  # what the graph's head lacks can't be decoded
+        raise ConfigError(sorted([*problems, *missing]))
     problems += [*param_type_problems(graph, resolved.document), *missing]
     head = {key: value for key, value in graph.tree.items() if key not in SHARED}
     spec = Document({**head, **{key: placed.tree[key] for key in SHARED}}, placed.marks)

@@ -1,0 +1,192 @@
+"""The command line. Parses, calls, and turns errors into exit codes; every command imports its own code when called."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from realgraph.graphs.errors import ConfigError, Problem, Where
+
+app = typer.Typer(
+    name="realgraph",
+    help="Compile, plan and run reinforcement learning of language models, declared as a graph in YAML.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+RunFile = Annotated[Path, typer.Argument(metavar="FILE", help="Run file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[PATH=VALUE]...", help="Overrides, such as calls.train.lr=1e-5", show_default=False),
+]
+
+
+@app.command()
+def check(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Run file or graph file.", show_default=False)],
+    overrides: Overrides = None,
+    resolved: Annotated[
+        bool, typer.Option("--resolved", help="Print the final run file, with each value's origin.")
+    ] = False,
+    json_out: Annotated[bool, typer.Option("--json", help="Print a report as JSON.")] = False,
+) -> None:
+    """Report every mistake of a run file or graph file, with its line. Loads nothing heavy, needs no network."""
+    from realgraph.check_command import check_command
+
+    check_command(file, overrides or (), resolved, json_out)
+
+
+@app.command()
+def plan(
+    file: RunFile,
+    overrides: Overrides = None,
+    json_out: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the plan to this file as well.")] = None,
+    edited: Annotated[Path | None, typer.Option("--plan", help="Judge this edited plan instead of searching.")] = None,
+) -> None:
+    """Choose what runs where: a table of allocations, predicted seconds and memory."""
+    from realgraph.plan_command import plan_command
+
+    plan_command(file, overrides or (), json_out, out, edited)
+
+
+@app.command()
+def run(
+    file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Run file.", show_default=False)] = None,
+    overrides: Overrides = None,
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="Run by this plan instead of searching.")] = None,
+    resume: Annotated[Path | None, typer.Option("--resume", help="Go on with the run in this directory.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check, plan and try the first rows; start nothing.")
+    ] = False,
+) -> None:
+    """Train: check, plan, start the workers, and run to the end. Ctrl-C stops after the step, twice at once."""
+    _need_torch()
+    from realgraph.run_command import run_command
+
+    run_command(file, overrides or (), plan_file, resume, dry_run)
+
+
+@app.command(name="eval")
+def evaluate(
+    file: RunFile,
+    overrides: Overrides = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option("--checkpoint", help="Weights to evaluate: a checkpoint or model folder.")
+    ] = None,
+) -> None:
+    """Score a model on the run's held-out data: accuracy and pass@k."""
+    _need_torch()
+    from realgraph.eval_command import eval_command
+
+    eval_command(file, overrides or (), checkpoint)
+
+
+@app.command()
+def generate(
+    model: Annotated[Path, typer.Argument(metavar="DIR", help="Model folder, checkpoint or run directory.")],
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Prompts, each answered by itself.")],
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    n: Annotated[int, typer.Option(min=1, help="Samples of each prompt.")] = 1,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    chat: Annotated[bool, typer.Option(help="Wrap prompts in the model's chat template, where it has one.")] = True,
+) -> None:
+    """Try a trained model on prompts."""
+    _need_torch()
+    from realgraph.generate_command import generate_command
+
+    generate_command(model, prompts, Ask(temperature, max_new_tokens, n, seed, chat))
+
+
+@app.command()
+def quickstart(
+    folder: Annotated[Path, typer.Option("--dir", help="Where to work.")] = Path("quickstart-run"),
+    algorithm: Annotated[str, typer.Option(help="grpo or ppo.")] = "grpo",
+    seed: Annotated[int, typer.Option(min=0)] = 1,
+    steps: Annotated[int | None, typer.Option(min=1, help="RL steps; default: those of the run file.")] = None,
+) -> None:
+    """Make a tiny model, teach it sums by SFT, then by RL, on this machine: a few minutes on two CPU cores."""
+    _need_torch()
+    from realgraph.quickstart import quickstart_command
+
+    quickstart_command(folder, algorithm, seed, steps)
+
+
+@app.command()
+def graph(
+    name: Annotated[str, typer.Argument(metavar="NAME|FILE", help="Library graph, graph file or run file.")],
+    overrides: Overrides = None,
+    mermaid: Annotated[Path | None, typer.Option("--mermaid", help="Write a Mermaid flowchart to this file.")] = None,
+    svg: Annotated[Path | None, typer.Option("--svg", help="Write an SVG picture to this file.")] = None,
+) -> None:
+    """Print a graph: its calls, what they read and write, and how they depend on each other."""
+    from realgraph.graph_command import graph_command
+
+    graph_command(name, overrides or (), mermaid, svg)
+
+
+@app.command()
+def graphs() -> None:
+    """List the graphs that come with realgraph."""
+    from realgraph.graph_command import graphs_command
+
+    graphs_command()
+
+
+@app.command()
+def init(
+    graph: Annotated[str, typer.Option("--graph", help="Library graph or graph file.")] = "grpo",
+    out: Annotated[Path | None, typer.Option("--out", help="File to write; by default it is printed.")] = None,
+) -> None:
+    """Write a commented run file to start from."""
+    from realgraph.init_command import init_command
+
+    init_command(graph, out)
+
+
+@app.command()
+def schema(
+    out_dir: Annotated[Path, typer.Option("--out-dir", help="Folder to write to.")] = Path("docs"),
+) -> None:
+    """Write the reference of the YAML, and JSON Schemas with which editors complete and check it."""
+    from realgraph.reference import schema_command
+
+    schema_command(out_dir)
+
+
+class Ask(NamedTuple):
+    """How `generate` samples."""
+
+    temperature: float
+    max_new_tokens: int
+    n: int
+    seed: int
+    chat: bool
+
+
+def _need_torch() -> None:
+    """Commands that run models say so at once where torch is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        hint = "install a build of it: pip install 'realgraph[run]', or see the README for CUDA builds"
+        raise ConfigError([Problem(Where("realgraph"), "this command needs torch, which is not installed", hint)])
+
+
+def main() -> None:
+    """The console script. Exits with 2 on the user's mistakes, after printing all of them."""
+    try:
+        app()
+    except ConfigError as error:
+        for problem in error.problems:
+            print(problem, file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:  # the reader of our output has ended, as `head` does
+        sys.stderr.close()
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

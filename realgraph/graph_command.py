@@ -1,0 +1,42 @@
+"""`realgraph graph` and `realgraph graphs`: pictures of an algorithm, and what the library holds."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from realgraph.graphs.catalogue import library
+from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.render import mermaid, svg, tree
+from realgraph.open_graph import open_graph
+
+
+def graph_command(
+    name: str, overrides: Sequence[str] = (), mermaid_file: Path | None = None, svg_file: Path | None = None
+) -> None:
+    """Print the graph as a tree, or write its pictures. Raises ConfigError."""
+    graph = open_graph(name, overrides)
+    if mermaid_file is not None:
+        write_text(mermaid_file, mermaid(graph))
+    if svg_file is not None:
+        write_text(svg_file, svg(graph))
+    if mermaid_file is None and svg_file is None:
+        Console(highlight=False).print(tree(graph))
+
+
+def graphs_command() -> None:
+    """Print the library."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, description in library().items():
+        table.add_row(name, description)
+    Console(highlight=False, markup=False).print(table)
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a file that the user asked for. Raises ConfigError where that can't be."""
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        problem = Problem(Where(str(file)), f"can't be written: {error.strerror or error}", "", "output")
+        raise ConfigError([problem]) from error
