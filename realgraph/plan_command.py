@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -18,6 +19,9 @@ from realgraph.planner.request import PlanRequest
 from realgraph.planning import plan_for, read_plan, request_for
 
 GB = 1e9
+PIPE_WIDTH = 120
+COLUMNS = ("call", "devices", "dp/tp/pp", "weights", "tokens", "seconds", "share", "GB", "most of it")
+RIGHT = ("tokens", "seconds", "share", "GB")
 
 
 def plan_command(
@@ -40,17 +44,23 @@ def plan_command(
     if json_out:
         print(text, end="")
     else:
-        print_plan(plan, checked, request, Console(highlight=False))
+        print_plan(plan, checked, request, _console())
     return plan
+
+
+def _console() -> Console:
+    """A terminal at its own width; files and pipes get room for the whole table."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
 def print_plan(plan: Plan, checked: Checked, request: PlanRequest, console: Console) -> None:
     """Header, allocation table and bottleneck."""
     for line in header(plan, checked, request):
-        console.print(line)
+        console.print(line, soft_wrap=True)
     console.print(allocation_table(plan, request))
     if plan.bottleneck:
-        console.print(f"[bold]bottleneck[/] {escape(show_circuit(plan.bottleneck))}")
+        console.print(f"[bold]bottleneck[/] {escape(show_circuit(plan.bottleneck))}", soft_wrap=True)
 
 
 def header(plan: Plan, checked: Checked, request: PlanRequest) -> list[str]:
@@ -66,8 +76,11 @@ def header(plan: Plan, checked: Checked, request: PlanRequest) -> list[str]:
         f"{workload.mean_new_tokens:.0f} (at most {workload.max_new_tokens}) new tokens expected"
     )
     rate = workload.n_samples / plan.period_seconds if plan.period_seconds > 0 else 0.0
+    roles = {name: role.head for name, role in request.graph.models.items()}
+    sizes = ", ".join(f"{name} {_size(request.models[name].n_params(head))}" for name, head in roles.items())
     return [
         f"[bold]{escape(checked.name)}[/]: graph {escape(request.graph.name)}, {samples} samples, {lengths}, {mode}",
+        f"[bold]models[/] {escape(sizes)}",
         f"[bold]cluster[/] {nodes} ({memory})",
         f"[bold]period[/] {_seconds(plan.period_seconds)} a step, {rate:.3g} samples/s (predicted, not measured)",
         f"[bold]lower bound[/] {_seconds(plan.lower_bound_seconds)}, gap {plan.gap:.1%}, within: {escape(plan.scope)}",
@@ -75,53 +88,40 @@ def header(plan: Plan, checked: Checked, request: PlanRequest) -> list[str]:
 
 
 def allocation_table(plan: Plan, request: PlanRequest) -> Table:
-    """One row per mesh-holding call, in the graph's order."""
-    table = Table(title="allocation", title_justify="left", title_style="bold")
-    for name in (
-        "call",
-        "model",
-        "devices",
-        "dp",
-        "tp",
-        "pp",
-        "sharding",
-        "tokens",
-        "seconds",
-        "share",
-        "memory",
-        "most of it",
-    ):
-        table.add_column(
-            name, justify="right" if name in ("dp", "tp", "pp", "tokens", "seconds", "share", "memory") else "left"
-        )
+    """One row per mesh-holding call, in the graph's order; memory of the fullest device while the call runs."""
+    table = Table(title="allocation", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for name in COLUMNS:
+        table.add_column(name, justify="right" if name in RIGHT else "left")
     for name in request.mesh_calls:
-        table.add_row(*_row(name, plan.allocations[name], plan, request))
-    has_cache = any(isinstance(request.graph.calls[name], Generate) for name in request.mesh_calls)
-    table.caption = "tokens: of a micro-batch" + ("; of the cache, for generate calls" if has_cache else "")
+        table.add_row(*_row(name, plan.allocations[name], plan))
+    notes = ["tokens: of a micro-batch"]
+    if any(isinstance(request.graph.calls[name], Generate) for name in request.mesh_calls):
+        notes.append("of the cache where a call generates")
+    if any(allocation.residency == "reallocated" for allocation in plan.allocations.values()):
+        notes.append("copy: refreshed from the trained weights every step")
+    table.caption, table.caption_justify = "; ".join(notes), "left"
     return table
 
 
-def _row(name: str, allocation: Allocation, plan: Plan, request: PlanRequest) -> list[str]:
+def _row(name: str, allocation: Allocation, plan: Plan) -> list[str]:
     layout, mesh = allocation.layout, allocation.layout.mesh
     devices = str(mesh.first) if mesh.n_devices == 1 else f"{mesh.first}-{mesh.first + mesh.n_devices - 1}"
-    billions = request.model(name).n_params(request.role(name).head) / 1e9
-    size = f"{billions:.3g}B" if billions >= 0.1 else f"{billions * 1e3:.3g}M"
     share = allocation.seconds / plan.period_seconds if plan.period_seconds > 0 else 0.0
-    sharding = layout.sharding if allocation.residency == "resident" else f"{layout.sharding}, {allocation.residency}"
     return [
         escape(name),
-        escape(f"{request.graph.role(name)} {size}"),
         devices,
-        str(layout.dp),
-        str(layout.tp),
-        str(layout.pp),
-        sharding,
+        f"{layout.dp}/{layout.tp}/{layout.pp}",
+        layout.sharding if allocation.residency == "resident" else f"{layout.sharding} copy",
         f"{allocation.max_tokens_per_microbatch:,}",
         _seconds(allocation.seconds).removesuffix(" s"),
         f"{share:.0%}",
-        f"{allocation.peak_bytes / GB:.2f} GB",
+        f"{allocation.peak_bytes / GB:.2f}",
         allocation.worst_term.replace("_", " "),
     ]
+
+
+def _size(n_params: int) -> str:
+    return f"{n_params / 1e9:.3g}B" if n_params >= 1e8 else f"{n_params / 1e6:.3g}M"
 
 
 def _seconds(seconds: float) -> str:

@@ -134,7 +134,11 @@ def read_plan(file: Path, request: PlanRequest) -> Plan:
 
     Raises ConfigError with every reason why it can't run what `request` asks.
     """
-    plan = plan_from_json(file.read_text(encoding="utf-8"), str(file))
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([Problem(Where(str(file)), f"the plan can't be read: {error}", "", "plan")]) from error
+    plan = plan_from_json(text, str(file))
     problems = validate(plan, request, str(file))
     if problems:
         raise ConfigError(problems)

@@ -1,0 +1,118 @@
+"""`realgraph plan` from a run file to a table, JSON, an edited plan, and its refusals; without torch or network."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from realgraph.compose import check_run
+from realgraph.graphs.errors import ConfigError
+from realgraph.plan_command import plan_command
+from realgraph.planner.codec import plan_from_json, plan_to_json
+from realgraph.planning import plan_for, read_plan, request_for
+
+RUN = """
+graph: grpo
+models: {actor: {path: Qwen/Qwen3-1.7B, dtype: bfloat16}}
+params: {kl_coef: 0.01}
+data: {path: rows.jsonl, columns: {prompt: question, answer: answer}, max_prompt_tokens: 256}
+batch: {groups: 64, max_new_tokens: 512, expected_new_tokens: 200}
+cluster: {devices: 8, kind: H100-SXM}
+allocation: {ref_logp: {devices: 4, max_tokens_per_microbatch: 4000}}
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    rows = [{"question": "how much is " + "x" * 40 * (i % 3), "answer": "4"} for i in range(200)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN)
+    return file
+
+
+def test_the_table_says_what_runs_where_and_what_bounds_it(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_command(run_file)
+    said = capsys.readouterr().out
+    for part in (
+        "8 H100-SXM",
+        "lower bound",
+        "rollout",
+        "ref_logp",
+        "0-3",
+        "4/1/1",
+        "4,000",
+        "replicated",
+        "bottleneck",
+        "200 (at",
+    ):
+        assert part in said, said
+    assert set(plan.allocations) == {"rollout", "ref_logp", "train"}
+
+
+def test_json_goes_out_comes_back_and_can_be_edited(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run_file.parent / "plan.json"
+    plan = plan_command(run_file, json_out=True, out=out)
+    assert plan_from_json(capsys.readouterr().out) == plan
+    assert plan_from_json(out.read_text()) == plan
+    raw = json.loads(out.read_text())
+    raw["allocations"]["train"]["max_tokens_per_microbatch"] = 2048
+    out.write_text(json.dumps(raw))
+    taken = plan_command(run_file, edited=out)
+    assert taken.allocations["train"].max_tokens_per_microbatch == 2048
+    assert taken.allocations["train"].peak_bytes != plan.allocations["train"].peak_bytes  # predicted anew
+    with pytest.raises(ConfigError, match="made for another batch"):
+        plan_command(run_file, ["batch.groups=32"], edited=out)
+    with pytest.raises(ConfigError, match=r"nowhere\.json"):
+        plan_command(run_file, edited=run_file.parent / "nowhere.json")
+
+
+def test_a_plan_does_not_depend_on_learning_rates_or_expected_lengths(run_file: Path) -> None:
+    first = check_run(run_file)
+    plan = plan_for(first, request_for(first))
+    (run_file.parent / "plan.json").write_text(plan_to_json(plan))
+    other = check_run(run_file, ["calls.train.lr=1e-3", "batch.expected_new_tokens=100"])
+    assert read_plan(run_file.parent / "plan.json", request_for(other)).hashes == plan.hashes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["models.actor.path=Qwen/Qwen3-1.7b"], "did you mean 'Qwen/Qwen3-1.7B'"),
+        (["cluster.kind=H100SXM"], "did you mean 'H100-SXM'"),
+        (["allocation.train={tp: 2}"], "tensor parallelism"),
+        (["batch.max_new_tokens=50000"], "40960 positions"),
+        (["models.actor.path=Qwen/Qwen3-235B-A22B"], "no plan fits"),
+    ],
+)
+def test_a_run_that_cannot_be_planned_is_refused(run_file: Path, overrides: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plan_command(run_file, overrides)
+
+
+def test_a_problem_of_the_planner_has_its_line_in_the_run_file(run_file: Path) -> None:
+    run_file.write_text(RUN.replace("devices: 4", "devices: 3"))
+    with pytest.raises(ConfigError) as caught:
+        plan_command(run_file)
+    assert caught.value.problems[0].where.line == 8
+
+
+def test_the_mean_prompt_is_guessed_from_the_data(run_file: Path) -> None:
+    request = request_for(check_run(run_file))
+    assert request.workload.prompt_tokens == 256
+    assert request.workload.mean_prompt_tokens == pytest.approx((12 + 40) / 4, abs=1)
+    (run_file.parent / "rows.jsonl").write_text('{"question": "a", "answer": "b"}\n{"quest\n' * 99)
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:2 is no JSON object"):
+        request_for(check_run(run_file))
+
+
+def test_planning_imports_no_torch(run_file: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from realgraph.plan_command import plan_command; "
+        f"plan_command(Path({str(run_file)!r})); "
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.rstrip().endswith("[]")

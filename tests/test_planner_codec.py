@@ -1,0 +1,119 @@
+"""Plans as JSON: exact both ways, and edits that went wrong are named by their path."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realgraph.graphs.errors import ConfigError
+from realgraph.planner.codec import plan_from_json, plan_to_json
+from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.plan import Allocation, Hashes, Plan, Turn
+from realgraph.planner.search import search
+from tests.planner_cases import ppo, request
+
+COUNTS = st.integers(0, 2**40)
+SECONDS = st.floats(0, allow_nan=False, allow_infinity=False)
+WORDS = st.text(max_size=12)
+LAYOUTS = st.builds(
+    Layout,
+    mesh=st.builds(DeviceMesh, COUNTS, COUNTS),
+    dp=COUNTS,
+    tp=COUNTS,
+    sharding=st.sampled_from(["replicated", "fsdp"]),
+)
+ALLOCATIONS = st.builds(
+    Allocation,
+    layout=LAYOUTS,
+    max_tokens_per_microbatch=COUNTS,
+    recompute=st.booleans(),
+    residency=st.sampled_from(["resident", "offloaded", "reallocated"]),
+    seconds=SECONDS,
+    peak_bytes=COUNTS,
+    worst_term=WORDS,
+)
+PLANS = st.builds(
+    Plan,
+    allocations=st.dictionaries(WORDS, ALLOCATIONS, max_size=4),
+    orders=st.dictionaries(st.integers(0, 2000), st.lists(st.builds(Turn, WORDS, st.integers(-3, 3))).map(tuple)),
+    hashes=st.builds(Hashes, WORDS, WORDS, WORDS),
+    period_seconds=SECONDS,
+    lower_bound_seconds=SECONDS,
+    scope=WORDS,
+    bottleneck=st.lists(WORDS).map(tuple),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(PLANS)
+def test_a_plan_survives_its_json_exactly(plan: Plan) -> None:
+    assert plan_from_json(plan_to_json(plan)) == plan
+
+
+FOUND = search(request(ppo()))
+
+
+def changed(*path: str | int, to: Any) -> str:
+    """The plan's JSON with one value replaced; a new name adds a field."""
+    raw = json.loads(plan_to_json(FOUND))
+    at = raw
+    for step in path[:-1]:
+        at = at[step]
+    at[path[-1]] = to
+    return json.dumps(raw)
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "says"),
+    [
+        ("{", "", "this is no JSON"),
+        ('{"a": 1, "a": 2}', "", "'a' stands twice"),
+        ("[]", "$", "a plan is a JSON object"),
+        ("{}", "$", "missing required field `allocations`"),
+        (changed("format", to=7), "$.format", "format 7"),
+        (
+            changed("allocations", "ref", "layout", "dp", to="8"),
+            "$.allocations.ref.layout.dp",
+            "expected `int`, got `str`",
+        ),
+        (
+            changed("allocations", "ref", "layout", "shardng", to="fsdp"),
+            "$.allocations.ref.layout.shardng",
+            "'sharding'?",
+        ),
+        (changed("allocations", "ref", "layout", "sharding", to="fdsp"), "$.allocations.ref.layout.sharding", "fdsp"),
+        (
+            changed("allocations", "ref", "layout", "mesh", "frist", to=0),
+            "$.allocations.ref.layout.mesh.frist",
+            "'first'?",
+        ),
+        (
+            changed("allocations", "ref", "layout", "mesh", to=[0, 8]),
+            "$.allocations.ref.layout.mesh",
+            "expected `object`",
+        ),
+        (changed("allocations", "ref", to=None), "$.allocations.ref", "expected `object`"),
+        (changed("allocations", to=[]), "$.allocations", "expected `object`"),
+        (changed("orders", "0", 1, "offset", to=0.5), "$.orders.0[1].offset", "expected `int`"),
+        (changed("orders", "0", 1, "ofset", to=1), "$.orders.0[1].ofset", "'offset'?"),
+        (changed("orders", "x", to=[]), "$.orders", "expected `int`"),
+        (changed("period", to=1.0), "$.period", "'period_seconds'?"),
+    ],
+)
+def test_an_edit_that_went_wrong_is_named(text: str, path: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_from_json(text, "plan.json")
+    assert any(
+        str(p.where).startswith("plan.json") and path in str(p.where) and says in str(p) for p in caught.value.problems
+    ), caught.value
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    raw = json.loads(changed("allocations", "ref", "layout", "dp", to="8"))
+    raw["orders"]["0"][0]["call"] = 5
+    raw["scop"] = ""
+    with pytest.raises(ConfigError) as caught:
+        plan_from_json(json.dumps(raw))
+    assert len(caught.value.problems) == 3
