@@ -21,6 +21,7 @@ from realgraph.graphs.rules_keys import (
     key_type_text,
     missing_producer,
     no_calls,
+    plain_name,
 )
 from realgraph.graphs.rules_maths import (
     adaptive_horizon,
@@ -63,6 +64,7 @@ Rule = Callable[[Draft, Facts], Iterator[Problem]]
 
 RULES: tuple[Rule, ...] = (
     no_calls,
+    plain_name,
     key_type_text,
     missing_producer,
     duplicate_producer,

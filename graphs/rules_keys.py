@@ -1,8 +1,9 @@
 """Rules about keys: who writes them, who reads them, of which type. Each yields the mistakes of one kind."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from itertools import pairwise
+from keyword import iskeyword
 
 import networkx as nx
 
@@ -11,9 +12,27 @@ from realgraph.graphs.facts import Facts
 from realgraph.graphs.graph import INPUT
 from realgraph.graphs.infer import Draft, Read, makes_returns
 from realgraph.graphs.keys import DTYPES, GENERATED, LEVELS, TOKENS, parse_key_type
-from realgraph.graphs.spec import Advantage, Function, Generate, Inference
+from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Train
 
 KEEP = "keep"  # a function that writes it filters groups
+
+
+def plain_name(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """Names have the form of Python's: overrides spell them in dotted paths, and functions get keys as keywords."""
+    keys = {write.path: key for key, writes in draft.writes.items() for write in writes if key not in GENERATED}
+    for path, name in [*_entries(draft), *keys.items()]:
+        if not name.isidentifier() or (path in keys and iskeyword(name)):
+            hint = "use letters, digits and _, such as ref_logp"
+            yield draft.problem(path, f"{name!r} can't be a name: it is no Python name", hint)
+
+
+def _entries(draft: Draft) -> Iterator[tuple[str, str]]:
+    """Paths and names of calls, roles, steps and terms."""
+    spec = draft.spec
+    named: list[tuple[str, Iterable[str]]] = [("$.calls", spec.calls), ("$.models", spec.models)]
+    named += [(f"$.calls.{name}.steps", call.steps) for name, call in draft.of(Advantage)]
+    named += [(f"$.calls.{name}.loss.terms", call.loss.terms) for name, call in draft.of(Train)]
+    return ((f"{parent}.{name}", name) for parent, names in named for name in names)
 
 
 def no_calls(draft: Draft, facts: Facts) -> Iterator[Problem]:

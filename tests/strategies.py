@@ -229,6 +229,7 @@ def _function(**fields: Any) -> Tree:
 BREAKS: dict[str, Break] = {
     "no_calls": Break({"calls": {}, "models": {}}),
     "switch_problems": Break({"models.ref.when": "false"}),
+    "plain_name": Break({"calls.log-it": _function(reads=["text"])}),
     "key_type_text": Break({"calls.reward.writes.reward": "sample float23"}),
     "missing_producer": Break({"calls.reward.reads": ["text", "answr"]}),
     "duplicate_producer": Break({"calls.again": _function(reads=["text"], writes={"reward": "sample float32"})}),
