@@ -20,7 +20,7 @@ from realgraph.runtime.models import DTYPES, PackedModel, Start, Wants, build
 from realgraph.runtime.optimizer import Adam, LossScale, Masters, lr_factor
 from realgraph.runtime.parallel import Ranks, shard
 from realgraph.runtime.protocol import Mean
-from realgraph.runtime.train_files import Contents, Counters
+from realgraph.runtime.train_files import Contents, Counters, Snapshot
 from realgraph.runtime.train_passes import Aim, Part, Passes, Settings, Tally, numerics_error
 from realgraph.runtime.weights import full_tensors, own_part
 
@@ -69,21 +69,21 @@ class TorchTrainEngine:
     # --- training -----------------------------------------------------------------------------------------------------
 
     def train(self, call: Train, minibatches: Sequence[Packed]) -> dict[str, Mean]:
-        """One optimizer step a mini-batch and epoch. Raises NumericsError or LogprobGap before the step to blame.
+        """One optimizer step a mini-batch; those of all epochs come at once. Raises NumericsError or LogprobGap before
+        the step that is to blame.
 
         Besides the loss's own metrics: loss, grad_norm, lr, optimizer_steps, n_tokens (of the batch), skipped (share of
         samples left out as idle), overdue (share of sampled tokens over the age bound), logprob_gap (at the first
         mini-batch, before its step), entropy and, in float16, loss_scale.
         """
         parts = self.passes.parts(call.loss, minibatches, self.version)
-        n_steps = len(parts) * call.epochs
-        if losses.needs(call.loss).proximal and n_steps > 1:
-            parts = [self.passes.with_proximal(part, call.temperature) for part in parts]
+        if losses.needs(call.loss).proximal and len(parts) > 1:
+            parts = self.passes.with_proximal(parts, call.temperature)
         tally = Tally()
-        for step in range(n_steps):
-            tally.add(self._step(call, parts[step % len(parts)], first=step == 0))
+        for step, part in enumerate(parts):
+            tally.add(self._step(call, part, first=step == 0))
         self.version += 1
-        return {**tally.metrics, **self._counts(parts, n_steps)}
+        return {**tally.metrics, **self._counts(parts, call.epochs)}
 
     def _step(self, call: Train, part: Part, *, first: bool) -> dict[str, Mean]:
         """One optimizer step. In float16 an overflow halves the loss scale and does the passes again."""
@@ -126,15 +126,15 @@ class TorchTrainEngine:
             )
         self.gate_passed = True
 
-    def _counts(self, parts: Sequence[Part], n_steps: int) -> dict[str, Mean]:
+    def _counts(self, parts: Sequence[Part], epochs: int) -> dict[str, Mean]:
         """This rank's share of what is known without a pass."""
         lead = 1.0 if self.ranks.rank == 0 else 0.0
         n_tokens, n_samples, n_sampled, n_fresh = (
             sum(column) for column in zip(*(p.sizes for p in parts), strict=True)
         )
         counts = {
-            "n_tokens": Mean(float(n_tokens), lead),
-            "optimizer_steps": Mean(lead * n_steps, lead),
+            "n_tokens": Mean(n_tokens / epochs, lead),
+            "optimizer_steps": Mean(lead * len(parts), lead),
             "skipped": Mean(float(n_samples - sum(part.batch.n_samples for part in parts)), float(n_samples)),
         }
         if self.settings.max_age is not None:
@@ -187,9 +187,11 @@ class TorchTrainEngine:
 
     def save(self, folder: Path) -> None:
         """Write `folder` as `train_files` says; collective, rank 0 writes. Raises OSError on all ranks."""
-        scale = self.scale
-        counters = Counters(self.version, self.optimizer_steps, scale.value, scale.good_steps, self.gate_passed)
-        train_files.save(self._contents(), counters, folder)
+        train_files.save(self._contents(), self._counters(), folder)
+
+    def snapshot(self) -> Snapshot | None:
+        """A copy of the state in host memory; None where the layout shards it, so that one rank can't have it whole."""
+        return None if self.sharded else train_files.snapshot(self._contents(), self._counters())
 
     def load(self, folder: Path) -> None:
         """Take back what `save` wrote, bit for bit, under any layout."""
@@ -197,6 +199,10 @@ class TorchTrainEngine:
         self.version, self.optimizer_steps = counters.version, counters.optimizer_steps
         self.scale.value, self.scale.good_steps = counters.loss_scale, counters.good_steps
         self.gate_passed = self.gate_passed or counters.gate_passed
+
+    def _counters(self) -> Counters:
+        scale = self.scale
+        return Counters(self.version, self.optimizer_steps, scale.value, scale.good_steps, self.gate_passed)
 
     def _contents(self) -> Contents:
         return Contents(self.model, self.ranks, self.dtype, self.masters, self.adam)

@@ -88,6 +88,38 @@ def save(contents: Contents, counters: Counters, folder: Path) -> None:
         raise OSError(f"rank 0 could not write {folder}")
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """A whole trained state in host memory, apart from the engine's own: what a rescue writes after a failure."""
+
+    contents: Contents
+    counters: Counters
+    weights: tuple[tuple[str, Tensor], ...]
+    state: tuple[tuple[str, Tensor], ...]
+
+    @property
+    def version(self) -> int:
+        return self.counters.version
+
+    def write(self, folder: Path) -> None:
+        """Write what `save` would have written. From any thread; not collective. Raises OSError."""
+        _write_model(self.contents, iter(self.weights), folder)
+        if self.state:
+            write(Target(folder, OPTIMIZER), _state_entries(self.contents), iter(self.state))
+        write_json(folder / STATE, msgspec.to_builtins(self.counters))
+        sync_folder(folder)
+
+
+@torch.no_grad()
+def snapshot(contents: Contents, counters: Counters) -> Snapshot:
+    """Copy the state of an engine whose layout does not shard."""
+    has_state = contents.adam is not None or contents.wide
+    weights = full_tensors(contents.model.network, contents.dtype)
+    state = _state_tensors(contents) if has_state else iter(())
+    copy = [tuple((name, tensor.detach().to("cpu", copy=True)) for name, tensor in part) for part in (weights, state)]
+    return Snapshot(contents, counters, copy[0], copy[1])
+
+
 def _drain(tensors: Iterable[Any], task: Callable[[Iterator[Any]], None] | None) -> OSError | None:
     """Run `task` over the tensors and go through what it leaves: gathering them is collective."""
     source = iter(tensors)

@@ -111,15 +111,14 @@ class Passes:
         self.settings = settings
         self.sharded = isinstance(model, FSDPModule)
 
+    @torch.no_grad()
     def inference(self, batch: Packed, wants: Wants) -> Tensor:
-        """[T] for logprobs and values, [N] for scores, in the batch's order, on the device."""
+        """[T] for logprobs and values, [N] for scores, in the batch's order, on the device.
+
+        wants.where: [T] of the whole batch, or None.
+        """
         cuts = cut(batch, self.settings.max_tokens_per_microbatch)
         n_passes = int(self.ranks.collect(torch.tensor([len(cuts)])).max()) if self.sharded else len(cuts)
-        return self._infer(batch, cuts, n_passes, wants)
-
-    @torch.no_grad()
-    def _infer(self, batch: Packed, cuts: Sequence[tuple[int, ...]], n_passes: int, wants: Wants) -> Tensor:
-        """wants.where: [T] of the whole batch, or None."""
         values = []
         whole = batch if wants.where is None else replace(batch, mask=wants.where)
         for samples in cuts:
@@ -169,12 +168,31 @@ class Passes:
         n_sampled, n_fresh = int(batch.mask.sum()), int(fresh.mask.sum())
         return Part(work, cuts, len(cuts), share, (batch.n_tokens, batch.n_samples, n_sampled, n_fresh))
 
-    def with_proximal(self, part: Part, temperature: float) -> Part:
-        """The same part with the log-probabilities of the weights before the first step (of masked tokens)."""
-        wants = Wants("logprobs", temperature, where=part.batch.mask)
-        logprobs = self._infer(part.batch, part.cuts, part.n_passes, wants)
-        keys = {**part.batch.token_keys, PROXIMAL_LOGPROBS: logprobs.to(part.batch.tokens.device)}
-        return replace(part, batch=replace(part.batch, token_keys=keys))
+    def with_proximal(self, parts: Sequence[Part], temperature: float) -> list[Part]:
+        """The same parts with the log-probabilities (of masked tokens) of the weights before the first step.
+
+        A sample that comes again in a later epoch is computed once.
+        """
+        batches = [part.batch for part in parts]
+        first: dict[tuple[int, int], tuple[int, int]] = {}  # sample -> part and position where it comes first
+        for i, batch in enumerate(batches):
+            for at in range(batch.n_samples):
+                first.setdefault(_identity(batch, i, at), (i, at))
+        once = [batch.select([at for part, at in first.values() if part == i]) for i, batch in enumerate(batches)]
+        joined = Packed(
+            torch.cat([batch.tokens for batch in once]),
+            tuple(n for batch in once for n in batch.lengths),
+            torch.cat([batch.mask for batch in once]),
+        )
+        logprobs = self.inference(joined, Wants("logprobs", temperature, where=joined.mask))
+        pieces = dict(zip(first, torch.split(logprobs, list(joined.lengths)), strict=True))
+        found = []
+        for i, part in enumerate(parts):
+            own = [pieces[_identity(part.batch, i, at)] for at in range(part.batch.n_samples)]
+            proximal = torch.cat([logprobs[:0], *own]).to(part.batch.tokens.device)
+            keys = {**part.batch.token_keys, PROXIMAL_LOGPROBS: proximal}
+            found.append(replace(part, batch=replace(part.batch, token_keys=keys)))
+        return found
 
     def accumulate(self, aim: Aim, part: Part, masters: Masters) -> Tally:
         """Forward and backward passes over this rank's micro-batches; gradients add up in the masters."""
@@ -226,6 +244,11 @@ class Passes:
             self.ranks.add(squares)
         norm: Tensor = squares.sqrt()
         return norm
+
+
+def _identity(batch: Packed, part: int, at: int) -> tuple[int, int]:
+    """A sample's id where the batch has ids, else its place."""
+    return (-1, batch.samples[at]) if batch.samples else (part, at)
 
 
 def _of(outputs: Outputs, name: str) -> Tensor:

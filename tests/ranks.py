@@ -1,4 +1,4 @@
-"""Two rank processes shared by all tests of a session: a forkserver with torch loaded, and one gloo group between them."""
+"""Two rank processes that many tests share: a forkserver with torch loaded, and a gloo group between the two."""
 
 import multiprocessing as mp
 import traceback
