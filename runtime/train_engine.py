@@ -40,12 +40,14 @@ class TorchTrainEngine:
 
     def __init__(self, role: ModelRole, model: PackedModel, ranks: Ranks, settings: Settings) -> None:
         self.version = 0
+        self.role = role
         self.model = model
         self.settings = settings
         self.ranks = ranks
         self.optimizer_steps = 0
         self.gate_passed = False
         self.passes = Passes(role, model, ranks, settings)
+        self.sharded = self.passes.sharded
         self.dtype = DTYPES[role.dtype]
         self.masters: Masters | None = None
         self.adam: Adam | None = None
@@ -191,7 +193,7 @@ class TorchTrainEngine:
 
     def snapshot(self) -> Snapshot | None:
         """A copy of the state in host memory; None where the layout shards it, so that one rank can't have it whole."""
-        return None if self.sharded else train_files.snapshot(self._contents(), self._counters())
+        return None if self.passes.sharded else train_files.snapshot(self._contents(), self._counters())
 
     def load(self, folder: Path) -> None:
         """Take back what `save` wrote, bit for bit, under any layout."""
