@@ -21,6 +21,7 @@ from realgraph.runtime.kv_cache import (
     cache_shape,
     register_attention,
 )
+from realgraph.runtime.lean_decode import LeanDecoder, lean_applies
 
 _BLOCK = 16  # slots that share a segment at least
 _SEGMENT_BYTES = 150_000  # reading this much costs about as much as one more attention call (CPU, 14 GB/s and 10 us)
@@ -67,8 +68,12 @@ class CachedModel:
         rope = str(getattr(config, "rope_parameters", ""))
         replay = cuda_graphs and self.device.type == "cuda" and "dynamic" not in rope and "longrope" not in rope
         self._graphs = DecodeGraphs(module, self.cache) if replay else None
+        self._lean = self._lean_decoder()
         shape = self.cache.shape
         self._spare_tokens = _SEGMENT_BYTES * shape.layers // shape.bytes_per_token
+
+    def _lean_decoder(self) -> LeanDecoder | None:
+        return LeanDecoder(self._module) if self.device.type == "cpu" and lean_applies(self._module) else None
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
@@ -104,6 +109,7 @@ class CachedModel:
         """To be called after every change of weights, in place or not."""
         if self._graphs is not None:
             self._graphs.weights_changed()
+        self._lean = self._lean_decoder()
 
     def release(self) -> None:
         """Give the cache's memory back."""
@@ -136,4 +142,7 @@ class CachedModel:
         else:
             runs = [(0, len(positions), int(positions.max()) + 1)]
         rollout_pass = DecodePass(self.cache, on_device, runs)
-        return decode_logits(self._module, torch.from_numpy(tokens).to(self.device), on_device, rollout_pass)
+        newest = torch.from_numpy(tokens).to(self.device)
+        if self._lean is not None:
+            return self._lean.logits(newest, on_device, rollout_pass)
+        return decode_logits(self._module, newest, on_device, rollout_pass)

@@ -4,10 +4,12 @@ transformers' models call the attention function that their config names; `CACHE
 hands each layer's query, key and value to the pass (`DecodePass`, `PrefillPass`) that came in with the forward call.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -48,6 +50,16 @@ def cache_shape(config: PretrainedConfig, dtype: torch.dtype, device: torch.devi
     )
 
 
+def _zeros(size: tuple[int, ...], shape: CacheShape) -> Tensor:
+    """Zeros, not empty: what was never written is read under a mask, and 0 x NaN would be NaN.
+
+    On the host numpy asks the system for zero pages, so that only what is used costs memory and time.
+    """
+    if shape.device.type != "cpu":
+        return torch.zeros(size, dtype=shape.dtype, device=shape.device)
+    return torch.from_numpy(np.zeros(math.prod(size) * shape.dtype.itemsize, np.uint8)).view(shape.dtype).view(size)
+
+
 class KVCache:
     """Per layer one tensor [2, slots, kv_heads, length, head_dim]: keys and values by slot and position.
 
@@ -71,10 +83,7 @@ class KVCache:
         layer above the larger of the two sizes."""
         shape = self.shape
         for layer in range(shape.layers):
-            # zeros, not empty: what was never written is read under a mask, and 0 x NaN would be NaN
-            fresh = torch.zeros(
-                (2, slots, shape.kv_heads, length, shape.head_dim), dtype=shape.dtype, device=shape.device
-            )
+            fresh = _zeros((2, slots, shape.kv_heads, length, shape.head_dim), shape)
             if self.layers and layer < len(self.layers):
                 kept = fresh[:, :keep_slots, :, :keep_length]
                 kept.copy_(self.layers[layer][:, :keep_slots, :, :keep_length])
