@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig
@@ -17,7 +18,7 @@ from realgraph.runtime.attention import PACKED, Segments
 from realgraph.runtime.batch import Outputs, Packed
 from realgraph.runtime.heads import HEAD, Head, network_class, prepare
 from realgraph.runtime.logprobs import CHUNK_BYTES, Readout, token_logprobs
-from realgraph.runtime.weights import own_part, read_config, read_into, resolve
+from realgraph.runtime.weights import own_part, read_config, read_into, refuse, resolve
 
 DTYPES = {
     "float32": torch.float32,
@@ -129,8 +130,7 @@ def build(role: ModelRole, path: str, start: Start) -> PackedModel:
     part and one tensor. Raises ConfigError for what can't be trained (`weights.read_config`) or is incomplete.
     """
     folder = resolve(path, role.revision)
-    read_config(folder)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = parse_config(folder)
     model = PackedModel(empty_network(config, role.head, start.dtype or DTYPES[role.dtype]), role.head, folder)
     if start.shard is not None:
         start.shard(model)
@@ -140,6 +140,16 @@ def build(role: ModelRole, path: str, start: Start) -> PackedModel:
     elif HEAD in read_into(model.network, folder, role.head):
         dict(model.network.named_parameters())[HEAD].data.zero_()
     return model.eval()
+
+
+def parse_config(folder: Path) -> Any:
+    """transformers' configuration of a supported model. Raises ConfigError."""
+    read_config(folder)
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise refuse(folder / "config.json", f"transformers can't read this configuration: {reason}") from error
 
 
 def empty_network(config: Any, head: Head, dtype: torch.dtype) -> nn.Module:
