@@ -102,6 +102,7 @@ class EvalEnded(Struct, frozen=True, tag=True):
     step: int
     metrics: dict[str, Mean]
     best: bool
+    transcripts: tuple[str, ...] = ()
 
 
 class CheckpointWritten(Struct, frozen=True, tag=True):

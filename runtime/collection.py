@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 
 from realgraph.runtime.actions import Action, Send
 from realgraph.runtime.job import RuntimeSpec
-from realgraph.runtime.ledger import Group, Ledger
+from realgraph.runtime.ledger import Group, Ledger, State
 from realgraph.runtime.program import HOME, Program
-from realgraph.runtime.protocol import Drop, Execute, Generated, Load, Loaded, Sample, Source, Submit
+from realgraph.runtime.protocol import Abort, Drop, Execute, Generated, Load, Loaded, Sample, Source, Submit
 from realgraph.runtime.tally import Tally
 from realgraph.runtime.tasks import Task, Tasks
 
@@ -29,6 +29,7 @@ class Collection:
         self._program, self._ledger, self._tasks, self._runtime = program, ledger, tasks, runtime
         self._all = (1 << len(program.stream)) - 1
         self._leaving: dict[int, Group] = {}  # discarded, but a function still reads them
+        self._aborted: set[int] = set()
         self._open = dict.fromkeys(program.homes, 0)  # groups to be made, per worker
         self._lightest = [(0, worker) for worker in program.homes]  # heap; outdated entries are skipped
         heapq.heapify(self._lightest)
@@ -81,6 +82,17 @@ class Collection:
         predicted = call.predicted_seconds if call else 0.0
         return max(self._runtime.min_deadline_seconds, self._runtime.deadline_factor * predicted)
 
+    def abort(self) -> None:
+        """Stop all generation: no step of this run will need what is not made yet. A resumed run makes it again."""
+        by_home: dict[int, list[int]] = {}
+        for group in self._ledger.live.values():
+            if group.state is State.ADMITTED:
+                by_home.setdefault(group.home, []).append(group.id)
+        for home, groups in by_home.items():
+            self._aborted.update(groups)
+            self._tasks.unwatch(home)
+            self.out.append(Send(home, Abort(tuple(groups))))
+
     def n_open(self, worker: int) -> int:
         """Groups that `worker` has still to make."""
         return self._open[worker]
@@ -95,7 +107,9 @@ class Collection:
 
     def arrived(self, reply: Generated | Loaded, version_per_step: int, now: float) -> None:
         """Groups were made, or skipped. version_per_step: train calls a step of the role, 0 where it is frozen."""
-        groups = [self._expect(number, reply.worker) for number in reply.groups]
+        if self._aborted and self._aborted.issuperset((*reply.groups, *reply.skipped)):
+            return  # the answer and the abort have crossed
+        groups = [self._expect(number, reply.worker) for number in sorted(reply.groups)]
         skipped = [self._expect(number, reply.worker) for number in reply.skipped]
         samples: dict[int, list[Sample]] = {number: [] for number in reply.groups}
         n = self._program.samples_per_group

@@ -54,7 +54,9 @@ class Ledger:
         self.batched = 0  # live groups that belong to a batch
         self._again: deque[int] = deque()  # of a checkpoint: to be admitted anew, under their old numbers
         self._ready: list[tuple[int, int]] = []  # (oldest, id), sorted
-        self._unready: dict[int, int] = {}  # version of admission -> groups not ready yet
+        self._ages: dict[
+            int, int
+        ] = {}  # version -> groups in no batch yet: of admission, of the oldest token once ready
 
     def restore(self, next_group: int, again: Sequence[int], n_trained: int, n_discarded: int) -> None:
         """Go on from a checkpoint's counts; `again` are its open groups."""
@@ -87,7 +89,7 @@ class Ledger:
             number = self.next_group
             self.next_group += 1
         group = self.live[number] = Group(number, home, version)
-        self._unready[version] = self._unready.get(version, 0) + 1
+        self._count(version, 1)
         return group
 
     def generated(self, group: Group, samples: tuple[Sample, ...], oldest: int) -> None:
@@ -98,22 +100,23 @@ class Ledger:
     def ready(self, group: Group) -> None:
         """All that is computed group by group has been: a batch may take it."""
         assert group.state is State.GENERATED, (group.id, group.state)
-        self._settle(group)
+        self._count(group.version, -1)
+        self._count(group.oldest, 1)
         group.state = State.READY
         insort(self._ready, (group.oldest, group.id))
 
     def discard(self, group: Group) -> None:
         """Leave the group out for good; its place is free at once."""
         assert group.state in (State.ADMITTED, State.GENERATED), (group.id, group.state)
-        self._settle(group)
+        self._count(group.version, -1)
         self._forget(group)
 
-    def _settle(self, group: Group) -> None:
-        left = self._unready[group.version] - 1
-        if left:
-            self._unready[group.version] = left
+    def _count(self, version: int, change: int) -> None:
+        n_groups = self._ages.get(version, 0) + change
+        if n_groups:
+            self._ages[version] = n_groups
         else:
-            del self._unready[group.version]
+            del self._ages[version]
 
     def _forget(self, group: Group) -> None:
         group.state = State.DISCARDED
@@ -128,19 +131,38 @@ class Ledger:
         groups = [self.live[number] for number in late]
         del self._ready[: len(late)]  # sorted by age: the late ones come first
         for group in groups:
+            self._count(group.oldest, -1)
             self._forget(group)
         return groups
+
+    def _must_wait(self, step: int, taken: Sequence[tuple[int, int]]) -> bool:
+        """Whether the batch of `step`, made of `taken`, would leave more old groups than can still be trained in time.
+
+        Groups of versions up to i fit into the batches up to step i + staleness. Admission sees to it that they do as
+        long as older groups go first, so what is waited for is always on its way.
+        """
+        left = dict(self._ages)
+        for oldest, _ in taken:
+            left[oldest] -= 1
+        n_left = 0
+        for version in sorted(left):
+            n_left += left[version]
+            if n_left > max(0, version + self.staleness - step) * self.per_batch:
+                return True
+        return False
 
     def batch(self, step: int) -> list[Group] | None:
         """The ready groups with the oldest tokens, then the lowest numbers, in order of number; None: not yet.
 
-        Under `wait`, not before every group that would be over the bound in the next step is among the ready.
+        Under `wait`, not before every group can be trained within the bound.
         """
         if len(self._ready) < self.per_batch:
             return None
-        if self.overdue == "wait" and any(version <= step - self.staleness for version in self._unready):
-            return None
         taken = self._ready[: self.per_batch]
+        if self.overdue == "wait" and self._must_wait(step, taken):
+            return None
+        for oldest, _ in taken:
+            self._count(oldest, -1)
         del self._ready[: self.per_batch]
         self.batched += self.per_batch
         return [self.live[number] for number in sorted(number for _, number in taken)]
@@ -161,7 +183,7 @@ class Ledger:
         assert all(number < self.next_group for number in [*self.live, *self._again])
         n_ready = sum(group.state is State.READY for group in self.live.values())
         assert n_ready == len(self._ready) + self.batched
-        assert len(self.live) - n_ready == sum(self._unready.values())
+        assert len(self.live) - self.batched == sum(self._ages.values())
         assert all(self.live[number].state is State.READY for _, number in self._ready)
         assert self._ready == sorted(self._ready)
         assert not any(group.state in (State.TRAINED, State.DISCARDED) for group in self.live.values())

@@ -68,10 +68,10 @@ class Program(Struct, frozen=True):
     samples_per_group: int
 
     @property
-    def holding(self) -> tuple[str, ...]:
-        """The calls that hold a mesh."""
-        free = ("stream", "late", "whole")
-        return tuple(name for name, call in self.calls.items() if call.work not in free)
+    def trains_of_generator(self) -> int:
+        """Train calls a step of the role that generates; 0 where it is frozen, or nothing generates."""
+        call = self.calls.get(self.generate)
+        return self.trains.get(call.role, 0) if call else 0
 
 
 def ranks_of(layout: Layout) -> tuple[tuple[int, ...], ...]:

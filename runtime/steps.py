@@ -1,7 +1,7 @@
 """The steps in hand: what of each has ended, and how a call of a step is started. Knows no turns and no sessions."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from realgraph.runtime.actions import Action, Checkpointed, Send
 from realgraph.runtime.job import Job
@@ -29,7 +29,7 @@ class Steps:
     """Steps from their batch to their end. `completed` steps have ended; `carried` numbers go from one to the next."""
 
     def __init__(self, job: Job, program: Program, tasks: Tasks, state: Checkpointed) -> None:
-        self._job, self._program, self._tasks = job, program, tasks
+        self._job, self._program, self.tasks = job, program, tasks
         self.completed = state.step
         self.newest_train = state.step - 1  # the last step of which a train call has started
         self.carried: dict[str, dict[str, float]] = dict(state.carried)
@@ -44,7 +44,11 @@ class Steps:
 
     def open(self, work: Work, call: str, step: int) -> Task:
         """A task that belongs to no step in hand."""
-        return self._tasks.open(work, call, step, Tally())
+        return self.tasks.open(work, call, step, Tally())
+
+    def fly(self, task: Task, workers: Sequence[int], now: float, predicted_seconds: float) -> None:
+        """`workers` have got the commands of `task`."""
+        self.tasks.fly(task, workers, now, self.limit(predicted_seconds))
 
     # --- the life of a step -------------------------------------------------------------------------------------------
 
@@ -108,7 +112,7 @@ class Steps:
     def start(self, name: str, number: int, versions: Mapping[str, int], now: float) -> Task:
         """Send `name` of step `number` to its workers."""
         call, step = self._program.calls[name], self._open[number]
-        task = self._tasks.open("call", name, number, step.tally)
+        task = self.tasks.open("call", name, number, step.tally)
         match call.work:
             case "inference" | "train":
                 parts = _parts_of_mesh(call, step.batch)
@@ -128,7 +132,7 @@ class Steps:
             for worker in members:
                 send(Send(worker, command))
                 workers.append(worker)
-        self._tasks.fly(task, workers, now, seconds)
+        self.tasks.fly(task, workers, now, seconds)
         step.started.add(name)
         if call.work == "train":
             self.newest_train = max(self.newest_train, number)

@@ -6,13 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from realgraph.graphs.graph import INPUT, Graph, Key
-from realgraph.graphs.keys import GENERATED, KeyType
-from realgraph.graphs.maths import CrossEntropy, Loss, PolicyGradient, Preference, Term
-from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, ModelRole, Train
-from realgraph.planner.cluster import Cluster
-from realgraph.planner.layout import DeviceMesh, Layout
-from realgraph.planner.plan import Allocation, Hashes, Plan, Turn
+from realgraph.graphs.graph import INPUT
+from realgraph.graphs.spec import Generate, Inference, Train
 from realgraph.runtime.actions import (
     Action,
     CheckpointWritten,
@@ -25,9 +20,9 @@ from realgraph.runtime.actions import (
     Tick,
     WorkerLost,
 )
-from realgraph.runtime.job import BatchSpec, CheckpointSpec, DataSpec, EvalSpec, Job, RuntimeSpec
 from realgraph.runtime.program import shares_weights
 from realgraph.runtime.protocol import (
+    Abort,
     Command,
     Done,
     Drop,
@@ -44,185 +39,7 @@ from realgraph.runtime.protocol import (
     Submit,
 )
 from realgraph.runtime.scheduler import Scheduler
-
-# --- graphs, plans and jobs by hand -----------------------------------------------------------------------------------
-
-_TYPES = {
-    **GENERATED,
-    "prompt": KeyType("group", "tokens"),
-    "answer": KeyType("group", "text"),
-    "reward": KeyType("sample", "float32"),
-    "keep": KeyType("group", "bool"),
-    "score": KeyType("sample", "float32"),
-    "shaped": KeyType("sample", "float32"),
-    "advantages": KeyType("token", "float32"),
-    "returns": KeyType("token", "float32"),
-    "values": KeyType("token", "float32"),
-    "ref_logprobs": KeyType("token", "float32"),
-    "logp": KeyType("token", "float32"),
-    "bonus": KeyType("sample", "float32"),
-}
-Row = tuple[str, ModelCall, tuple[str, ...], tuple[str, ...]]  # name, call, reads, writes
-
-
-def build_graph(rows: list[Row], inputs: tuple[str, ...], samples_per_group: int) -> Graph:
-    """A Graph from its calls in topological order."""
-    producer = dict.fromkeys(inputs, INPUT)
-    for name, _, _, writes in rows:
-        producer.update(dict.fromkeys(writes, name))
-    consumers: dict[str, list[str]] = defaultdict(list)
-    for name, _, reads, _ in rows:
-        for key in reads:
-            consumers[key].append(name)
-    keys = {key: Key(key, _TYPES[key], made_by, tuple(consumers[key])) for key, made_by in producer.items()}
-    calls = {name: call for name, call, _, _ in rows}
-    models = {
-        call.model: ModelRole(trainable=isinstance(call, Train))
-        for call in calls.values()
-        if isinstance(call, Generate | Inference | Train)
-    }
-    reads, writes = {row[0]: row[2] for row in rows}, {row[0]: row[3] for row in rows}
-    return Graph("test", calls, models, keys, reads, writes, (), samples_per_group)
-
-
-def _train(model: str, minibatches: int, epochs: int, term: Term) -> Train:
-    return Train(model=model, loss=Loss(terms={"term": term}), minibatches=minibatches, epochs=epochs)
-
-
-@dataclass
-class Shape:
-    """What random jobs are made of; every field has the plainest value."""
-
-    algorithm: str = "grpo"  # grpo, ppo, sft, dpo, generate, distill
-    filtered: bool = False
-    two_stage: bool = False  # a second streaming function after the first
-    n_workers: int = 2
-    split: bool = False  # generation on meshes of its own (two workers or more)
-    fsdp: bool = False
-    floating: bool = False  # ppo: critic train beside the next generation
-    groups: int = 4
-    n: int = 2
-    minibatches: int = 1
-    epochs: int = 1
-    staleness: int = 0
-    overdue: str = "mask"
-    steps: int = 3
-    checkpoint_every: int = 0
-    eval_every: int = 0
-    seed: int = 0
-    tp: int = 1
-
-
-def graph_of(shape: Shape) -> Graph:
-    """The calls of the shape's algorithm."""
-    generated = tuple(GENERATED)
-    behaviour = ("tokens", "mask", "behaviour_logprobs", "versions")
-    generate = "teacher" if shape.algorithm == "distill" else "actor"
-    if shape.algorithm == "sft":
-        return build_graph(
-            [("train", _train("actor", shape.minibatches, shape.epochs, CrossEntropy()), ("tokens", "mask"), ())],
-            ("tokens", "mask"),
-            1,
-        )
-    if shape.algorithm == "dpo":
-        return build_graph(
-            [
-                ("ref_logp", Inference("ref", "logprobs", ("ref_logprobs",)), ("tokens",), ("ref_logprobs",)),
-                (
-                    "train",
-                    _train("actor", shape.minibatches, shape.epochs, Preference()),
-                    ("tokens", "mask", "ref_logprobs"),
-                    (),
-                ),
-            ],
-            ("tokens", "mask"),
-            2,
-        )
-    rows: list[Row] = [("rollout", Generate(generate, n=shape.n), ("prompt",), generated)]
-    rows.append(("reward", Function("score", timeout_seconds=5.0), ("text", "answer"), ("reward",)))
-    if shape.two_stage:
-        rows.append(("bonus", Function("bonus"), ("reward", "text"), ("bonus",)))
-        rows.append(("other", Function("other", over="group"), ("text",), ()))
-    if shape.filtered:
-        rows.append(("filter", Function("filter", over="group"), ("reward",), ("keep",)))
-    if shape.algorithm == "generate":
-        return build_graph(rows, ("prompt", "answer"), shape.n)
-    train = _train("actor", shape.minibatches, shape.epochs, PolicyGradient())
-    if shape.algorithm == "distill":
-        student = _train("student", shape.minibatches, shape.epochs, PolicyGradient())
-        return build_graph([*rows, ("train", student, behaviour, ())], ("prompt", "answer"), shape.n)
-    rows.append(("ref_logp", Inference("ref", "logprobs", ("ref_logprobs",)), ("tokens",), ("ref_logprobs",)))
-    if shape.algorithm == "grpo":
-        rows.append(("advantage", Advantage({}), ("reward", "tokens", "mask"), ("advantages",)))
-        rows.append(("train", train, (*behaviour, "advantages", "ref_logprobs"), ()))
-        return build_graph(rows, ("prompt", "answer"), shape.n)
-    rows.append(("values", Inference("critic", "values", ("values",)), ("tokens",), ("values",)))
-    rows.append(("scores", Inference("judge", "scores", ("score",)), ("tokens",), ("score",)))
-    rows.append(("recompute", Inference("actor", "logprobs", ("logp",)), ("tokens",), ("logp",)))
-    rows.append(("shape", Function("shape"), ("reward", "score"), ("shaped",)))
-    rows.append(
-        (
-            "advantage",
-            Advantage({}),
-            ("shaped", "values", "ref_logprobs", "tokens", "mask"),
-            ("advantages", "returns"),
-        )
-    )
-    rows.append(("train", train, (*behaviour, "advantages", "ref_logprobs", "logp"), ()))
-    critic = _train("critic", shape.minibatches, shape.epochs, PolicyGradient())
-    rows.append(("critic_train", critic, ("tokens", "mask", "values", "returns"), ()))
-    return build_graph(rows, ("prompt", "answer"), shape.n)
-
-
-def plan_of(shape: Shape, graph: Graph) -> Plan:
-    """Calls colocated or split over disjoint meshes; every device runs its calls in topological order."""
-    n, half = shape.n_workers, shape.n_workers // 2
-    split = shape.split and half > 0
-    tp = shape.tp if (half if split else n) % shape.tp == 0 else 1
-    allocations: dict[str, Allocation] = {}
-    for name, call in graph.calls.items():
-        if not isinstance(call, Generate | Inference | Train):
-            continue
-        mesh = DeviceMesh(0, n)
-        if split:
-            mesh = (
-                DeviceMesh(0, half) if isinstance(call, Generate) or call.model == "critic" else DeviceMesh(half, half)
-            )
-        sharding = "fsdp" if shape.fsdp and graph.models[call.model].trainable else "replicated"
-        layout = Layout(mesh, dp=mesh.n_devices // tp, tp=tp, sharding=sharding)
-        allocations[name] = Allocation(layout, 4096, seconds=1.0)
-    orders = {}
-    for device in range(n):
-        turns = [Turn(name) for name, a in allocations.items() if device in a.layout.mesh.devices]
-        if shape.floating and {"rollout", "critic_train"} <= {turn.call for turn in turns}:
-            turns = [turn for turn in turns if turn.call != "critic_train"]
-            at = next(i for i, turn in enumerate(turns) if turn.call == "rollout")
-            turns.insert(at + 1, Turn("critic_train", -1))
-        orders[device] = tuple(turns)
-    return Plan(allocations, orders, Hashes("", "", ""))
-
-
-def job_of(shape: Shape, plan: Plan | None = None) -> Job:
-    """The job of a shape."""
-    graph = graph_of(shape)
-    return Job(
-        name="test",
-        graph=graph,
-        plan=plan or plan_of(shape, graph),
-        cluster=Cluster(1, shape.n_workers, "cpu", 10**9, 10**9, 1.0, 1.0, 1.0, 1.0, 1.0),
-        data=DataSpec("rows.jsonl"),
-        batch=BatchSpec(groups=shape.groups),
-        steps=shape.steps,
-        seed=shape.seed,
-        run_dir="/run",
-        user_dir="/user",
-        staleness=shape.staleness,
-        overdue=shape.overdue,
-        eval=EvalSpec(every=shape.eval_every) if shape.eval_every else None,
-        checkpoint=CheckpointSpec(every=shape.checkpoint_every),
-        runtime=RuntimeSpec(min_deadline_seconds=1000.0),
-    )
-
+from tests.shapes import Shape, job_of
 
 # --- the workers ------------------------------------------------------------------------------------------------------
 
@@ -261,7 +78,6 @@ class Simulator:
         state = self.scheduler.state
         self.versions = dict(state.versions)
         self.step = state.step
-        self.version_started = dict(self.versions)
         self.submitted: dict[int, int] = {}  # group -> worker
         self.discarded: set[int] = set()
         self.trained: dict[int, set[str]] = defaultdict(set)  # group -> train calls that took it
@@ -273,6 +89,9 @@ class Simulator:
         self.log: list[Send] = []
         self.halt: Halt | None = None
         self.leaving: set[int] = set()  # groups dropped by a step that ends
+        self.steady = False  # durations depend on what is done, not on the order of events
+        self.silent: Callable[[int, Command], bool] = lambda worker, command: False  # swallows a command
+        self.history: dict[tuple[int, str], list[tuple[tuple[int, ...], ...]]] = {}  # (step, call) -> shares
         self.failing: Callable[[Command], Failed | None] = lambda command: None
         trainers = {call.model: name for name, call in self.graph.calls.items() if isinstance(call, Train)}
         self.trainer = {
@@ -292,8 +111,10 @@ class Simulator:
         return self.halt
 
     def advance(self) -> None:
-        """One event."""
-        assert self.events, "the Scheduler awaits nothing and has not halted"
+        """One event, or a Tick at the deadline where no worker will ever answer."""
+        if not self.events:
+            self.tick()
+            return
         planned = heapq.heappop(self.events)
         self.now = max(self.now, planned.time)
         if planned.before is not None:
@@ -346,6 +167,8 @@ class Simulator:
         if failure is not None:
             self.plan(failure, self.rng.random())
             return
+        if self.silent(number, command):
+            return
         worker = self.workers[number]
         match command:
             case Submit():
@@ -356,12 +179,16 @@ class Simulator:
             case Execute():
                 self.execute(number, command)
             case Reallocate():
-                self.answer(number, command.task, command.call, lambda: self.reallocated(worker, command))
+                self.answer(
+                    number, command.task, command.call, lambda: worker.copies.update({command.call: command.version})
+                )
                 self.hold(number, command.task)
                 assert command.version == self.versions[command.role]
             case Drop():
                 for group in command.groups:
                     self.drop(worker, group)
+            case Abort():
+                worker.making.difference_update(command.groups)  # what is on its way still arrives
             case Save():
                 assert not self.holding, "a checkpoint while a call runs"
                 self.answer(number, command.task, "", None)
@@ -399,7 +226,7 @@ class Simulator:
 
         state = {"coef": float(task)} if call == "advantage" else {}
         done = Done(number, task, call, metrics or {}, state, kept or {}, self.now, self.now + 1)
-        self.plan(done, self.rng.expovariate(1.0), ended)
+        self.plan(done, self.seconds(f"{task} {number}"), ended)
 
     def check_weights(self, number: int, call: str, version: int) -> None:
         """The weights that `call` would use on this worker are those it names."""
@@ -418,16 +245,16 @@ class Simulator:
     def make(self, number: int, groups: tuple[int, ...], version: int) -> None:
         """Generate or load groups; they come back in random batches."""
         worker = self.workers[number]
-        assert groups
         for group in groups:
             assert group not in self.submitted, f"group {group} was handed out twice"
             assert group not in self.final
             self.submitted[group] = number
         worker.making.update(groups)
         left = list(groups)
-        self.rng.shuffle(left)
+        rng = random.Random(f"{self.shape.seed} {groups}") if self.steady else self.rng
+        rng.shuffle(left)
         while left:
-            size = self.rng.randint(1, len(left))
+            size = rng.randint(1, len(left))
             part, left = left[:size], left[size:]
             self.plan_groups(number, part, version)
 
@@ -453,10 +280,17 @@ class Simulator:
 
         ready = tuple(samples)
         if "rollout" in self.graph.calls:
-            event: Event = Generated(number, "rollout", good, ready, {"len": Mean(1.0)}, skipped, 0.0, self.now)
+            event: Event = Generated(
+                number, "rollout", good, ready, {"len": Mean(1.0)}, skipped, self.now, self.now + 1
+            )
         else:
             event = Loaded(number, good, ready, skipped)
-        self.plan(event, 3 * self.rng.expovariate(1.0), made)
+        self.plan(event, 3 * self.seconds(f"groups {part}"), made)
+
+    def seconds(self, what: str) -> float:
+        """How long a worker takes."""
+        rng = random.Random(f"{self.shape.seed} {what}") if self.steady else self.rng
+        return rng.expovariate(1.0)
 
     def lot(self, number: int, what: str) -> float:
         """A random number that depends on nothing but the seed, `number` and `what`."""
@@ -520,9 +354,6 @@ class Simulator:
         self.batches.setdefault((command.step, command.call), []).append(command.shares)
         assert all(share == tuple(sorted(share)) for share in command.shares)
 
-    def reallocated(self, worker: Worker, command: Reallocate) -> None:
-        worker.copies[command.call] = command.version
-
     def drop(self, worker: Worker, group: int) -> None:
         """The worker forgets a group: it was left out, or its step is about to end."""
         n = self.graph.samples_per_group
@@ -543,7 +374,7 @@ class Simulator:
         for name, call in self.graph.calls.items():
             if not isinstance(call, Inference | Train):
                 continue
-            shares = self.batches.pop((ended.step, name))
+            shares = self.history[ended.step, name] = self.batches.pop((ended.step, name))
             epochs = call.epochs if isinstance(call, Train) else 1
             cuts = call.minibatches * epochs if isinstance(call, Train) else 1
             tp = self.job.plan.allocations[name].layout.tp

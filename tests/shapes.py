@@ -1,0 +1,218 @@
+"""Jobs for the Scheduler's tests and benchmark: graphs and plans built by hand, from a few random choices."""
+
+import random
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Literal
+
+from realgraph.graphs.graph import INPUT, Graph, Key
+from realgraph.graphs.keys import GENERATED, KeyType
+from realgraph.graphs.maths import CrossEntropy, Loss, PolicyGradient, Preference, Term
+from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, ModelRole, Train
+from realgraph.planner.cluster import Cluster
+from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.plan import Allocation, Hashes, Plan, Turn
+from realgraph.runtime.job import BatchSpec, CheckpointSpec, DataSpec, EvalSpec, Job, RuntimeSpec
+
+_TYPES = {
+    **GENERATED,
+    "prompt": KeyType("group", "tokens"),
+    "answer": KeyType("group", "text"),
+    "reward": KeyType("sample", "float32"),
+    "keep": KeyType("group", "bool"),
+    "score": KeyType("sample", "float32"),
+    "shaped": KeyType("sample", "float32"),
+    "advantages": KeyType("token", "float32"),
+    "returns": KeyType("token", "float32"),
+    "values": KeyType("token", "float32"),
+    "ref_logprobs": KeyType("token", "float32"),
+    "logp": KeyType("token", "float32"),
+    "bonus": KeyType("sample", "float32"),
+}
+Row = tuple[str, ModelCall, tuple[str, ...], tuple[str, ...]]  # name, call, reads, writes
+
+
+def build_graph(rows: list[Row], inputs: tuple[str, ...], samples_per_group: int) -> Graph:
+    """A Graph from its calls in topological order."""
+    producer = dict.fromkeys(inputs, INPUT)
+    for name, _, _, writes in rows:
+        producer.update(dict.fromkeys(writes, name))
+    consumers: dict[str, list[str]] = defaultdict(list)
+    for name, _, reads, _ in rows:
+        for key in reads:
+            consumers[key].append(name)
+    keys = {key: Key(key, _TYPES[key], made_by, tuple(consumers[key])) for key, made_by in producer.items()}
+    calls = {name: call for name, call, _, _ in rows}
+    models = {
+        call.model: ModelRole(trainable=isinstance(call, Train))
+        for call in calls.values()
+        if isinstance(call, Generate | Inference | Train)
+    }
+    reads, writes = {row[0]: row[2] for row in rows}, {row[0]: row[3] for row in rows}
+    return Graph("test", calls, models, keys, reads, writes, (), samples_per_group)
+
+
+def _train(model: str, minibatches: int, epochs: int, term: Term) -> Train:
+    return Train(model=model, loss=Loss(terms={"term": term}), minibatches=minibatches, epochs=epochs)
+
+
+@dataclass
+class Shape:
+    """What random jobs are made of; every field has the plainest value."""
+
+    algorithm: str = "grpo"  # grpo, ppo, sft, dpo, generate, distill
+    filtered: bool = False
+    two_stage: bool = False  # a second streaming function after the first
+    n_workers: int = 2
+    split: bool = False  # generation on meshes of its own (two workers or more)
+    fsdp: bool = False
+    floating: bool = False  # ppo: critic train beside the next generation
+    groups: int = 4
+    n: int = 2
+    minibatches: int = 1
+    epochs: int = 1
+    staleness: int = 0
+    overdue: Literal["mask", "wait", "drop", "allow"] = "mask"
+    steps: int = 3
+    checkpoint_every: int = 0
+    eval_every: int = 0
+    seed: int = 0
+    tp: int = 1
+
+
+def graph_of(shape: Shape) -> Graph:
+    """The calls of the shape's algorithm."""
+    generated = tuple(GENERATED)
+    behaviour = ("tokens", "mask", "behaviour_logprobs", "versions")
+    generate = "teacher" if shape.algorithm == "distill" else "actor"
+    if shape.algorithm == "sft":
+        return build_graph(
+            [("train", _train("actor", shape.minibatches, shape.epochs, CrossEntropy()), ("tokens", "mask"), ())],
+            ("tokens", "mask"),
+            1,
+        )
+    if shape.algorithm == "dpo":
+        return build_graph(
+            [
+                ("ref_logp", Inference("ref", "logprobs", ("ref_logprobs",)), ("tokens",), ("ref_logprobs",)),
+                (
+                    "train",
+                    _train("actor", shape.minibatches, shape.epochs, Preference()),
+                    ("tokens", "mask", "ref_logprobs"),
+                    (),
+                ),
+            ],
+            ("tokens", "mask"),
+            2,
+        )
+    rows: list[Row] = [("rollout", Generate(generate, n=shape.n), ("prompt",), generated)]
+    rows.append(("reward", Function("score", timeout_seconds=5.0), ("text", "answer"), ("reward",)))
+    if shape.two_stage:
+        rows.append(("bonus", Function("bonus"), ("reward", "text"), ("bonus",)))
+        rows.append(("other", Function("other", over="group"), ("text",), ()))
+    if shape.filtered:
+        rows.append(("filter", Function("filter", over="group"), ("reward",), ("keep",)))
+    if shape.algorithm == "generate":
+        return build_graph(rows, ("prompt", "answer"), shape.n)
+    train = _train("actor", shape.minibatches, shape.epochs, PolicyGradient())
+    if shape.algorithm == "distill":
+        student = _train("student", shape.minibatches, shape.epochs, PolicyGradient())
+        return build_graph([*rows, ("train", student, behaviour, ())], ("prompt", "answer"), shape.n)
+    rows.append(("ref_logp", Inference("ref", "logprobs", ("ref_logprobs",)), ("tokens",), ("ref_logprobs",)))
+    if shape.algorithm == "grpo":
+        rows.append(("advantage", Advantage({}), ("reward", "tokens", "mask"), ("advantages",)))
+        rows.append(("train", train, (*behaviour, "advantages", "ref_logprobs"), ()))
+        return build_graph(rows, ("prompt", "answer"), shape.n)
+    rows.append(("values", Inference("critic", "values", ("values",)), ("tokens",), ("values",)))
+    rows.append(("scores", Inference("judge", "scores", ("score",)), ("tokens",), ("score",)))
+    rows.append(("recompute", Inference("actor", "logprobs", ("logp",)), ("tokens",), ("logp",)))
+    rows.append(("shape", Function("shape"), ("reward", "score"), ("shaped",)))
+    rows.append(
+        (
+            "advantage",
+            Advantage({}),
+            ("shaped", "values", "ref_logprobs", "tokens", "mask"),
+            ("advantages", "returns"),
+        )
+    )
+    rows.append(("train", train, (*behaviour, "advantages", "ref_logprobs", "logp"), ()))
+    critic = _train("critic", shape.minibatches, shape.epochs, PolicyGradient())
+    rows.append(("critic_train", critic, ("tokens", "mask", "values", "returns"), ()))
+    return build_graph(rows, ("prompt", "answer"), shape.n)
+
+
+def plan_of(shape: Shape, graph: Graph) -> Plan:
+    """Calls colocated or split over disjoint meshes; every device runs its calls in topological order."""
+    n, half = shape.n_workers, shape.n_workers // 2
+    split = shape.split and half > 0
+    tp = shape.tp if (half if split else n) % shape.tp == 0 else 1
+    allocations: dict[str, Allocation] = {}
+    for name, call in graph.calls.items():
+        if not isinstance(call, Generate | Inference | Train):
+            continue
+        mesh = DeviceMesh(0, n)
+        if split:
+            mesh = (
+                DeviceMesh(0, half) if isinstance(call, Generate) or call.model == "critic" else DeviceMesh(half, half)
+            )
+        sharding = "fsdp" if shape.fsdp and graph.models[call.model].trainable else "replicated"
+        layout = Layout(mesh, dp=mesh.n_devices // tp, tp=tp, sharding=sharding)
+        allocations[name] = Allocation(layout, 4096, seconds=1.0)
+    orders = {}
+    for device in range(n):
+        turns = [Turn(name) for name, a in allocations.items() if device in a.layout.mesh.devices]
+        if shape.floating and {"rollout", "critic_train"} <= {turn.call for turn in turns}:
+            turns = [turn for turn in turns if turn.call != "critic_train"]
+            at = next(i for i, turn in enumerate(turns) if turn.call == "rollout")
+            turns.insert(at + 1, Turn("critic_train", -1))
+        orders[device] = tuple(turns)
+    return Plan(allocations, orders, Hashes("", "", ""))
+
+
+def job_of(shape: Shape, plan: Plan | None = None) -> Job:
+    """The job of a shape."""
+    graph = graph_of(shape)
+    return Job(
+        name="test",
+        graph=graph,
+        plan=plan or plan_of(shape, graph),
+        cluster=Cluster(1, shape.n_workers, "cpu", 10**9, 10**9, 1.0, 1.0, 1.0, 1.0, 1.0),
+        data=DataSpec("rows.jsonl"),
+        batch=BatchSpec(groups=shape.groups),
+        steps=shape.steps,
+        seed=shape.seed,
+        run_dir="/run",
+        user_dir="/user",
+        staleness=shape.staleness,
+        overdue=shape.overdue,
+        eval=EvalSpec(every=shape.eval_every) if shape.eval_every else None,
+        checkpoint=CheckpointSpec(every=shape.checkpoint_every),
+        runtime=RuntimeSpec(min_deadline_seconds=1000.0),
+    )
+
+
+ALGORITHMS = ["grpo", "ppo", "sft", "dpo", "generate", "distill"]
+
+
+def random_shape(rng: random.Random) -> Shape:
+    """Any job that the Scheduler must run."""
+    return Shape(
+        algorithm=rng.choice(ALGORITHMS),
+        filtered=rng.random() < 0.5,
+        two_stage=rng.random() < 0.5,
+        n_workers=rng.choice([1, 2, 4]),
+        split=rng.random() < 0.5,
+        fsdp=rng.random() < 0.5,
+        floating=rng.random() < 0.5,
+        groups=rng.choice([2, 4, 6]),
+        n=rng.choice([1, 2, 3]),
+        minibatches=rng.choice([1, 1, 2]),
+        epochs=rng.choice([1, 2]),
+        staleness=rng.choice([0, 0, 1, 2, 3]),
+        overdue=rng.choice(["mask", "wait", "drop", "allow"]),
+        steps=rng.choice([1, 3, 5]),
+        checkpoint_every=rng.choice([0, 1, 2]),
+        eval_every=rng.choice([0, 1, 2]),
+        seed=rng.randrange(10**6),
+        tp=rng.choice([1, 1, 2]),
+    )

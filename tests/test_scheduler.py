@@ -1,0 +1,245 @@
+"""The Scheduler over random graphs, plans, durations, discards and faults; the simulator checks every command."""
+
+import random
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from realgraph.runtime.actions import Checkpointed, CheckpointWritten, EvalEnded, Send, StepEnded
+from realgraph.runtime.protocol import Evaluate, Execute, Heartbeat
+from realgraph.runtime.scheduler import Scheduler
+from tests.shapes import Shape, job_of
+from tests.simulator import Simulator
+
+SEEDS = range(0, 2600, 100)
+
+
+@pytest.mark.parametrize("first", SEEDS)
+def test_random_runs_end_in_order_and_break_no_invariant(first: int) -> None:
+    n_events = 0
+    for seed in range(first, first + 100):
+        rng = random.Random(seed)
+        shape = random_shape(rng)
+        simulator = Simulator(shape, rng)
+        halt = simulator.run()
+        assert halt is not None
+        assert halt.error is None, (seed, shape, halt.reason)
+        assert halt.reason == "finished"
+        assert simulator.step == shape.steps, (seed, shape)
+        n_events += simulator.n_events
+    assert n_events > 3_000  # 26 x 100 runs: over 10^5 events
+
+
+def ended_steps(simulator: Simulator) -> list[StepEnded]:
+    return [action for action in simulator.actions if isinstance(action, StepEnded)]
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_no_group_beyond_the_bound_is_trained_where_overdue_groups_wait_or_are_dropped(seed: int) -> None:
+    rng = random.Random(seed)
+    shape = random_shape(rng)
+    shape.algorithm, shape.steps = rng.choice(["grpo", "ppo"]), 6
+    shape.overdue = rng.choice(["wait", "drop"])
+    simulator = Simulator(shape, rng)
+    simulator.run()
+    assert max(step.oldest for step in ended_steps(simulator)) <= shape.staleness
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_synchronous_batches_do_not_depend_on_the_order_of_arrival(seed: int) -> None:
+    shape = random_shape(random.Random(seed))
+    shape.staleness = 0
+    runs = []
+    for order in (1, 2):
+        simulator = Simulator(shape, random.Random(f"{seed} {order}"))
+        simulator.run()
+        runs.append(simulator)
+    assert {key: sorted(shares) for key, shares in runs[0].history.items()} == {
+        key: sorted(shares) for key, shares in runs[1].history.items()
+    }
+    first, second = map(ended_steps, runs)
+    assert [(s.n_tokens, s.n_dropped, s.n_skipped) for s in first] == [
+        (s.n_tokens, s.n_dropped, s.n_skipped) for s in second
+    ]
+
+
+def rounded(sent: Send) -> Send:
+    """The same command, its deadline without the last bits, which depend on the clock's zero."""
+    if not isinstance(sent.command, Execute):
+        return sent
+    seconds = round(sent.command.deadline_seconds, 6)
+    return Send(sent.worker, msgspec.structs.replace(sent.command, deadline_seconds=seconds))
+
+
+# --- resume -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_resumed_run_gives_the_commands_of_the_uninterrupted_one(seed: int) -> None:
+    rng = random.Random(seed)
+    shape = random_shape(rng)
+    shape.algorithm = rng.choice(["grpo", "ppo", "sft", "dpo"])
+    shape.staleness, shape.floating, shape.checkpoint_every, shape.eval_every, shape.steps = 0, False, 0, 0, 4
+    whole = Simulator(shape, rng)
+    whole.steady = True
+    borders: list[tuple[Checkpointed, int]] = []
+    whole.take(whole.scheduler.start(0.0))
+    while whole.halt is None:
+        n_steps, n_sent = whole.step, len(whole.actions)
+        whole.advance()
+        if whole.step > n_steps:
+            at = next(i for i in range(n_sent, len(whole.actions)) if isinstance(whole.actions[i], StepEnded))
+            borders.append((whole.scheduler.state, at + 1))
+    assert [state.step for state, _ in borders] == [1, 2, 3, 4]
+    for state, at in borders[:-1]:
+        state = msgspec.json.decode(msgspec.json.encode(state), type=Checkpointed)
+        resumed = Simulator(shape, rng, Scheduler(job_of(shape), range(shape.n_workers), 1000, state, 5))
+        resumed.steady = True
+        resumed.run()
+        expected = [action for action in whole.actions[at:] if isinstance(action, Send)]
+        assert [rounded(sent) for sent in resumed.log] == [rounded(sent) for sent in expected]
+        assert ended_steps(resumed)[-1].metrics == ended_steps(whole)[-1].metrics
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_after_any_checkpoint_each_group_is_trained_exactly_once(seed: int) -> None:
+    rng = random.Random(seed)
+    shape = random_shape(rng)
+    shape.checkpoint_every, shape.steps = 1, 4
+    whole = Simulator(shape, rng)
+    whole.run()
+    written = [action for action in whole.actions if isinstance(action, CheckpointWritten)]
+    assert [action.step for action in written] == [1, 2, 3, 4]
+    assert {action.folder for action in written} == {f"/run/checkpoints/step-{n:06d}.partial" for n in range(1, 5)}
+    n = whole.graph.samples_per_group
+    for action in written[:-1]:
+        before = {
+            sample // n
+            for (step, _), shares in whole.history.items()
+            for share in shares
+            for part in share
+            for sample in part
+            if step < action.step
+        }
+        scheduler = Scheduler(job_of(shape), range(shape.n_workers), 1000, action.state, 5)
+        resumed = Simulator(shape, rng, scheduler)
+        halt = resumed.run()
+        assert halt is not None
+        assert halt.reason == "finished"
+        after = {group for group, final in resumed.final.items() if final == "trained"}
+        assert not before & after
+        assert len(after) == shape.groups * (shape.steps - action.step)
+
+
+# --- single rules -----------------------------------------------------------------------------------------------------
+
+
+def test_calls_on_disjoint_meshes_run_at_once_and_a_floating_critic_runs_beside_the_next_generation() -> None:
+    shape = Shape(algorithm="ppo", n_workers=4, split=True, steps=4, groups=4)
+    simulator = Simulator(shape, random.Random(1))
+    beside = 0
+    while simulator.halt is None:
+        if not simulator.actions:
+            simulator.take(simulator.scheduler.start(0.0))
+        simulator.advance()
+        beside += len({task for task in simulator.holding.values() if task >= 0}) > 1
+    assert beside > 0
+
+
+def test_evaluations_come_at_the_start_at_their_steps_and_at_the_end() -> None:
+    simulator = Simulator(Shape(eval_every=2, steps=5), random.Random(0))
+    simulator.run()
+    assert [action.step for action in simulator.actions if isinstance(action, EvalEnded)] == [0, 2, 4, 5]
+    rows = [command.command.rows for command in simulator.log if isinstance(command.command, Evaluate)]
+    assert sorted(row for part in rows for row in part) == sorted([*range(5)] * 4)
+
+
+def test_carried_numbers_go_from_one_step_to_the_next() -> None:
+    simulator = Simulator(Shape(steps=4), random.Random(0))
+    simulator.run()
+    advantages = [s.command for s in simulator.log if isinstance(s.command, Execute) and s.command.call == "advantage"]
+    assert [command.state for command in advantages] == [
+        {} if i == 0 else {"coef": float(advantages[i - 1].task)} for i in range(4)
+    ]
+    assert simulator.scheduler.state.carried == {"advantage": {"coef": float(advantages[-1].task)}}
+
+
+def test_metrics_and_counts_of_a_step_are_merged_over_workers() -> None:
+    simulator = Simulator(Shape(n_workers=4, groups=8, n=3, steps=2), random.Random(0))
+    simulator.run()
+    for step in ended_steps(simulator):
+        assert step.n_samples == 24
+        assert step.metrics["train"]["n"].total == 24
+        assert step.metrics["train"]["n"].weight == 4
+        assert set(step.spans) == {"rollout", "reward", "ref_logp", "advantage", "train"}
+        assert step.spans["reward"].ended <= step.spans["train"].ended
+
+
+class Interleavings(RuleBasedStateMachine):
+    """Hypothesis drives one run: which event comes next, when a stop or a fault strikes."""
+
+    @initialize(seed=st.integers(0, 10**6))
+    def begin(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.simulator = Simulator(random_shape(self.rng), self.rng)
+        self.simulator.take(self.simulator.scheduler.start(0.0))
+
+    @property
+    def running(self) -> bool:
+        return getattr(self, "simulator", None) is not None and self.simulator.halt is None
+
+    @precondition(lambda self: self.running)
+    @rule(n=st.integers(1, 40))
+    def go_on(self, n: int) -> None:
+        for _ in range(n):
+            if self.running:
+                self.simulator.advance()
+
+    @precondition(lambda self: self.running and self.simulator.events)
+    @rule(which=st.integers(0, 10**6))
+    def overtake(self, which: int) -> None:
+        """Any answer may come before the one that was due."""
+        planned = self.simulator.events[which % len(self.simulator.events)]
+        planned.time = self.simulator.now
+        self.simulator.events.sort()
+        self.simulator.advance()
+
+    @precondition(lambda self: self.running)
+    @rule()
+    def stop(self) -> None:
+        if self.rng.random() < 0.1:
+            self.simulator.stop()
+
+    @precondition(lambda self: self.running)
+    @rule(worker=st.integers(0, 3))
+    def heartbeat(self, worker: int) -> None:
+        self.simulator.feed(Heartbeat(worker % self.simulator.shape.n_workers))
+
+    @precondition(lambda self: self.running)
+    @rule(worker=st.integers(0, 3))
+    def lose(self, worker: int) -> None:
+        if self.rng.random() < 0.05:
+            self.simulator.fault(worker % self.simulator.shape.n_workers)
+            assert self.simulator.halt is not None
+            assert self.simulator.halt.error is not None
+
+    @precondition(lambda self: not self.running)
+    @rule(worker=st.integers(0, 3))
+    def nothing_follows_the_halt(self, worker: int) -> None:
+        if getattr(self, "simulator", None) is not None:
+            assert self.simulator.scheduler.on(Heartbeat(worker), 1e9) == []
+            assert self.simulator.scheduler.deadline() is None
+
+    def teardown(self) -> None:
+        if self.running:
+            self.simulator.n_events += 1  # it has been started
+            halt = self.simulator.run()
+            assert halt is not None
+            assert halt.error is None
+
+
+Interleavings.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestInterleavings = Interleavings.TestCase
