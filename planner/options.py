@@ -43,10 +43,10 @@ def mesh_fault(mesh: DeviceMesh, cluster: Cluster) -> str:
     return ""
 
 
-def pin_problems(request: PlanRequest, file: str = "") -> Iterator[Problem]:
+def pin_problems(request: PlanRequest) -> Iterator[Problem]:
     """What is wrong with the pins, whatever the search would choose."""
     for name, pin in request.pins.items():
-        where = Where(file, path=f"$.allocation.{name}")
+        where = Where(path=f"$.allocation.{name}")
         if name not in request.mesh_calls:
             what = "holds no devices: it can't be placed" if name in request.graph.calls else "is no call of the graph"
             yield Problem(where, f"{name!r} {what}", suggest(name, request.mesh_calls), "pin")
@@ -165,8 +165,10 @@ def resident(request: PlanRequest, layouts: Mapping[str, Layout], device: int) -
 
 def _copy_bytes(request: PlanRequest, copy: Copy) -> Footprint:
     model, role = request.models[copy.role], request.graph.models[copy.role]
-    states = memory.trained_copy if copy.trained else memory.frozen_copy
-    return states(model, role, copy.layout)
+    if not copy.trained:
+        return memory.frozen_copy(model, role, copy.layout)
+    states = memory.trained_copy(model, role, copy.layout)
+    return states + memory.rescue_copies(model, role, copy.layout) if request.cluster.is_cpu else states
 
 
 def active(request: PlanRequest, call: str, layout: Layout, tokens: int) -> Footprint:
@@ -177,7 +179,7 @@ def active(request: PlanRequest, call: str, layout: Layout, tokens: int) -> Foot
     tokens = max(tokens, sample_tokens(request))
     train = isinstance(request.graph.calls[call], Train)
     rows = (memory.train_activations if train else memory.forward_activations)(model, role, layout, tokens)
-    return rows + memory.gathered_weights(model, role, layout)
+    return rows + memory.gathered(model, role, layout, train)
 
 
 def peak(request: PlanRequest, layouts: Mapping[str, Layout], call: str, tokens: int) -> tuple[int, Footprint]:

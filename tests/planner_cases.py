@@ -8,6 +8,7 @@ from realgraph.graphs.maths import Loss
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, ModelRole, Train
 from realgraph.planner.cluster import Cluster, ClusterSpec
 from realgraph.planner.detect import Probe, resolve
+from realgraph.planner.memory import DType
 from realgraph.planner.model_spec import ModelSpec, known_models, spec_from_config
 from realgraph.planner.pins import Pin
 from realgraph.planner.request import PlanRequest
@@ -37,9 +38,8 @@ def graph(
     return Graph("test", calls, roles, {}, {}, {}, tuple(edges), samples_per_group=8)
 
 
-def ppo(dtype: str = "bfloat16", staleness: int = 0) -> Graph:
+def ppo(dtype: DType = "bfloat16", staleness: int = 0) -> Graph:
     """Actor, critic and frozen reference with a reward function."""
-    role = {"dtype": dtype, "path": "x"}
     return graph(
         {
             "generate": Generate(model="actor"),
@@ -56,15 +56,15 @@ def ppo(dtype: str = "bfloat16", staleness: int = 0) -> Graph:
             *(("advantage", train) for train in ("actor_train", "critic_train")),
         ],
         {
-            "actor": ModelRole(trainable=True, **role),
-            "ref": ModelRole(**role),
-            "critic": ModelRole(trainable=True, head="value", **role),
+            "actor": ModelRole(trainable=True, dtype=dtype, path="x"),
+            "ref": ModelRole(dtype=dtype, path="x"),
+            "critic": ModelRole(trainable=True, head="value", dtype=dtype, path="x"),
         },
         staleness,
     )
 
 
-def grpo(dtype: str = "bfloat16") -> Graph:
+def grpo(dtype: DType = "bfloat16") -> Graph:
     return graph(
         {
             "rollout": Generate(model="actor", n=8),

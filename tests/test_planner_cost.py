@@ -51,7 +51,8 @@ def test_training_speed_is_near_what_megatron_published(row: tuple[int, ...]) ->
 
 def decode_by_tokens(point: Setting, work: GenerateWork, lengths: list[int]) -> float:
     """One decode step after the other, one slot after the other: the slow oracle of a device's share."""
-    waiting, running, seconds = list(lengths), [], 0.0
+    waiting, seconds = list(lengths), 0.0
+    running: list[list[int]] = []  # age and length
     while waiting or running:
         while waiting and len(running) < work.running:
             running.append([0, waiting.pop(0)])

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Mapping
 
 import msgspec
 import networkx as nx
@@ -110,12 +111,12 @@ def test_the_critical_circuit_has_the_ratio_of_the_period(seed: int) -> None:
     assert all(seconds <= found.seconds * tokens * (1 + 1e-9) for seconds, tokens in circuits(events))
 
 
-def ppo_plan(meshes: dict[str, DeviceMesh], orders: dict[int, tuple[Turn, ...]]) -> Plan:
+def ppo_plan(meshes: dict[str, DeviceMesh], orders: Mapping[int, tuple[Turn, ...]]) -> Plan:
     allocations = {
         name: Allocation(Layout(meshes[name], dp=meshes[name].n_devices), 1024, seconds=seconds)
         for name, seconds in PPO_SECONDS.items()
     }
-    return Plan(allocations, orders, Hashes("", "", ""))
+    return Plan(allocations, dict(orders), Hashes("", "", ""))
 
 
 def ppo_period(plan: Plan, staleness: int = 0) -> float:
