@@ -58,10 +58,10 @@ def _set_pings(socket: zmq.Socket[Any]) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_SECONDS * 1000)
 
 
-def answer_zap(request: Sequence[bytes], allowed: Collection[str] | None) -> list[bytes]:
+def answer_zap(request: Sequence[bytes], allowed: Collection[str]) -> list[bytes]:
     """The reply to one request of the ZeroMQ authentication protocol (RFC 27): is this client's key allowed?
 
-    `allowed` None: nobody is known yet, the client shall try again. The key becomes the User-Id of what it sends.
+    The key becomes the User-Id of what the client sends.
     """
     if len(request) != 7 or request[0] != b"1.0":
         return [b"1.0", request[1] if len(request) > 1 else b"", b"500", b"malformed request", b"", b""]
@@ -69,8 +69,6 @@ def answer_zap(request: Sequence[bytes], allowed: Collection[str] | None) -> lis
     if mechanism != b"CURVE" or len(key) != 32:
         return [b"1.0", request_id, b"400", b"CURVE only", b"", b""]
     public = z85.encode(key)
-    if allowed is None:
-        return [b"1.0", request_id, b"300", b"not configured yet", b"", b""]
     if public.decode() not in allowed:
         return [b"1.0", request_id, b"400", b"unknown key", b"", b""]
     return [b"1.0", request_id, b"200", b"OK", public, b""]

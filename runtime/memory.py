@@ -225,7 +225,7 @@ class Arena:
         idle = [segment for segment in self._segments.values() if segment.n_live == 0]
         surplus = sum(s.nbytes for s in idle) - self._live_bytes - self.segment_bytes
         for segment in sorted(idle, key=lambda s: s.nbytes):
-            if segment.nbytes <= surplus:
+            if surplus > 0:
                 surplus -= segment.nbytes
                 os.close(segment.fd)
                 del self._segments[segment.id]
