@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from realgraph.runtime.actions import Checkpointed, CheckpointWritten, EvalEnded, Send, StepEnded
 from realgraph.runtime.protocol import Evaluate, Execute, Heartbeat
 from realgraph.runtime.scheduler import Scheduler
-from tests.shapes import Shape, job_of
+from tests.shapes import Shape, job_of, random_shape
 from tests.simulator import Simulator
 
 SEEDS = range(0, 2600, 100)
