@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -34,13 +35,16 @@ def write_model(folder: Path, seed: int) -> int:
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     vocabulary = {character: index for index, character in enumerate(CHARACTERS + EOS + PAD)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD).save_pretrained(folder)
+    fast: Any = PreTrainedTokenizerFast
+    fast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD).save_pretrained(folder)
 
+    disable_progress_bar()
     config = Qwen3Config(
         vocab_size=16,
         hidden_size=128,

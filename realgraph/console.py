@@ -27,12 +27,12 @@ from realgraph.runtime.observer import (
 BLOCKS = "▁▂▃▄▅▆▇█"
 SHOWN = (
     ("reward", ("reward/reward",)),
-    ("loss", ("train/loss", "actor_train/loss")),
-    ("grad norm", ("train/grad_norm", "actor_train/grad_norm")),
-    ("KL", ("train/approx_kl", "actor_train/approx_kl")),
-    ("entropy", ("train/entropy", "actor_train/entropy")),
-    ("clipped", ("train/clip_fraction", "actor_train/clip_fraction")),
-    ("value loss", ("critic_train/loss",)),
+    ("loss", ("train/loss", "train_actor/loss")),
+    ("grad norm", ("train/grad_norm", "train_actor/grad_norm")),
+    ("KL", ("train/approx_kl", "train_actor/approx_kl")),
+    ("entropy", ("train/entropy", "train_actor/entropy")),
+    ("clipped", ("train/clip_fraction", "train_actor/clip_fraction")),
+    ("value loss", ("train_critic/loss",)),
     ("new tokens", ("rollout/new_tokens",)),
 )
 

@@ -100,6 +100,18 @@ class Save(_Message, frozen=True):
     folder: str
 
 
+class Rescue(_Message, frozen=True):
+    """After a failure: write the trained states as they were when `versions` were current, without any other worker.
+
+    Answered with Done (`call` ''), or with Failed where this worker alone does not hold them whole.
+    """
+
+    task: int
+    step: int
+    folder: str
+    versions: dict[str, int]  # role -> completed train calls
+
+
 class Evaluate(_Message, frozen=True):
     """Generate and score the held-out rows `rows` (this worker's share) with weights `version`."""
 
@@ -119,7 +131,7 @@ class Shutdown(_Message, frozen=True):
     """Answer `Bye` and end."""
 
 
-Command = Configure | Load | Submit | Execute | Reallocate | Drop | Save | Evaluate | Abort | Shutdown
+Command = Configure | Load | Submit | Execute | Reallocate | Drop | Save | Rescue | Evaluate | Abort | Shutdown
 
 
 # --- worker -> master -------------------------------------------------------------------------------------------------

@@ -47,17 +47,17 @@ class TensorBoard:
     def __init__(self, run_dir: Path) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
 
     def start(self, name: str, settings: dict[str, object]) -> None:
-        self._writer.add_text("settings", "  \n".join(f"{key}: {value}" for key, value in settings.items()))  # type: ignore[no-untyped-call]
+        self._writer.add_text("settings", "  \n".join(f"{key}: {value}" for key, value in settings.items()))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(name, value, step)
 
     def end(self, ok: bool) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 class Wandb:

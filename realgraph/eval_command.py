@@ -1,0 +1,65 @@
+"""`realgraph eval`: one held-out evaluation by the run's own runtime, with no step of training."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.spec import Generate
+from realgraph.run_command import FAILED, execute, report
+from realgraph.running import Prepared, prepare
+from realgraph.runtime.job import CheckpointSpec, EvalSpec
+
+
+def eval_command(file: Path, overrides: Sequence[str], checkpoint: Path | None) -> None:
+    """Evaluate the role that generates; exits with 3 where it failed. Raises ConfigError."""
+    prepared = for_evaluation(prepare(file, overrides, None), checkpoint)
+    outcome = execute(prepared, Console())
+    report(outcome, prepared)
+    if not outcome.ok:
+        sys.exit(FAILED)
+
+
+def for_evaluation(prepared: Prepared, checkpoint: Path | None) -> Prepared:
+    """The same run with no steps and one evaluation at its start, of `checkpoint` if one is given."""
+    job = prepared.job
+    spec = job.eval or EvalSpec()
+    if spec.data is None and Path(job.data.path).exists():
+        text = "the run names no held-out data"
+        hint = "add eval: {data: {path: ..., columns: ...}} to the run file"
+        raise ConfigError([Problem(prepared.checked.where("$.eval"), text, hint)])
+    graph = job.graph
+    if checkpoint is not None:
+        roles = {call.model for call in graph.calls.values() if isinstance(call, Generate)}
+        models = dict(graph.models)
+        for role in roles:
+            models[role] = msgspec.structs.replace(models[role], path=str(model_folder(checkpoint, role)))
+        graph = msgspec.structs.replace(graph, models=models)
+    changed = msgspec.structs.replace(
+        job,
+        graph=graph,
+        steps=0,
+        eval=msgspec.structs.replace(spec, every=spec.every or 1, at_start=True),
+        checkpoint=CheckpointSpec(),
+    )
+    return msgspec.structs.replace(prepared, job=changed)
+
+
+def model_folder(path: Path, role: str | None = None) -> Path:
+    """The model in a model folder, a checkpoint (its `role`) or a run directory (its best or newest checkpoint).
+
+    Raises ConfigError naming what was looked for.
+    """
+    path = path.expanduser().absolute()
+    for base in (path, path / "checkpoints" / "best", *sorted((path / "checkpoints").glob("step-*"), reverse=True)):
+        if (base / "config.json").is_file():
+            return base
+        parts = [base / role] if role is not None else [base / "actor", *sorted(base.glob("*"))]
+        for part in parts:
+            if (part / "config.json").is_file():
+                return part
+    hint = "name a folder with a config.json, a checkpoint, or a run directory that has a checkpoint"
+    raise ConfigError([Problem(Where(str(path)), "no model lies here", hint)])

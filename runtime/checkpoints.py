@@ -1,0 +1,93 @@
+"""Whole checkpoints: the workers' parts and the Scheduler's state under one name, or nothing. Master side."""
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from realgraph.graphs.spec import Train
+from realgraph.planner.layout import Layout
+from realgraph.runtime.actions import Checkpointed
+from realgraph.runtime.job import Job
+from realgraph.runtime.protocol import Done, Failed, Rescue
+from realgraph.runtime.run_folder import CHECKPOINT_STATE, RunFolder, commit_folder, point_link, prune, write_atomic
+from realgraph.runtime.startup import Crew
+from realgraph.runtime.transport import TransportError
+
+RESCUE_TASK = -1
+
+
+class Checkpoints:
+    """The checkpoints of a run directory."""
+
+    def __init__(self, folder: RunFolder, keep: int) -> None:
+        self._folder, self._keep = folder, keep
+
+    def newest_step(self) -> int:
+        """Completed steps of the newest whole checkpoint, 0 if there is none."""
+        return max(self._folder.steps(), default=0)
+
+    def partial(self, step: int) -> Path:
+        """An empty folder for the parts of a checkpoint. Raises OSError."""
+        path = self._folder.partial(step)
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        return path
+
+    def commit(self, step: int, partial: Path, state: Checkpointed) -> Path:
+        """Add the state, make the folder whole, mark the best, remove old ones. Raises OSError."""
+        write_atomic(partial / CHECKPOINT_STATE, msgspec.json.format(msgspec.json.encode(state)))
+        final = self._folder.checkpoint(step)
+        commit_folder(partial, final)
+        if state.best_step == step:
+            point_link(self._folder.best, final)
+        list(prune(self._folder, self._keep))
+        return final
+
+    def state(self, checkpoint: Path) -> Checkpointed:
+        """The Scheduler's state in a checkpoint. Raises OSError, msgspec.ValidationError."""
+        return msgspec.json.decode((checkpoint / CHECKPOINT_STATE).read_bytes(), type=Checkpointed)
+
+
+def rescuers(job: Job, alive: frozenset[int]) -> dict[int, list[str]]:
+    """worker -> trained roles that it can save alone. Raises OSError naming a role that no survivor holds whole."""
+    chosen: dict[int, list[str]] = {}
+    for name, call in job.graph.calls.items():
+        if not isinstance(call, Train):
+            continue
+        layout: Layout = job.plan.allocations[name].layout
+        whole = layout.sharding == "replicated" and layout.tp == layout.pp == 1
+        survivors = [worker for worker in layout.mesh.devices if worker in alive]
+        if not survivors or not (whole or layout.mesh.n_devices == 1):
+            raise OSError(f"the weights of {call.model!r} were sharded over workers that are gone")
+        roles = chosen.setdefault(survivors[0], [])
+        if call.model not in roles:
+            roles.append(call.model)
+    return chosen
+
+
+async def rescue(crew: Crew, job: Job, checkpoints: Checkpoints, border: Checkpointed) -> Path:
+    """Have surviving workers write what they hold of the state at `border`. Raises OSError where that fails."""
+    chosen = rescuers(job, crew.fleet.running)
+    partial = checkpoints.partial(border.step)
+    waiting = set(chosen)
+    try:
+        async with asyncio.timeout(job.runtime.min_deadline_seconds):
+            for worker, roles in chosen.items():
+                versions = {role: border.versions[role] for role in roles}
+                await crew.socket.send(worker, Rescue(RESCUE_TASK, border.step, str(partial), versions))
+            while waiting:
+                worker, reply = await crew.socket.receive()
+                match reply:
+                    case Done(task=task) if task == RESCUE_TASK:
+                        waiting.discard(worker)
+                    case Failed(call="", error=error) if worker in waiting:
+                        raise OSError(f"worker {worker}: {error}")
+                    case _:
+                        pass  # what was still under way when the run failed
+    except TimeoutError:
+        raise OSError(f"workers {sorted(waiting)} did not save within {job.runtime.min_deadline_seconds:g} s") from None
+    except TransportError as error:
+        raise OSError(str(error)) from error
+    return checkpoints.commit(border.step, partial, border)

@@ -1,0 +1,208 @@
+"""The compute thread of a worker: model work in the order of its commands, decode steps in between. Worker side."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from realgraph.graphs.graph import Graph
+from realgraph.graphs.spec import Function, Generate
+from realgraph.runtime.assemble import Assembler
+from realgraph.runtime.evaluation import Evaluation
+from realgraph.runtime.function_calls import FunctionCalls
+from realgraph.runtime.function_host import FunctionHost
+from realgraph.runtime.job import Job
+from realgraph.runtime.loading import Loading, stop_tokens
+from realgraph.runtime.model_calls import ModelCalls
+from realgraph.runtime.protocol import (
+    Abort,
+    Configure,
+    Done,
+    Evaluate,
+    Execute,
+    Generated,
+    Load,
+    Loaded,
+    Ready,
+    Reallocate,
+    Reply,
+    Save,
+    Submit,
+)
+from realgraph.runtime.resources import Resources
+from realgraph.runtime.roles import Roles
+from realgraph.runtime.rollouts import Rollouts, Sampling
+from realgraph.runtime.worker_failures import failure
+
+log = logging.getLogger(__name__)
+
+Work = Load | Submit | Execute | Reallocate | Save | Evaluate | Abort
+IDLE_SECONDS = 3600.0  # the queue wakes the thread; this only bounds one wait
+CLOSE_SECONDS = 2.0
+
+
+class Compute:
+    """Everything that runs models on one worker. `open` and `rescue` are called from threads of the control loop."""
+
+    def __init__(self, resources: Resources, configure: Configure, post: Callable[[Reply], None]) -> None:
+        self.job = msgspec.json.decode(configure.job, type=Job)
+        self.worker = resources.worker
+        self._resources, self._configure, self._post = resources, configure, post
+        self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="compute", daemon=True)
+        self.doing = ""
+
+    # --- called by the control loop -----------------------------------------------------------------------------------
+
+    def open(self) -> Ready:
+        """Join the groups, load data and models, start the thread. Raises what went wrong."""
+        began = time.monotonic()
+        job, graph = self.job, self.job.graph
+        resources = self._resources
+        resources.connect(self._configure.peers)
+        collectives = resources.join(job, self._configure.collective)
+        self._loading = Loading(job)
+        self._assembler = Assembler(graph, resources.store, resources.plane, job.runtime.min_deadline_seconds)
+        self.roles = Roles(job, self.worker, collectives, self._loading.decode)
+        self._host = FunctionHost(job.user_dir, job.runtime.function_processes)
+        self.functions = FunctionCalls(graph, self._assembler, self._host, self.worker)
+        for name, call in graph.calls.items():
+            if isinstance(call, Function):
+                self._host.check(name, call)
+        self._calls = ModelCalls(graph, self._assembler, self.roles, self.worker)
+        if self._configure.resume:
+            self.roles.load(Path(self._configure.resume))
+        self._rollouts = self._make_rollouts(graph)
+        self._evaluation = Evaluation(job, self._loading, self._rollouts, self._host, self.worker)
+        self._thread.start()
+        return Ready(
+            worker=self.worker,
+            n_rows=self._loading.n_rows,
+            n_eval_rows=self._loading.n_eval_rows,
+            facts={
+                "load_seconds": time.monotonic() - began,
+                **{f"parameters/{role}": float(n) for role, n in self.roles.n_parameters().items()},
+            },
+        )
+
+    def _make_rollouts(self, graph: Graph) -> Rollouts | None:
+        for name, engine in self.roles.rollouts.items():
+            call = graph.calls[name]
+            assert isinstance(call, Generate)
+            stops = stop_tokens(self._loading.tokenizer, self.roles.engines[name].model.network)
+            sampling = Sampling.of(call, self.job.batch.max_new_tokens, stops)
+            mask_unfinished = self.job.data.truncated == "mask"
+            return Rollouts(
+                name, engine, sampling, call.reads[0], self._assembler, self._loading.decode, mask_unfinished
+            )
+        return None
+
+    def queue(self, work: Work) -> None:
+        """Hand over a command; the thread takes them in order."""
+        self._work.put(work)
+
+    def drop(self, groups: Sequence[int]) -> None:
+        """Forget what the store holds of these groups."""
+        n = self.job.graph.samples_per_group
+        gone = set(groups)
+        keys = self.job.graph.keys
+        by_group = [name for name, key in keys.items() if key.type.level == "group"]
+        by_sample = [name for name, key in keys.items() if key.type.level != "group"]
+        self._resources.store.drop(by_group, gone)
+        self._resources.store.drop(by_sample, [group * n + index for group in gone for index in range(n)])
+
+    def rescue(self, folder: Path, versions: dict[str, int]) -> None:
+        """Write the trained states as of `versions`, from this worker alone. Raises OSError."""
+        self.roles.rescue(folder, versions)
+
+    def device_bytes(self) -> int:
+        """The most memory that tensors have taken on the GPU; 0 on a CPU."""
+        return int(torch.cuda.max_memory_allocated()) if self._resources.device.type == "cuda" else 0
+
+    def close(self) -> None:
+        """End the thread and the functions' subprocesses. A thread stuck in a call is left to the process's end."""
+        self._work.put(None)
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_SECONDS)
+        if hasattr(self, "_host"):
+            self._host.close()
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Commands in order; while requests run, a decode step between any two."""
+        rollouts = self._rollouts
+        while True:
+            busy = rollouts is not None and not rollouts.idle
+            try:
+                work = self._work.get(block=not busy, timeout=None if busy else IDLE_SECONDS)
+            except queue.Empty:
+                if rollouts is not None and not rollouts.idle:
+                    self._guard(rollouts.name, self._decode)
+                continue
+            if work is None:
+                return
+            name = work.call if isinstance(work, Execute | Submit | Reallocate) else type(work).__name__.lower()
+            self._guard(name, lambda work=work: self._run(work))  # type: ignore[misc]
+
+    def _guard(self, name: str, run: Callable[[], Reply | None]) -> None:
+        """Run one piece of work; its reply, or its failure, goes to the master."""
+        self.doing = name
+        try:
+            reply = run()
+        except Exception as error:
+            log.exception("%s failed", name)
+            self._post(failure(self.worker, name, error))
+        else:
+            if reply is not None:
+                self._post(reply)
+        finally:
+            self.doing = ""
+
+    def _decode(self) -> Generated | None:
+        assert self._rollouts is not None
+        return self._rollouts.step(self.worker)
+
+    def _run(self, work: Work) -> Reply | None:
+        match work:
+            case Load(groups=groups):
+                return self._load(groups)
+            case Submit(groups=groups):
+                return self._submit(groups)
+            case Execute():
+                return self._calls.run(work)
+            case Reallocate():
+                return self._timed(work.task, work.call, lambda: self._reallocate(work))
+            case Save():
+                return self._timed(work.task, "save", lambda: self.roles.save(Path(work.folder)))
+            case Evaluate():
+                return self._evaluation.run(work)
+            case Abort(groups=groups):
+                if self._rollouts is not None:
+                    self._rollouts.abort(groups)
+                return None
+
+    def _timed(self, task: int, call: str, run: Callable[[], None]) -> Done:
+        began = time.time()
+        run()
+        return Done(self.worker, task, call, started=began, ended=time.time())
+
+    def _reallocate(self, work: Reallocate) -> None:
+        self.roles.reallocate(work.role, work.call, work.version, work.owners)
+
+    def _load(self, groups: Sequence[int]) -> Loaded:
+        samples, skipped = self._loading.load_samples(groups, self._assembler)
+        return Loaded(self.worker, tuple(g for g in groups if g not in skipped), samples, skipped)
+
+    def _submit(self, groups: Sequence[int]) -> Generated | None:
+        assert self._rollouts is not None
+        prompts, skipped = self._loading.load_prompts(groups, self._assembler, self._rollouts.prompt_key)
+        self._rollouts.submit(prompts, self.job.seed)
+        if not skipped:
+            return None
+        return Generated(self.worker, self._rollouts.name, (), (), skipped=skipped)

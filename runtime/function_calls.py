@@ -1,0 +1,102 @@
+"""Function calls of one worker: inputs from the stores, units to the subprocesses, results back into the store."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from realgraph.graphs.graph import Graph
+from realgraph.graphs.keys import TOKENS
+from realgraph.graphs.spec import Function
+from realgraph.runtime.assemble import Assembler, Values, decode_value
+from realgraph.runtime.function_host import FunctionHost
+from realgraph.runtime.functions import Unit, UnitResult
+from realgraph.runtime.protocol import Done, Execute, Mean
+
+KEEP = "keep"
+
+
+class FunctionFailed(Exception):
+    """A unit failed, and the call's policy is to fail the run. sample: the one to blame, -1 for a group or batch."""
+
+    def __init__(self, result: UnitResult) -> None:
+        super().__init__(result.error)
+        self.sample, self.detail = result.sample, result.detail
+
+
+class FunctionCalls:
+    """Runs function calls. Safe to use from several threads."""
+
+    def __init__(self, graph: Graph, assembler: Assembler, host: FunctionHost, worker: int) -> None:
+        self._graph, self._assembler, self._host, self._worker = graph, assembler, host, worker
+
+    def run(self, command: Execute) -> Done:
+        """Run one call over the command's units; what it writes is in the store afterwards. Raises FunctionFailed."""
+        started = time.time()
+        call = self._graph.calls[command.call]
+        assert isinstance(call, Function)
+        samples = [sample for share in command.shares for sample in share]
+        values = self._assembler.gather(command.sources, samples)
+        units = [self.unit(command.call, share, values) for share in command.shares]
+        results = self._host.run(command.call, call, units)
+        for result in results:
+            if result.error and call.on_error == "fail":
+                raise FunctionFailed(result)
+        kept, metrics = self._put(command.call, units, results)
+        n_failed = sum(bool(result.error) for result in results)
+        if n_failed:
+            metrics["failed"] = Mean(float(n_failed), float(len(results)))
+        return Done(
+            worker=self._worker,
+            task=command.task,
+            call=command.call,
+            metrics=metrics,
+            kept=kept,
+            started=started,
+            ended=time.time(),
+        )
+
+    def unit(self, name: str, samples: Sequence[int], values: Values) -> Unit:
+        """The keywords of one unit: single values for a sample, lists for a group or batch."""
+        call = self._graph.calls[name]
+        assert isinstance(call, Function)
+        kwargs: dict[str, Any] = dict(call.args)
+        for key in self._graph.reads[name]:
+            kind = self._graph.keys[key].type
+            found = [decode_value(self._assembler.value(values, key, sample), kind) for sample in samples]
+            single = call.over == "sample" or (call.over == "group" and kind.level == "group")
+            kwargs[key] = found[0] if single else found
+        lengths: tuple[int, ...] = ()
+        if TOKENS in values:
+            lengths = tuple(len(self._assembler.value(values, TOKENS, sample)) for sample in samples)
+        groups = tuple(self._assembler.group(sample) for sample in samples)
+        return Unit(tuple(samples), kwargs, groups, lengths)
+
+    def _put(
+        self, name: str, units: Sequence[Unit], results: Sequence[UnitResult]
+    ) -> tuple[dict[int, bool], dict[str, Mean]]:
+        """Store what the units gave; the groups' fate where the call filters; means of the numbers for the metrics."""
+        call = self._graph.calls[name]
+        assert isinstance(call, Function)
+        kept: dict[int, bool] = {}
+        metrics: dict[str, Mean] = {}
+        for key in self._graph.writes[name]:
+            kind = self._graph.keys[key].type
+            column: dict[int, Any] = {}
+            for unit, result in zip(units, results, strict=True):
+                column |= _by_id(unit, result.values[key], by_group=kind.level == "group", over=call.over)
+            self._assembler.put_values(key, tuple(column), tuple(column.values()))
+            if key == KEEP:
+                kept = {group: bool(value) for group, value in column.items()}
+            if kind.level != "token" and kind.dtype in ("bool", "int32", "int64", "float32", "float64"):
+                metrics[key] = Mean(float(sum(column.values())), float(len(column)))
+        return kept, metrics
+
+
+def _by_id(unit: Unit, value: Any, *, by_group: bool, over: str) -> Mapping[int, Any]:
+    """A unit's value of one key, by sample or by group id."""
+    if by_group:
+        groups = tuple(dict.fromkeys(unit.groups))
+        return dict(zip(groups, value, strict=True)) if over == "batch" else {groups[0]: value}
+    if over == "sample":
+        return {unit.samples[0]: value}
+    return dict(zip(unit.samples, value, strict=True))

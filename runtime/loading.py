@@ -1,0 +1,133 @@
+"""The data of one worker: rows of prompt groups into the store, prompts of held-out rows, tokens back to text."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import Struct
+from torch import nn
+
+from realgraph.graphs.graph import Graph
+from realgraph.graphs.keys import TOKENS
+from realgraph.runtime.assemble import Assembler
+from realgraph.runtime.cursor import row_of
+from realgraph.runtime.data import DataSet, Row, TooLong, tokenizer_source
+from realgraph.runtime.job import DataSpec, Job
+from realgraph.runtime.protocol import Sample
+from realgraph.runtime.tokenize import Tokenizer, load_tokenizer
+
+
+class Prompt(Struct, frozen=True):
+    """A held-out prompt: its row, its tokens, and the values of the graph's inputs for the scoring function."""
+
+    row: int
+    tokens: tuple[int, ...]
+    values: dict[str, Any]
+
+
+def stop_tokens(tokenizer: Tokenizer, network: nn.Module) -> frozenset[int]:
+    """Every token that ends a sample: the tokenizer's end of sequence and those of the model's generation config."""
+    found: set[int] = set()
+    for source in (tokenizer, getattr(network, "generation_config", None), network.config):
+        ends = getattr(source, "eos_token_id", None)
+        found.update([ends] if isinstance(ends, int) else ends or [])
+    return frozenset(found)
+
+
+def eval_data(job: Job) -> DataSpec | None:
+    """The held-out data: as the run says, else the `test` split of its training data on the Hub."""
+    if job.eval is None:
+        return None
+    if job.eval.data is not None:
+        return job.eval.data
+    return DataSpec(
+        path=job.data.path,
+        split="test",
+        subset=job.data.subset,
+        columns=job.data.columns,
+        chat=job.data.chat,
+        system=job.data.system,
+        max_prompt_tokens=job.data.max_prompt_tokens,
+    )
+
+
+def open_data(spec: DataSpec, graph: Graph, tokenizer: Tokenizer) -> DataSet:
+    """A data set as this graph's inputs. Raises ConfigError."""
+    inputs = {key.name: key.type for key in graph.inputs}
+    return DataSet(spec, inputs, tokenizer, graph.samples_per_group)
+
+
+class Loading:
+    """Reads rows for this worker. Raises ConfigError for data and tokenizers that can't be opened."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.tokenizer = load_tokenizer(*tokenizer_source(job.graph))
+        self._data = open_data(job.data, job.graph, self.tokenizer)
+        self.n_rows = len(self._data)
+        spec = eval_data(job)
+        self._eval = open_data(spec, job.graph, self.tokenizer) if spec is not None else None
+        limit = job.eval.limit if job.eval is not None else None
+        n_eval = len(self._eval) if self._eval is not None else 0
+        self.n_eval_rows = min(n_eval, limit) if limit is not None else n_eval
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of tokens, special ones left out."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def _row(self, group: int) -> Row | TooLong:
+        return self._data.row(row_of(group, self.n_rows, self._job.seed, self._job.data.shuffle))
+
+    def load_prompts(
+        self, groups: Sequence[int], assembler: Assembler, prompt_key: str
+    ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
+        """Put the inputs of groups into the store: (group -> prompt tokens, groups whose prompt is too long)."""
+        prompts: dict[int, tuple[int, ...]] = {}
+        skipped: list[int] = []
+        columns: dict[str, dict[int, Any]] = {}
+        for group in groups:
+            row = self._row(group)
+            if isinstance(row, TooLong):
+                skipped.append(group)
+                continue
+            prompts[group] = tuple(row.group[prompt_key])
+            for name, value in row.group.items():
+                columns.setdefault(name, {})[group] = value
+        for name, column in columns.items():
+            assembler.put_values(name, tuple(column), tuple(column.values()))
+        return prompts, tuple(skipped)
+
+    def load_samples(self, groups: Sequence[int], assembler: Assembler) -> tuple[tuple[Sample, ...], tuple[int, ...]]:
+        """Put groups whose samples come from the data into the store: (samples, groups that are too long)."""
+        n = self._job.graph.samples_per_group
+        samples: list[Sample] = []
+        skipped: list[int] = []
+        columns: dict[str, dict[int, Any]] = {}
+        for group in groups:
+            row = self._row(group)
+            if isinstance(row, TooLong):
+                skipped.append(group)
+                continue
+            for name, value in row.group.items():
+                columns.setdefault(name, {})[group] = value
+            for index, keys in enumerate(row.samples):
+                sample = group * n + index
+                samples.append(Sample(sample, len(keys[TOKENS])))
+                for name, value in keys.items():
+                    columns.setdefault(name, {})[sample] = value
+        for name, column in columns.items():
+            assembler.put_values(name, tuple(column), tuple(column.values()))
+        return tuple(samples), tuple(skipped)
+
+    def eval_prompts(self, rows: Sequence[int]) -> list[Prompt]:
+        """The held-out prompts of these rows; those that are too long are left out."""
+        assert self._eval is not None
+        prompts = []
+        for index in rows:
+            row = self._eval.row(index)
+            if isinstance(row, Row):
+                prompts.append(Prompt(index, tuple(row.group[self._prompt_key]), row.group))
+        return prompts
+
+    @property
+    def _prompt_key(self) -> str:
+        return next(key.name for key in self._job.graph.inputs if key.type.dtype == "tokens")

@@ -1,0 +1,86 @@
+"""Inference, advantage and train calls of one worker: gather a share, run the engine, store what it wrote."""
+
+import time
+
+from realgraph.graphs.graph import Graph
+from realgraph.graphs.keys import MASK, TOKENS
+from realgraph.graphs.spec import Advantage, Inference, Train
+from realgraph.runtime import advantages
+from realgraph.runtime.assemble import Assembler
+from realgraph.runtime.protocol import Done, Execute, Mean
+from realgraph.runtime.roles import Roles
+
+
+class StaleWeightsError(Exception):
+    """A call was sent for another version of a role's weights than this worker has: a bug of the scheduler."""
+
+
+class ModelCalls:
+    """Runs the calls that work on packed batches. Used by the compute thread alone."""
+
+    def __init__(self, graph: Graph, assembler: Assembler, roles: Roles, worker: int) -> None:
+        self._graph, self._assembler, self._roles, self._worker = graph, assembler, roles, worker
+
+    def run(self, command: Execute) -> Done:
+        """Run one call on this worker's share; what it writes is in the store afterwards."""
+        started = time.time()
+        call = self._graph.calls[command.call]
+        state = dict(command.state)
+        match call:
+            case Inference():
+                metrics = self._infer(call, command)
+            case Advantage():
+                metrics, state = self._advantage(call, command)
+            case Train():
+                metrics = self._train(call, command)
+            case _:
+                raise AssertionError(f"{command.call!r} is not for an engine")
+        return Done(
+            worker=self._worker,
+            task=command.task,
+            call=command.call,
+            metrics=metrics,
+            state=state,
+            started=started,
+            ended=time.time(),
+        )
+
+    def _check_version(self, command: Execute) -> None:
+        engine = self._roles.engines[command.call]
+        if self._graph.role(command.call) in self._roles.trained and engine.version != command.version:
+            text = f"{command.call!r} needs version {command.version} of its role, this worker has {engine.version}"
+            raise StaleWeightsError(text)
+
+    def _infer(self, call: Inference, command: Execute) -> dict[str, Mean]:
+        self._check_version(command)
+        (samples,) = command.shares
+        batch = self._assembler.packed(self._assembler.gather(command.sources, samples), samples)
+        found = self._roles.engines[command.call].inference(batch, call.output, call.temperature)
+        self._assembler.put_packed(call.writes[0], found, batch)
+        if call.output == "scores":
+            return {call.writes[0]: Mean(float(found.sum()), float(batch.n_samples))}
+        sampled = batch.mask.cpu()
+        return {call.writes[0]: Mean(float(found[sampled].sum()), float(sampled.sum()))} if sampled.any() else {}
+
+    def _advantage(self, call: Advantage, command: Execute) -> tuple[dict[str, Mean], dict[str, float]]:
+        (samples,) = command.shares
+        batch = self._assembler.packed(self._assembler.gather(command.sources, samples), samples)
+        found, state, metrics = advantages.compute(call, batch, dict(command.state))
+        for name in self._graph.writes[command.call]:
+            self._assembler.put_packed(name, found[name], batch)
+        return metrics, state
+
+    def _train(self, call: Train, command: Execute) -> dict[str, Mean]:
+        self._check_version(command)
+        samples = sorted({sample for share in command.shares for sample in share})
+        values = self._assembler.gather(command.sources, samples)
+        device = self._roles.engines[command.call].ranks.device
+        for name in (TOKENS, MASK):
+            values.setdefault(name, {})  # a rank may have no sample at all
+        minibatches = [self._assembler.packed(values, share).to(device) for share in command.shares]
+        engine = self._roles.trained[call.model]
+        self._roles.keep(call.model)
+        metrics = engine.train(call, minibatches)
+        self._roles.average(call.model)
+        self._roles.weights_changed(call.model, engine)
+        return metrics

@@ -1,0 +1,182 @@
+"""The models of one worker: which engine serves which call, over which copy of a role's weights. Worker side.
+
+The one place that chooses engines. Copies follow the plan (`planner/residency.py`): a call whose layout is that of the
+trained copy reads it in place; another has a copy of its own, refreshed by reallocation.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS
+from realgraph.graphs.maths import ApplyTerm
+from realgraph.graphs.spec import Generate, ModelRole, Train
+from realgraph.planner.residency import Copy, copies
+from realgraph.runtime.engine import RolloutEngine
+from realgraph.runtime.functions import load_function
+from realgraph.runtime.generation import Decode, Limits, TorchRolloutEngine
+from realgraph.runtime.job import Job
+from realgraph.runtime.parallel import Collectives
+from realgraph.runtime.train_engine import TorchTrainEngine, open_engine
+from realgraph.runtime.train_files import Snapshot
+from realgraph.runtime.train_passes import Settings
+
+MAX_LOGPROB_GAP = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.05, "float16": 0.02}  # mean nats a sampled token
+
+
+def role_path(models: Mapping[str, ModelRole], role: str) -> str:
+    """Where a role's first weights come from: its own path, or that of the role it starts as. Raises ConfigError."""
+    name: str | None = role
+    while name is not None:
+        path = models[name].path
+        if path is not None:
+            return path
+        name = models[name].init
+    text = f"the role {role!r} has no weights to start from"
+    raise ConfigError([Problem(Where(path=f"$.models.{role}.path"), text, "give it a path, or init: another role")])
+
+
+class Roles:
+    """Engines of this worker by call. Making it is collective: every worker makes its part in the same order."""
+
+    def __init__(self, job: Job, worker: int, collectives: Collectives, decode: Decode) -> None:
+        self._job, self._worker, self._collectives = job, worker, collectives
+        layouts = {name: allocation.layout for name, allocation in job.plan.allocations.items()}
+        self.trained: dict[str, TorchTrainEngine] = {}
+        self.engines: dict[str, TorchTrainEngine] = {}
+        self.rollouts: dict[str, RolloutEngine] = {}
+        self._averaged: dict[str, list[TorchTrainEngine]] = {}  # trained role -> references that follow it
+        self.saved: dict[str, TorchTrainEngine] = {}
+        self._kept: dict[str, Snapshot | None] = {}
+        for copy in copies(job.graph, layouts):
+            if worker in copy.layout.mesh.devices:
+                self._open(copy, decode)
+
+    def _open(self, copy: Copy, decode: Decode) -> None:
+        job, role = self._job, self._job.graph.models[copy.role]
+        tokens = min(job.plan.allocations[name].max_tokens_per_microbatch for name in copy.calls)
+        settings = self._settings(copy, tokens) if copy.trained else Settings(max_tokens_per_microbatch=tokens)
+        path = role_path(job.graph.models, copy.role)
+        engine = open_engine(role, path, copy.layout, self._collectives.ranks(copy.layout.mesh), settings)
+        for name in copy.calls:
+            self.engines[name] = engine
+            if isinstance(job.graph.calls[name], Generate):
+                limits = Limits(
+                    max_running=job.batch.max_running or 128,
+                    max_cache_tokens=job.plan.allocations[name].max_tokens_per_microbatch,
+                )
+                self.rollouts[name] = TorchRolloutEngine(engine.model.network, limits, decode=decode)
+        if copy.trained:
+            self.trained[copy.role] = self.saved[copy.role] = engine
+        elif role.ema_rate is not None and role.init is not None:
+            self._averaged.setdefault(role.init, []).append(engine)
+            self.saved[copy.role] = engine
+
+    def _settings(self, copy: Copy, tokens: int) -> Settings:
+        job = self._job
+        trains = [call for call in job.graph.calls.values() if isinstance(call, Train) and call.model == copy.role]
+        role = job.graph.models[copy.role]
+        samples = any(BEHAVIOUR_LOGPROBS in job.graph.reads[name] for name in copy.calls)
+        gap = job.runtime.max_logprob_gap or MAX_LOGPROB_GAP[role.dtype]
+        applied = [term.fn for call in trains for term in call.loss.terms.values() if isinstance(term, ApplyTerm)]
+        return Settings(
+            max_tokens_per_microbatch=tokens,
+            optimizer=trains[0].optimizer,
+            total_steps=job.steps * sum(call.minibatches * call.epochs for call in trains),
+            max_logprob_gap=gap if samples else None,
+            max_age=job.staleness if samples and job.staleness and job.overdue == "mask" else None,
+            functions={fn: load_function(fn, job.user_dir) for fn in applied},
+        )
+
+    def load(self, checkpoint: Path) -> None:
+        """Take back the trained states of a checkpoint, and bring every copy of them up to date. Collective."""
+        for name, engine in self.saved.items():
+            engine.load(checkpoint / name)
+        for role, engine in self.trained.items():
+            self.weights_changed(role, engine)
+
+    def save(self, folder: Path) -> None:
+        """Write every state that training changes. Collective."""
+        for name, engine in self.saved.items():
+            engine.save(folder / name)
+
+    def keep(self, role: str) -> None:
+        """Before `role` is trained: keep its state, and that of references that follow it, for a rescue."""
+        for name, engine in self.saved.items():
+            if engine is self.trained[role] or engine in self._averaged.get(role, ()):
+                self._kept[name] = engine.snapshot()
+
+    def rescue(self, folder: Path, versions: Mapping[str, int]) -> None:
+        """Write the states as of `versions` (of the trained roles), from this worker alone; from any thread.
+
+        Raises OSError where this worker holds only a part of a role, or no state of that version.
+        """
+        for name, engine in self.saved.items():
+            role = engine.role.init if name not in self.trained and engine.role.init else name
+            if role not in versions:
+                continue
+            kept = self._kept.get(name)
+            found = kept if kept is not None and kept.version == versions[role] else engine.snapshot()
+            if found is None or found.version != versions[role]:
+                raise OSError(f"this worker has no whole state of {name!r} at version {versions[role]}")
+            found.write(folder / name)
+
+    def n_parameters(self) -> dict[str, int]:
+        """Parameters of every role on this worker (of a shard: of the whole model)."""
+        counts = {}
+        for call, engine in self.engines.items():
+            role = self._job.graph.role(call)
+            counts[role] = sum(parameter.numel() for parameter in engine.model.network.parameters())
+        return counts
+
+    def weights_changed(self, role: str, engine: TorchTrainEngine) -> None:
+        """After training: generators that share the trained weights drop what they cached under the old ones."""
+        for name, rollout in self.rollouts.items():
+            if self.engines[name] is engine and rollout.version != engine.version:
+                rollout.update(None, engine.version)
+
+    def average(self, role: str) -> None:
+        """Move the references that follow `role` towards it. Collective."""
+        for reference in self._averaged.get(role, ()):
+            rate = reference.role.ema_rate
+            assert rate is not None
+            reference.average_weights(self.trained[role].weights(), rate, self.trained[role].version)
+
+    def reallocate(self, role: str, call: str, version: int, owners: tuple[int, ...]) -> None:
+        """Copy the trained weights to this worker's copy for `call`. Owners and receivers all call it.
+
+        Owners gather full tensors (collective where sharded); the first sends each to the receivers that own no part.
+        """
+        mesh = self._job.plan.allocations[call].layout.mesh
+        strangers = [worker for worker in mesh.devices if worker not in owners]
+        if self._worker in owners:
+            weights = self._send(self.trained[role].weights(), strangers if self._worker == owners[0] else [])
+        else:
+            weights = self._receive(self.engines[call], owners[0])
+        target = self.engines.get(call)
+        if target is None or self._worker not in mesh.devices:
+            for _ in weights:
+                pass  # only sends
+            return
+        target.load_weights(weights, version)
+        if call in self.rollouts:
+            self.rollouts[call].update(None, version)
+
+    @staticmethod
+    def _send(weights: Iterator[tuple[str, Tensor]], receivers: list[int]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            whole = tensor.contiguous()
+            for receiver in receivers:
+                dist.send(whole, receiver)
+            yield name, whole
+
+    @staticmethod
+    def _receive(engine: TorchTrainEngine, owner: int) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in engine.model.network.named_parameters():
+            whole = torch.empty(parameter.shape, dtype=engine.dtype, device=engine.ranks.device)
+            dist.recv(whole, owner)
+            yield name, whole

@@ -1,0 +1,172 @@
+"""A model worker: one process, one device. A control loop that never waits for an engine, and a thread that computes.
+
+The control loop answers the master, beats, and rescues; commands that need models queue for the compute thread, which
+decodes between them; functions run in threads of their own. Whatever fails becomes one `Failed` message.
+"""
+
+import asyncio
+import logging
+import os
+import platform
+import resource
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from realgraph.graphs.spec import Function
+from realgraph.runtime.compute import Compute
+from realgraph.runtime.launch import WorkerBoot
+from realgraph.runtime.protocol import (
+    Abort,
+    Bye,
+    Command,
+    Configure,
+    Done,
+    Drop,
+    Evaluate,
+    Execute,
+    Heartbeat,
+    Hello,
+    Load,
+    Reallocate,
+    Reply,
+    Rescue,
+    Save,
+    Shutdown,
+    Submit,
+)
+from realgraph.runtime.resources import Resources
+from realgraph.runtime.transport import TransportError, WorkerSocket
+from realgraph.runtime.worker_failures import failure
+
+log = logging.getLogger(__name__)
+
+MASTER_LOST_SECONDS = 60.0  # without a connection to the master a worker ends itself
+
+
+def main(boot: WorkerBoot) -> None:
+    """The worker's process, from its first to its last line."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    sys.exit(asyncio.run(Worker(boot).serve()))
+
+
+class Worker:
+    """The control loop of one worker."""
+
+    def __init__(self, boot: WorkerBoot) -> None:
+        self._boot, self.number = boot, boot.worker
+        self._resources: Resources | None = None
+        self._compute: Compute | None = None
+        self._functions: ThreadPoolExecutor | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> int:
+        """Answer the master until Shutdown. Returns the exit code."""
+        self._loop = asyncio.get_running_loop()
+        self._socket = WorkerSocket(self.number, self._boot.master, self._boot.keys, self._boot.master_key)
+        beats = asyncio.create_task(self._beat())
+        try:
+            self._resources = await asyncio.to_thread(Resources, self._boot)
+            await self._socket.send(
+                Hello(self.number, os.getpid(), self._resources.peer, self._resources.collective_address)
+            )
+            while True:
+                command = await self._socket.receive()
+                if isinstance(command, Shutdown):
+                    await self._socket.send(Bye(self.number))
+                    return 0
+                await self._take(command)
+        except TransportError as error:
+            log.error("%s", error)
+            return 1
+        finally:
+            beats.cancel()
+            await self._close()
+
+    async def _close(self) -> None:
+        if self._compute is not None:
+            await asyncio.to_thread(self._compute.close)
+        if self._functions is not None:
+            self._functions.shutdown(wait=False, cancel_futures=True)
+        if self._resources is not None:
+            await asyncio.to_thread(self._resources.close)
+        await self._socket.close()
+
+    async def _beat(self) -> None:
+        """Heartbeats; and the end of this process where the master is gone."""
+        seconds = 1.0
+        while True:
+            compute = self._compute
+            doing = compute.doing if compute is not None else ""
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
+            device = compute.device_bytes() if compute is not None else 0
+            await self._socket.send(Heartbeat(self.number, doing, peak, device))
+            if self._socket.lost_seconds > MASTER_LOST_SECONDS:
+                log.error("the master has been gone for %.0f s: ending", self._socket.lost_seconds)
+                os._exit(1)
+            if compute is not None:
+                seconds = compute.job.runtime.heartbeat_seconds
+            await asyncio.sleep(seconds)
+
+    async def _take(self, command: Command) -> None:
+        """One command. Nothing here waits for an engine."""
+        match command:
+            case Configure():
+                self._spawn(self._configure(command))
+            case Execute(call=call) if isinstance(self._ready.job.graph.calls[call], Function):
+                self._spawn(self._run_function(command))
+            case Load() | Submit() | Execute() | Reallocate() | Save() | Evaluate() | Abort():
+                self._ready.queue(command)
+            case Drop(groups=groups):
+                self._ready.drop(groups)
+            case Rescue():
+                self._spawn(self._rescue(command))
+            case Shutdown():
+                raise AssertionError("handled by serve")
+
+    @property
+    def _ready(self) -> Compute:
+        assert self._compute is not None, "a call before Ready"
+        return self._compute
+
+    def _spawn(self, work: "asyncio.coroutines.Coroutine[None, None, None]") -> None:  # type: ignore[name-defined]
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _configure(self, command: Configure) -> None:
+        assert self._resources is not None
+        began = time.monotonic()
+        try:
+            compute = Compute(self._resources, command, self._post)
+            ready = await asyncio.to_thread(compute.open)
+        except Exception as error:
+            await self._socket.send(failure(self.number, "", error))
+            return
+        self._compute = compute
+        self._functions = ThreadPoolExecutor(compute.job.runtime.function_processes + 1, "functions")
+        log.info("ready after %.1f s", time.monotonic() - began)
+        await self._socket.send(ready)
+
+    def _post(self, reply: Reply) -> None:
+        """Send from another thread."""
+        asyncio.run_coroutine_threadsafe(self._socket.send(reply), self._loop)
+
+    async def _run_function(self, command: Execute) -> None:
+        assert self._functions is not None
+        try:
+            done = await self._loop.run_in_executor(self._functions, self._ready.functions.run, command)
+        except Exception as error:
+            await self._socket.send(failure(self.number, command.call, error))
+        else:
+            await self._socket.send(done)
+
+    async def _rescue(self, command: Rescue) -> None:
+        began = time.time()
+        try:
+            await asyncio.to_thread(self._ready.rescue, Path(command.folder), command.versions)
+        except Exception as error:
+            await self._socket.send(failure(self.number, "", error))
+        else:
+            await self._socket.send(Done(self.number, command.task, "", started=began, ended=time.time()))

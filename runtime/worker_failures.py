@@ -1,0 +1,42 @@
+"""Exceptions of a worker as the message that ends the run: its kind decides what the user is told."""
+
+import traceback
+from typing import Literal
+
+from realgraph.graphs.errors import ConfigError
+from realgraph.runtime.function_calls import FunctionFailed
+from realgraph.runtime.function_host import FunctionError
+from realgraph.runtime.parallel import CollectiveError
+from realgraph.runtime.protocol import Failed
+from realgraph.runtime.train_engine import LogprobGap
+from realgraph.runtime.train_passes import NumericsError
+
+Kind = Literal["call", "function", "data", "numerics", "disk", "start", "worker", "deadline"]
+
+
+def failure(worker: int, call: str, error: Exception) -> Failed:
+    """What went wrong in `call` of `worker`, in one line, with the sample to blame where one is known."""
+    kind, text, sample = _judge(error)
+    detail = getattr(error, "detail", "") or "".join(traceback.format_exception(error))
+    return Failed(worker, call, text, kind, sample, detail)
+
+
+def _judge(error: Exception) -> tuple[Kind, str, int]:
+    text = str(error)
+    match error:
+        case FunctionFailed(sample=sample):
+            return "function", text, sample
+        case FunctionError():
+            return "function", text, -1
+        case ConfigError():
+            return "start", text, -1
+        case NumericsError(samples=samples):
+            return "numerics", text, samples[0] if samples else -1
+        case LogprobGap():
+            return "numerics", text, -1
+        case CollectiveError():
+            return "worker", text, -1
+        case OSError() if error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):
+            return "disk", f"{error.strerror}: {error.filename}" if error.filename else text, -1
+        case _:
+            return "call", f"{type(error).__name__}: {text}" if text else type(error).__name__, -1
