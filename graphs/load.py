@@ -182,7 +182,7 @@ def _model_problems(graph: Document, user: Document) -> dict[str, Problem]:
     return problems
 
 
-def param_type_problems(graph: Document, resolved: Document) -> list[Problem]:
+def _param_type_problems(graph: Document, resolved: Document) -> list[Problem]:
     """Parameters that refer to a value which is not of the type of the graph's default."""
     final = _section(resolved, "params")
     return [
@@ -226,10 +226,11 @@ def _type_words(value: Tree) -> str:
 # --- resolving and decoding -------------------------------------------------------------------------------------------
 
 
-def resolve(struct: type, merged: Document, defaults: Branch) -> Resolved:
+def resolve(struct: type, merged: Document, graph: Document, defaults: Branch) -> Resolved:
     """Deletions, defaults, references and every check of types. Raises ConfigError with all problems.
 
-    defaults: what `${...}` may refer to beside the document, such as the defaults of a run where there is none.
+    graph: the lower layer, whose defaults give parameters their types. defaults: what `${...}` may refer to beside the
+    document, such as the defaults of a run where there is none.
     """
     kind = type_of(struct)
     deleted: list[str] = []
@@ -237,8 +238,9 @@ def resolve(struct: type, merged: Document, defaults: Branch) -> Resolved:
     filled = _document(fill(kind, written.tree), merged)
     referred, problems = interpolate(filled, defaults)
     final = _document(fill(kind, prepare(kind, referred.tree, "$", deleted)), merged)
+    problems = (*problems, *_param_type_problems(graph, final))
     mistakes = [traced(problem, filled) for problem in check(kind, final)]
-    if problems:  # a failed reference is null now: what that breaks is no mistake of its own
+    if problems:  # what a failed reference (it is null now) or a wrong parameter breaks is no mistake of its own
         doubtful = {path for path, value in walk(filled.tree, "$") if _is_reference(value)}
         mistakes = [p for p in mistakes if doubtful.isdisjoint(ancestors(p.where.path))]
     if problems or mistakes:
@@ -295,10 +297,10 @@ def load_graph_document(document: Document, user: Document, defaults: Branch) ->
         {**head, **sections}, {**merged.marks, **graph.marks} if not user.tree else {**graph.marks, **merged.marks}
     )
     try:
-        resolved = resolve(GraphSpec, whole, defaults)
+        resolved = resolve(GraphSpec, whole, graph, defaults)
     except ConfigError as error:
         raise ConfigError(all_problems([*problems, *misnamed], error.problems)) from None
-    problems += [*misnamed, *param_type_problems(graph, resolved.document)]
+    problems += misnamed
     if problems:
         raise ConfigError(sorted(problems))
     return decode(GraphSpec, resolved.document), resolved

@@ -319,8 +319,8 @@ def describe(kind: inspect.Type) -> str:
         case inspect.NoneType():
             return "null"
         case inspect.LiteralType():
-            choices = cast(tuple[object, ...], kind.values)
-            return f"one of {', '.join(map(str, choices))}" if len(choices) > 1 else str(choices[0])
+            choices = ", ".join(str(choice) for choice in kind.values)
+            return f"one of {choices}" if len(kind.values) > 1 else choices
         case inspect.VarTupleType() | inspect.ListType():
             return f"a list, each item {describe(kind.item_type)}"
         case inspect.TupleType():

@@ -26,7 +26,6 @@ from realgraph.graphs.load import (
     format_problems,
     lay_over,
     library_names,
-    param_type_problems,
     read_graph,
     resolve,
     shown_name,
@@ -108,13 +107,13 @@ def _compose(document: Document, file: Path, overrides: Sequence[str]) -> tuple[
     merged, misnamed = lay_over(graph, user)
     problems = [*format_problems(user), *wrong, *misnamed]
     try:
-        resolved = resolve(RunSpec, merged, {})
+        resolved = resolve(RunSpec, merged, graph, {})
     except ConfigError as error:
         raise ConfigError(all_problems(problems, error.problems)) from None
     placed, missing = _with_absolute_paths(resolved.document, graph_file, file)
     if wrong:  # what the graph's head lacks can't be decoded
         raise ConfigError(sorted([*problems, *missing]))
-    problems += [*param_type_problems(graph, resolved.document), *missing]
+    problems += missing
     head = {key: value for key, value in graph.tree.items() if key not in SHARED}
     spec = Document({**head, **{key: placed.tree[key] for key in SHARED}}, placed.marks)
     run, resolved = decode(RunSpec, placed), structs.replace(resolved, document=placed)

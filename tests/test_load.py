@@ -218,7 +218,7 @@ def marked(tree: dict[str, Any], file: str) -> Document:
 
 
 @given(LAYERS, LAYERS, LAYERS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_merging_is_associative_and_the_upper_layer_wins(a: Any, b: Any, c: Any) -> None:
     low, mid, top = marked(a, "a"), marked(b, "b"), marked(c, "c")
     assert merge(merge(low, mid), top) == merge(low, merge(mid, top))
@@ -318,7 +318,7 @@ def test_references_keep_their_type_and_see_what_was_merged() -> None:
 def test_references_see_defaults() -> None:
     text = GRAPH.replace("${params.lr}", "${calls.train.epochs}").replace("${params.n}", "${batch.groups}")
     document = parse_document(text, "x.yaml")
-    resolved = resolve(GraphSpec, document, defaults_of(RunSpec))
+    resolved = resolve(GraphSpec, document, document, defaults_of(RunSpec))
     tree: Any = resolved.document.tree
     assert (tree["calls"]["train"]["lr"], tree["calls"]["rollout"]["n"]) == (1, 64)
 
@@ -515,21 +515,19 @@ TYPOS = {
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_a_typo_in_any_key_is_reported_at_its_line_with_the_right_spelling(data: st.DataObject) -> None:
     path, key = data.draw(st.sampled_from(KNOWN_KEYS))
     i = data.draw(st.integers(0, len(key) - 2))
     wrong = TYPOS[data.draw(st.sampled_from(sorted(TYPOS)))](key, i)
     if wrong == key:
         return
-    tree: Any = parse_document(TYPO_TEXT, "x").tree
-    lines = parse_document(TYPO_TEXT, "x").marks
-    parent = tree
+    parent: Any = TYPO_DOCUMENT.tree
     for part in path.split(".")[1:-1]:
         parent = parent[part]
     if wrong in parent:
         return
-    at = lines[path].line
+    at = TYPO_DOCUMENT.marks[path].line
     text_lines = TYPO_TEXT.splitlines()
     text_lines[at - 1] = text_lines[at - 1].replace(f"{key}:", f"{wrong}:", 1)
     found = problems_of("\n".join(text_lines))
@@ -539,6 +537,7 @@ def test_a_typo_in_any_key_is_reported_at_its_line_with_the_right_spelling(data:
 
 
 TYPO_TEXT = yaml.dump(parse_document(GRAPH, "x").tree, Dumper=Dumper, default_flow_style=False, sort_keys=False)
+TYPO_DOCUMENT = parse_document(TYPO_TEXT, "x")
 KNOWN_KEYS = keys_of_structs(TYPO_TEXT)
 
 
@@ -576,14 +575,16 @@ def test_a_file_that_can_not_be_read_or_is_too_new_says_so(tmp_path: Path) -> No
         load_graph(tmp_path / "new.yaml", Document({}), {})
 
 
+BASE = parse_document(GRAPH, "x")
+
+
 @given(MAPPINGS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_anything_is_either_decoded_or_refused_with_problems(tree: dict[str, Any]) -> None:
     """The walk over the types finds what msgspec would refuse: no other error ever escapes."""
-    base: Any = parse_document(GRAPH, "x").tree
-    document = merge(Document({**base}), Document({"calls": {"train": tree, "reward": tree}, "models": tree}))
+    document = merge(BASE, Document({"calls": {"train": tree, "reward": tree}, "models": tree}))
     try:
-        resolved = resolve(GraphSpec, document, {})
+        resolved = resolve(GraphSpec, document, Document({}), {})
     except ConfigError:
         return
     msgspec.convert(resolved.document.tree, GraphSpec)

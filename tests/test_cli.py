@@ -1,0 +1,149 @@
+"""The command line as a user types it: exit codes, what is printed where, and what may not be imported."""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from realgraph import cli
+from realgraph.graphs.document import parse_document
+from realgraph.graphs.load import library_names
+from realgraph.init_command import run_template
+
+# torch is made impossible to import; what is left must answer all the same.
+NO_TORCH = "import sys; sys.modules.update(torch=None, transformers=None); from realgraph.cli import main; main()"
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    file = tmp_path / "run.yaml"
+    file.write_text(run_template("grpo", tmp_path))
+    return file
+
+
+def typed(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Runs the console script in this process; returns its exit code."""
+    monkeypatch.setattr(sys, "argv", ["realgraph", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--help"], "Usage"),
+        (["check", "FILE"], "ok. Graph grpo: 4 calls, 1 model, 10 keys"),
+        (["check", "FILE", "--resolved"], "group_size: 8"),
+        (["plan", "FILE", "cluster={kind: H100-SXM, devices: 8}"], "allocation"),
+        (["graph", "grpo"], "rollout"),
+        (["graphs"], "sft"),
+        (["init"], "graph: grpo"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_light_commands_need_no_torch_and_answer_at_once(arguments: list[str], part: str, run_file: Path) -> None:
+    typed_words = [str(run_file) if word == "FILE" else word for word in arguments]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", NO_TORCH, *typed_words], capture_output=True, text=True, timeout=60, check=False
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert part in done.stdout
+    busy_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert busy_seconds < 1.0 or arguments[0] == "plan", "processor seconds, as other work may hold this machine"
+
+
+def test_every_mistake_goes_to_stderr_with_exit_code_2(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = typed("check", str(run_file), "stesp=3", "calls.train.l[r]=1", "params.lrr=1", monkeypatch=monkeypatch)
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.splitlines() == [
+        "command line: $.calls.train[\"l[r]\"]: unknown key 'l[r]' of kind train",
+        "  hint: did you mean 'lr'?",
+        "command line: $.params.lrr: the graph grpo has no parameter 'lrr'",
+        "  hint: did you mean 'lr'?",
+        "command line: $.stesp: unknown key 'stesp'",
+        "  hint: did you mean 'steps'?",
+    ]
+
+
+def test_a_report_as_json_has_the_problems_or_the_graph(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed("check", str(run_file), "--json", monkeypatch=monkeypatch) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["ok"], report["problems"], report["run"]["steps"]) == (True, [], 100)
+    assert list(report["graph"]["calls"]) == ["rollout", "reward", "advantage", "train"]
+    assert typed("check", str(run_file), "steps=0", "--json", monkeypatch=monkeypatch) == 2
+    report = json.loads(capsys.readouterr().out)
+    assert report["problems"] == [
+        {
+            "file": "command line",
+            "line": 0,
+            "path": "$.steps",
+            "text": "expected a whole number >= 1, got 0",
+            "hint": "",
+            "rule": "schema",
+        }
+    ]
+
+
+def test_a_file_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed("check", "/nowhere/run.yaml", monkeypatch=monkeypatch) == 2
+    assert capsys.readouterr().err == "/nowhere/run.yaml: $: can't be read: No such file or directory\n"
+    assert typed("graph", "gropo", monkeypatch=monkeypatch) == 2
+    assert "did you mean 'grpo'?" in capsys.readouterr().err
+
+
+def test_a_graph_file_is_checked_without_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (Path(__file__).parent.parent / "graphs/library/grpo.yaml").read_text()
+    (tmp_path / "mine.yaml").write_text(text)
+    assert typed("check", str(tmp_path / "mine.yaml"), monkeypatch=monkeypatch) == 0
+    assert "ok, as a graph without a run. Graph grpo" in capsys.readouterr().out
+    (tmp_path / "mine.yaml").write_text(text.replace("reads: [reward]", "reads: [rewrad]"))
+    assert typed("check", str(tmp_path / "mine.yaml"), monkeypatch=monkeypatch) == 2
+    assert "did you mean 'reward'?" in capsys.readouterr().err
+    assert typed("check", str(tmp_path / "mine.yaml"), "--resolved", monkeypatch=monkeypatch) == 2
+
+
+def test_pictures_are_written_and_the_library_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = ["--mermaid", str(tmp_path / "g.mmd"), "--svg", str(tmp_path / "g.svg")]
+    assert typed("graph", "ppo", *files, monkeypatch=monkeypatch) == 0
+    assert (tmp_path / "g.svg").read_text().startswith("<svg")
+    assert "flowchart" in (tmp_path / "g.mmd").read_text()
+    assert typed("graph", "ppo", "--svg", str(tmp_path / "none" / "g.svg"), monkeypatch=monkeypatch) == 2
+    assert "can't be written: No such file or directory" in capsys.readouterr().err
+    assert typed("graphs", monkeypatch=monkeypatch) == 0
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line and not line.startswith(" ")}
+    assert listed >= set(library_names())
+
+
+def test_init_writes_a_run_file_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run.yaml"
+    assert typed("init", "--graph", "ppo", "--out", str(out), monkeypatch=monkeypatch) == 0
+    assert parse_document(out.read_text(), "x").tree["graph"] == "ppo"
+    assert typed("check", str(out), monkeypatch=monkeypatch) == 0
+    out.write_text("mine")
+    assert typed("init", "--out", str(out), monkeypatch=monkeypatch) == 2
+    assert out.read_text() == "mine"
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_schemas_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert typed("schema", "--out-dir", str(tmp_path), monkeypatch=monkeypatch) == 0
+    assert json.loads((tmp_path / "realgraph.schema.json").read_text())["title"] == "A realgraph run file"
+    assert (tmp_path / "reference.md").read_text().startswith("# Reference of the YAML")
+    assert typed("schema", "--out-dir", str(tmp_path / "none"), monkeypatch=monkeypatch) == 2
