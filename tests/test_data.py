@@ -1,0 +1,388 @@
+"""Data sets: rows from files as inputs of a graph, chats with their masks, policies, errors that name their place."""
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+import pyarrow
+import pyarrow.parquet
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from realgraph.graphs.errors import ConfigError
+from realgraph.graphs.keys import KeyType, parse_key_type
+from realgraph.runtime.data import DataSet, Row, TooLong
+from realgraph.runtime.job import DataSpec
+from realgraph.runtime.tokenize import Tokenizer, chat_sample, load_tokenizer, plain_sample, prompt_tokens
+
+CORPUS = ["what is 12+34? the answer is 46. hello world, so it goes; you and I know it well.\n\n"] * 20
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Qwen3's way: the last answer gets an empty thinking block, earlier ones lose theirs.
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content.split('</think>')[-1].strip() }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+INST = (  # no end token after turns, spaces around, and it refuses a system turn
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content.strip() }} [/INST]{% else %} {{ m.content.strip() }} {% endif %}"
+    "{% endfor %}"
+)
+TEMPLATES = {"chatml": CHATML, "thinking": THINKING, "inst": INST}
+
+
+def make_tokenizer(template: str | None = None, bos: bool = False) -> Tokenizer:
+    raw = RawTokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    raw.train_from_iterator(CORPUS, trainer)
+    if bos:
+        raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    end = "<|im_end|>" if template in (CHATML, THINKING) else "</s>"
+    wrapper: Any = PreTrainedTokenizerFast
+    made: Tokenizer = wrapper(tokenizer_object=raw, bos_token="<s>", eos_token=end, chat_template=template)
+    return made
+
+
+PLAIN = make_tokenizer()
+INPUTS = {"prompt": parse_key_type("group tokens"), "answer": parse_key_type("group text")}
+WHOLE = {"tokens": parse_key_type("sample tokens"), "mask": parse_key_type("token bool")}
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def row(data: DataSet, index: int) -> Row:
+    found = data.row(index)
+    assert isinstance(found, Row)
+    return found
+
+
+def told(error: pytest.ExceptionInfo[ConfigError]) -> str:
+    return str(error.value)
+
+
+# --- rows ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_rows_of_json_and_parquet_files_are_those_written(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    rows = [{"q": f"{i}+1 " + "é" * rng.randint(0, 9), "answer": i, "level": i / 3} for i in range(rng.randint(1, 40))]
+    folder, tables = tmp_path / "json", tmp_path / "parquet"
+    folder.mkdir()
+    tables.mkdir()
+    cuts = sorted(rng.sample(range(len(rows) + 1), min(2, len(rows))))
+    pieces = [rows[a:b] for a, b in zip([0, *cuts], [*cuts, len(rows)], strict=True)]
+    for k, piece in enumerate(pieces):
+        lines: list[Any] = []
+        for item in piece:
+            lines += [item] + [""] * rng.randint(0, 2)  # blank lines are no rows
+        write(folder / f"part-{k}.jsonl", lines)
+        table = pyarrow.Table.from_pylist(piece, schema=pyarrow.Table.from_pylist(rows).schema)
+        pyarrow.parquet.write_table(table, tables / f"part-{k}.parquet", row_group_size=rng.randint(1, 9))
+    inputs = {**INPUTS, "level": parse_key_type("group float32")}
+    limit = rng.choice([None, rng.randint(1, 50)])
+    for path in (str(folder), str(tables), f"{folder}/part-*.jsonl", f"{tables}/*.parquet"):
+        spec = DataSpec(path, columns={"prompt": "q"}, limit=limit)
+        data = DataSet(spec, inputs, PLAIN)
+        assert len(data) == min(len(rows), limit or len(rows))
+        for i in rng.sample(range(len(data)), len(data)):
+            found = row(data, i)
+            assert found.raw == rows[i]
+            assert found.group["answer"] == str(i)
+            assert found.group["level"] == pytest.approx(i / 3)
+            assert PLAIN.decode(found.group["prompt"]) == rows[i]["q"]
+
+
+def test_a_split_is_chosen_by_file_name_in_a_folder_only(tmp_path: Path) -> None:
+    for name, n in (("train-0", 3), ("train-1", 2), ("test_hard", 1)):
+        write(tmp_path / f"{name}.jsonl", [{"prompt": "1", "answer": name}] * n)
+    assert len(DataSet(DataSpec(str(tmp_path)), INPUTS, PLAIN)) == 5
+    assert len(DataSet(DataSpec(str(tmp_path), split="test"), INPUTS, PLAIN)) == 1
+    with pytest.raises(ConfigError) as error:
+        DataSet(DataSpec(str(tmp_path), split="dev"), INPUTS, PLAIN)
+    assert "no file of the split 'dev'" in told(error)
+    assert "test, train" in told(error)
+    with pytest.raises(ConfigError) as error:
+        DataSet(DataSpec(str(tmp_path / "train-0.jsonl"), split="test"), INPUTS, PLAIN)
+    assert "there is no split 'test'" in told(error)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (["{broken"], r"a\.jsonl:3: \$: is not JSON"),
+        ([[1, 2]], r"a\.jsonl:3: \$: is not a JSON object"),
+        ([{"prompt": "1"}], r"a\.jsonl:3: \$\.answer: this row lacks the column"),
+        ([{"prompt": "1", "answer": None}], r"a\.jsonl:3: \$\.answer: expected text, got NoneType None"),
+        (
+            [{"prompt": 7, "answer": "1"}],
+            r"a\.jsonl:3: \$\.prompt: expected text or a list of chat messages, got int 7",
+        ),
+        ([{"prompt": "", "answer": "1"}], r"a\.jsonl:3: \$\.prompt: the prompt is empty"),
+        ([{"prompt": [{"content": "x"}], "answer": "1"}], r"a\.jsonl:3: \$\.prompt: expected messages with `role`"),
+        ([{"prompt": [{"role": "user", "content": "x"}], "answer": "1"}], "the tokenizer has no chat template"),
+    ],
+)
+def test_a_bad_row_names_its_file_line_and_column(tmp_path: Path, rows: list[Any], said: str) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "1", "answer": "2"}, "", *rows])
+    data = DataSet(DataSpec(path), INPUTS, PLAIN)
+    assert row(data, 0).group["answer"] == "2"
+    with pytest.raises(ConfigError) as error:
+        data.row(1)
+    assert re.search(said, told(error)), told(error)
+
+
+def test_a_bad_value_in_parquet_names_its_row(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1", ""], "answer": ["a", "b"]}), tmp_path / "a.parquet")
+    data = DataSet(DataSpec(str(tmp_path / "a.parquet")), INPUTS, PLAIN)
+    with pytest.raises(ConfigError) as error:
+        data.row(1)
+    assert "a.parquet: row 1: $.prompt: the prompt is empty" in told(error)
+
+
+def test_missing_files_columns_and_impossible_inputs_are_told(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"question": "1", "answr": "2"}])
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "bad.parquet").write_text("no parquet")
+    cases: list[tuple[DataSpec, dict[str, KeyType], str]] = [
+        (DataSpec(str(tmp_path / "gone.jsonl")), INPUTS, "there is no such file"),
+        (DataSpec(str(tmp_path / "empty.jsonl")), INPUTS, "the data set has no rows"),
+        (DataSpec(str(tmp_path / "bad.parquet")), INPUTS, "can't be read"),
+        (DataSpec(str(tmp_path)), INPUTS, "JSON lines and parquet files side by side"),
+        (DataSpec(path, columns={"prompt": "question"}), INPUTS, "did you mean 'answr'?; map it: data.columns.answer"),
+        (DataSpec(path), WHOLE, "needs the columns 'prompt' and 'response', or 'messages'"),
+        (DataSpec(path), {"x": parse_key_type("sample float32")}, "data can't give a key of the type sample float32"),
+    ]
+    for spec, inputs, said in cases:
+        with pytest.raises(ConfigError) as error:
+            DataSet(spec, inputs, PLAIN)
+        assert said in told(error)
+    with pytest.raises(ConfigError) as error:
+        DataSet(DataSpec(path), WHOLE, PLAIN, samples_per_group=2)
+    assert "needs the columns 'chosen' and 'rejected'" in told(error)
+
+
+def test_a_data_set_of_the_hub_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def refuse(*args: object, **options: object) -> None:
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(ConfigError) as error:
+        DataSet(DataSpec("some/where", subset="main"), INPUTS, PLAIN)
+    assert "some/where (main, train): $: can't be loaded: ConnectionError: no route to the hub" in told(error)
+
+
+def test_rows_of_the_hubs_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's own reader, on a local file instead of a download."""
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": f"{i}", "answer": str(i)} for i in range(5)]
+    table = datasets.Dataset.from_list(rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, subset, split: table)
+    data = DataSet(DataSpec("some/where", limit=3), INPUTS, PLAIN)
+    assert len(data) == 3
+    assert row(data, 2).raw == rows[2]
+
+
+# --- prompts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["drop", "truncate_left", "fail"])
+def test_prompts_that_are_too_long(tmp_path: Path, policy: Any) -> None:
+    text = "what is it you know? " * 20
+    path = write(tmp_path / "a.jsonl", [{"prompt": text, "answer": "1"}, {"prompt": "so", "answer": "2"}])
+    data = DataSet(DataSpec(path, max_prompt_tokens=9, too_long=policy), INPUTS, PLAIN)
+    whole = PLAIN.encode(text, add_special_tokens=True)
+    assert row(data, 1).group["answer"] == "2"
+    if policy == "drop":
+        assert data.row(0) == TooLong(0, len(whole), 9)
+    elif policy == "truncate_left":
+        assert row(data, 0).group["prompt"] == whole[-9:]
+    else:
+        with pytest.raises(ConfigError) as error:
+            data.row(0)
+        assert f"a.jsonl:1: $.prompt: the prompt has {len(whole)} tokens, more than" in told(error)
+
+
+def test_chats_are_rendered_where_the_tokenizer_has_a_template(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    path = write(tmp_path / "a.jsonl", [{"prompt": "hello", "answer": "1"}, {"prompt": messages, "answer": "1"}])
+    chatty = make_tokenizer(CHATML)
+    expected = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    data = DataSet(DataSpec(path), INPUTS, chatty)
+    assert [chatty.decode(row(data, i).group["prompt"]) for i in range(2)] == [expected] * 2
+    data = DataSet(DataSpec(path, system="be brief"), INPUTS, chatty)
+    with_system = "<|im_start|>system\nbe brief<|im_end|>\n" + expected
+    assert [chatty.decode(row(data, i).group["prompt"]) for i in range(2)] == [with_system] * 2
+    data = DataSet(DataSpec(path, chat=False), INPUTS, chatty)
+    assert chatty.decode(row(data, 0).group["prompt"]) == "hello"
+    refusing = DataSet(DataSpec(path, system="be brief"), INPUTS, make_tokenizer(INST))
+    with pytest.raises(ConfigError) as error:
+        refusing.row(0)
+    assert "a.jsonl:1: $.prompt: the chat template refuses these messages: no system role" in told(error)
+
+
+def test_a_plain_prompt_gets_the_tokenizers_first_token() -> None:
+    tokenizer = make_tokenizer(bos=True)
+    assert prompt_tokens("hello", tokenizer) == [0, *tokenizer.encode("hello", add_special_tokens=False)]
+    tokens, mask = plain_sample("hello", " world", tokenizer)
+    assert tokens.count(0) == 1
+    assert mask == [False] * (len(tokens) - sum(mask)) + [True] * sum(mask)
+
+
+def test_the_raw_token_ids_and_columns_of_other_types(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": [5, 6, 7], "n": 3, "ok": True, "tests": [{"in": 1}], "w": 2}])
+    types = {
+        "prompt": "group tokens",
+        "n": "group int32",
+        "ok": "group bool",
+        "tests": "group json",
+        "w": "group float32",
+    }
+    data = DataSet(DataSpec(path), {name: parse_key_type(text) for name, text in types.items()}, PLAIN)
+    assert row(data, 0).group == {"prompt": [5, 6, 7], "n": 3, "ok": True, "tests": [{"in": 1}], "w": 2.0}
+
+
+# --- whole samples -------------------------------------------------------------------------------------------------
+
+
+def learnt(tokenizer: Tokenizer, tokens: list[int], mask: list[bool]) -> list[str]:
+    """The runs of masked tokens, as text."""
+    runs: list[list[int]] = []
+    for t, (token, use) in enumerate(zip(tokens, mask, strict=True)):
+        if use and (t == 0 or not mask[t - 1]):
+            runs.append([])
+        if use:
+            runs[-1].append(token)
+    return [tokenizer.decode(run) for run in runs]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_plain_sample_is_prompt_response_and_end(seed: int) -> None:
+    rng = random.Random(seed)
+    words = ["what", "is", "12+34?", "the", "answer", "46", "so", "it", "goes"]
+    prompt, response = (" ".join(rng.choices(words, k=rng.randint(1, 6))) for _ in range(2))
+    tokens, mask = plain_sample(prompt, response, PLAIN)
+    assert PLAIN.decode(tokens) == prompt + response + "</s>"
+    assert learnt(PLAIN, tokens, mask) == [response + "</s>"]
+    assert tokens[: mask.index(True)] == PLAIN.encode(prompt, add_special_tokens=True)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_mask_of_a_chat_is_what_the_assistant_says(name: str) -> None:
+    tokenizer = make_tokenizer(TEMPLATES[name])
+    messages = [
+        {"role": "user", "content": "what is 12+34?"},
+        {
+            "role": "assistant",
+            "content": "<think>hm</think>the answer is 46" if name == "thinking" else "the answer is 46",
+        },
+        {"role": "user", "content": "you know it well"},
+        {"role": "assistant", "content": "I know.\n"},
+    ]
+    tokens, mask = chat_sample(messages, tokenizer)
+    end = {"chatml": "<|im_end|>", "thinking": "<|im_end|>", "inst": ""}[name]
+    block = "<think>\n\n</think>\n\n" if name == "thinking" else ""
+    runs = learnt(tokenizer, tokens, mask)
+    assert [run.strip() for run in runs[:-1]] == [f"the answer is 46{end}"]
+    last = {"chatml": "I know.\n<|im_end|>", "thinking": block + "I know.<|im_end|>", "inst": "I know.</s>"}[name]
+    assert runs[-1].strip() == last
+    # What stands before the last answer is, token for token, the prompt that generation would see.
+    prompt = prompt_tokens(messages[:-1], tokenizer)
+    start = len(mask) - 1 - mask[::-1].index(False) + 1
+    assert name == "thinking" or tokens[:start] == prompt
+    if name == "thinking":
+        assert tokenizer.decode(tokens[:start]).endswith("<|im_start|>assistant\n")
+
+
+def test_columns_become_samples(tmp_path: Path) -> None:
+    chatty = make_tokenizer(CHATML)
+    turn = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    chat = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "so it goes"}]
+    texts = write(tmp_path / "text.jsonl", [{"q": "hello", "response": " so it goes"}])
+    chats = write(tmp_path / "chat.jsonl", [{"messages": chat}])
+    plain = row(DataSet(DataSpec(texts, columns={"prompt": "q"}), WHOLE, PLAIN), 0).samples
+    assert [PLAIN.decode(s["tokens"]) for s in plain] == ["hello so it goes</s>"]
+    wrapped = row(DataSet(DataSpec(texts, columns={"prompt": "q"}), WHOLE, chatty), 0).samples
+    assert chatty.decode(wrapped[0]["tokens"]) == turn + " so it goes<|im_end|>"
+    (sample,) = row(DataSet(DataSpec(chats), WHOLE, chatty), 0).samples
+    assert chatty.decode(sample["tokens"]) == turn + "so it goes<|im_end|>"
+    assert learnt(chatty, sample["tokens"], sample["mask"]) == ["so it goes<|im_end|>"]
+
+
+@pytest.mark.parametrize("form", ["texts", "answers", "chats"])
+def test_pairs_are_the_chosen_and_then_the_rejected(tmp_path: Path, form: str) -> None:
+    chatty = make_tokenizer(CHATML)
+    turn = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    ask = {"role": "user", "content": "hello"}
+    good, bad = ({"role": "assistant", "content": text} for text in ("I know", "so what"))
+    pairs: dict[str, dict[str, Any]] = {
+        "texts": {"prompt": "hello", "chosen": "I know", "rejected": "so what"},
+        "answers": {"prompt": [ask], "chosen": [good], "rejected": [bad]},
+        "chats": {"chosen": [ask, good], "rejected": [ask, bad]},
+    }
+    path = write(tmp_path / "a.jsonl", [{**pairs[form], "margin": [0.5, 1]}])
+    inputs = {**WHOLE, "margin": parse_key_type("sample float32")}
+    samples = row(DataSet(DataSpec(path), inputs, chatty, samples_per_group=2), 0).samples
+    assert [chatty.decode(s["tokens"]) for s in samples] == [turn + t + "<|im_end|>" for t in ("I know", "so what")]
+    assert [s["margin"] for s in samples] == [0.5, 1.0]
+
+
+def test_limits_hold_for_what_stands_before_the_answer(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "what is it you know? " * 20, "response": "so it goes"}])
+    n = len(PLAIN.encode("what is it you know? " * 20, add_special_tokens=True))
+    assert DataSet(DataSpec(path, max_prompt_tokens=5), WHOLE, PLAIN).row(0) == TooLong(0, n, 5)
+    data = DataSet(DataSpec(path, max_prompt_tokens=5, too_long="truncate_left"), WHOLE, PLAIN)
+    (sample,) = row(data, 0).samples
+    assert sample["mask"].index(True) == 5
+    assert learnt(PLAIN, sample["tokens"], sample["mask"]) == ["so it goes</s>"]
+
+
+def test_tokens_and_masks_may_stand_in_the_data(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"tokens": [3, 4, 5], "mask": [0, 0, 1], "teacher": [0.0, -1, -2]}])
+    inputs = {**WHOLE, "teacher": parse_key_type("token float32")}
+    (sample,) = row(DataSet(DataSpec(path), inputs, PLAIN), 0).samples
+    assert sample == {"tokens": [3, 4, 5], "mask": [False, False, True], "teacher": [0.0, -1.0, -2.0]}
+    short = write(tmp_path / "b.jsonl", [{"tokens": [3, 4, 5], "mask": [1], "teacher": []}])
+    with pytest.raises(ConfigError) as error:
+        DataSet(DataSpec(short), inputs, PLAIN).row(0)
+    assert "b.jsonl:1: $: 3 tokens, but a mask of 1" in told(error)
+
+
+def test_chats_that_teach_nothing_are_refused(tmp_path: Path) -> None:
+    chatty = make_tokenizer(CHATML)
+    path = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "hello"}]}])
+    with pytest.raises(ConfigError) as error:
+        DataSet(DataSpec(path), WHOLE, chatty).row(0)
+    assert "a.jsonl:1: $.messages: no message has the role 'assistant'" in told(error)
+
+
+def test_tokenizers_are_loaded_without_their_code(tmp_path: Path) -> None:
+    PLAIN.save_pretrained(str(tmp_path / "good"))  # type: ignore[attr-defined]
+    loaded = load_tokenizer(str(tmp_path / "good"))
+    assert loaded.encode("hello world", add_special_tokens=True) == PLAIN.encode("hello world", add_special_tokens=True)
+    with pytest.raises(ConfigError) as error:
+        load_tokenizer(str(tmp_path / "absent"))
+    assert "no tokenizer can be loaded" in told(error)
