@@ -1,0 +1,439 @@
+"""The train engine on one rank: splits change nothing, resumes are exact, what must not be trained on is refused."""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from realgraph.graphs.maths import (
+    KL,
+    ApplyTerm,
+    Constant,
+    CrossEntropy,
+    Decoupled,
+    Entropy,
+    Loss,
+    PairMean,
+    PairwiseScore,
+    PolicyGradient,
+    Preference,
+    SequenceMean,
+    TokenMean,
+    Value,
+)
+from realgraph.graphs.spec import ModelRole, Optimizer, Train
+from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.runtime.batch import Packed
+from realgraph.runtime.checkpoint_files import Entry, Reader, Target, write
+from realgraph.runtime.models import Wants
+from realgraph.runtime.optimizer import LossScale, lr_factor
+from realgraph.runtime.parallel import Ranks
+from realgraph.runtime.train_engine import LogprobGap, Settings, TorchTrainEngine, open_engine
+from realgraph.runtime.train_passes import NumericsError
+from tests import tiny
+
+CPU = torch.device("cpu")
+OPTIMIZER = Optimizer(weight_decay=0.01)
+POLICY = Loss({"policy": PolicyGradient()}, TokenMean())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("qwen3"))
+
+
+def engine(folder: Path, role: dict[str, Any] | None = None, **settings: Any) -> TorchTrainEngine:
+    settings = {"optimizer": OPTIMIZER, "total_steps": 20, **settings}
+    role = {"trainable": True, **(role or {})}
+    return open_engine(ModelRole(**role), str(folder), Layout(DeviceMesh(0, 1)), Ranks(CPU), Settings(**settings))
+
+
+def call(loss: Loss = POLICY, lr: float = 1e-2, **changes: Any) -> Train:
+    return Train(model="actor", loss=loss, lr=lr, optimizer=OPTIMIZER, **changes)
+
+
+def weights_of(one: TorchTrainEngine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in one.weights()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def close(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -> bool:
+    return all(float((a[n] - b[n]).abs().max()) <= tolerance * float(b[n].abs().max()) for n in a)
+
+
+# --- splits -----------------------------------------------------------------------------------------------------------
+
+LOSSES = {
+    "grpo": ("lm", Loss({"policy": PolicyGradient(), "kl": KL(to="ref_logprobs", coef=0.1)}, SequenceMean())),
+    "entropy": ("lm", Loss({"policy": PolicyGradient(), "entropy": Entropy(coef=0.1)}, TokenMean())),
+    "constant": ("lm", Loss({"policy": PolicyGradient(ratio="sequence")}, Constant(length=64))),
+    "sft": ("lm", Loss({"ce": CrossEntropy()}, TokenMean())),
+    "dpo": ("lm", Loss({"dpo": Preference()}, PairMean())),
+    "critic": ("value", Loss({"value": Value()}, TokenMean())),
+    "reward": ("score", Loss({"pairs": PairwiseScore()}, PairMean())),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_split_batch_is_the_whole_batch(folder: Path, name: str) -> None:
+    """Any micro-batching, with an empty mask inside: the same loss, gradient norm and weights after three steps."""
+    head, loss = LOSSES[name]
+    found = []
+    for limit in (None, 30, 1):
+        one = engine(folder, {"dtype": "float64", "head": head}, max_tokens_per_microbatch=limit)
+        if head != "lm":
+            ones = ((n, torch.ones_like(t) * 0.1 if n == "score.weight" else t) for n, t in one.weights())
+            one.load_weights(ones, 0)
+        metrics = []
+        for step in range(3):
+            batch = tiny.batch(tiny.lengths(10, 40, step), step, dtype=torch.float64)
+            mask = batch.mask.clone()
+            mask[: batch.lengths[0]] = False
+            metrics.append(one.train(call(loss), [replace(batch, mask=mask)]))
+        found.append((metrics, weights_of(one)))
+    for metrics, weights in found[1:]:
+        for a, b in zip(metrics, found[0][0], strict=True):
+            for key in ("loss", "grad_norm", "n_tokens"):
+                assert a[key].value == pytest.approx(b[key].value, rel=1e-12, abs=1e-15), key
+        assert close(weights, found[0][1], 1e-12)
+
+
+def test_idle_samples_can_be_left_out_exactly(folder: Path) -> None:
+    loss = Loss({"policy": PolicyGradient()}, SequenceMean())
+    found = []
+    for skip in (False, True):
+        one = engine(folder, {"dtype": "float64"}, skip_idle=skip, max_tokens_per_microbatch=60)
+        for step in range(3):
+            batch = tiny.batch(tiny.lengths(12, 40, step), step, group_size=4, dtype=torch.float64)
+            equal = torch.tensor([g == 1 for g in batch.groups])[batch.sample_index()]
+            keys = {**batch.token_keys, "advantages": torch.where(equal, 0.0, batch.token_keys["advantages"])}
+            metrics = one.train(call(loss), [replace(batch, token_keys=keys)])
+        assert metrics["skipped"].value == pytest.approx(4 / 12 if skip else 0)
+        found.append((metrics["loss"].value, metrics["grad_norm"].value, weights_of(one)))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-12)
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-12)
+    assert close(found[0][2], found[1][2], 1e-12)
+
+
+def test_a_batch_with_nothing_to_learn_is_a_step_of_zero_loss(folder: Path) -> None:
+    one = engine(folder)
+    batch = tiny.batch([5, 6])
+    metrics = one.train(call(), [replace(batch, mask=torch.zeros_like(batch.mask)), batch.select([])])
+    assert metrics["loss"].value == 0
+    assert metrics["grad_norm"].value == 0
+    assert one.version == 1
+    assert one.optimizer_steps == 2
+
+
+def test_gradient_checkpointing_changes_nothing_and_generators_keep_their_cache(folder: Path) -> None:
+    plain, saving = engine(folder), engine(folder, {"gradient_checkpointing": True})
+    batch = tiny.batch(tiny.lengths(6, 30, 0))
+    a, b = plain.train(call(), [batch]), saving.train(call(), [batch])
+    assert a["loss"].value == pytest.approx(b["loss"].value, rel=1e-6)
+    assert close(weights_of(plain), weights_of(saving), 1e-4)
+    assert not saving.model.network.training  # transformers drops the cache of a checkpointing module in training mode
+
+
+# --- the optimizer ----------------------------------------------------------------------------------------------------
+
+
+def test_three_steps_equal_torch_by_hand(folder: Path) -> None:
+    """Against a plain loop: transformers' own forward a sample at a time, torch's AdamW, clip_grad_norm_."""
+    settings = replace_optimizer(schedule="linear", warmup_steps=1, final_lr_fraction=0.1)
+    one = engine(folder, {"dtype": "float64"}, optimizer=settings, total_steps=3, max_tokens_per_microbatch=30)
+    network = tiny.network().double()
+    adam = torch.optim.AdamW(network.parameters(), lr=1.0, betas=settings.betas, eps=settings.eps, weight_decay=0.01)
+    for step, factor in enumerate((1.0, 1.0, 0.1)):
+        batch = tiny.batch(tiny.lengths(5, 20, step), step, dtype=torch.float64)
+        metrics = one.train(call(Loss({"ce": CrossEntropy()})), [batch])
+        total, start = torch.zeros((), dtype=torch.float64), 0
+        for n in batch.lengths:
+            tokens, mask = batch.tokens[start : start + n], batch.mask[start : start + n]
+            logprobs = network(tokens[None]).logits[0, :-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+            total = total - logprobs[mask[1:]].sum()
+            start += n
+        adam.zero_grad()
+        torch.autograd.backward(total / batch.mask.sum())
+        norm = torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        adam.param_groups[0]["lr"] = 1e-2 * factor
+        adam.step()
+        assert metrics["loss"].value == pytest.approx(float(total.detach() / batch.mask.sum()), rel=1e-9)
+        assert metrics["grad_norm"].value == pytest.approx(float(norm), rel=1e-6)  # transformers' RoPE is float32
+        assert metrics["lr"].value == pytest.approx(1e-2 * factor)
+    expected = {name: parameter.detach() for name, parameter in network.named_parameters()}
+    assert close(weights_of(one), expected, 1e-5)
+
+
+def replace_optimizer(**changes: Any) -> Optimizer:
+    return Optimizer(**{"weight_decay": 0.01, **changes})
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("seed", range(10))
+def test_schedules_rise_then_fall_and_end_at_the_fraction(schedule: Any, seed: int) -> None:
+    rng = random.Random(seed)
+    total, warmup, final = rng.randint(2, 50), rng.randint(0, 5), rng.random()
+    settings = Optimizer(schedule=schedule, warmup_steps=warmup, final_lr_fraction=final)
+    factors = [lr_factor(step, settings, total + warmup) for step in range(total + warmup + 3)]
+    assert all(0 < factor <= 1 for factor in factors)
+    assert factors[: warmup + 1] == sorted(factors[: warmup + 1])
+    assert factors[warmup:] == sorted(factors[warmup:], reverse=True)
+    assert factors[warmup] == 1
+    if schedule != "constant":
+        assert factors[total + warmup - 1] == pytest.approx(final, abs=1e-12)
+        assert factors[-1] == pytest.approx(final, abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision_learns_through_masters(folder: Path, dtype: str) -> None:
+    """Updates far below the model's own resolution add up in the masters, and the model is their cast."""
+    one, exact = engine(folder, {"dtype": dtype}), engine(folder)
+    for step in range(6):
+        batch = tiny.batch(tiny.lengths(6, 30, step % 2), step % 2)
+        low = one.train(call(lr=1e-4), [batch])
+        high = exact.train(call(lr=1e-4), [batch])
+        assert low["loss"].value == pytest.approx(high["loss"].value, rel=0.05, abs=0.02)
+    assert one.masters is not None
+    assert exact.masters is not None
+    moved = [float((m - p).abs().max()) for m, p in zip(one.masters.tensors, one.masters.parameters, strict=True)]
+    assert max(moved) > 0
+    for name, master in zip(one.masters.names, one.masters.tensors, strict=True):
+        assert master.dtype == torch.float32
+        assert torch.equal(dict(one.weights())[name], master.to(one.dtype))
+
+
+def test_an_overflow_halves_the_scale_and_loses_no_step(folder: Path) -> None:
+    one = engine(folder, {"dtype": "float16"})
+    one.scale = LossScale(2.0**40, dynamic=True, patience=2)
+    batch = tiny.batch(tiny.lengths(6, 30, 0))
+    metrics = one.train(call(), [batch])
+    assert one.optimizer_steps == 1
+    assert math.isfinite(metrics["grad_norm"].value)
+    scale = one.scale.value
+    assert 1 < scale < 2.0**40
+    assert metrics["loss_scale"].value == scale
+    exact = engine(folder)
+    assert metrics["grad_norm"].value == pytest.approx(exact.train(call(), [batch])["grad_norm"].value, rel=0.02)
+
+
+def test_good_steps_double_the_scale() -> None:
+    scale = LossScale(8.0, dynamic=True, patience=3)
+    for _ in range(3):
+        scale.succeeded()
+    assert scale.value == 16.0
+    assert [scale.overflowed() for _ in range(5)] == [True, True, True, True, False]
+    assert scale.value == 1.0
+    assert not LossScale().overflowed()
+
+
+# --- decisions --------------------------------------------------------------------------------------------------------
+
+
+def with_behaviour(one: TorchTrainEngine, batch: Packed, off: float = 0.0) -> Packed:
+    logprobs = one.inference(batch, "logprobs", 1.0) + off
+    return replace(batch, token_keys={**batch.token_keys, "behaviour_logprobs": logprobs})
+
+
+def test_the_gate_opens_once_and_stays_open(folder: Path) -> None:
+    one = engine(folder, max_logprob_gap=1e-4)
+    batch = tiny.batch(tiny.lengths(6, 30, 0))
+    before = weights_of(one)
+    with pytest.raises(LogprobGap, match=r"0\.3 nats away"):
+        one.train(call(), [with_behaviour(one, batch, 0.3)])
+    assert same(before, weights_of(one))
+    assert one.version == 0
+    metrics = one.train(call(), [with_behaviour(one, batch)])
+    assert metrics["logprob_gap"].value < 1e-4
+    stale = with_behaviour(one, batch, 0.3)
+    fresh = {**stale.token_keys, "versions": torch.full_like(stale.token_keys["versions"], 1)}
+    metrics = one.train(call(), [replace(stale, token_keys=fresh)])
+    assert metrics["logprob_gap"].value == pytest.approx(0.3, abs=1e-4)
+
+
+def test_the_gap_leaves_tokens_of_older_weights_out(folder: Path) -> None:
+    one = engine(folder, max_logprob_gap=1e-4)
+    batch = tiny.batch(tiny.lengths(6, 30, 0))
+    one.version = 3
+    assert one.train(call(), [batch])["logprob_gap"].weight == 0
+    assert not one.gate_passed
+
+
+def test_overdue_tokens_are_masked(folder: Path) -> None:
+    one, other = engine(folder, max_age=1), engine(folder)
+    batch = tiny.batch(tiny.lengths(6, 30, 0))
+    versions = torch.where(torch.arange(batch.n_tokens) % 2 == 0, 1, 3).to(torch.int32)
+    batch = replace(batch, token_keys={**batch.token_keys, "versions": versions})
+    one.version = other.version = 3
+    metrics = one.train(call(), [batch])
+    young = replace(batch, mask=batch.mask & (versions == 3))
+    assert metrics["loss"].value == pytest.approx(other.train(call(), [young])["loss"].value, rel=1e-6)
+    assert metrics["overdue"].value == pytest.approx(1 - int(young.mask.sum()) / int(batch.mask.sum()))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_stops_before_the_step(folder: Path, value: float) -> None:
+    one = engine(folder, max_tokens_per_microbatch=20)
+    batch = tiny.batch([8, 9, 10])
+    before = weights_of(one)
+    advantages = batch.token_keys["advantages"].clone()
+    advantages[8:17] = value
+    with pytest.raises(NumericsError, match="not taken") as caught:
+        one.train(call(), [replace(batch, token_keys={**batch.token_keys, "advantages": advantages})])
+    assert 1 in caught.value.samples
+    assert same(before, weights_of(one))
+    one.train(call(), [batch])  # and the engine still works
+
+
+def test_weights_that_are_not_finite_name_the_sample(folder: Path) -> None:
+    one = engine(folder)
+    batch = tiny.batch([8, 9, 10])
+    tokens = torch.where(batch.tokens == 7, 8, batch.tokens)
+    tokens[12] = 7
+    poisoned = ((n, t.index_fill(0, torch.tensor([7]), math.nan) if "embed" in n else t) for n, t in one.weights())
+    one.load_weights(iter(list(poisoned)), 0)
+    with pytest.raises(NumericsError) as caught:
+        one.train(call(), [replace(batch, tokens=tokens)])
+    assert caught.value.samples  # the head is tied to the embedding: every sample is hit, each is named
+    assert set(caught.value.samples) <= {0, 1, 2}
+
+
+def test_a_decoupled_loss_sees_the_weights_from_before_the_first_step(folder: Path) -> None:
+    """Its proximal log-probabilities are those of a plain inference, whichever mini-batch or epoch a sample is in."""
+    seen: list[Tensor] = []
+
+    def spy(batch: Packed, outputs: Any) -> Tensor:
+        seen.append(torch.where(batch.mask, batch.token_keys["proximal_logprobs"], 0.0))
+        return outputs.logprobs * 0
+
+    policy = PolicyGradient(off_policy=Decoupled(cap=1e9))
+    loss = Loss({"policy": policy, "spy": ApplyTerm(fn="spy")}, TokenMean())
+    one = engine(folder, functions={"spy": spy})
+    batch = tiny.batch(tiny.lengths(8, 30, 0))
+    halves = [batch.select([0, 1, 2, 3]), batch.select([4, 5, 6, 7])]
+    again = [batch.select([7, 0, 5, 2]), batch.select([1, 6, 3, 4])]
+    expected = torch.where(batch.mask, one.inference(batch, "logprobs", 1.0), 0.0)
+    pieces = torch.split(expected, list(batch.lengths))
+    one.train(call(loss, epochs=2, minibatches=2), [*halves, *again])
+    orders = ([0, 1, 2, 3], [4, 5, 6, 7], [7, 0, 5, 2], [1, 6, 3, 4])
+    for found, order in zip(seen, orders, strict=True):
+        torch.testing.assert_close(found, torch.cat([pieces[i] for i in order]), rtol=1e-5, atol=1e-5)
+
+
+def test_wrong_uses_are_refused(folder: Path) -> None:
+    frozen = engine(folder, {"trainable": False}, optimizer=None)
+    batch = tiny.batch([5, 6])
+    with pytest.raises(ValueError, match="frozen"):
+        frozen.train(call(), [batch])
+    with pytest.raises(ValueError, match="head 'lm'"):
+        engine(folder).train(call(Loss({"value": Value()})), [batch])
+    with pytest.raises(ValueError, match="without a mini-batch"):
+        engine(folder).train(call(), [])
+    with pytest.raises(ValueError, match="missing"):
+        frozen.load_weights(iter([]), 1)
+    with pytest.raises(ValueError, match="unknown"):
+        frozen.load_weights(iter([("x", torch.zeros(1))]), 1)
+
+
+# --- weights and files ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_a_resumed_engine_goes_on_bit_for_bit(folder: Path, tmp_path: Path, dtype: str) -> None:
+    settings = {"optimizer": replace_optimizer(schedule="cosine", warmup_steps=3), "max_tokens_per_microbatch": 40}
+    one = engine(folder, {"dtype": dtype}, **settings)
+    batches = [tiny.batch(tiny.lengths(6, 30, i), i, dtype=one.dtype) for i in range(4)]
+    one.train(call(), batches[:2])
+    one.save(tmp_path)
+    two = engine(folder, {"dtype": dtype}, **settings)
+    two.load(tmp_path)
+    assert two.version == 1
+    assert two.optimizer_steps == 2
+    for _ in range(2):
+        assert one.train(call(), batches[2:]) == two.train(call(), batches[2:])
+    assert same(weights_of(one), weights_of(two))
+    assert torch.equal(one.inference(batches[0], "logprobs", 1.0), two.inference(batches[0], "logprobs", 1.0))
+
+
+def test_weights_travel_and_averages_follow(folder: Path) -> None:
+    actor = engine(folder)
+    ref = engine(folder, {"trainable": False, "ema_rate": 0.1, "dtype": "bfloat16"}, optimizer=None)
+    start = weights_of(actor)
+    actor.train(call(lr=1e-3), [tiny.batch([9, 8, 7])])
+    for version in range(1, 4):
+        ref.average_weights(actor.weights(), 0.1, version)
+    assert ref.version == 3
+    assert ref.masters is not None
+    new = weights_of(actor)
+    for name, master in zip(ref.masters.names, ref.masters.tensors, strict=True):
+        begin = start[name].bfloat16().float()
+        torch.testing.assert_close(master, new[name] + 0.9**3 * (begin - new[name]), rtol=1e-5, atol=1e-6)
+    copy = engine(folder, {"trainable": False}, optimizer=None)
+    copy.load_weights(actor.weights(), 7)
+    assert same(weights_of(copy), new)
+    assert copy.version == 7
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_files_give_back_what_was_written(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool]
+    tensors: Sequence[tuple[str, Tensor]] = [
+        (f"t{i}", torch.randn([rng.randint(0, 5) for _ in range(rng.randint(0, 3))]).to(rng.choice(dtypes)))
+        for i in range(12)
+    ]
+    entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
+    write(Target(tmp_path, "x", rng.choice([100, 10**9])), entries, tensors)
+    with Reader(tmp_path, "x") as reader:
+        assert reader.names == {name for name, _ in tensors}
+        for name, tensor in tensors:
+            found = reader.part(name, tuple(slice(0, n) for n in tensor.shape))
+            assert torch.equal(found, tensor)
+            assert found.dtype == tensor.dtype
+
+
+def test_inference_keeps_the_order_under_any_micro_batching(folder: Path) -> None:
+    batch = tiny.batch(tiny.lengths(12, 40, 1))
+    whole = engine(folder, optimizer=None).inference(batch, "logprobs", 0.8)
+    for limit in (1, 25, 60):
+        found = engine(folder, optimizer=None, max_tokens_per_microbatch=limit).inference(batch, "logprobs", 0.8)
+        torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+    assert whole.dtype == torch.float32
+    assert engine(folder, optimizer=None).inference(batch.select([]), "logprobs", 1.0).numel() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gpu_computes_what_a_cpu_does(tmp_path: Path, kind: str, dtype: Any) -> None:
+    folder = tiny.save(tmp_path, kind)
+    batch = tiny.batch(tiny.lengths(12, 60, 0))
+    role, layout = ModelRole(trainable=True, dtype=dtype), Layout(DeviceMesh(0, 1))
+    found = []
+    for device in (CPU, torch.device("cuda", 0)):
+        one = open_engine(role, str(folder), layout, Ranks(device), Settings(optimizer=OPTIMIZER))
+        logprobs = one.inference(batch, "logprobs", 1.0)
+        found.append((logprobs, one.train(call(Loss({"ce": CrossEntropy()})), [batch])))
+    tolerance = 1e-3 if dtype == "float32" else 0.1
+    assert float((found[0][0] - found[1][0]).abs().mean()) < tolerance
+    assert found[0][1]["loss"].value == pytest.approx(found[1][1]["loss"].value, rel=tolerance)
+    assert found[0][1]["grad_norm"].value == pytest.approx(found[1][1]["grad_norm"].value, rel=tolerance)
+
+
+def test_wants_of_a_mask_cost_nothing_else(folder: Path) -> None:
+    """A batch whose mask is empty still gives a graph, so that a sharded model's backward runs."""
+    one = engine(folder)
+    batch = tiny.batch([4, 5])
+    outputs = one.model.run(batch, Wants(where=torch.zeros_like(batch.mask)))
+    assert outputs.logprobs is not None
+    assert not outputs.logprobs.any()
+    torch.autograd.backward(outputs.logprobs.sum())
