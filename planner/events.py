@@ -61,8 +61,8 @@ def event_graph(graph: Graph, plan: Plan, staleness: int, extra_seconds: Mapping
             found.add(Dependency(reallocation_node(target), target, 0))
         else:
             found.add(Dependency(source, target, tokens))
-    for device, order in plan.orders.items():
-        found.update(_order_edges(_with_reallocations(device, order, plan, (moved, staleness, graph))))
+    for order in set(plan.orders.values()):
+        found.update(_order_edges(_with_reallocations(order, moved)))
     known = tuple(sorted(d for d in found if d.source in seconds and d.target in seconds))
     return EventGraph(seconds, known)
 
@@ -90,20 +90,16 @@ def _trains(graph: Graph) -> dict[str, list[str]]:
     return trains
 
 
-def _with_reallocations(
-    device: int, order: Sequence[Turn], plan: Plan, moves: tuple[Mapping[str, str], int, Graph]
-) -> tuple[Turn, ...]:
-    """A reallocation holds both meshes: on the copy's devices just before its call, elsewhere just after training."""
-    moved, staleness, graph = moves
+def _with_reallocations(order: Sequence[Turn], moved: Mapping[str, str]) -> tuple[Turn, ...]:
+    """A reallocation takes the copy's devices just before its call.
+
+    From the trained copy's other devices it takes a moment between two of their calls, in no fixed order.
+    """
     turns: list[Turn] = []
     for turn in order:
         if turn.call in moved:
             turns.append(Turn(reallocation_node(turn.call), turn.offset))
         turns.append(turn)
-        for call, train in moved.items():
-            if train == turn.call and device not in plan.allocations[call].layout.mesh.devices:
-                slack = staleness if isinstance(graph.calls[call], Generate) else 0
-                turns.append(Turn(reallocation_node(call), turn.offset + 1 + slack))
     return tuple(turns)
 
 

@@ -47,26 +47,40 @@ def pin_problems(request: PlanRequest) -> Iterator[Problem]:
     """What is wrong with the pins, whatever the search would choose."""
     for name, pin in request.pins.items():
         where = Where(path=f"$.allocation.{name}")
-        if name not in request.mesh_calls:
+        if name in request.mesh_calls:
+            yield from _pin_problems(request, name, pin, where)
+        else:
             what = "holds no devices: it can't be placed" if name in request.graph.calls else "is no call of the graph"
             yield Problem(where, f"{name!r} {what}", suggest(name, request.mesh_calls), "pin")
-            continue
-        missing = [axis for axis in ("tp", "pp") if (getattr(pin, axis) or 1) > 1]
-        if missing:
-            yield Problem(
-                where, engine_lacks(missing[0]), "use dp, and sharding: fsdp for models that don't fit", "pin"
-            )
-            continue
-        mesh = _mesh(pin, request.cluster)
-        fault = mesh_fault(mesh, request.cluster)
-        if fault:
-            yield Problem(where, fault, "", "pin")
-        elif pin.dp not in (None, mesh.n_devices):
-            yield Problem(
-                where, f"dp {pin.dp} on {mesh.n_devices} devices: dp x tp x pp must be {mesh.n_devices}", "", "pin"
-            )
-        if pin.sharding == "fsdp" and isinstance(request.graph.calls[name], Generate):
-            yield Problem(where, "generation needs whole weights on a device", "leave sharding out", "pin")
+    homes: dict[str, str] = {}
+    for name, call in request.graph.calls.items():
+        if isinstance(call, Train):
+            first = homes.setdefault(call.model, name)
+            if _pinned_mesh(request, name) != _pinned_mesh(request, first):
+                text = f"{first!r} trains the same role on other devices"
+                yield Problem(Where(path=f"$.allocation.{name}"), text, "pin both to the same devices", "pin")
+
+
+def _pin_problems(request: PlanRequest, name: str, pin: Pin, where: Where) -> Iterator[Problem]:
+    missing = [axis for axis in ("tp", "pp") if (getattr(pin, axis) or 1) > 1]
+    if missing:
+        yield Problem(where, engine_lacks(missing[0]), "use dp, and sharding: fsdp for models that don't fit", "pin")
+        return
+    mesh = _pinned_mesh(request, name)
+    fault = mesh_fault(mesh, request.cluster)
+    if fault:
+        yield Problem(where, fault, "", "pin")
+    elif pin.dp not in (None, mesh.n_devices):
+        text = f"dp {pin.dp} on {mesh.n_devices} devices: dp x tp x pp must be {mesh.n_devices}"
+        yield Problem(where, text, "leave dp out, or set devices to it", "pin")
+    if not isinstance(request.graph.calls[name], Generate):
+        return
+    if pin.sharding == "fsdp":
+        yield Problem(where, "generation needs whole weights on a device", "leave sharding out", "pin")
+    tokens, longest = pin.max_tokens_per_microbatch, sample_tokens(request)
+    if tokens is not None and tokens < longest:
+        text = f"a cache of {tokens} tokens holds no sample: the longest has {longest}"
+        yield Problem(where, text, f"set max_tokens_per_microbatch to {longest} or more", "pin")
 
 
 def engine_lacks(axis: str) -> str:
@@ -80,14 +94,16 @@ def engine_lacks(axis: str) -> str:
     return f"{axis} > 1 needs {feature}; the engines of this version run dp only"
 
 
-def _mesh(pin: Pin, cluster: Cluster) -> DeviceMesh:
+def _pinned_mesh(request: PlanRequest, call: str) -> DeviceMesh:
+    """Where a pin puts a call; all devices (from `first` on) where it says nothing."""
+    pin = request.pins.get(call, Pin())
     first = pin.first or 0
-    return DeviceMesh(first, pin.devices or pin.dp or cluster.n_devices - first)
+    return DeviceMesh(first, pin.devices or pin.dp or request.cluster.n_devices - first)
 
 
 def call_layout(request: PlanRequest, call: str, sharding: str) -> Layout:
     """The layout of a call whose role has this sharding; generation always holds whole weights."""
-    mesh = _mesh(request.pins.get(call, Pin()), request.cluster)
+    mesh = _pinned_mesh(request, call)
     generates = isinstance(request.graph.calls[call], Generate)
     return Layout(mesh, dp=mesh.n_devices, sharding="fsdp" if sharding == "fsdp" and not generates else "replicated")
 
@@ -104,7 +120,7 @@ def role_shardings(request: PlanRequest) -> dict[str, tuple[str, ...]]:
             raise ConfigError(
                 [Problem(where, f"the calls of role {role!r} are pinned to different shardings", "", "pin")]
             )
-        widest = max((_mesh(request.pins.get(name, Pin()), request.cluster).n_devices for name in sharded), default=1)
+        widest = max((_pinned_mesh(request, name).n_devices for name in sharded), default=1)
         free = ("replicated", "fsdp") if widest > 1 else ("replicated",)
         options[role] = tuple(str(sharding) for sharding in pinned) or free
     return options

@@ -11,7 +11,7 @@ from realgraph.planner.detect import Gpu, Probe, resolve
 from realgraph.planner.devices import device_kinds
 from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.memory import usable_bytes
-from realgraph.planner.options import mesh_fault
+from realgraph.planner.options import active, mesh_fault, resident
 from realgraph.planner.pins import Pin
 from realgraph.planner.plan import Plan, Turn
 from realgraph.planner.request import PlanRequest, hashes
@@ -112,6 +112,35 @@ def test_pins_are_kept() -> None:
     assert stale.period_seconds < plan.period_seconds  # disjoint meshes overlap as soon as they may
 
 
+@st.composite
+def pinned_requests(draw: st.DrawFn) -> PlanRequest:
+    """PPO on 2 x 4 devices, each call perhaps on a mesh of its own, with perhaps a sharding of its own."""
+    asked = request(ppo(), "Qwen/Qwen3-0.6B", cluster(devices=4, nodes=2))
+    meshes = [(d, n) for n in (1, 2, 4, 8) for d in range(0, 8, n)]
+    pins = {}
+    for name in asked.mesh_calls:
+        if draw(st.booleans()):
+            first, devices = draw(st.sampled_from(meshes))
+            sharding = draw(st.sampled_from([None, "replicated", "fsdp"])) if name.endswith("train") else None
+            pins[name] = Pin(first=first, devices=devices, sharding=sharding)
+    return replace(asked, pins=pins, workload=replace(asked.workload, staleness=draw(st.integers(0, 2))))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(pinned_requests())
+def test_any_pins_give_a_valid_live_plan_whose_fullest_device_is_found(asked: PlanRequest) -> None:
+    plan = search(asked)
+    assert validate(plan, asked) == ()
+    assert 0 < plan.lower_bound_seconds <= plan.period_seconds
+    layouts = {name: allocation.layout for name, allocation in plan.allocations.items()}
+    for name, allocation in plan.allocations.items():
+        pin = asked.pins.get(name, Pin(first=0, devices=8))
+        assert layouts[name].mesh == DeviceMesh(pin.first or 0, pin.devices or 0)
+        tokens = allocation.max_tokens_per_microbatch
+        held = [resident(asked, layouts, device).total for device in layouts[name].mesh.devices]
+        assert allocation.peak_bytes == max(held) + active(asked, name, layouts[name], tokens).total
+
+
 @pytest.mark.parametrize(
     ("pins", "says"),
     [
@@ -124,6 +153,7 @@ def test_pins_are_kept() -> None:
         ({"train": Pin(devices=3)}, "power of two"),
         ({"train": Pin(devices=4, dp=2)}, "must be 4"),
         ({"rollout": Pin(sharding="fsdp")}, "whole weights"),
+        ({"rollout": Pin(max_tokens_per_microbatch=100)}, "holds no sample"),
     ],
 )
 def test_a_wrong_pin_is_refused(pins: dict[str, Pin], says: str) -> None:
