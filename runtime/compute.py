@@ -70,7 +70,7 @@ class Compute:
         self._assembler = Assembler(graph, resources.store, resources.plane, job.runtime.min_deadline_seconds)
         self.roles = Roles(job, self.worker, collectives, self._loading.decode)
         self._host = FunctionHost(job.user_dir, job.runtime.function_processes)
-        self.functions = FunctionCalls(graph, self._assembler, self._host, self.worker)
+        self.functions = FunctionCalls(job, self._assembler, self._host, self.worker)
         for name, call in graph.calls.items():
             if isinstance(call, Function):
                 self._host.check(name, call)

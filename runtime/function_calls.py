@@ -4,12 +4,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from realgraph.graphs.graph import Graph
-from realgraph.graphs.keys import TOKENS
+from realgraph.graphs.keys import TEXT, TOKENS
 from realgraph.graphs.spec import Function
 from realgraph.runtime.assemble import Assembler, Values, decode_value
 from realgraph.runtime.function_host import FunctionHost
 from realgraph.runtime.functions import Unit, UnitResult
+from realgraph.runtime.job import Job
 from realgraph.runtime.protocol import Done, Execute, Mean
 
 KEEP = "keep"
@@ -26,8 +26,9 @@ class FunctionFailed(Exception):
 class FunctionCalls:
     """Runs function calls. Safe to use from several threads."""
 
-    def __init__(self, graph: Graph, assembler: Assembler, host: FunctionHost, worker: int) -> None:
-        self._graph, self._assembler, self._host, self._worker = graph, assembler, host, worker
+    def __init__(self, job: Job, assembler: Assembler, host: FunctionHost, worker: int) -> None:
+        self._graph, self._assembler, self._host, self._worker = job.graph, assembler, host, worker
+        self._outputs, self._groups = job.outputs, job.batch.groups
 
     def run(self, command: Execute) -> Done:
         """Run one call over the command's units; what it writes is in the store afterwards. Raises FunctionFailed."""
@@ -53,7 +54,24 @@ class FunctionCalls:
             kept=kept,
             started=started,
             ended=time.time(),
+            transcripts=self._transcripts(command, units, results),
         )
+
+    def _transcripts(self, command: Execute, units: Sequence[Unit], results: Sequence[UnitResult]) -> tuple[str, ...]:
+        """Every so many steps: some samples with their score, of a call that scores text. One of a group."""
+        every = self._outputs.transcripts_every
+        writes = self._graph.writes[command.call]
+        if not every or command.step % every or not writes:
+            return ()
+        n = self._graph.samples_per_group
+        shown = []
+        for unit, result in zip(units, results, strict=True):
+            sample, text = unit.samples[0], unit.kwargs.get(TEXT)
+            chosen = sample % n == 0 and (sample // n) % self._groups < self._outputs.transcripts
+            if chosen and isinstance(text, str):
+                told = {name: value for name, value in unit.kwargs.items() if name != TEXT and isinstance(value, str)}
+                shown.append(f"{text!r}  {writes[0]} {result.values[writes[0]]}  {told or ''}".rstrip())
+        return tuple(shown)
 
     def unit(self, name: str, samples: Sequence[int], values: Values) -> Unit:
         """The keywords of one unit: single values for a sample, lists for a group or batch."""
