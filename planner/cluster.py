@@ -13,10 +13,10 @@ class ClusterSpec(Struct, frozen=True, forbid_unknown_fields=True):
     `memory_gb` (per device, 10^9 bytes) overrides the kind's own.
     """
 
-    nodes: Count = 1
+    nodes: Count = 1  # hosts
     devices: Count | None = None  # per node; default: this machine's GPUs, or 2 processes on a CPU
-    kind: str = "auto"
-    memory_gb: Annotated[float, Meta(gt=0)] | None = None
+    kind: str = "auto"  # H100-SXM, A100-80, ..., cpu; auto: this machine
+    memory_gb: Annotated[float, Meta(gt=0)] | None = None  # per device
     host_memory_gb: Annotated[float, Meta(gt=0)] | None = None  # per node
 
 

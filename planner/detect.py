@@ -146,8 +146,11 @@ def _nvidia_gpus() -> tuple[tuple[Gpu, ...], str]:
     if answer.returncode:
         said = (answer.stdout + answer.stderr).strip().splitlines()
         return (), f"nvidia-smi failed: {said[0] if said else f'exit status {answer.returncode}'}"
-    rows = [line.rsplit(",", 1) for line in answer.stdout.splitlines() if line.strip()]
-    return tuple(Gpu(name.strip(), int(memory) * MEBIBYTE) for name, memory in rows), ""
+    rows = [line.rpartition(",") for line in answer.stdout.splitlines() if line.strip()]
+    odd = ["".join(row) for row in rows if not row[2].strip().isdigit()]
+    if odd:
+        return (), f"nvidia-smi said {odd[0]!r}, not a name and mebibytes"
+    return tuple(Gpu(name.strip(), int(memory) * MEBIBYTE) for name, _, memory in rows), ""
 
 
 def _error(field: str, text: str, hint: str) -> ConfigError:

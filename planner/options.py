@@ -175,8 +175,16 @@ def _ladder(cluster: Cluster) -> tuple[int, ...]:
 
 def resident(request: PlanRequest, layouts: Mapping[str, Layout], device: int) -> Footprint:
     """Bytes that `device` holds all the time: every copy of every role that lies there."""
-    held = (_copy_bytes(request, copy) for copy in copies(request.graph, layouts) if device in copy.layout.mesh.devices)
-    return sum(held, Footprint())
+    return sum((_copy_bytes(request, copy) for copy in _held(request, layouts, device)), Footprint())
+
+
+def held_copies(request: PlanRequest, layouts: Mapping[str, Layout], device: int) -> tuple[tuple[Copy, int], ...]:
+    """The copies that lie on `device`, each with its bytes there."""
+    return tuple((copy, _copy_bytes(request, copy).total) for copy in _held(request, layouts, device))
+
+
+def _held(request: PlanRequest, layouts: Mapping[str, Layout], device: int) -> Iterator[Copy]:
+    return (copy for copy in copies(request.graph, layouts) if device in copy.layout.mesh.devices)
 
 
 def _copy_bytes(request: PlanRequest, copy: Copy) -> Footprint:

@@ -11,13 +11,13 @@ class Pin(Struct, frozen=True, forbid_unknown_fields=True):
     """Choices for one call; what is left out is the planner's.
 
     first, devices: the device mesh, `devices` consecutive devices from `first` (default 0).
-    max_tokens_per_microbatch: tokens a device holds at once; of a generate call, tokens in its KV cache.
+    max_tokens_per_microbatch: tokens a device holds at once; of a generate call, tokens in its KV cache.  # per device
     """
 
-    first: Annotated[int, Meta(ge=0)] | None = None
-    devices: Count | None = None
-    dp: Count | None = None
-    tp: Count | None = None
-    pp: Count | None = None
-    sharding: Literal["replicated", "fsdp"] | None = None
+    first: Annotated[int, Meta(ge=0)] | None = None  # number of the mesh's first device
+    devices: Count | None = None  # size of the mesh
+    dp: Count | None = None  # data-parallel ranks
+    tp: Count | None = None  # tensor-parallel ranks
+    pp: Count | None = None  # pipeline stages
+    sharding: Literal["replicated", "fsdp"] | None = None  # of the data-parallel copies
     max_tokens_per_microbatch: Count | None = None

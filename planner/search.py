@@ -19,12 +19,14 @@ from realgraph.planner.options import (
     call_layout,
     call_seconds,
     extra_seconds,
+    held_copies,
     peak,
     pin_problems,
     role_shardings,
     sample_tokens,
     token_ladder,
 )
+from realgraph.planner.pins import Pin
 from realgraph.planner.plan import Allocation, Plan, Turn
 from realgraph.planner.request import PlanRequest, hashes
 from realgraph.planner.residency import reallocations
@@ -37,8 +39,8 @@ class Misfit(Struct, frozen=True):
 
     call: str
     device: int
-    layout: Layout
     footprint: Footprint
+    parts: tuple[tuple[str, int], ...]  # of the footprint, in words and bytes
 
 
 def search(request: PlanRequest) -> Plan:
@@ -137,7 +139,8 @@ def _allocate(request: PlanRequest, shardings: Mapping[str, str]) -> dict[str, A
         if room:
             allocations[name] = _priced(request, layouts, name, room[0])
         else:
-            misfits.append(Misfit(name, device, layout, peak(request, layouts, name, sizes[-1])[1]))
+            footprint = peak(request, layouts, name, sizes[-1])[1]
+            misfits.append(Misfit(name, device, footprint, _parts(request, layouts, name, device)))
     return max(misfits, key=lambda misfit: misfit.footprint.total) if misfits else allocations
 
 
@@ -161,28 +164,42 @@ def _scope(request: PlanRequest, count: int) -> str:
 
 def _misfit_problem(request: PlanRequest, misfit: Misfit) -> Problem:
     held, usable = misfit.footprint, usable_bytes(request.cluster)
-    largest = getattr(held, held.worst)
+    largest, nbytes = max(misfit.parts, key=lambda part: part[1])
     text = (
         f"no plan fits: call {misfit.call!r} needs {held.total / GB:.1f} GB on device {misfit.device}, "
         f"{usable / GB:.1f} of {request.cluster.memory_bytes / GB:.1f} GB are usable; "
-        f"the largest part is {held.worst.replace('_', ' ')} with {largest / GB:.1f} GB"
+        f"largest by purpose: {held.worst.replace('_', ' ')} {getattr(held, held.worst) / GB:.1f} GB; "
+        f"by owner: {largest} {nbytes / GB:.1f} GB"
     )
     return Problem(Where(path="$.cluster"), text, "; or ".join(_mends(request, misfit)), "memory")
+
+
+def _parts(request: PlanRequest, layouts: Mapping[str, Layout], call: str, device: int) -> tuple[tuple[str, int], ...]:
+    """What `device` holds while `call` runs with its smallest micro-batch, in words and bytes."""
+    held = [
+        (f"the {'trained states' if copy.trained else 'weights'} of {copy.role!r} for {', '.join(copy.calls)}", nbytes)
+        for copy, nbytes in held_copies(request, layouts, device)
+    ]
+    smallest = token_ladder(request, call, layouts[call])[-1]
+    return (*held, (f"{call!r} itself", active(request, call, layouts[call], smallest).total))
 
 
 def _mends(request: PlanRequest, misfit: Misfit) -> Iterator[str]:
     """What would help, the cheapest first."""
     call, role = misfit.call, request.role(misfit.call)
-    pin = request.pins.get(call)
-    if pin and pin.sharding == "replicated" and not isinstance(request.graph.calls[call], Generate):
-        yield f"set allocation.{call}.sharding: fsdp"
+    for name, pin in request.pins.items():
+        if pin.sharding == "replicated" and not isinstance(request.graph.calls[name], Generate):
+            yield f"set allocation.{name}.sharding: fsdp"
     if misfit.footprint.worst in ("activations", "kv_cache", "logits"):
-        fixed = (pin.max_tokens_per_microbatch if pin else None) or request.workload.max_tokens_per_microbatch
+        own = request.pins.get(call, Pin()).max_tokens_per_microbatch
+        fixed = own or request.workload.max_tokens_per_microbatch
         if fixed and fixed > sample_tokens(request):
-            yield f"lower batch.max_tokens_per_microbatch (now {fixed})"
+            yield f"lower {f'allocation.{call}' if own else 'batch'}.max_tokens_per_microbatch (now {fixed})"
         if not role.gradient_checkpointing and misfit.footprint.worst == "activations":
             yield f"set models.{request.graph.role(call)}.gradient_checkpointing: true"
         yield f"lower batch.max_new_tokens (now {request.workload.max_new_tokens})"
-    if role.dtype in ("float32", "float64"):
-        yield f"set models.{request.graph.role(call)}.dtype: bfloat16"
+    wide = [name for name in request.models if request.graph.models[name].dtype in ("float32", "float64")]
+    yield from (f"set models.{name}.dtype: bfloat16" for name in wide)
+    if any(nbytes > usable_bytes(request.cluster) for words, nbytes in misfit.parts if words.startswith("the weights")):
+        yield "take a smaller model: in this version every device that generates holds it whole"
     yield "use more devices, or devices with more memory"

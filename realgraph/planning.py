@@ -1,7 +1,8 @@
 """From a checked run to a plan: gathers what the planner needs to know. Imports no torch and uses no network."""
 
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,18 +23,17 @@ from realgraph.planner.search import reprice, search
 from realgraph.planner.validate import validate
 from realgraph.planner.workload import Workload
 
-HUB_CACHE = Path("~/.cache/huggingface/hub")
 TRIED_ROWS = 256  # of the data, to guess the mean length of a prompt
 CHARACTERS_PER_TOKEN = 4  # of English text under a vocabulary of 32,000 or more
 SMALL_VOCABULARY = 2000  # with fewer tokens a token is about a character
 
 
 def request_for(checked: Checked, hub_cache: Path | None = None) -> PlanRequest:
-    """What to plan for a run. hub_cache: the Hugging Face cache's `hub` folder, by default the usual one.
+    """What to plan for a run. hub_cache: the Hugging Face cache's `hub` folder, by default where its own tools look.
 
     Raises ConfigError where a model's shape or the cluster is unknown, or a sample is longer than a model's positions.
     """
-    cache = (hub_cache or HUB_CACHE).expanduser()
+    cache = hub_cache or hub_cache_folder(os.environ)
     problems: list[Problem] = []
     models: dict[str, ModelSpec] = {}
     for name, role in checked.graph.models.items():
@@ -58,6 +58,13 @@ def request_for(checked: Checked, hub_cache: Path | None = None) -> PlanRequest:
         raise ConfigError(problems)
     pins = {name: pin for name, pin in checked.run.allocation.items() if name in checked.graph.calls}
     return PlanRequest(checked.graph, workload, cluster, models, pins)
+
+
+def hub_cache_folder(environment: Mapping[str, str]) -> Path:
+    """Where huggingface_hub keeps models, by its own rules (its constants.py), so that planner and runtime agree."""
+    home = environment.get("HF_HOME") or f"{environment.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    given = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
+    return Path(given or f"{home}/hub").expanduser()
 
 
 def workload_of(checked: Checked, models: dict[str, ModelSpec]) -> Workload:

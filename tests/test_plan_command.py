@@ -1,6 +1,7 @@
 """`realgraph plan` from a run file to a table, JSON, an edited plan, and its refusals; without torch or network."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from realgraph.compose import check_run
 from realgraph.graphs.errors import ConfigError
 from realgraph.plan_command import plan_command
 from realgraph.planner.codec import plan_from_json, plan_to_json
-from realgraph.planning import plan_for, read_plan, request_for
+from realgraph.planning import hub_cache_folder, plan_for, read_plan, request_for
 
 RUN = """
 graph: grpo
@@ -106,6 +107,20 @@ def test_the_mean_prompt_is_guessed_from_the_data(run_file: Path) -> None:
     (run_file.parent / "rows.jsonl").write_text('{"question": "a", "answer": "b"}\n{"quest\n' * 99)
     with pytest.raises(ConfigError, match=r"rows\.jsonl:2 is no JSON object"):
         request_for(check_run(run_file))
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{}, {"HF_HOME": "/a"}, {"XDG_CACHE_HOME": "/b"}, {"HF_HOME": "/a", "HF_HUB_CACHE": "/c"}],
+    ids=lambda environment: "+".join(environment) or "none",
+)
+def test_the_hub_cache_is_where_huggingface_hub_has_it(environment: dict[str, str]) -> None:
+    code = "from huggingface_hub.constants import HF_HUB_CACHE; print(HF_HUB_CACHE)"
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGINGFACE_", "XDG_"))} | environment
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=clean, check=True
+    )
+    assert done.stdout.strip() == str(hub_cache_folder(environment))
 
 
 def test_planning_imports_no_torch(run_file: Path) -> None:
