@@ -1,0 +1,151 @@
+"""What a run writes and shows: files that survive a kill, atomic folders, trackers, the screen, pass@k."""
+
+import io
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from realgraph.console import LiveScreen, PlainLines, sparkline
+from realgraph.graphs.errors import ConfigError
+from realgraph.runtime.actions import Span as CallSpan
+from realgraph.runtime.evaluation import pass_at_k
+from realgraph.runtime.observer import EvalRecord, Note, RunEnded, RunStarted, Span, StepRecord, Transcript
+from realgraph.runtime.records import MetricsFile, TraceFile, TranscriptsFile
+from realgraph.runtime.run_folder import RunFolder, commit_folder, exclusive, point_link, prune, write_atomic
+from realgraph.runtime.step_metrics import queue_seconds
+from realgraph.runtime.trackers import make_trackers
+
+STARTED = RunStarted("name", "grpo", steps=3, first_step=0, run_dir="/runs/x", calls=("rollout", "train"))
+STEP = StepRecord(0, 0.5, {"reward/reward": 0.25, "train/loss": 1.5, "rollout/seconds": 0.2})
+RECORDS = (
+    STARTED,
+    Span(0, "rollout", 0, 10.0, 10.25),
+    Span(1, "train", 0, 10.25, 10.5),
+    STEP,
+    EvalRecord(1, {"accuracy": 0.5}, best=True),
+    Transcript(0, "'1+1=' '2'"),
+    Note("careful [not markup]", "warning"),
+    RunEnded(1, "finished", ok=True),
+)
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(0, 8))
+def test_pass_at_k_is_the_share_of_draws_with_a_right_sample(n: int, k: int, n_right: int) -> None:
+    n_right, k = min(n_right, n), min(k, n)
+    draws = list(itertools.combinations([True] * n_right + [False] * (n - n_right), k))
+    assert pass_at_k(n, n_right, k) == pytest.approx(sum(any(draw) for draw in draws) / len(draws))
+
+
+def test_pass_at_k_refuses_more_draws_than_samples() -> None:
+    with pytest.raises(ValueError, match="pass@3 needs at least 3 samples"):
+        pass_at_k(2, 1, 3)
+
+
+def test_metrics_and_transcripts_are_json_lines_that_a_resumed_run_appends_to(tmp_path: Path) -> None:
+    for _ in range(2):
+        files = (MetricsFile(tmp_path / "metrics.jsonl"), TranscriptsFile(tmp_path / "transcripts.jsonl"))
+        for record in RECORDS:
+            for file in files:
+                file.observe(record)
+        for file in files:
+            file.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["type"] for line in lines] == ["start", "step", "eval", "end"] * 2
+    assert lines[1]["metrics"]["reward/reward"] == 0.25
+    transcripts = [json.loads(line) for line in (tmp_path / "transcripts.jsonl").read_text().splitlines()]
+    assert [line["text"] for line in transcripts] == ["'1+1=' '2'"] * 2
+
+
+@pytest.mark.parametrize("closes", [True, False], ids=["closed", "killed"])
+def test_trace_is_readable_even_if_the_run_was_killed(tmp_path: Path, closes: bool) -> None:
+    trace = TraceFile(tmp_path / "trace.json")
+    for record in RECORDS:
+        trace.observe(record)
+    trace.close() if closes else trace._file.flush()
+    events = json.loads((tmp_path / "trace.json").read_text() + "]")
+    slices = [(e["name"], e["tid"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert slices == [("rollout", 1, 10_000_000, 250_000), ("train", 2, 10_250_000, 250_000)]
+    assert {e["args"]["name"] for e in events if e["ph"] == "M"} == {"worker 0", "worker 1"}
+
+
+def test_a_checkpoint_appears_whole_and_the_best_outlives_pruning(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (1, 2, 3, 4):
+        folder.partial(step).mkdir(parents=True)
+        write_atomic(folder.partial(step) / "state.json", b"{}")
+        assert folder.latest() != folder.checkpoint(step)
+        commit_folder(folder.partial(step), folder.checkpoint(step))
+        if step == 1:
+            point_link(folder.best, folder.checkpoint(step))
+    assert [path.name for path in prune(folder, keep=2)] == ["step-000002"]
+    assert folder.steps() == [1, 3, 4]
+    assert folder.best.resolve() == folder.checkpoint(1).resolve()
+    assert not list(folder.checkpoints.glob(".partial*"))
+
+
+def test_two_runs_never_share_a_directory(tmp_path: Path) -> None:
+    with exclusive(RunFolder(tmp_path)), pytest.raises(BlockingIOError), exclusive(RunFolder(tmp_path)):
+        pass
+    with exclusive(RunFolder(tmp_path)):
+        pass
+
+
+def test_queue_seconds_runs_from_the_last_producer() -> None:
+    from realgraph.graphs.graph import Edge, Graph
+
+    edges = (Edge("a", "c"), Edge("b", "c"), Edge("c", "a", role="actor", distance=1))
+    graph = Graph("g", {}, {}, {}, {}, {}, edges, 1)
+    spans = {"a": CallSpan(0.0, 1.0), "b": CallSpan(0.0, 2.0), "c": CallSpan(2.5, 3.0)}
+    assert queue_seconds("c", spans, graph) == 0.5
+    assert queue_seconds("a", spans, graph) == 0.0
+
+
+def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (tracker,) = make_trackers((), True, "p", tmp_path)
+    for record in RECORDS:
+        tracker.observe(record)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert {"reward/reward", "train/loss", "eval/accuracy", "step_seconds"} <= set(events.Tags()["scalars"])
+
+
+def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"outputs\.trackers.*'mlflow'"):
+        make_trackers(("mlflow",), False, "p", tmp_path)
+
+
+def test_plain_lines_say_what_happened() -> None:
+    out = io.StringIO()
+    screen = PlainLines(Console(file=out, width=200), every_seconds=0)
+    for record in RECORDS:
+        screen.observe(record)
+    text = out.getvalue()
+    for part in ("/runs/x", "step 1", "reward 0.25", "accuracy 0.5", "careful [not markup]", "finished"):
+        assert part in text
+
+
+def test_live_screen_shows_calls_and_curve() -> None:
+    out = io.StringIO()
+    screen = LiveScreen(Console(file=out, width=120, force_terminal=True))
+    for record in RECORDS:
+        screen.observe(record)
+    screen.close()
+    for part in ("realgraph: grpo", "rollout", "train", "accuracy 0.5", "careful [not markup]"):
+        assert part in out.getvalue()
+
+
+@given(st.lists(st.floats(-1e3, 1e3), max_size=300))
+def test_sparkline_has_a_mark_per_window(values: list[float]) -> None:
+    line = sparkline(values, width=40)
+    assert len(line) == min(40, len(values))
+    if values and max(values) > min(values) and len(values) <= 40:
+        assert line[values.index(max(values))] == "█"
+        assert line[values.index(min(values))] == "▁"
