@@ -134,7 +134,8 @@ def _refusal(value: str, where: Where) -> Problem | None:
     for start in _openings(value):
         if not _REFERENCE.match(value, start):
             found = "".join(value[start:].partition("}")[:2])
-            hint = "write ${params.name} or another path of this file; ${...:...} (environment, files, code) is refused"
+            ways = "write ${params.name} or another path of this file, or \\${ for the text ${"
+            hint = f"{ways}; ${{...:...}} (environment, files, code) is refused"
             return Problem(where, f"{found} is not a plain reference", hint)
     return None
 

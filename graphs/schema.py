@@ -158,12 +158,12 @@ def check(kind: inspect.Type, document: Document) -> Iterator[Problem]:
 Mismatch = tuple[str, str, str]  # path, text, hint
 
 
-def mismatches(kind: inspect.Type, value: Tree, path: str) -> Iterator[Mismatch]:
-    """Path, text and hint of everything in `value` that is not of the type."""
+def mismatches(kind: inspect.Type, value: Tree, path: str, beside: Sequence[str] = ()) -> Iterator[Mismatch]:
+    """Path, text and hint of everything in `value` that is not of the type. beside: names of sibling entries."""
     if any(isinstance(member, inspect.AnyType) for member in members(kind)):
         return
     if isinstance(value, dict) and (structs(kind) or dict_of(kind)):
-        yield from _mapping(kind, value, path)
+        yield from _mapping(kind, value, path, beside)
     elif isinstance(value, list) and (types := item_types(kind, len(value))) is not None:
         if len(types) != len(value):
             yield path, f"expected {describe(kind)}, got {len(value)} items", ""
@@ -174,24 +174,27 @@ def mismatches(kind: inspect.Type, value: Tree, path: str) -> Iterator[Mismatch]
         yield path, f"expected {describe(kind)}, got {shown(value)}", _hint(kind, value)
 
 
-def _mapping(kind: inspect.Type, value: Branch, path: str) -> Iterator[Mismatch]:
+def _mapping(kind: inspect.Type, value: Branch, path: str, beside: Sequence[str]) -> Iterator[Mismatch]:
     struct, mapping = struct_for(kind, value), dict_of(kind)
     if struct is not None:
         yield from _fields(kind, struct, value, path)
     elif mapping is not None:
         for key, item in value.items():
-            yield from mismatches(mapping.value_type, item, child(path, key))
+            yield from mismatches(mapping.value_type, item, child(path, key), [name for name in value if name != key])
     else:
-        yield from _unknown_kind(structs(kind), value, path)
+        yield from _unknown_kind(structs(kind), value, path, beside)
 
 
-def _unknown_kind(choices: Sequence[inspect.StructType], value: Branch, path: str) -> Iterator[Mismatch]:
+def _unknown_kind(
+    choices: Sequence[inspect.StructType], value: Branch, path: str, beside: Sequence[str]
+) -> Iterator[Mismatch]:
     tag_field = choices[0].tag_field or "kind"
     tags = [str(choice.tag) for choice in choices]
-    if tag_field not in value:
-        name = path.rpartition(".")[2]
-        near = suggest(name, tags) if choices[0].cls in NAMED else ""
-        yield child(path, tag_field), f"required, but not given: one of {', '.join(tags)}", near
+    if tag_field not in value:  # where the name is to say the kind, it may be the name that is wrong
+        names = [*tags, *beside] if choices[0].cls in NAMED else beside
+        near = suggest(path.rpartition(".")[2], names)
+        hint = near if near.startswith("did") else ""
+        yield child(path, tag_field), f"required, but not given: one of {', '.join(tags)}", hint
         return
     given = value[tag_field]
     hint = suggest(given, tags) if isinstance(given, str) else ""

@@ -15,28 +15,28 @@ Switch = bool | int | float | str | None  # `when`: an interpolated value; false
 class ModelRole(Struct, frozen=True, forbid_unknown_fields=True):
     """One role of a model. `path` is a Hugging Face directory or Hub id; `init` takes another role's path."""
 
-    trainable: bool = False
-    path: str | None = None
-    revision: str | None = None
-    init: str | None = None
-    head: Literal["lm", "value", "score"] = "lm"
-    when: Switch = True
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    trainable: bool = False  # has an optimizer
+    path: str | None = None  # folder, relative to the run file, or Hub id
+    revision: str | None = None  # branch, tag or commit of a Hub id
+    init: str | None = None  # role whose weights it starts from
+    head: Literal["lm", "value", "score"] = "lm"  # vocabulary, or one number a token or sample
+    when: Switch = True  # falsy: the role and its calls are out
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"  # of weights and activations
     master_dtype: Literal["float32", "float64"] | None = (
         None  # of the optimizer's copy; default float32, float64 in float64
     )
-    gradient_checkpointing: bool = False
-    ema_rate: Fraction | None = None
+    gradient_checkpointing: bool = False  # less memory, one more forward pass
+    ema_rate: Fraction | None = None  # a moving average of the role under `init`: share of it taken per step
 
 
 class Optimizer(Struct, frozen=True, forbid_unknown_fields=True):
     """AdamW (arXiv:1711.05101) and its schedule. It belongs to the role: train calls of one role must agree on it."""
 
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: Positive = 1e-8
-    weight_decay: NonNegative = 0.0
-    max_grad_norm: Positive | None = 1.0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)  # decay of the moments
+    eps: Positive = 1e-8  # added to the second moment's root
+    weight_decay: NonNegative = 0.0  # decoupled
+    max_grad_norm: Positive | None = 1.0  # null: no clipping
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate, after warm-up
     warmup_steps: Annotated[int, Meta(ge=0)] = 0  # optimizer steps
     final_lr_fraction: Fraction = 0.0  # of lr, at the end of the schedule
 
@@ -51,26 +51,26 @@ class Generate(_Call, frozen=True, tag="generate"):
     temperature 0 is greedy. `stop` are strings; the tokenizer's end of sequence always stops.
     """
 
-    model: str
-    reads: tuple[str, ...] = ("prompt",)
-    n: Count = 1
-    temperature: NonNegative = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    model: str  # role
+    reads: tuple[str, ...] = ("prompt",)  # the prompt's key
+    n: Count = 1  # samples a prompt
+    temperature: NonNegative = 1.0  # 0 is greedy
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0  # 1: whole vocabulary
     top_k: Annotated[int, Meta(ge=0)] = 0  # 0: whole vocabulary
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()  # texts that end a sample
     max_new_tokens: Count | None = None  # default: batch.max_new_tokens of the run
-    when: Switch = True
+    when: Switch = True  # falsy: the call is out
 
 
 class Inference(_Call, frozen=True, tag="inference"):
     """One forward pass of a role over `tokens`: logprobs and values per token, or a score per sample."""
 
-    model: str
-    output: Literal["logprobs", "values", "scores"]
-    writes: tuple[str, ...]
-    reads: tuple[str, ...] = ("tokens",)
+    model: str  # role
+    output: Literal["logprobs", "values", "scores"]  # what the role's head gives
+    writes: tuple[str, ...]  # the key for it
+    reads: tuple[str, ...] = ("tokens",)  # what is read of the batch
     temperature: Positive = 1.0  # logits are divided by it
-    when: Switch = True
+    when: Switch = True  # falsy: the call is out
 
 
 class Function(_Call, frozen=True, tag="function"):
@@ -80,37 +80,37 @@ class Function(_Call, frozen=True, tag="function"):
     default. `on_error: score` gives a failing sample `error_value` instead of failing the run.
     """
 
-    fn: str
-    reads: tuple[str, ...] = ()
-    writes: dict[str, str] = field(default_factory=dict)
-    args: dict[str, Any] = field(default_factory=dict)
-    over: Literal["sample", "group", "batch"] = "sample"
-    timeout_seconds: Positive = 30.0
-    on_error: Literal["fail", "score"] = "fail"
-    error_value: float = 0.0
-    when: Switch = True
+    fn: str  # built-in name or module:function
+    reads: tuple[str, ...] = ()  # keys passed as keywords
+    writes: dict[str, str] = field(default_factory=dict)  # key -> its type, such as `sample float32`
+    args: dict[str, Any] = field(default_factory=dict)  # further keywords, as they are
+    over: Literal["sample", "group", "batch"] = "sample"  # what one execution gets
+    timeout_seconds: Positive = 30.0  # of one execution
+    on_error: Literal["fail", "score"] = "fail"  # what an exception does
+    error_value: float = 0.0  # with `on_error: score`
+    when: Switch = True  # falsy: the call is out
 
 
 class Advantage(_Call, frozen=True, tag="advantage"):
     """A pipeline of steps from the reward to `advantages` (and `returns` where a step makes them)."""
 
-    steps: dict[str, Step | None]
-    reads: tuple[str, ...] = ("reward",)
-    writes: tuple[str, ...] = ("advantages",)
-    when: Switch = True
+    steps: dict[str, Step | None]  # run from top to bottom
+    reads: tuple[str, ...] = ("reward",)  # the first is the reward
+    writes: tuple[str, ...] = ("advantages",)  # the first gets the advantages
+    when: Switch = True  # falsy: the call is out
 
 
 class Train(_Call, frozen=True, tag="train"):
     """Optimizer steps of a role: the batch is cut into `minibatches`, one step each, `epochs` times over."""
 
-    model: str
-    loss: Loss
-    lr: NonNegative = 1e-6
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    minibatches: Count = 1
-    epochs: Count = 1
+    model: str  # role, trainable
+    loss: Loss  # terms and aggregation
+    lr: NonNegative = 1e-6  # peak learning rate
+    optimizer: Optimizer = field(default_factory=Optimizer)  # its settings
+    minibatches: Count = 1  # optimizer steps per epoch
+    epochs: Count = 1  # passes over the batch
     temperature: Positive = 1.0  # of the policy in the loss: the sampling temperature
-    when: Switch = True
+    when: Switch = True  # falsy: the call is out
 
 
 ModelCall = Generate | Inference | Function | Advantage | Train
@@ -119,10 +119,10 @@ ModelCall = Generate | Inference | Function | Advantage | Train
 class GraphSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """A graph file: an algorithm. `inputs` are the data's columns with their key types."""
 
-    name: str
-    calls: dict[str, ModelCall]
-    inputs: dict[str, str]
-    models: dict[str, ModelRole] = field(default_factory=dict)
-    params: dict[str, Any] = field(default_factory=dict)
-    description: str = ""
-    format: int = FORMAT
+    name: str  # of the algorithm
+    calls: dict[str, ModelCall]  # call -> what it does
+    inputs: dict[str, str]  # key of the data -> its type, such as `group text`
+    models: dict[str, ModelRole] = field(default_factory=dict)  # role -> model
+    params: dict[str, Any] = field(default_factory=dict)  # name -> default: what a run file may set under `params`
+    description: str = ""  # one line, for `realgraph graphs`
+    format: int = FORMAT  # version of this file's format

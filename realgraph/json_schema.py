@@ -35,8 +35,19 @@ def _root(struct: type, title: str, partial: tuple[str, ...]) -> Schema:
         field = next(field for field in kind.fields if field.encode_name == name)
         note = whole["properties"][name].get("description")
         whole["properties"][name] = writer.value(field.type, True) | ({"description": note} if note else {})
+    for field in kind.fields:  # an empty section is as good as none
+        if not field.required and partial:
+            whole["properties"][field.encode_name] = _nullable(whole["properties"][field.encode_name])
     defs = {name: writer.defs[name] for name in sorted(_reachable(whole, writer.defs))}
     return {"$schema": DIALECT, "title": title, **whole, "$defs": defs}
+
+
+def _nullable(schema: Schema) -> Schema:
+    if "anyOf" in schema:
+        null = {"type": "null"}
+        return schema if null in schema["anyOf"] else {**schema, "anyOf": [*schema["anyOf"], null]}
+    notes: Schema = {key: schema[key] for key in ("description", "default") if key in schema}
+    return {**notes, "anyOf": [{key: item for key, item in schema.items() if key not in notes}, {"type": "null"}]}
 
 
 def _reachable(schema: object, defs: dict[str, Schema]) -> set[str]:

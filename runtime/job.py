@@ -19,15 +19,15 @@ class DataSpec(Struct, frozen=True, forbid_unknown_fields=True):
     `response`, or `messages`. A prompt column holds text or a list of chat messages; `chat` wraps text as a user turn.
     """
 
-    path: str
-    split: str = "train"
-    subset: str | None = None
-    columns: dict[str, str] = field(default_factory=dict)
+    path: str  # file, folder or glob, relative to the run file; or a Hub id
+    split: str = "train"  # of a Hub data set
+    subset: str | None = None  # configuration of a Hub data set
+    columns: dict[str, str] = field(default_factory=dict)  # input of the graph -> column; default: of that name
     limit: Count | None = None  # first rows only
-    shuffle: bool = True
+    shuffle: bool = True  # a new seeded permutation every epoch
     chat: bool | None = None  # apply the tokenizer's chat template to text prompts; default: where it has one
-    system: str | None = None
-    max_prompt_tokens: Count = 1024
+    system: str | None = None  # system message before the prompt; needs a chat template
+    max_prompt_tokens: Count = 1024  # longest prompt; memory is planned for it
     too_long: Literal["drop", "truncate_left", "fail"] = "drop"  # prompts over max_prompt_tokens
     truncated: Literal["keep", "mask"] = "keep"  # samples cut at max_new_tokens: train on them, or leave them out
 
@@ -35,8 +35,8 @@ class DataSpec(Struct, frozen=True, forbid_unknown_fields=True):
 class BatchSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """A step: `groups` prompts, each with the graph's n samples of at most `max_new_tokens`."""
 
-    groups: Count = 64
-    max_new_tokens: Count = 256
+    groups: Count = 64  # data rows a step
+    max_new_tokens: Count = 256  # longest response
     max_tokens_per_microbatch: Count | None = None  # default: the planner's choice from memory
     expected_new_tokens: Count | None = None  # mean length for the planner; default: half of max_new_tokens
     max_running: Count | None = None  # sequences that decode at once, per rollout engine
@@ -47,29 +47,29 @@ class EvalSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
     every: Annotated[int, Meta(ge=0)] = 0  # 0: only `realgraph eval`
     data: DataSpec | None = None  # default: the training data's `test` split
-    n: Count = 1
-    temperature: Annotated[float, Meta(ge=0)] = 0.0
+    n: Count = 1  # samples a prompt
+    temperature: Annotated[float, Meta(ge=0)] = 0.0  # 0 is greedy
     k: tuple[Count, ...] = (1,)  # pass@k, unbiased (arXiv:2107.03374, eq. 1)
     threshold: float = 0.5  # a sample with at least this reward is right
-    limit: Count | None = None
+    limit: Count | None = None  # first rows only
     call: str = "reward"  # the function call that scores
-    at_start: bool = True
+    at_start: bool = True  # also before the first step
 
 
 class CheckpointSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """A checkpoint every `every` steps (0: at the end only), the last `keep` kept."""
 
-    every: Annotated[int, Meta(ge=0)] = 0
-    keep: Count = 2
+    every: Annotated[int, Meta(ge=0)] = 0  # steps
+    keep: Count = 2  # older ones are deleted; the best one stays
 
 
 class OutputSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """What a run writes besides metrics.jsonl, logs, transcripts, trace.json and checkpoints."""
 
     dir: str | None = None  # default: runs/<name>-<date>
-    tensorboard: bool = False
-    trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
-    project: str = "realgraph"
+    tensorboard: bool = False  # write event files
+    trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()  # services that get the metrics too
+    project: str = "realgraph"  # name of the project there
     transcripts_every: Annotated[int, Meta(ge=0)] = 10  # steps
     transcripts: Annotated[int, Meta(ge=0)] = 4  # samples each time
 
@@ -77,11 +77,11 @@ class OutputSpec(Struct, frozen=True, forbid_unknown_fields=True):
 class RuntimeSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """Deadlines and processes. Deadlines are multiples of the predicted seconds, never under the minimum."""
 
-    deadline_factor: Annotated[float, Meta(gt=1)] = 20.0
-    min_deadline_seconds: Seconds = 120.0
-    start_seconds: Seconds = 180.0
-    heartbeat_seconds: Seconds = 1.0
-    lost_after_seconds: Seconds = 15.0
+    deadline_factor: Annotated[float, Meta(gt=1)] = 20.0  # times the predicted seconds of a call
+    min_deadline_seconds: Seconds = 120.0  # of any call
+    start_seconds: Seconds = 180.0  # for a worker to load and dial in
+    heartbeat_seconds: Seconds = 1.0  # between two signs of life of a worker
+    lost_after_seconds: Seconds = 15.0  # without a sign of life
     function_processes: Count = 1  # subprocesses for functions, per worker
     max_logprob_gap: Seconds | None = None  # first step: mean |behaviour - recomputed|; default by dtype
     threads: Count = 1  # CPU threads of a worker

@@ -32,7 +32,7 @@ from realgraph.graphs.load import (
     resolve,
     user_document,
 )
-from realgraph.graphs.merge import interpolate, merge, walk
+from realgraph.graphs.merge import escape, interpolate, merge, walk
 from realgraph.graphs.schema import check, defaults_of, plain, type_of
 from realgraph.graphs.spec import GraphSpec
 from realgraph.run_spec import RunSpec
@@ -145,7 +145,7 @@ MAPPINGS = st.dictionaries(KEYS, TREES, max_size=4)
 
 
 @given(MAPPINGS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_what_the_dumper_writes_the_loader_reads_and_every_value_has_a_line(tree: dict[str, Any]) -> None:
     text = yaml.dump(tree, Dumper=Dumper)
     document = parse_document(text, "x.yaml")
@@ -218,7 +218,7 @@ def marked(tree: dict[str, Any], file: str) -> Document:
 
 
 @given(LAYERS, LAYERS, LAYERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_merging_is_associative_and_the_upper_layer_wins(a: Any, b: Any, c: Any) -> None:
     low, mid, top = marked(a, "a"), marked(b, "b"), marked(c, "c")
     assert merge(merge(low, mid), top) == merge(low, merge(mid, top))
@@ -276,7 +276,7 @@ def test_a_required_field_can_not_be_deleted() -> None:
 
 
 @given(st.lists(st.from_regex(r"[A-Za-z_][\w-]{0,5}", fullmatch=True), min_size=1, max_size=4), TREES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_overrides_round_trip(keys: list[str], value: Any) -> None:
     text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10**6).removesuffix("...\n")
     document = parse_override(".".join(keys) + "=" + text)
@@ -346,6 +346,25 @@ def test_a_reference_that_fails_is_one_problem_at_its_line(value: str, words: st
     assert hint in found[0].hint
 
 
+@given(
+    st.lists(
+        st.sampled_from(["\\", "$", "{", "}", "a", "${", "${a}", "${oc.env:SECRET}", "${oc.env:", "b"]), max_size=8
+    )
+)
+@settings(max_examples=100, deadline=None)
+def test_no_text_reaches_the_environment(parts: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SECRET", "leaked")
+        resolved, problems = interpolate(Document({"x": "".join(parts), "a": 1}), {})
+    assert "leaked" not in repr((resolved.tree, problems))
+
+
+@given(st.lists(st.sampled_from(["\\", "$", "{", "}", "a", "${", "${a}", " ", "'"]), max_size=8).map("".join))
+@settings(max_examples=100, deadline=None)
+def test_escaping_is_undone_by_interpolation(text: str) -> None:
+    assert interpolate(Document({"x": escape(text)}), {}) == (Document({"x": text}), ())
+
+
 @given(st.text(alphabet="ab$\\{}. ", max_size=12).filter(lambda text: "${" not in text))
 def test_text_without_references_is_left_alone(text: str) -> None:
     resolved, problems = interpolate(Document({"a": text, "b": [text]}), {})
@@ -409,6 +428,7 @@ MISTAKES = [
         "expected a number > 1 or null, got 1.0",
         "",
     ),
+    ("scale: {}", "scala: {by: batch}", "$.calls.advantage.steps.scala.kind", "required", "did you mean 'scale'?"),
     ("dual: 3.0", "lower: 1", "$.calls.train.loss.terms.policy.clip.lower", "of kind two_sided", "did you mean 'low'?"),
     ("kind: token_mean", "kind: constant", "$.calls.train.loss.aggregate.length", "required, but not given", ""),
     ("kind: token_mean", "kind: 3", "$.calls.train.loss.aggregate.kind", "unknown kind 3", ""),
@@ -515,7 +535,7 @@ TYPOS = {
 
 
 @given(st.data())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_a_typo_in_any_key_is_reported_at_its_line_with_the_right_spelling(data: st.DataObject) -> None:
     path, key = data.draw(st.sampled_from(KNOWN_KEYS))
     i = data.draw(st.integers(0, len(key) - 2))
