@@ -17,6 +17,7 @@ from realgraph.graphs.document import (
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
 from realgraph.graphs.facts import Facts
 from realgraph.graphs.graph import Graph
+from realgraph.graphs.keys import MASK, TOKENS
 from realgraph.graphs.load import (
     SHARED,
     Resolved,
@@ -218,9 +219,33 @@ def _check(composed: Composed, found: Sequence[Problem]) -> Checked:
         graph = compile_graph(composed.spec, composed.where, facts)
     except ConfigError as error:
         problems += [traced(problem, composed.resolved.written) for problem in error.problems]
+    else:
+        problems += _eval_data_problems(composed, graph)
     if graph is None or problems:
         raise ConfigError(sorted(problems))
     return Checked(graph, composed.run, facts, composed)
+
+
+def _eval_data_problems(composed: Composed, graph: Graph) -> Sequence[Problem]:
+    """Held-out data that can't be read, or lack a column that the graph reads."""
+    spec = composed.run.eval.data if composed.run.eval is not None else None
+    if spec is None or not data_files(spec.path):
+        return ()
+    try:
+        columns = probe_data(spec.path, 1, composed.where("$.eval.data.path")).columns
+    except ConfigError as error:
+        return error.problems
+    mapped = {key.name: spec.columns.get(key.name, key.name) for key in graph.inputs if key.name not in (TOKENS, MASK)}
+    return [
+        Problem(
+            composed.where(f"$.eval.data.columns.{name}"),
+            f"the held-out data have no column {column!r} for the input {name!r}",
+            suggest(column, columns),
+            "eval",
+        )
+        for name, column in mapped.items()
+        if columns is not None and column not in columns
+    ]
 
 
 def facts_of(run: RunSpec, data: LocalData) -> Facts:
