@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_BYTES = 1 << 26  # of one chunk's float32 logits
+CPU_CHUNK_BYTES = 1 << 26  # of one chunk's float32 logits: about what a cache likes
+GPU_CHUNK_BYTES = 1 << 29  # large enough to keep a GPU busy at a vocabulary of 150,000
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Readout:
     temperature: float = 1.0
     softcap: float | None = None
     entropy: str = "no"
-    chunk_bytes: int = CHUNK_BYTES
+    chunk_bytes: int | None = None  # of float32 logits; default by device
 
 
 def token_logprobs(hidden: Tensor, targets: Tensor, readout: Readout) -> tuple[Tensor, Tensor | None]:
@@ -37,7 +38,8 @@ def token_logprobs(hidden: Tensor, targets: Tensor, readout: Readout) -> tuple[T
         # Keeps the graph: a rank without targets still takes part in the backward of a sharded model.
         nothing = readout.project(hidden).to(wide).sum(-1)
         return nothing, None if readout.entropy == "no" else nothing
-    n = max(1, readout.chunk_bytes // (4 * readout.vocabulary))
+    chunk_bytes = readout.chunk_bytes or (GPU_CHUNK_BYTES if hidden.is_cuda else CPU_CHUNK_BYTES)
+    n = max(1, chunk_bytes // (4 * readout.vocabulary))
     if targets.numel() <= n:
         return _chunk(hidden, targets, readout)
     pieces = []

@@ -17,7 +17,7 @@ from realgraph.runtime import attention
 from realgraph.runtime.attention import PACKED, Segments
 from realgraph.runtime.batch import Outputs, Packed
 from realgraph.runtime.heads import HEAD, Head, network_class, prepare
-from realgraph.runtime.logprobs import CHUNK_BYTES, Readout, token_logprobs
+from realgraph.runtime.logprobs import Readout, token_logprobs
 from realgraph.runtime.weights import own_part, read_config, read_into, refuse, resolve
 
 DTYPES = {
@@ -41,7 +41,7 @@ class Wants:
     temperature: float = 1.0
     entropy: str = "no"
     where: Tensor | None = None
-    chunk_bytes: int = CHUNK_BYTES
+    chunk_bytes: int | None = None  # of the head's logits; default by device
 
 
 class PackedModel(nn.Module):

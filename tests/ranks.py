@@ -1,32 +1,35 @@
-"""Two rank processes that many tests share: a forkserver with torch loaded, and a gloo group between the two."""
+"""Rank processes that many tests share: a forkserver with torch loaded, and gloo groups between the ranks."""
 
 import multiprocessing as mp
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-N_RANKS = 2
+from realgraph.planner.layout import DeviceMesh
+
 DEADLINE_SECONDS = 60.0
+joined: list[Any] = []  # in a rank process: its Collectives
 
 
-def _serve(pipe: Connection, rank: int, address: str) -> None:
+def _serve(pipe: Connection, place: tuple[int, int], meshes: Sequence[DeviceMesh], address: str) -> None:
     """A rank: join the group, then run what comes, until None."""
     import torch
 
-    from realgraph.planner.layout import DeviceMesh
     from realgraph.runtime.parallel import Collectives, Member, open_store, reach_store
 
     torch.set_num_threads(1)
+    rank, n_ranks = place
     store: Any
     if rank == 0:
-        store, address = open_store("127.0.0.1", N_RANKS, DEADLINE_SECONDS)
+        store, address = open_store("127.0.0.1", n_ranks, DEADLINE_SECONDS)
         pipe.send(address)
     else:
-        store = reach_store(address, N_RANKS, DEADLINE_SECONDS)
-    member = Member(rank, N_RANKS, torch.device("cpu"), DEADLINE_SECONDS)
-    mesh = DeviceMesh(0, N_RANKS)
-    groups = Collectives(member, store, [mesh, DeviceMesh(0, 1), DeviceMesh(1, 1)], one_host=True)
+        store = reach_store(address, n_ranks, DEADLINE_SECONDS)
+    member = Member(rank, n_ranks, torch.device("cpu"), DEADLINE_SECONDS)
+    mesh = DeviceMesh(0, n_ranks)
+    groups = Collectives(member, store, [mesh, *meshes], one_host=True)
+    joined.append(groups)
     pipe.send("ready")
     while (task := pipe.recv()) is not None:
         function, arguments = task
@@ -38,23 +41,24 @@ def _serve(pipe: Connection, rank: int, address: str) -> None:
 
 
 class RankProcesses:
-    """Runs a module-level function on both ranks at once: `function(ranks, *arguments)`; returns both results."""
+    """Runs a module-level function on all ranks at once: `function(ranks, *arguments)`; returns their results."""
 
-    def __init__(self) -> None:
+    def __init__(self, n_ranks: int = 2, meshes: Sequence[DeviceMesh] = ()) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "transformers", "torch.distributed.fsdp"])
+        networks = [f"transformers.models.{kind}.modeling_{kind}" for kind in ("qwen3", "llama", "gemma2")]
+        context.set_forkserver_preload(["torch", "realgraph.runtime.train_engine", "tests.tiny", *networks])
         self._pipes, self._processes = [], []
         address = ""
-        for rank in range(N_RANKS):
+        for rank in range(n_ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, address), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, (rank, n_ranks), meshes, address), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
             if rank == 0:
                 address = self._receive(0)
-        for rank in range(N_RANKS):
+        for rank in range(n_ranks):
             assert self._receive(rank) == "ready"
 
     def _receive(self, rank: int) -> Any:
@@ -62,16 +66,16 @@ class RankProcesses:
         return self._pipes[rank].recv()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Both ranks' results. Raises AssertionError with the rank's traceback."""
+        """Every rank's result. Raises AssertionError with the rank's traceback."""
         for pipe in self._pipes:
             pipe.send((function, arguments))
-        answers = [self._receive(rank) for rank in range(N_RANKS)]
+        answers = [self._receive(rank) for rank in range(len(self._pipes))]
         for rank, (well, result) in enumerate(answers):
             assert well, f"rank {rank}:\n{result}"
         return [result for _, result in answers]
 
     def close(self) -> None:
-        """End both processes."""
+        """End the processes."""
         for pipe in self._pipes:
             pipe.send(None)
         for process in self._processes:

@@ -16,7 +16,7 @@ from realgraph.runtime.protocol import Mean
 from realgraph.runtime.train_engine import LogprobGap, Settings, TorchTrainEngine, open_engine
 from realgraph.runtime.train_passes import NumericsError
 from tests import tiny
-from tests.ranks import RankProcesses
+from tests.ranks import RankProcesses, joined
 
 Sharding = Literal["replicated", "fsdp"]
 OPTIMIZER = Optimizer(weight_decay=0.01, schedule="cosine", warmup_steps=2, max_grad_norm=1.0)
@@ -172,7 +172,7 @@ def resume(ranks: Ranks, folder: Path, role: ModelRole, sharding: Sharding, sour
     return metrics.get("loss"), one.version, one.optimizer_steps, weights
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("sharding", ["replicated", "fsdp"])
 def test_a_checkpoint_knows_no_layout(
     two: RankProcesses, folders: dict[str, Path], tmp_path: Path, sharding: Sharding, dtype: str
@@ -285,10 +285,32 @@ def step_out(ranks: Ranks) -> str:
     raise AssertionError("the missing rank was not noticed")
 
 
-def test_a_missing_rank_is_an_error_within_the_deadline() -> None:
-    processes = RankProcesses()
+def sum_in_meshes(ranks: Ranks) -> list[float]:
+    """Each mesh's sum of 10^worker, seen from its own workers; -1 elsewhere."""
+    found = []
+    (groups,) = joined
+    for mesh in MESHES:
+        if ranks.rank in mesh.devices:
+            found.append(float(groups.ranks(mesh).add(torch.tensor(10.0**ranks.rank, dtype=torch.float64))))
+        else:
+            with pytest.raises(KeyError):
+                groups.ranks(mesh)
+            found.append(-1.0)
+    return found
+
+
+MESHES = (DeviceMesh(1, 2), DeviceMesh(0, 2), DeviceMesh(0, 3))
+
+
+def test_every_mesh_has_its_own_group() -> None:
+    processes = RankProcesses(3, MESHES)
     try:
-        text, _ = processes.run(step_out)
+        found = processes.run(sum_in_meshes)
     finally:
         processes.close()
+    assert found == [[-1.0, 11.0, 111.0], [110.0, 11.0, 111.0], [110.0, -1.0, 111.0]]
+
+
+def test_a_missing_rank_is_an_error_within_the_deadline(two: RankProcesses) -> None:
+    text, _ = two.run(step_out)
     assert text.startswith("all-reduce over workers 0 to 1 failed")
