@@ -77,13 +77,13 @@ def chat_sample(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple[list
         raise ValueError("no message has the role 'assistant': there is nothing to train on")
     edges: list[int] = []
     for k in turns:
-        edges += _span(whole, messages, k, tokenizer)
-    if turns[-1] == len(messages) - 1:
-        # What the template puts before the last answer beyond the generation prompt (an empty thinking block) is part
-        # of the answer: a model that is asked has to write it.
-        start = prompt_text(messages[:-1], tokenizer)
-        if whole.startswith(start) and len(start) < edges[-2] and (len(edges) < 4 or len(start) >= edges[-3]):
-            edges[-2] = len(start)
+        start, end_of_words = _span(whole, messages, k, tokenizer)
+        # What the template puts before an answer beyond the generation prompt (a space, an empty thinking block) is
+        # part of the answer: a model that is asked has to write it.
+        asked = prompt_text(messages[:k], tokenizer) if k > 0 else ""
+        if k > 0 and whole.startswith(asked) and max(edges, default=0) <= len(asked) < start:
+            start = len(asked)
+        edges += [start, end_of_words]
     pieces = _cut(whole, edges, tokenizer, special=False)
     tokens: list[int] = []
     mask: list[bool] = []

@@ -1,0 +1,107 @@
+"""The look at the first rows: what it tells, and that what is wrong is found before anything starts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("transformers")
+
+from realgraph.graphs.compile import compile_graph
+from realgraph.graphs.errors import ConfigError, Where
+from realgraph.graphs.facts import Facts
+from realgraph.graphs.spec import GraphSpec
+from realgraph.planner.cluster import Cluster
+from realgraph.planner.plan import Hashes, Plan
+from realgraph.runtime.job import BatchSpec, DataSpec, Job
+from realgraph.runtime.preflight import preflight
+from tests.test_data import PLAIN
+
+CLUSTER = Cluster(1, 2, "cpu", 2**30, 2**30, 1e10, 1e10, 1e10, 1e10, 1e10)
+
+
+def make_job(folder: Path, calls: dict[str, Any], rows: list[dict[str, Any]], **data: Any) -> Job:
+    """A graph that generates from `prompt` and scores with `calls`."""
+    PLAIN.save_pretrained(str(folder / "model"))  # type: ignore[attr-defined]
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = msgspec.convert(
+        {
+            "name": "test",
+            "inputs": {"prompt": "group tokens", "answer": "group text"},
+            "models": {"actor": {"path": str(folder / "model")}},
+            "calls": {"rollout": {"kind": "generate", "model": "actor", "n": 2}, **calls},
+        },
+        GraphSpec,
+    )
+    graph = compile_graph(spec, lambda path: Where(path=path), Facts())
+    return Job(
+        name="test",
+        graph=graph,
+        plan=Plan({}, {}, Hashes("", "", "")),
+        cluster=CLUSTER,
+        data=DataSpec(str(folder / "a.jsonl"), **data),
+        batch=BatchSpec(groups=1),
+        steps=1,
+        seed=0,
+        run_dir=str(folder / "run"),
+        user_dir=str(folder),
+    )
+
+
+ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(12)]
+
+
+def reward(fn: str, **fields: Any) -> dict[str, Any]:
+    return {"kind": "function", "fn": fn, "reads": ["text", "answer"], "writes": {"reward": "sample float32"}, **fields}
+
+
+def test_the_first_rows_and_the_reward_are_shown(tmp_path: Path) -> None:
+    keep = {
+        "kind": "function",
+        "fn": "reward_spread",
+        "over": "group",
+        "reads": ["reward"],
+        "writes": {"keep": "group bool"},
+    }
+    lines = preflight(make_job(tmp_path, {"reward": reward("exact_match"), "filter": keep}, ROWS))
+    text = "\n".join(lines)
+    assert "12 rows" in text
+    assert "first: '0+0='" in text
+    assert "reward: exact_match: reward 1 on '0', 0 on '', 0 on 'I do not know.'" in text
+    assert "filter: reward_spread: keep True" in text
+
+
+def test_a_reward_that_fails_names_the_row_and_the_text(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(text, answer):\n    return float(text) == float(answer)\n")
+    with pytest.raises(ConfigError) as error:
+        preflight(make_job(tmp_path, {"reward": reward("mine:score")}, ROWS))
+    said = str(error.value)
+    assert "a.jsonl:1: $: reward: mine:score on sample 1: ValueError: could not convert string to float: ''" in said
+    assert "(text: '')" in said
+    assert "hint: on_error: score" in said
+    lines = preflight(make_job(tmp_path, {"reward": reward("mine:score", on_error="score")}, ROWS))
+    assert "2 failed and got error_value" in lines[-1]
+
+
+def test_a_function_that_is_not_there_is_told_by_its_call(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        preflight(make_job(tmp_path, {"reward": reward("absent:score")}, ROWS))
+    assert "$.calls.reward.fn: reward: can't load 'absent:score': ModuleNotFoundError" in str(error.value)
+
+
+def test_prompts_that_are_all_too_long_and_bad_rows_stop_it(tmp_path: Path) -> None:
+    calls = {"reward": reward("exact_match")}
+    with pytest.raises(ConfigError) as error:
+        preflight(make_job(tmp_path, calls, ROWS, max_prompt_tokens=1))
+    assert "the first 8 prompts are all too long" in str(error.value)
+    with pytest.raises(ConfigError) as error:
+        preflight(make_job(tmp_path, calls, [*ROWS[:3], {"prompt": "1"}]))
+    assert "a.jsonl:4: $.answer: this row lacks the column" in str(error.value)
+
+
+def test_some_prompts_that_are_too_long_are_told(tmp_path: Path) -> None:
+    rows = [{"prompt": "what is it you know? " * 9, "answer": "1"}, *ROWS]
+    lines = preflight(make_job(tmp_path, {"reward": reward("exact_match")}, rows, max_prompt_tokens=9))
+    assert any("1 of the first 8 prompts are too long and are left out" in line for line in lines)
