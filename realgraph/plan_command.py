@@ -76,8 +76,8 @@ def header(plan: Plan, checked: Checked, request: PlanRequest) -> list[str]:
         f"{workload.mean_new_tokens:.0f} (at most {workload.max_new_tokens}) new tokens expected"
     )
     rate = workload.n_samples / plan.period_seconds if plan.period_seconds > 0 else 0.0
-    roles = {name: role.head for name, role in request.graph.models.items()}
-    sizes = ", ".join(f"{name} {_size(request.models[name].n_params(head))}" for name, head in roles.items())
+    roles = request.graph.models.items()
+    sizes = ", ".join(f"{name} {_size(request.models[name].n_params(role.head))}" for name, role in roles)
     return [
         f"[bold]{escape(checked.name)}[/]: graph {escape(request.graph.name)}, {samples} samples, {lengths}, {mode}",
         f"[bold]models[/] {escape(sizes)}",

@@ -130,8 +130,9 @@ def pinned_requests(draw: st.DrawFn) -> PlanRequest:
     for name in asked.mesh_calls:
         if draw(st.booleans()):
             first, devices = draw(st.sampled_from(meshes))
-            sharding = draw(st.sampled_from([None, "replicated", "fsdp"])) if name.endswith("train") else None
-            pins[name] = Pin(first=first, devices=devices, sharding=sharding)
+            pins[name] = Pin(first=first, devices=devices)
+            if name.endswith("train") and draw(st.booleans()):
+                pins[name] = replace(pins[name], sharding=draw(st.sampled_from(["replicated", "fsdp"])))
     return replace(asked, pins=pins, workload=replace(asked.workload, staleness=draw(st.integers(0, 2))))
 
 
