@@ -35,7 +35,9 @@ def write_model(folder: Path, seed: int) -> int:
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils.logging import disable_progress_bar
+    from transformers.utils import logging as transformers_logging
+
+    logging: Any = transformers_logging
 
     vocabulary = {character: index for index, character in enumerate(CHARACTERS + EOS + PAD)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
@@ -44,7 +46,7 @@ def write_model(folder: Path, seed: int) -> int:
     fast: Any = PreTrainedTokenizerFast
     fast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD).save_pretrained(folder)
 
-    disable_progress_bar()
+    logging.disable_progress_bar()
     config = Qwen3Config(
         vocab_size=16,
         hidden_size=128,

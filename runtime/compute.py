@@ -70,7 +70,7 @@ class Compute:
         self._assembler = Assembler(graph, resources.store, resources.plane, job.runtime.min_deadline_seconds)
         self.roles = Roles(job, self.worker, collectives, self._loading.decode)
         self._host = FunctionHost(job.user_dir, job.runtime.function_processes)
-        self.functions = FunctionCalls(job, self._assembler, self._host, self.worker)
+        self.functions = FunctionCalls(job, self._assembler, self._host, self.worker, self._prompt)
         for name, call in graph.calls.items():
             if isinstance(call, Function):
                 self._host.check(name, call)
@@ -101,6 +101,12 @@ class Compute:
                 name, engine, sampling, call.reads[0], self._assembler, self._loading.decode, mask_unfinished
             )
         return None
+
+    def _prompt(self, group: int) -> str:
+        """The text of a group's prompt, where this worker generated it."""
+        key = self._rollouts.prompt_key if self._rollouts is not None else ""
+        held = self._resources.store.has(key, group)
+        return self._loading.decode(self._resources.store.get(key, group).tolist()) if held else ""
 
     def queue(self, work: Work) -> None:
         """Hand over a command; the thread takes them in order."""

@@ -1,7 +1,7 @@
 """Function calls of one worker: inputs from the stores, units to the subprocesses, results back into the store."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from realgraph.graphs.keys import TEXT, TOKENS
@@ -26,8 +26,12 @@ class FunctionFailed(Exception):
 class FunctionCalls:
     """Runs function calls. Safe to use from several threads."""
 
-    def __init__(self, job: Job, assembler: Assembler, host: FunctionHost, worker: int) -> None:
+    def __init__(
+        self, job: Job, assembler: Assembler, host: FunctionHost, worker: int, prompt: Callable[[int], str]
+    ) -> None:
+        """prompt: the text of a group's prompt, for transcripts; '' where the group has none here."""
         self._graph, self._assembler, self._host, self._worker = job.graph, assembler, host, worker
+        self._prompt = prompt
         self._outputs, self._groups = job.outputs, job.batch.groups
 
     def run(self, command: Execute) -> Done:
@@ -68,9 +72,8 @@ class FunctionCalls:
         for unit, result in zip(units, results, strict=True):
             sample, text = unit.samples[0], unit.kwargs.get(TEXT)
             chosen = sample % n == 0 and (sample // n) % self._groups < self._outputs.transcripts
-            if chosen and isinstance(text, str):
-                told = {name: value for name, value in unit.kwargs.items() if name != TEXT and isinstance(value, str)}
-                shown.append(f"{text!r}  {writes[0]} {result.values[writes[0]]}  {told or ''}".rstrip())
+            if chosen and isinstance(text, str) and isinstance(result.values.get(writes[0]), float):
+                shown.append(f"{self._prompt(sample // n)}{text}  [{writes[0]} {result.values[writes[0]]:.3g}]")
         return tuple(shown)
 
     def unit(self, name: str, samples: Sequence[int], values: Values) -> Unit:
