@@ -8,6 +8,9 @@ from realgraph.runtime.ledger import Group
 from realgraph.runtime.program import HOME, CallPlan
 from realgraph.runtime.protocol import Source
 
+Place = int  # a number of one way in which the batch lies over workers
+Holders = list[tuple[int, tuple[int, ...]]]  # (worker, ids of samples)
+
 
 def balance(weights: Sequence[int], n_parts: int) -> list[list[int]]:
     """Positions of `weights` (tokens) cut into `n_parts`, each in order: longest first, to the lightest part.
@@ -33,9 +36,13 @@ class Batch:
         self.ids = [group.id * samples_per_group + index for group in groups for index in range(samples_per_group)]
         self.n_tokens = [sample.n_tokens for group in groups for sample in group.samples]
         assert len(self.n_tokens) == len(self.ids)
-        self.owners = {HOME: [group.home for group in groups for _ in range(samples_per_group)]}
+        homes = [group.home for group in groups for _ in range(samples_per_group)]
+        self._workers = [homes]  # place -> worker of every position; calls that lie alike share one
+        self._cuts: list[tuple[tuple[tuple[int, ...], ...], bool]] = [((), False)]  # place -> (ranks, whole groups)
+        self._place: dict[str, Place] = {HOME: 0}  # of what a call wrote
         self._parts: dict[tuple[int, bool], list[list[int]]] = {}
-        self._held: dict[tuple[int, bool, str], list[list[tuple[int, tuple[int, ...]]]]] = {}
+        self._named: dict[tuple[int, bool], list[tuple[int, ...]]] = {}
+        self._held: dict[tuple[int, bool, Place], list[Holders]] = {}
 
     def _cut(self, groups: Sequence[int], n_ranks: int, whole_groups: bool) -> list[list[int]]:
         """Positions of the samples of `groups` (positions too), balanced by tokens over `n_ranks`."""
@@ -66,12 +73,46 @@ class Batch:
         ids = self.ids
         return tuple([ids[position] for position in positions])
 
-    def _holders(self, owner: str, positions: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-        """(worker, ids) of what `owner` (HOME or a call) left where, for the samples at these positions."""
-        owners, ids = self.owners[owner], self.ids
+    def whole_named(self, n_ranks: int, whole_groups: bool) -> list[tuple[int, ...]]:
+        """`whole`, as ids of samples."""
+        key = (n_ranks, whole_groups)
+        if key not in self._named:
+            self._named[key] = [self.named(part) for part in self.whole(n_ranks, whole_groups)]
+        return self._named[key]
+
+    # --- who holds what -----------------------------------------------------------------------------------------------
+
+    def own(self, call: CallPlan) -> None:
+        """What `call` writes lies with the first worker of each rank, for its part of the whole batch."""
+        cut = (call.ranks or (call.workers,), call.whole_groups)
+        if cut in self._cuts:
+            self._place[call.name] = self._cuts.index(cut)
+            return
+        self._place[call.name] = len(self._cuts)
+        self._cuts.append(cut)
+        workers = [call.workers[0] if call.workers else 0] * len(self.ids)
+        for rank, part in zip(call.ranks, self.whole(len(cut[0]), call.whole_groups), strict=False):
+            for position in part:
+                workers[position] = rank[0]
+        self._workers.append(workers)
+
+    def owners(self, owner: str) -> list[int]:
+        """The worker that holds what `owner` (HOME or a call) wrote, of every position."""
+        return self._workers[self._place[owner]]
+
+    def _places(self, call: CallPlan) -> dict[Place, tuple[str, ...]]:
+        """What `call` reads, by where it lies."""
+        keys: dict[Place, tuple[str, ...]] = {}
+        for owner, names in call.reads.items():
+            place = self._place[owner]
+            keys[place] = keys.get(place, ()) + names
+        return keys
+
+    def _holders(self, place: Place, positions: Sequence[int]) -> Holders:
+        workers, ids = self._workers[place], self.ids
         by_worker: dict[int, list[int]] = {}
         for position in positions:
-            worker = owners[position]
+            worker = workers[position]
             held = by_worker.get(worker)
             if held is None:
                 by_worker[worker] = [ids[position]]
@@ -82,38 +123,31 @@ class Batch:
     def sources(self, call: CallPlan, positions: Sequence[int]) -> tuple[Source, ...]:
         """Where `call` finds what it reads of the samples at these positions."""
         return tuple(
-            Source(worker, keys, ids)
-            for owner, keys in call.reads.items()
-            for worker, ids in self._holders(owner, positions)
+            [
+                Source(worker, keys, ids)
+                for place, keys in self._places(call).items()
+                for worker, ids in self._holders(place, positions)
+            ]
         )
 
     def sources_of_ranks(self, call: CallPlan) -> list[tuple[Source, ...]]:
         """`sources` of each rank's part of the whole batch; the look-up is shared by the step's calls."""
         n_ranks = len(call.ranks)
         found = []
-        for owner in call.reads:
-            key = (n_ranks, call.whole_groups, owner)
+        for place, keys in self._places(call).items():
+            key = (n_ranks, call.whole_groups, place)
             if key not in self._held:
-                parts = self.whole(n_ranks, call.whole_groups)
-                self._held[key] = [self._holders(owner, part) for part in parts]
-            found.append((call.reads[owner], self._held[key]))
+                self._held[key] = [self._holders(place, part) for part in self.whole(n_ranks, call.whole_groups)]
+            found.append((keys, self._held[key]))
         return [
             tuple([Source(worker, keys, ids) for keys, held in found for worker, ids in held[rank]])
             for rank in range(n_ranks)
         ]
 
-    def own(self, call: str, parts: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """What `call` writes lies with these (worker, positions)."""
-        owners = [0] * len(self.ids)
-        for worker, positions in parts:
-            for position in positions:
-                owners[position] = worker
-        self.owners[call] = owners
-
     def by_home(self) -> dict[int, list[int]]:
         """Home worker -> positions of the samples it holds."""
         homes: dict[int, list[int]] = {}
-        for position, worker in enumerate(self.owners[HOME]):
+        for position, worker in enumerate(self._workers[0]):
             homes.setdefault(worker, []).append(position)
         return homes
 
@@ -126,10 +160,13 @@ class Batch:
 
     def holdings(self) -> dict[int, tuple[int, ...]]:
         """Worker -> the groups of which it holds any key."""
-        numbers = [group.id for group in self.groups for _ in range(self.per_group)]
+        n = self.per_group
+        numbers = [group.id for group in self.groups]
         pairs: set[tuple[int, int]] = set()
-        for owners in self.owners.values():
-            pairs.update(zip(owners, numbers, strict=True))
+        for place in set(self._place.values()):
+            workers = self._workers[place]
+            for index in range(n):
+                pairs.update(zip(workers[index::n], numbers, strict=True))
         held: dict[int, list[int]] = {}
         for worker, number in sorted(pairs):
             held.setdefault(worker, []).append(number)

@@ -51,7 +51,7 @@ class Submit(_Message, frozen=True):
     version: int
 
 
-class Source(Struct, frozen=True):
+class Source(Struct, frozen=True, gc=False):
     """`worker` holds `keys` of `samples` (group keys: of the samples' groups)."""
 
     worker: int
@@ -59,7 +59,7 @@ class Source(Struct, frozen=True):
     samples: tuple[int, ...]
 
 
-class Execute(_Message, frozen=True):
+class Execute(_Message, frozen=True, gc=False):
     """Run `call` of `step` on this worker's share. All workers of a mesh get the same `task` number.
 
     shares: sample ids per mini-batch (one for calls that do not train); for functions, per unit (sample, group or
@@ -100,10 +100,13 @@ class Save(_Message, frozen=True):
     folder: str
 
 
+RESCUE_CALL = "rescue"  # in the answers to Rescue; no call of a graph: a worker may also fail by itself meanwhile
+
+
 class Rescue(_Message, frozen=True):
     """After a failure: write the trained states as they were when `versions` were current, without any other worker.
 
-    Answered with Done (`call` ''), or with Failed where this worker alone does not hold them whole.
+    Answered with Done or Failed (its `call` is RESCUE_CALL): Failed where this worker alone does not hold them whole.
     """
 
     task: int
@@ -137,7 +140,7 @@ Command = Configure | Load | Submit | Execute | Reallocate | Drop | Save | Rescu
 # --- worker -> master -------------------------------------------------------------------------------------------------
 
 
-class Mean(Struct, frozen=True):
+class Mean(Struct, frozen=True, gc=False):
     """A mean that can be merged: sum / weight."""
 
     total: float
@@ -179,7 +182,7 @@ class Heartbeat(_Message, frozen=True):
     device_bytes: int = 0
 
 
-class Sample(Struct, frozen=True):
+class Sample(Struct, frozen=True, gc=False):
     """What the master knows of a sample: its length, whether sampling ended by itself, its lowest token version."""
 
     sample: int
@@ -211,7 +214,7 @@ class Generated(_Message, frozen=True):
     ended: float = 0.0
 
 
-class Done(_Message, frozen=True):
+class Done(_Message, frozen=True, gc=False):
     """One worker's share of a task ended; what it wrote lies in its store.
 
     kept: group -> keep, of a call that writes `keep`. state: the call's carried numbers after it.

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from realgraph.runtime.actions import Action, Checkpointed, Send
+from realgraph.runtime.actions import Action, Checkpointed, Send, StepEnded
 from realgraph.runtime.job import Job
 from realgraph.runtime.placement import Batch
 from realgraph.runtime.program import CallPlan, Program
-from realgraph.runtime.protocol import Execute, Source
+from realgraph.runtime.protocol import Execute, Mean, Source
 from realgraph.runtime.tally import Tally
 from realgraph.runtime.tasks import Task, Tasks, Work
 
@@ -142,12 +142,12 @@ class Steps:
 def _parts_of_mesh(call: CallPlan, batch: Batch) -> list[Part]:
     """One part per data-parallel rank: its share of every mini-batch."""
     if call.minibatches == 1:
-        parts = batch.whole(len(call.ranks), call.whole_groups)
         if call.work == "inference":
-            batch.own(call.name, [(rank[0], part) for rank, part in zip(call.ranks, parts, strict=True)])
+            batch.own(call)
+        parts = batch.whole_named(len(call.ranks), call.whole_groups)
         found = batch.sources_of_ranks(call)
         return [
-            (workers, (batch.named(part),) * call.epochs, sources)
+            (workers, (part,) * call.epochs, sources)
             for workers, part, sources in zip(call.ranks, parts, found, strict=True)
         ]
     cuts = batch.minibatches(call)
@@ -170,5 +170,25 @@ def _parts_at_homes(call: CallPlan, batch: Batch) -> list[Part]:
 def _parts_of_whole(call: CallPlan, batch: Batch) -> list[Part]:
     """One part: the whole batch."""
     positions = range(len(batch.ids))
-    batch.own(call.name, [(call.workers[0], positions)])
+    batch.own(call)
     return [(call.workers, (tuple(batch.ids),), batch.sources(call, positions))]
+
+
+def summary(batch: Batch, tally: Tally, versions: Mapping[str, int]) -> StepEnded:
+    """What is told of a step that has ended."""
+    ages = [batch.step - group.oldest for group in batch.groups]
+    return StepEnded(
+        step=batch.step,
+        metrics=tally.metrics,
+        spans=tally.spans,
+        n_groups=len(batch.groups),
+        n_samples=len(batch.ids),
+        n_tokens=sum(batch.n_tokens),
+        n_new_tokens=sum(sample.n_new_tokens for group in batch.groups for sample in group.samples),
+        n_skipped=tally.n_skipped,
+        n_dropped=tally.n_dropped,
+        age=Mean(float(sum(ages)), float(len(ages))),
+        oldest=max(ages),
+        versions=dict(versions),
+        transcripts=tuple(tally.transcripts),
+    )

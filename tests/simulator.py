@@ -16,9 +16,7 @@ from realgraph.runtime.actions import (
     Halt,
     Send,
     StepEnded,
-    StopRequested,
     Tick,
-    WorkerLost,
 )
 from realgraph.runtime.program import shares_weights
 from realgraph.runtime.protocol import (
@@ -386,14 +384,6 @@ class Simulator:
         if batches:
             assert batches[0] == tuple(group * n + index for group in sorted(trained) for index in range(n))
         self.leaving.clear()
-
-    def fault(self, worker: int) -> None:
-        """A worker is lost now."""
-        self.feed(WorkerLost(worker, "killed by signal 9"))
-
-    def stop(self) -> None:
-        """The user asks for an end."""
-        self.feed(StopRequested())
 
     def tick(self) -> None:
         """Time passes to the deadline."""

@@ -8,7 +8,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from realgraph.runtime.actions import Checkpointed, CheckpointWritten, EvalEnded, Send, StepEnded
+from realgraph.runtime.actions import (
+    Checkpointed,
+    CheckpointWritten,
+    EvalEnded,
+    Send,
+    StepEnded,
+    StopRequested,
+    WorkerLost,
+)
 from realgraph.runtime.protocol import Evaluate, Execute, Heartbeat
 from realgraph.runtime.scheduler import Scheduler
 from tests.shapes import Shape, job_of, random_shape
@@ -211,7 +219,7 @@ class Interleavings(RuleBasedStateMachine):
     @rule()
     def stop(self) -> None:
         if self.rng.random() < 0.1:
-            self.simulator.stop()
+            self.simulator.feed(StopRequested())
 
     @precondition(lambda self: self.running)
     @rule(worker=st.integers(0, 3))
@@ -222,7 +230,7 @@ class Interleavings(RuleBasedStateMachine):
     @rule(worker=st.integers(0, 3))
     def lose(self, worker: int) -> None:
         if self.rng.random() < 0.05:
-            self.simulator.fault(worker % self.simulator.shape.n_workers)
+            self.simulator.feed(WorkerLost(worker % self.simulator.shape.n_workers, "gone"))
             assert self.simulator.halt is not None
             assert self.simulator.halt.error is not None
 

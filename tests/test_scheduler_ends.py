@@ -8,11 +8,13 @@ import pytest
 from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.spec import Function
 from realgraph.planner.plan import Turn
-from realgraph.runtime.actions import CheckpointWritten, Halt
+from realgraph.runtime.actions import CheckpointWritten, Halt, StopRequested, WorkerLost
 from realgraph.runtime.protocol import Command, Done, Evaluate, Execute, Failed, Heartbeat, Save, Submit
 from realgraph.runtime.scheduler import Scheduler
 from tests.shapes import Shape, build_graph, graph_of, job_of, random_shape
 from tests.simulator import Simulator
+
+STREAMING = ("reward", "bonus", "other", "filter")
 
 
 @pytest.mark.parametrize("seed", range(120))
@@ -24,7 +26,7 @@ def test_a_lost_worker_ends_the_run_once_and_is_named(seed: int) -> None:
     if simulator.halt is not None:
         return
     worker = rng.randrange(shape.n_workers)
-    simulator.fault(worker)
+    simulator.feed(WorkerLost(worker, "killed by signal 9"))
     assert simulator.halt is not None
     error = simulator.halt.error
     assert error is not None
@@ -89,7 +91,7 @@ def test_a_worker_that_never_answers_is_named_at_the_deadline(seed: int) -> None
     worker, command = mute[0]
     if halt.error is None:  # its groups were filtered out meanwhile, or newer ones trained up to the end of the run
         assert shape.staleness or shape.algorithm == "distill" or shape.filtered
-        assert isinstance(command, Submit) or command.call in ("reward", "bonus", "other", "filter")
+        assert isinstance(command, Submit) or (isinstance(command, Execute) and command.call in STREAMING)
         return
     assert halt.error.kind == "deadline"
     assert halt.error.worker == worker
@@ -117,7 +119,7 @@ def test_a_stop_ends_after_the_step_in_hand_with_a_checkpoint(seed: int) -> None
     if simulator.halt is not None:
         return
     at_stop = simulator.step
-    simulator.stop()
+    simulator.feed(StopRequested())
     halt = simulator.halt or simulator.run()
     assert halt is not None
     assert halt.error is None
