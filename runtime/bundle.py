@@ -170,11 +170,10 @@ def find(store: Store, items: Sequence[Item]) -> list[Entry]:
 
 def extent(entry: Entry) -> Extent:
     """What the other side is told of a value."""
-    tensor, block = entry.tensor, entry.block
-    name, shape = DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
-    if block is None:
+    name, shape = DTYPE_NAMES[entry.tensor.dtype], tuple(entry.tensor.shape)
+    if entry.block is None:
         return Extent(name, shape, 0)
-    return Extent(name, shape, block.nbytes, block.segment, block.offset)
+    return Extent(name, shape, entry.nbytes, entry.block.segment, entry.block.offset + entry.start)
 
 
 def landing(extents: Sequence[Extent]) -> Bytes:
@@ -208,9 +207,7 @@ def frames(entries: Sequence[Entry], frame_bytes: int = FRAME_BYTES) -> Iterator
     """The bytes of a bundle in pieces of at most `frame_bytes`: large values uncopied, small ones joined."""
     joined = bytearray()
     for entry in entries:
-        if entry.block is None:
-            continue
-        data = entry.block.data.data
+        data = entry.raw
         if len(data) >= min(_ALONE_BYTES, frame_bytes):
             yield from _pieces(joined, frame_bytes)
             joined.clear()

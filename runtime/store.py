@@ -4,15 +4,17 @@ Knows no socket and no peer. A value is immutable once put. Dropping or replacin
 last tensor over it is gone, so a view that someone still holds never changes under their eyes.
 """
 
+import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from realgraph.runtime.memory import SEGMENT_BYTES, Arena, Block
+from realgraph.runtime.memory import SEGMENT_BYTES, Arena, Block, aligned
 
+_SHARED_BYTES = 64 << 10  # of a block for several small values: what one of them can at most keep from reuse
 _DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32),
     *(torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn),
@@ -31,16 +33,19 @@ class MissingValueError(LookupError):
         self.id = id
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
-    """A stored value and where its bytes lie. An empty tensor has no block."""
+    """A stored value and where its bytes lie: `start` in a block, which small neighbours share. Empty: no block."""
 
     tensor: Tensor
     block: Block | None
+    start: int
+    nbytes: int
 
     @property
-    def nbytes(self) -> int:
-        return self.tensor.nbytes
+    def raw(self) -> memoryview:
+        """[nbytes] of the value."""
+        return memoryview(b"") if self.block is None else self.block.data.data[self.start : self.start + self.nbytes]
 
 
 class Store:
@@ -69,11 +74,10 @@ class Store:
         for id, value in zip(ids, values, strict=True):
             if value.device.type != "cpu" or value.layout != torch.strided:
                 raise ValueError(f"{key!r} of id {id} is a {value.layout} tensor on {value.device}: move it to the CPU")
-        entries = []
-        for value in values:
-            entry = self._blank(tuple(value.shape), value.dtype)
-            entry.tensor.copy_(value.detach())
-            entries.append(entry)
+        entries = self._blank([(value.shape, value.dtype) for value in values])
+        with torch.no_grad():
+            for entry, value in zip(entries, values, strict=True):
+                entry.tensor.copy_(value)
         self._insert(key, ids, entries)
 
     def put_text(self, key: str, ids: Sequence[int], values: Sequence[str | bytes]) -> None:
@@ -83,9 +87,9 @@ class Store:
 
     def reserve(self, key: str, id: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialised value to be filled in place, without a copy; readers must not be told of it before."""
-        entry = self._blank(tuple(shape), dtype)
-        self._insert(key, (id,), (entry,))
-        return entry.tensor
+        entries = self._blank([(torch.Size(shape), dtype)])
+        self._insert(key, (id,), entries)
+        return entries[0].tensor
 
     def get(self, key: str, id: int) -> Tensor:
         """The value, without a copy; it stays valid after a drop. Raises MissingValueError."""
@@ -135,14 +139,36 @@ class Store:
         self.drop_where(lambda key, id: True)
         self.arena.close()
 
-    def _blank(self, shape: tuple[int, ...], dtype: torch.dtype) -> Entry:
-        if dtype not in DTYPE_NAMES:
-            raise ValueError(f"the store takes no {dtype}: it knows {', '.join(DTYPES)}")
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        if nbytes == 0:
-            return Entry(torch.empty(shape, dtype=dtype), None)
-        block = self.arena.allocate(nbytes)
-        return Entry(torch.from_numpy(block.data).view(dtype).view(shape), block)
+    def _blank(self, kinds: Sequence[tuple[torch.Size, torch.dtype]]) -> list[Entry]:
+        """Uninitialised values of these shapes and dtypes; small ones share blocks, so many cost few allocations."""
+        sizes = []
+        for shape, dtype in kinds:
+            if dtype not in DTYPE_NAMES:
+                raise ValueError(f"the store takes no {dtype}: it knows {', '.join(DTYPES)}")
+            sizes.append(shape.numel() * dtype.itemsize)
+        entries: list[Entry] = []
+        while len(entries) < len(kinds):
+            first = len(entries)
+            end, total = first + 1, aligned(sizes[first])
+            while end < len(kinds) and total + aligned(sizes[end]) <= _SHARED_BYTES:
+                total += aligned(sizes[end])
+                end += 1
+            entries += self._fill(kinds[first:end], sizes[first:end], total)
+        return entries
+
+    def _fill(
+        self, kinds: Sequence[tuple[torch.Size, torch.dtype]], sizes: Sequence[int], total: int
+    ) -> Iterator[Entry]:
+        """One block of `total` bytes, cut into values, each aligned."""
+        if total == 0:
+            return (Entry(torch.empty(shape, dtype=dtype), None, 0, 0) for shape, dtype in kinds)
+        block = self.arena.allocate(total)
+        whole = torch.from_numpy(block.data)  # holds the block, and every view holds this storage
+        ends = itertools.accumulate(map(aligned, sizes))
+        return (
+            Entry(whole[end - aligned(n) : end - aligned(n) + n].view(dtype).view(shape), block, end - aligned(n), n)
+            for (shape, dtype), n, end in zip(kinds, sizes, ends, strict=True)
+        )
 
     def _insert(self, key: str, ids: Sequence[int], entries: Sequence[Entry]) -> None:
         with self._lock:

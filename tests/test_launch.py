@@ -38,9 +38,9 @@ def sleep(boot: WorkerBoot) -> None:
     if os.fork() == 0:
         die_with_parent(parent)
         if os.fork() == 0:
+            _mark(boot)
             time.sleep(1000)
         time.sleep(1000)
-    _mark(boot)
     time.sleep(1000)
 
 
@@ -76,6 +76,10 @@ async def _start(folder: Path, n: int, entry: str, threads: int = 1) -> Fleet:
     if entry in ("sleep", "stubborn", "polite"):
         await _until(lambda: all((folder / "logs" / f"{i}.ready").exists() for i in range(n)))
     return fleet
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 async def _until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -161,7 +165,7 @@ def test_a_killed_worker_is_reported_at_once_with_its_family_gone(tmp_path: Path
 def test_a_killed_fork_server_takes_the_workers_with_it_and_is_noticed(tmp_path: Path) -> None:
     async def run() -> None:
         fleet = await _start(tmp_path, 2, "stubborn")
-        fleet._server.kill()
+        os.kill(_parent(fleet.handles[0].pid), signal.SIGKILL)
         exits = sorted([await asyncio.wait_for(fleet.wait_exit(), 20) for _ in range(2)])
         assert exits == [(0, -signal.SIGKILL), (1, -signal.SIGKILL)]
         await _until(lambda: not _alive(str(tmp_path)), 5)
@@ -208,7 +212,7 @@ def test_an_interrupt_reaches_the_master_only(tmp_path: Path) -> None:
     async def run() -> None:
         fleet = await _start(tmp_path, 1, "sleep")
         os.kill(fleet.handles[0].pid, signal.SIGINT)
-        os.kill(fleet._server.pid, signal.SIGINT)
+        os.kill(_parent(fleet.handles[0].pid), signal.SIGINT)
         await asyncio.sleep(0.3)
         assert fleet.running == {0}
         assert os.getsid(fleet.handles[0].pid) == fleet.handles[0].pid
