@@ -1,5 +1,6 @@
-"""User functions in their subprocesses, by really hanging, crashing, leaking and printing; built-in rewards."""
+"""User functions in their subprocesses, by really hanging, crashing, leaking and printing."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,96 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from realgraph.graphs.functions import BUILTINS, SIGNATURES
-from realgraph.graphs.keys import parse_key_type
 from realgraph.graphs.spec import Function
 from realgraph.runtime.function_host import FunctionError, FunctionHost
-from realgraph.runtime.functions import Unit, check_output, error_output
-from realgraph.runtime.rewards import FUNCTIONS, INLINE, best_of, final_number, last_number, reward_spread
+from realgraph.runtime.functions import Unit
 
-USER_MODULE = '''
-import asyncio, os, sys, time
-started = time.time()
-running = 0
-
-def double(text, factor=2.0):
-    return factor * len(text)
-
-def behave(text):
-    """What the text says."""
-    if text == "hang":
-        while True: pass
-    if text == "sleep":
-        time.sleep(60)
-    if text == "exit":
-        os._exit(3)
-    if text == "sysexit":
-        sys.exit("no")
-    if text == "segv":
-        import ctypes; ctypes.string_at(0)
-    if text == "raise":
-        raise KeyError("no such test case")
-    if text == "recurse":
-        return behave(text)
-    if text == "nan":
-        return float("nan")
-    if text == "words":
-        return "good"
-    if text == "huge":
-        return "x" * (70 * 2**20)
-    if text == "object":
-        return object()
-    if text == "close":
-        os.closerange(3, 64)
-    if text == "children":
-        import subprocess
-        subprocess.Popen(["sleep", "61.25"]); os._exit(1)
-    return float(len(text))
-
-def pid(text): return float(os.getpid())
-def loud(text):
-    for _ in range(40): print("y" * 100_000)
-    print("z" * 100_000, file=sys.stderr)
-    return 1.0
-def two(text): return {"reward": 1.0, "right": len(text) > 2}
-def group(text, answer, reward): return [float(t == answer) + r for t, r in zip(text, reward)]
-def keep(reward): return max(reward) > 0
-def numbers(tokens):
-    import array
-    class Row:
-        def tolist(self): return [float(t) for t in tokens]
-    return Row()
-kept = []
-def leak(n):
-    kept.append(bytearray(n * 2**20)); return float(os.getpid())
-def tell_torch(text): return float("torch" in sys.modules)
-def environ(text): return float(any(name.startswith("REALGRAPH_") for name in os.environ))
-def where(text): return {"cwd": os.getcwd(), "file": __file__}
-
-async def wait(seconds):
-    global running
-    running += 1
-    peak = running
-    await asyncio.sleep(seconds)
-    peak = max(peak, running)
-    running -= 1
-    return float(peak)
-async def stubborn(text):
-    if text == "block": time.sleep(60)
-    if text == "exit": os._exit(4)
-    if text == "raise": raise ValueError("async bad")
-    if text == "timeout": raise TimeoutError("the judge did not answer")
-    await asyncio.sleep(0.05)
-    return 1.0
-def uses_loop(text):
-    return asyncio.run(stubborn(text))
-'''
+USER_MODULE = Path(__file__).parent / "user_functions.py"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("user")
-    (place / "mine.py").write_text(USER_MODULE)
+    (place / "mine.py").write_bytes(USER_MODULE.read_bytes())
     (place / "broken.py").write_text("import no_such_module_at_all\n")
     (place / "slow.py").write_text("import time\ntime.sleep(60)\ndef score(text): return 1.0\n")
     (place / "leaves.py").write_text("raise SystemExit(2)\n")
@@ -371,11 +293,22 @@ def alive(pid: int) -> bool:
 
 
 def test_what_a_function_started_dies_with_its_process(folder: Path) -> None:
+    seconds = f"61.{os.getpid()}"  # a command line of this test's own
+
+    def started() -> bool:
+        lines = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):  # it may end while we look
+                lines.append(path.read_bytes())
+        return any(seconds.encode() in line for line in lines)
+
     with FunctionHost(str(folder)) as host:
-        call = Function("mine:behave", ("text",), REWARD, on_error="score")
-        assert host.run("r", call, texts("children"))[0].error
-    listed = [p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline") if p.exists()]
-    assert not any(b"61.25" in line for line in listed)
+        call = Function("mine:start_another", ("text",), REWARD, on_error="score")
+        assert host.run("r", call, texts(seconds))[0].error
+        deadline = time.monotonic() + 5
+        while started() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not started()
 
 
 def test_no_subprocess_outlives_a_killed_worker(folder: Path) -> None:
@@ -406,115 +339,8 @@ def test_no_subprocess_outlives_a_killed_worker(folder: Path) -> None:
     worker.stdout.close()
 
 
-# --- built-ins and shapes: no subprocess -----------------------------------------------------------------------------
-
-
-def test_builtins_are_those_of_the_graph_language() -> None:
-    assert set(FUNCTIONS) == set(BUILTINS) == set(SIGNATURES)
-
-
-def test_quick_builtins_start_no_process(tmp_path: Path) -> None:
-    with FunctionHost(str(tmp_path)) as host:
-        for fn in INLINE:
-            signature = SIGNATURES[fn]
-            over = signature.over or "sample"
-            values = {"text": " 42\n", "answer": "42", "reward": [0.0, 1.0]}
-            kwargs = {key: values[key] for key in signature.keys}
-            writes = {"keep": "group bool"} if fn == "reward_spread" else REWARD
-            samples = (0, 1) if over == "group" else (0,)
-            (result,) = host.run("r", Function(fn, signature.keys, writes, over=over), [Unit(samples, kwargs)])
-            assert result.error == ""
-            assert (
-                result.values
-                == {
-                    "exact_match": {"reward": 1.0},
-                    "last_number": {"reward": 1.0},
-                    "length": {"reward": 4.0},
-                    "best_of": {"reward": [0.0, 1.0]},
-                    "reward_spread": {"keep": True},
-                }[fn]
-            )
-        assert host.pids() == ()
-        bad = Function("last_number", ("text", "answer"), REWARD)
-        results = host.run("r", bad, [Unit((i,), {"text": "1", "answer": a}) for i, a in enumerate(["1", "none", "1"])])
-        assert results[1].error == "r: last_number on sample 1: ValueError: the answer 'none' holds no number"
-        assert results[2].values == {}
-
-
 def test_a_pattern_of_the_user_runs_under_the_time_limit(host: FunctionHost) -> None:
     call = Function("format_match", ("text",), REWARD, args={"pattern": r"<a>.*</a>"}, timeout_seconds=0.5)
     assert [r.values["reward"] for r in host.run("f", call, texts("<a>\n4</a> ", "4"))] == [1.0, 0.0]
     evil = Function("format_match", ("text",), REWARD, args={"pattern": r"(a+)+b"}, timeout_seconds=0.5)
     assert "took more than 0.5 s" in host.run("f", evil, texts("a" * 40))[0].error
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("She has 3 apples and 1,234.5 pears.", 1234.5),
-        ("so 5\n#### 42", 42.0),
-        ("#### -7 (not 8)", 8.0),
-        ("it costs $1,000", 1000.0),
-        ("12+34=46", 46.0),
-        ("12-34", -34.0),
-        ("none", None),
-        ("x = .5", 0.5),
-    ],
-)
-def test_the_last_number(text: str, number: float | None) -> None:
-    assert final_number(text) == number
-    if number is not None:
-        assert last_number(text, f"reason\n#### {number}") == 1.0
-        assert last_number(text + " 99999", f"{number}") == 0.0
-
-
-def test_best_and_spread() -> None:
-    assert best_of([0.0, 1.0, 1.0]) == [0.0, 1.0, 0.0]
-    assert best_of([0.0, 1.0, 2.0], k=2) == [0.0, 1.0, 1.0]
-    assert best_of([0.0, 0.0], least=0.5) == [0.0, 0.0]
-    assert reward_spread([0.0, 0.1]) is True
-    assert reward_spread([1.0, 1.0]) is False
-    assert reward_spread([0.0, 0.1], least=0.2) is False
-
-
-@pytest.mark.parametrize(
-    ("over", "writes", "returned", "expected"),
-    [
-        ("sample", {"a": "sample float32"}, 1, {"a": 1.0}),
-        ("sample", {"a": "sample bool"}, 1.0, {"a": True}),
-        ("sample", {"a": "sample int32"}, 2.0, {"a": 2}),
-        ("sample", {"a": "sample int32"}, 2.5, "expected a whole number"),
-        ("sample", {"a": "sample bool"}, 2, "expected true or false"),
-        ("sample", {"a": "sample text"}, "x", {"a": "x"}),
-        ("sample", {"a": "sample json"}, {"a": [1, None]}, {"a": [1, None]}),
-        ("sample", {"a": "sample tokens"}, [1, 2], {"a": [1, 2]}),
-        ("sample", {"a": "sample float32"}, {"a": 2.0}, {"a": 2.0}),
-        ("sample", {"a": "sample float32"}, None, "returned None for 'a'; expected a finite number"),
-        ("sample", {"a": "sample float32", "b": "sample bool"}, 1.0, "expected a mapping with the keys a, b"),
-        ("sample", {"a": "sample float32", "b": "sample bool"}, {"a": 1}, r"returned the keys \['a'\]"),
-        ("sample", {}, None, {}),
-        ("group", {"a": "sample float32"}, [1, 2, 3], {"a": [1.0, 2.0, 3.0]}),
-        ("group", {"a": "sample float32"}, 1.0, "expected a list of 3, one a sample"),
-        ("group", {"a": "group bool"}, True, {"a": True}),
-        ("group", {"a": "token float32"}, [[1], [1, 2], []], {"a": [[1.0], [1.0, 2.0], []]}),
-        ("batch", {"a": "group bool"}, [True, False], {"a": [True, False]}),
-        ("batch", {"a": "group bool"}, [True], "expected a list of 2, one a group"),
-        ("batch", {"a": "step float32"}, 0.5, {"a": 0.5}),
-    ],
-)
-def test_what_a_function_returns_is_checked(
-    over: str, writes: dict[str, str], returned: object, expected: object
-) -> None:
-    samples = (4,) if over == "sample" else (4, 5, 6)
-    groups = (0, 0, 1) if over == "batch" else ()
-    unit = Unit(samples, {}, groups=groups, lengths=(1, 2, 0)[: len(samples)])
-    call = Function("m:f", writes=writes, over=over)  # type: ignore[arg-type]
-    if isinstance(expected, str):
-        with pytest.raises(ValueError, match=expected):
-            check_output(call, unit, returned)
-    else:
-        assert check_output(call, unit, returned) == expected
-    scored = error_output(call, unit)
-    for name, text in writes.items():  # an error's values pass the same check
-        if parse_key_type(text).dtype != "json":
-            assert check_output(call, unit, scored)[name] == scored[name]

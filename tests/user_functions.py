@@ -1,0 +1,125 @@
+"""What a user might write, good and bad. Copied into a folder of its own by `test_functions.py`; not imported here."""
+
+import asyncio
+import ctypes
+import os
+import subprocess
+import sys
+import time
+
+started = time.time()
+running = 0
+kept = []
+
+
+def double(text, factor=2.0):
+    return factor * len(text)
+
+
+def behave(text):
+    """What the text says."""
+    match text:
+        case "hang":
+            while True:
+                pass
+        case "sleep":
+            time.sleep(60)
+        case "exit":
+            os._exit(3)
+        case "sysexit":
+            sys.exit("no")
+        case "segv":
+            ctypes.string_at(0)
+        case "raise":
+            raise KeyError("no such test case")
+        case "recurse":
+            return behave(text)
+        case "nan":
+            return float("nan")
+        case "words":
+            return "good"
+        case "huge":
+            return "x" * (70 * 2**20)
+        case "object":
+            return object()
+        case "close":
+            os.closerange(3, 64)
+    return float(len(text))
+
+
+def start_another(text):
+    subprocess.Popen(["sleep", text])
+    os._exit(1)
+
+
+def loud(text):
+    for _ in range(40):
+        print("y" * 100_000)
+    print("z" * 100_000, file=sys.stderr)
+    print("z" * 100_000, file=sys.stderr)
+    return 1.0
+
+
+def two(text):
+    return {"reward": 1.0, "right": len(text) > 2}
+
+
+def group(text, answer, reward):
+    return [float(t == answer) + r for t, r in zip(text, reward, strict=True)]
+
+
+def keep(reward):
+    return max(reward) > 0
+
+
+def numbers(tokens):
+    class Row:
+        def tolist(self):
+            return [float(token) for token in tokens]
+
+    return Row()
+
+
+def leak(n):
+    kept.append(bytearray(n * 2**20))
+    return float(os.getpid())
+
+
+def tell_torch(text):
+    return float("torch" in sys.modules)
+
+
+def environ(text):
+    return float(any(name.startswith("REALGRAPH_") for name in os.environ))
+
+
+def where(text):
+    return {"cwd": os.getcwd(), "file": __file__}
+
+
+async def wait(seconds):
+    global running
+    running += 1
+    peak = running
+    await asyncio.sleep(seconds)
+    peak = max(peak, running)
+    running -= 1
+    return float(peak)
+
+
+async def stubborn(text):
+    match text:
+        case "block":
+            time.sleep(60)
+        case "exit":
+            os._exit(4)
+        case "raise":
+            raise ValueError("async bad")
+        case "timeout":
+            raise TimeoutError("the judge did not answer")
+    await asyncio.sleep(0.05)
+    return 1.0
+
+
+def uses_loop(text):
+    return asyncio.run(stubborn(text))
