@@ -60,6 +60,7 @@ class CachedModel:
         weight = next(module.parameters())
         self.device = weight.device
         self.max_length: int = config.max_position_embeddings
+        self.vocabulary: int = config.vocab_size
         self.cache = KVCache(cache_shape(config, weight.dtype, weight.device))
         self._module = module
         self._config = config
@@ -123,6 +124,9 @@ class CachedModel:
         widest = max(counts)
         tokens = torch.tensor([[*row, *[row[-1]] * (widest - len(row))] for row in rows], device=self.device)
         rollout_pass = PrefillPass(self.cache, slots, starts, counts)
+        if self._lean is not None:
+            self._lean.hidden(tokens, rollout_pass.positions, rollout_pass)
+            return
         # no position is asked for logits: only the keys and values matter
         self._module(
             input_ids=tokens,

@@ -4,9 +4,9 @@ A graph holds addresses: it is dropped when the cache is reallocated or the weig
 need no new capture.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +35,14 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     tokens: Tensor  # [bucket] int64, on the device
     positions: Tensor  # [bucket] int64
-    logits: Tensor  # [bucket, V]
+    logits: Tensor  # [slots of the cache, V], the first `bucket` rows written
 
 
 class DecodeGraphs:
     """Decode steps by (slots, length), both rounded up to powers of two; each captured when first needed.
 
-    Rows beyond the live ones write to position 0 of their own dead slots and are cut off.
+    Rows beyond the live ones write to position 0 of their own dead slots and are cut off. All graphs share one memory
+    pool and one buffer of logits: they run one after the other, and their result is used before the next runs.
     """
 
     def __init__(self, module: nn.Module, cache: KVCache) -> None:
@@ -50,10 +51,13 @@ class DecodeGraphs:
         self._captured: dict[tuple[int, int], _Captured] = {}
         self._epoch = cache.epoch
         self._addresses: tuple[int, ...] = ()
+        self._pool: Any = None  # the handle's type has no public name
+        self._logits: Tensor | None = None  # [slots of the cache, V]
 
     def drop(self) -> None:
         """Forget every graph."""
         self._captured.clear()
+        self._pool = self._logits = None
 
     def weights_changed(self) -> None:
         """Drop the graphs if a weight has moved; a change in place keeps them."""
@@ -91,18 +95,14 @@ class DecodeGraphs:
             rollout_pass = DecodePass(self._cache, positions, ((0, slots, length),))
             return decode_logits(self._module, tokens, positions, rollout_pass)
 
-        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            for _ in range(_WARMUPS):
-                step()
-        torch.cuda.current_stream(device).wait_stream(side)
+        self._warm_up(step)
+        logits = self._logits
+        assert logits is not None
         graph = torch.cuda.CUDAGraph()
-        # thread_local: another thread of the worker may copy tensors meanwhile
-        capture: AbstractContextManager[None] = torch.cuda.graph(graph, capture_error_mode="thread_local")
         try:
-            with capture:
-                logits = step()
+            # thread_local: another thread of the worker may copy tensors meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                logits[:slots] = step()
         except RuntimeError as error:
             raise RuntimeError(
                 f"the decode step of {type(self._module).__name__} can't be captured as a CUDA graph"
@@ -111,3 +111,17 @@ class DecodeGraphs:
         for layer, first in zip(self._cache.layers, firsts, strict=True):
             layer[:, :slots, :, 0] = first
         return _Captured(graph, tokens, positions, logits)
+
+    def _warm_up(self, step: Callable[[], Tensor]) -> None:
+        """Run `step` on a side stream, as capture does; make what the graphs share where it is missing."""
+        device = self._cache.shape.device
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(_WARMUPS - 1):
+                step()
+            logits = step()
+        torch.cuda.current_stream(device).wait_stream(side)
+        if self._logits is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._logits = logits.new_empty((self._cache.slots, logits.shape[-1]))

@@ -8,6 +8,7 @@ prefilled up to its last token, samples of one prompt copy what the first of the
 cache (new weights, no memory) is prefilled as a longer prompt.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from realgraph.runtime.engine import Completion, Request
 from realgraph.runtime.sampling import SettingsTable, draw
 
 _ROUND = 64  # cache lengths are multiples of it
+_BLOCK = 32  # slots are kept in order of length by blocks, so that a decode step can read each block to its own length
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -92,6 +94,8 @@ class TorchRolloutEngine:
         self._running: list[_Sequence] = []  # by slot: the live ones are always the first
         self._ids: set[int] = set()
         slots = self._limits.max_running
+        # a GPU reads all slots to one length: there any live slot may fill a gap
+        self._block = _BLOCK if self._model.device.type == "cpu" else slots
         self._settings = SettingsTable(slots, self._model.device)
         self._newest: NDArray[np.int64] = np.zeros(slots, np.int64)  # token a slot reads next
         self._position: NDArray[np.int64] = np.zeros(slots, np.int64)  # of that token
@@ -124,7 +128,7 @@ class TorchRolloutEngine:
     def step(self) -> list[Completion]:
         """Admit what fits, decode one token for each running sequence, return what finished.
 
-        Raises FloatingPointError where the model's logits are NaN.
+        Raises FloatingPointError where the model's logits are NaN; nothing is drawn then.
         """
         if self.idle:
             return []
@@ -177,6 +181,8 @@ class TorchRolloutEngine:
         most = self._limits.max_cache_tokens
         if not request.prompt:
             return "its prompt is empty"
+        if not 0 <= min(request.prompt) <= max(request.prompt) < self._model.vocabulary:
+            return f"its prompt has tokens outside the model's vocabulary of {self._model.vocabulary}"
         if request.max_new_tokens < 1:
             return "max_new_tokens must be at least 1"
         if length > self._max_length:
@@ -239,9 +245,12 @@ class TorchRolloutEngine:
         cache, n = self._model.cache, len(self._running)
         if n <= cache.slots and length <= cache.length:
             return
-        slots = min(max(n, min(2 * cache.slots, self._limits.max_running), 8), max(self._limits.max_running, n))
+        slots = max(n, 8, min(2 * cache.slots, self._limits.max_running))
         if length > cache.length:
-            roomy = min(max(length, _round_up(cache.length * 3 // 2)), _round_up(self._max_length + 1))
+            most = max((len(s.request.prompt) + s.request.max_new_tokens for s in self._running), default=0)
+            # a graph is lost with the cache it was captured on: a GPU takes the last size at once
+            roomy = cache.length * 3 // 2 if self._model.device.type == "cpu" else most
+            roomy = max(length, _round_up(min(roomy, most) + 1))
             length = roomy if self._allowed(roomy) >= n else length
         elif self._allowed(cache.length) >= n:
             length = cache.length
@@ -250,15 +259,24 @@ class TorchRolloutEngine:
         cache.resize(slots, length, min(cache.slots, slots), min(cache.length, length))
 
     def _remove(self, slots: Sequence[int]) -> None:
-        """Free these slots; the last live ones move into the gaps, so that the live ones stay first."""
+        """Free these slots; live ones move into the gaps, so that they stay first and the longer ones before the
+        shorter: a gap takes the longest sequence of the next block, whose gap takes from the block after it."""
         for slot in sorted(slots, reverse=True):
-            last = self._running.pop()
-            if slot == len(self._running):
-                continue
-            self._running[slot] = last
-            self._settings.move(slot, len(self._running))
-            if last.cached:
-                self._model.cache.copy([slot], [len(self._running)], last.cached)
+            gap = slot
+            end = len(self._running) - 1
+            while gap < end:
+                low = min((gap // self._block + 1) * self._block, end)
+                source = low + int(self._position[low : min(low + self._block, end + 1)].argmax())
+                self._move(gap, source)
+                gap = source
+            self._running.pop()
+
+    def _move(self, to: int, source: int) -> None:
+        sequence = self._running[to] = self._running[source]
+        self._settings.move(to, source)
+        self._position[to] = self._position[source]
+        if sequence.cached:
+            self._model.cache.copy([to], [source], sequence.cached)
 
     # --- forward passes -----------------------------------------------------------------------------------------------
 
@@ -320,9 +338,10 @@ class TorchRolloutEngine:
         done: list[Completion] = []
         free: list[int] = []
         version = self.version
+        if math.isnan(sum(logprobs)):
+            broken = next(s for s, logprob in zip(self._running, logprobs, strict=True) if math.isnan(logprob))
+            raise FloatingPointError(f"request {broken.request.id}: the model's logits are NaN")
         for slot, (sequence, token, logprob) in enumerate(zip(self._running, tokens, logprobs, strict=True)):
-            if logprob != logprob:
-                raise FloatingPointError(f"request {sequence.request.id}: the model's logits are NaN")
             sequence.cached += 1
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)

@@ -1,6 +1,6 @@
-"""A decode step that walks a model's own layers with fewer operations than its forward: for small models on a CPU.
+"""A forward pass that walks a model's own layers with fewer operations than its forward: for small models on a CPU.
 
-Small models spend a decode step on the cost of issuing operations, not on arithmetic. This walk reads the very
+Small models spend a step on the cost of issuing operations, not on arithmetic. This walk reads the very
 parameters of the module (nothing is copied or fused), joins what needs no operation of its own, and leaves the rotary
 tables to the module. It knows pre-norm decoders with gated MLPs; every other model takes its own forward.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from realgraph.runtime.kv_cache import DecodePass, Head
+from realgraph.runtime.kv_cache import Head, Pass
 
 # the four are line by line the same decoder but for query and key norms, biases and windows
 _KNOWN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -110,34 +110,39 @@ class LeanDecoder:
         self._final_norm = _norm(module.model.norm)
         self._head: nn.Linear = module.lm_head
 
-    def logits(self, tokens: Tensor, positions: Tensor, rollout_pass: DecodePass) -> Tensor:
+    def logits(self, tokens: Tensor, positions: Tensor, rollout_pass: Pass) -> Tensor:
         """See `decode_logits`: equal to it but for the order of float32 sums."""
-        n = tokens.shape[0]
-        x = self._embed(tokens)
-        cos, sin = self._rotary(x, positions[None])
+        x = self._final_norm(self.hidden(tokens[:, None], positions[:, None], rollout_pass))
+        return linear(x, self._head.weight, self._head.bias)
+
+    def hidden(self, tokens: Tensor, positions: Tensor, rollout_pass: Pass) -> Tensor:
+        """The last layer's output [n x q, hidden] for q tokens of each of n slots: tokens and positions [n, q]."""
+        n, q = tokens.shape
+        x: Tensor = self._embed(tokens.reshape(-1))
+        cos, sin = self._rotary(x, positions.reshape(1, -1))
         # rotate_half(x) * sin = roll(x) * signed: no negation, no concatenation
-        cos, half = cos.view(n, 1, -1), cos.shape[-1] // 2
-        signed = torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1).view(n, 1, -1)
+        cos, half = cos.view(n * q, 1, -1), cos.shape[-1] // 2
+        signed = torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1).view(n * q, 1, -1)
         for layer in self._layers:
-            x = self._attention(layer, x, (cos, signed), rollout_pass)
+            x = self._attention(layer, x, (n, cos, signed), rollout_pass)
             y = layer.mlp_norm(x)
             gate = layer.act(linear(y, layer.gate.weight, layer.gate.bias))
             x = _add_linear(x, gate.mul_(linear(y, layer.up.weight, layer.up.bias)), layer.down)
-        return linear(self._final_norm(x), self._head.weight, self._head.bias)
+        return x
 
     @staticmethod
-    def _attention(layer: _Layer, x: Tensor, tables: tuple[Tensor, Tensor], rollout_pass: DecodePass) -> Tensor:
-        n, dim = x.shape[0], layer.head_dim
-        cos, signed = tables
+    def _attention(layer: _Layer, x: Tensor, tables: tuple[int, Tensor, Tensor], rollout_pass: Pass) -> Tensor:
+        t, dim = x.shape[0], layer.head_dim
+        n, cos, signed = tables
         y = layer.norm(x)
-        q = linear(y, layer.q.weight, layer.q.bias).view(n, -1, dim)
-        k = linear(y, layer.k.weight, layer.k.bias).view(n, -1, dim)
-        v = linear(y, layer.v.weight, layer.v.bias).view(n, -1, 1, dim)
+        query = linear(y, layer.q.weight, layer.q.bias).view(t, -1, dim)
+        key = linear(y, layer.k.weight, layer.k.bias).view(t, -1, dim)
+        value = linear(y, layer.v.weight, layer.v.bias)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = layer.q_norm(q), layer.k_norm(k)
-        both = torch.cat([q, k], 1)
-        both = (both * cos).addcmul_(both.roll(dim // 2, -1), signed)
-        heads = q.shape[1]
-        q, k = both[:, :heads, None], both[:, heads:, None]
-        out = rollout_pass.attend(layer.index, (q, k, v), layer.head)
-        return _add_linear(x, out.view(n, -1), layer.out)
+            query, key = layer.q_norm(query), layer.k_norm(key)
+        heads = query.shape[1]
+        both = torch.cat([query, key], 1)
+        both = (both * cos).addcmul_(both.roll(dim // 2, -1), signed).view(n, t // n, -1, dim).transpose(1, 2)
+        value = value.view(n, t // n, -1, dim).transpose(1, 2)
+        out = rollout_pass.attend(layer.index, (both[:, :heads], both[:, heads:], value), layer.head)
+        return _add_linear(x, out.reshape(t, -1), layer.out)

@@ -231,6 +231,7 @@ def test_a_stop_string_ends_a_sample_at_the_token_that_completes_it() -> None:
     ("change", "says"),
     [
         ({"prompt": ()}, "prompt is empty"),
+        ({"prompt": (1, tiny.VOCABULARY)}, "outside the model's vocabulary"),
         ({"max_new_tokens": 0}, "at least 1"),
         ({"max_new_tokens": 126}, "3 prompt + 126 new tokens exceed 128"),
         ({"max_new_tokens": 70}, "can't fit a cache of 64"),
