@@ -1,0 +1,58 @@
+"""Schedules, the loss scale, and tensors on disk: the train engine's parts that need no model."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from realgraph.graphs.spec import Optimizer
+from realgraph.runtime.checkpoint_files import Entry, Reader, Target, write
+from realgraph.runtime.optimizer import LossScale, lr_factor
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("seed", range(10))
+def test_schedules_rise_then_fall_and_end_at_the_fraction(schedule: Any, seed: int) -> None:
+    rng = random.Random(seed)
+    total, warmup, final = rng.randint(2, 50), rng.randint(0, 5), rng.random()
+    settings = Optimizer(schedule=schedule, warmup_steps=warmup, final_lr_fraction=final)
+    factors = [lr_factor(step, settings, total + warmup) for step in range(total + warmup + 3)]
+    assert all(0 < factor <= 1 for factor in factors)
+    assert factors[: warmup + 1] == sorted(factors[: warmup + 1])
+    assert factors[warmup:] == sorted(factors[warmup:], reverse=True)
+    assert factors[warmup] == 1
+    if schedule != "constant":
+        assert factors[total + warmup - 1] == pytest.approx(final, abs=1e-12)
+        assert factors[-1] == pytest.approx(final, abs=1e-12)
+
+
+def test_good_steps_double_the_scale() -> None:
+    scale = LossScale(8.0, dynamic=True, patience=3)
+    for _ in range(3):
+        scale.succeeded()
+    assert scale.value == 16.0
+    assert [scale.overflowed() for _ in range(5)] == [True, True, True, True, False]
+    assert scale.value == 1.0
+    assert not LossScale().overflowed()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_files_give_back_what_was_written(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool]
+    tensors: Sequence[tuple[str, Tensor]] = [
+        (f"t{i}", torch.randn([rng.randint(0, 5) for _ in range(rng.randint(0, 3))]).to(rng.choice(dtypes)))
+        for i in range(12)
+    ]
+    entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
+    write(Target(tmp_path, "x", rng.choice([100, 10**9])), entries, tensors)
+    with Reader(tmp_path, "x") as reader:
+        assert reader.names == {name for name, _ in tensors}
+        for name, tensor in tensors:
+            found = reader.part(name, tuple(slice(0, n) for n in tensor.shape))
+            assert torch.equal(found, tensor)
+            assert found.dtype == tensor.dtype
