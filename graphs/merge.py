@@ -19,7 +19,7 @@ Keys: TypeAlias = tuple[str | int, ...]
 def merge(lower: Document, upper: Document) -> Document:
     """`upper` over `lower`: mappings merge, everything else replaces, null stays as a mark of deletion.
 
-    A mapping that names another `kind` replaces the lower one, whose fields are those of its own kind.
+    Among calls, a mapping that names another `kind` replaces the lower one, whose fields are those of its own kind.
     """
     marks: dict[str, Where] = {}
     tree = _merge(lower, upper, marks)
@@ -38,7 +38,7 @@ def _merge(lower: Document, upper: Document, marks: dict[str, Where]) -> Branch:
                 _keep(low[key], here, lower.marks, marks)
                 continue
             old, new = low.get(key), high[key]
-            if isinstance(old, dict) and isinstance(new, dict) and not _other_kind(old, new):
+            if isinstance(old, dict) and isinstance(new, dict) and not _other_variant(here, old, new):
                 if here in upper.marks or here in lower.marks:
                     marks[here] = upper.marks.get(here) or lower.marks[here]
                 joined[key] = join(old, new, here)
@@ -50,8 +50,9 @@ def _merge(lower: Document, upper: Document, marks: dict[str, Where]) -> Branch:
     return join(lower.tree, upper.tree, "$")
 
 
-def _other_kind(old: Branch, new: Branch) -> bool:
-    return "kind" in old and "kind" in new and old["kind"] != new["kind"]
+def _other_variant(path: str, old: Branch, new: Branch) -> bool:
+    """Whether two mappings are different variants of a call or of what stands in it: elsewhere `kind` is plain data."""
+    return path.startswith("$.calls.") and "kind" in old and "kind" in new and old["kind"] != new["kind"]
 
 
 def _keep(value: Tree, path: str, source: dict[str, Where], marks: dict[str, Where]) -> None:

@@ -81,6 +81,13 @@ def test_a_run_is_checked_against_its_local_data(place: Path) -> None:
     assert (checked.graph.samples_per_group, checked.name, checked.folder) == (2, "grpo", place)
 
 
+def test_another_kind_of_cluster_keeps_its_size(place: Path) -> None:
+    file = place / "sized.yaml"
+    file.write_text((place / "run.yaml").read_text() + "cluster: {nodes: 2, devices: 4, kind: H100-SXM}\n")
+    cluster = compose(file, ["cluster.kind=A100-80"]).run.cluster
+    assert (cluster.nodes, cluster.devices, cluster.kind) == (2, 4, "A100-80")
+
+
 def test_where_knows_the_file_of_every_value(place: Path) -> None:
     composed = compose(place / "run.yaml", ["seed=5"])
     run, graph = str(place / "run.yaml"), "realgraph/graphs/library/grpo.yaml"
