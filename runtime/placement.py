@@ -159,14 +159,19 @@ class Batch:
         return tuple([self.named(positions[start : start + n]) for start in range(0, len(positions), n)])
 
     def holdings(self) -> dict[int, tuple[int, ...]]:
-        """Worker -> the groups of which it holds any key."""
+        """Worker -> the groups of which it may hold any key: all workers of a rank, of what its first one owns."""
         n = self.per_group
         numbers = [group.id for group in self.groups]
         pairs: set[tuple[int, int]] = set()
         for place in set(self._place.values()):
             workers = self._workers[place]
+            owned: set[tuple[int, int]] = set()
             for index in range(n):
-                pairs.update(zip(workers[index::n], numbers, strict=True))
+                owned.update(zip(workers[index::n], numbers, strict=True))
+            pairs |= owned
+            others = {rank[0]: rank[1:] for rank in self._cuts[place][0] if len(rank) > 1}
+            if others:
+                pairs.update((other, number) for worker, number in owned for other in others.get(worker, ()))
         held: dict[int, list[int]] = {}
         for worker, number in sorted(pairs):
             held.setdefault(worker, []).append(number)

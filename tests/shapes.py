@@ -60,7 +60,7 @@ def _train(model: str, minibatches: int, epochs: int, term: Term) -> Train:
 class Shape:
     """What random jobs are made of; every field has the plainest value."""
 
-    algorithm: str = "grpo"  # grpo, ppo, sft, dpo, generate, distill
+    algorithm: str = "grpo"  # grpo, ppo, sft, dpo, generate, distill, twin (distill into two)
     filtered: bool = False
     two_stage: bool = False  # a second streaming function after the first
     n_workers: int = 2
@@ -79,12 +79,20 @@ class Shape:
     seed: int = 0
     tp: int = 1
 
+    def lot(self, number: int, what: str) -> float:
+        """A random number that depends on nothing but the seed, `number` and `what`."""
+        return random.Random(f"{self.seed} {what} {number}").random()
+
+    def length(self, sample: int) -> int:
+        """Tokens of a sample."""
+        return 1 + int(100 * self.lot(sample, "length") ** 3)
+
 
 def graph_of(shape: Shape) -> Graph:
     """The calls of the shape's algorithm."""
     generated = tuple(GENERATED)
     behaviour = ("tokens", "mask", "behaviour_logprobs", "versions")
-    generate = "teacher" if shape.algorithm == "distill" else "actor"
+    generate = "teacher" if shape.algorithm in ("distill", "twin") else "actor"
     if shape.algorithm == "sft":
         return build_graph(
             [("train", _train("actor", shape.minibatches, shape.epochs, CrossEntropy()), ("tokens", "mask"), ())],
@@ -115,9 +123,13 @@ def graph_of(shape: Shape) -> Graph:
     if shape.algorithm == "generate":
         return build_graph(rows, ("prompt", "answer"), shape.n)
     train = _train("actor", shape.minibatches, shape.epochs, PolicyGradient())
-    if shape.algorithm == "distill":
+    if generate == "teacher":
         student = _train("student", shape.minibatches, shape.epochs, PolicyGradient())
-        return build_graph([*rows, ("train", student, behaviour, ())], ("prompt", "answer"), shape.n)
+        rows.append(("train", student, behaviour, ()))
+        if shape.algorithm == "twin":
+            twin = _train("critic", shape.minibatches, shape.epochs, PolicyGradient())
+            rows.append(("critic_train", twin, behaviour, ()))
+        return build_graph(rows, ("prompt", "answer"), shape.n)
     rows.append(("ref_logp", Inference("ref", "logprobs", ("ref_logprobs",)), ("tokens",), ("ref_logprobs",)))
     if shape.algorithm == "grpo":
         rows.append(("advantage", Advantage({}), ("reward", "tokens", "mask"), ("advantages",)))
@@ -191,7 +203,7 @@ def job_of(shape: Shape, plan: Plan | None = None) -> Job:
     )
 
 
-ALGORITHMS = ["grpo", "ppo", "sft", "dpo", "generate", "distill"]
+ALGORITHMS = ["grpo", "ppo", "sft", "dpo", "generate", "distill", "twin"]
 
 
 def random_shape(rng: random.Random) -> Shape:
@@ -216,3 +228,11 @@ def random_shape(rng: random.Random) -> Shape:
         seed=rng.randrange(10**6),
         tp=rng.choice([1, 1, 2]),
     )
+
+
+def assert_balanced(shape: Shape, parts: set[tuple[int, ...]], dp: int, unit: int) -> None:
+    """The `dp` ranks' parts have as many tokens, at most one unit (a sample; of pair losses: a group) apart."""
+    loads = [sum(map(shape.length, part)) for part in parts]
+    loads += [0] * (dp - len(loads))
+    longest = max(map(shape.length, [sample for part in parts for sample in part]))
+    assert max(loads) - min(loads) <= unit * longest

@@ -37,7 +37,7 @@ from realgraph.runtime.protocol import (
     Submit,
 )
 from realgraph.runtime.scheduler import Scheduler
-from tests.shapes import Shape, job_of
+from tests.shapes import Shape, assert_balanced, job_of
 
 # --- the workers ------------------------------------------------------------------------------------------------------
 
@@ -68,6 +68,7 @@ class Simulator:
         self.shape, self.rng, self.keep = shape, rng, keep
         self.job = job_of(shape)
         self.graph = self.job.graph
+        self.frozen = shape.algorithm in ("distill", "twin")  # what generates is never trained
         self.scheduler = scheduler or Scheduler(self.job, range(shape.n_workers), 1000, None, 5)
         self.workers = {number: Worker() for number in range(shape.n_workers)}
         self.now = 0.0
@@ -145,6 +146,8 @@ class Simulator:
                     self.step_ended(action)
                 case Halt():
                     self.halt = action
+                    if action.error is None:
+                        self.check_stores()
                 case CheckpointWritten():
                     assert action.state.step == action.step == self.step
                     assert action.state.versions == dict.fromkeys(self.versions, self.step)
@@ -252,12 +255,12 @@ class Simulator:
 
     def plan_groups(self, number: int, part: list[int], version: int) -> None:
         worker, n = self.workers[number], self.graph.samples_per_group
-        good = tuple(group for group in part if self.lot(group, "skip") >= 0.05)
+        good = tuple(group for group in part if self.shape.lot(group, "skip") >= 0.05)
         skipped = tuple(group for group in part if group not in good)
         samples = []
         for group in good:
             for index in range(n):
-                length = 1 + int(100 * self.lot(group * n + index, "length") ** 3)
+                length = self.shape.length(group * n + index)
                 samples.append(Sample(group * n + index, length, length // 2, oldest=version))
         self.rng.shuffle(samples)
 
@@ -284,10 +287,6 @@ class Simulator:
         rng = random.Random(f"{self.shape.seed} {what}") if self.steady else self.rng
         return rng.expovariate(1.0)
 
-    def lot(self, number: int, what: str) -> float:
-        """A random number that depends on nothing but the seed, `number` and `what`."""
-        return random.Random(f"{self.shape.seed} {what} {number}").random()
-
     def discard(self, group: int) -> None:
         assert group not in self.final
         self.final[group] = "discarded"
@@ -303,7 +302,7 @@ class Simulator:
             self.check_mesh_call(number, command)
         kept: dict[int, bool] = {}
         if "keep" in self.graph.writes[command.call]:
-            kept = {group: self.lot(group, "keep") < self.keep for group in {sample // n for sample in samples}}
+            kept = {group: self.shape.lot(group, "keep") < self.keep for group in {sample // n for sample in samples}}
         for sample in samples:
             assert self.final.get(sample // n) in (None, "discarded"), "a call on a group that is finished"
 
@@ -323,18 +322,18 @@ class Simulator:
         wanted = {(key, sample) for key in self.graph.reads[command.call] for sample in samples}
         named: set[tuple[str, int]] = set()
         for source in command.sources:
-            for key in source.keys:
-                held = self.workers[source.worker].store[key]
-                for sample in source.samples:
-                    assert (key, sample) not in named
-                    named.add((key, sample))
-                    assert sample in held, f"{command.call}: {key} of sample {sample} not on worker {source.worker}"
+            here = {(key, sample) for key in source.keys for sample in source.samples}
+            assert not here & named
+            named |= here
+            store = self.workers[source.worker].store
+            missing = [(key, sample) for key, sample in here if sample not in store[key]]
+            assert not missing, f"{command.call}: not on worker {source.worker}: {missing}"
         assert named == wanted
 
     def check_mesh_call(self, number: int, command: Execute) -> None:
         call = self.graph.calls[command.call]
         role = self.graph.role(command.call)
-        if self.shape.staleness == 0 and self.shape.algorithm != "distill":
+        if self.shape.staleness == 0 and not self.frozen:
             assert not self.workers[number].making, "a call on a device that still generates"
         if isinstance(call, Inference):
             self.check_weights(number, command.call, command.version)
@@ -352,6 +351,13 @@ class Simulator:
             self.leaving.add(group)
         for held in worker.store.values():
             held.difference_update(range(group * n, group * n + n))
+
+    def check_stores(self) -> None:
+        """At the end nothing is held of groups that are finished, but for those a function still works on."""
+        n, leaving = self.graph.samples_per_group, self.scheduler._collection._leaving
+        for worker in self.workers.values():
+            held = {sample // n for samples in worker.store.values() for sample in samples}
+            assert not {group for group in held if group in self.final} - set(leaving)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -372,6 +378,10 @@ class Simulator:
             assert all(len(share) == cuts for share in shares)
             samples = sorted(sample for share in shares for part in share for sample in part)
             whole = samples[:: epochs * tp]
+            if cuts == 1:
+                pairs = name == "train" and self.shape.algorithm == "dpo"
+                dp = self.job.plan.allocations[name].layout.dp
+                assert_balanced(self.shape, {share[0] for share in shares}, dp, n if pairs else 1)
             assert samples == sorted(whole * (epochs * tp))
             batches.append(tuple(whole))
         assert len(set(batches)) <= 1
