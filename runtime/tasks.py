@@ -15,7 +15,8 @@ class Task:
     __slots__ = ("call", "deadline", "groups", "kept", "number", "started", "state", "step", "tally", "waiting", "work")
 
     def __init__(self, number: int, work: Work, call: str, step: int) -> None:
-        self.number, self.work, self.call, self.step = number, work, call, step
+        self.number, self.call, self.step = number, call, step
+        self.work: Work = work
         self.waiting: set[int] = set()
         self.started = self.deadline = 0.0
         self.groups: tuple[int, ...] = ()

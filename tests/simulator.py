@@ -77,7 +77,7 @@ class Simulator:
         state = self.scheduler.state
         self.versions = dict(state.versions)
         self.step = state.step
-        self.submitted: dict[int, int] = {}  # group -> worker
+        self.submitted: set[int] = set()
         self.final: dict[int, str] = {}
         self.holding: dict[int, int] = {}  # device -> task
         self.awaited: dict[int, set[int]] = {}  # task -> workers
@@ -193,7 +193,7 @@ class Simulator:
                 self.answer(number, command.task, "evaluate", None, {"reward": Mean(self.rng.random())})
 
     def hold(self, device: int, task: int) -> None:
-        """A mesh-holding task takes a device: nothing else may have it."""
+        """A mesh-holding task takes a device."""
         assert self.holding.get(device, task) == task, f"tasks {task} and {self.holding[device]} meet on {device}"
         self.holding[device] = task
 
@@ -239,12 +239,10 @@ class Simulator:
 
     def make(self, number: int, groups: tuple[int, ...], version: int) -> None:
         """Generate or load groups; they come back in random batches."""
-        worker = self.workers[number]
         for group in groups:
             assert group not in self.submitted, f"group {group} was handed out twice"
-            assert group not in self.final
-            self.submitted[group] = number
-        worker.making.update(groups)
+            self.submitted.add(group)
+        self.workers[number].making.update(groups)
         left = list(groups)
         rng = random.Random(f"{self.shape.seed} {groups}") if self.steady else self.rng
         rng.shuffle(left)
@@ -366,8 +364,7 @@ class Simulator:
         assert ended.step == self.step
         assert ended.n_groups == self.shape.groups
         self.step += 1
-        n = self.graph.samples_per_group
-        batches = []
+        n, batches = self.graph.samples_per_group, []
         for name, call in self.graph.calls.items():
             if not isinstance(call, Inference | Train):
                 continue
