@@ -68,10 +68,11 @@ def _problems(folder: RunFolder, before: int, after: int) -> Table:
 def _times(folder: RunFolder) -> Table:
     """Busy seconds of the workers by call, from the trace."""
     seconds: dict[str, float] = defaultdict(float)
-    events: list[dict[str, Any]] = msgspec.json.decode(folder.trace.read_bytes() + b"]")
-    for event in events:
-        if event["ph"] == "X":
-            seconds[event["name"]] += event["dur"] / 1e6
+    with folder.trace.open("rb") as lines:
+        for line in lines:  # one event a line
+            event: dict[str, Any] = msgspec.json.decode(line.strip().strip(b"[],") or b"{}")
+            if event.get("ph") == "X":
+                seconds[event["name"]] += event["dur"] / 1e6
     total = sum(seconds.values()) or 1.0
     table = Table("call", "busy seconds", "share", title="where the workers' time went", title_justify="left")
     for call, busy in sorted(seconds.items(), key=lambda item: -item[1]):

@@ -74,7 +74,7 @@ class Compute:
         for name, call in graph.calls.items():
             if isinstance(call, Function):
                 self._host.check(name, call)
-        self._calls = ModelCalls(graph, self._assembler, self.roles, self.worker)
+        self._calls = ModelCalls(job, self._assembler, self.roles, self.worker)
         if self._configure.resume:
             self.roles.load(Path(self._configure.resume))
         self._rollouts = self._make_rollouts(graph)
@@ -130,13 +130,14 @@ class Compute:
         """The most memory that tensors have taken on the GPU; 0 on a CPU."""
         return int(torch.cuda.max_memory_allocated()) if self._resources.device.type == "cuda" else 0
 
-    def close(self) -> None:
-        """End the thread and the functions' subprocesses. A thread stuck in a call is left to the process's end."""
+    def close(self) -> bool:
+        """End the thread and the functions' subprocesses. False where the thread is stuck in a call."""
         self._work.put(None)
         if self._thread.is_alive():
             self._thread.join(CLOSE_SECONDS)
         if hasattr(self, "_host"):
             self._host.close()
+        return not self._thread.is_alive()
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 

@@ -2,11 +2,13 @@
 
 import time
 
-from realgraph.graphs.graph import Graph
 from realgraph.graphs.keys import MASK, TOKENS
+from realgraph.graphs.maths import ApplyStep
 from realgraph.graphs.spec import Advantage, Inference, Train
 from realgraph.runtime import advantages
 from realgraph.runtime.assemble import Assembler
+from realgraph.runtime.functions import load_function
+from realgraph.runtime.job import Job
 from realgraph.runtime.protocol import Done, Execute, Mean
 from realgraph.runtime.roles import Roles
 
@@ -18,8 +20,11 @@ class StaleWeightsError(Exception):
 class ModelCalls:
     """Runs the calls that work on packed batches. Used by the compute thread alone."""
 
-    def __init__(self, graph: Graph, assembler: Assembler, roles: Roles, worker: int) -> None:
-        self._graph, self._assembler, self._roles, self._worker = graph, assembler, roles, worker
+    def __init__(self, job: Job, assembler: Assembler, roles: Roles, worker: int) -> None:
+        self._graph, self._assembler, self._roles, self._worker = job.graph, assembler, roles, worker
+        pipelines = [call.steps.values() for call in job.graph.calls.values() if isinstance(call, Advantage)]
+        applied = [step.fn for steps in pipelines for step in steps if isinstance(step, ApplyStep)]
+        self._steps = {fn: load_function(fn, job.user_dir) for fn in applied}
 
     def run(self, command: Execute) -> Done:
         """Run one call on this worker's share; what it writes is in the store afterwards."""
@@ -65,7 +70,7 @@ class ModelCalls:
     def _advantage(self, call: Advantage, command: Execute) -> tuple[dict[str, Mean], dict[str, float]]:
         (samples,) = command.shares
         batch = self._assembler.packed(self._assembler.gather(command.sources, samples), samples)
-        found, state, metrics = advantages.compute(call, batch, dict(command.state))
+        found, state, metrics = advantages.compute(call, batch, dict(command.state), self._steps)
         for name in self._graph.writes[command.call]:
             self._assembler.put_packed(name, found[name], batch)
         return metrics, state

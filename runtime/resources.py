@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from realgraph.runtime.curve import KeyPair
 from realgraph.runtime.job import Job
@@ -27,7 +27,7 @@ class Resources:
         self.peer: Peer = self.plane.peer
         self._keys: KeyPair = boot.keys
         self._interface = boot.interface
-        self._rendezvous: dist.TCPStore | None = None
+        self._rendezvous: TCPStore | None = None
         self._collectives: Collectives | None = None
         self.collective_address = ""
         if boot.worker == 0:
