@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from realgraph.runtime.cached_model import segments
+from realgraph.runtime.decode_graph import bucket
 from realgraph.runtime.engine import Completion, Request
 from realgraph.runtime.generation import Limits, TorchRolloutEngine
+from realgraph.runtime.lean_decode import lean_applies
 from tests import tiny
 
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -309,6 +311,29 @@ def test_segments_cover_each_slot_once_and_reach_its_length(lengths: list[int], 
     assert [low for low, _, _ in runs] == [0, *(high for _, high, _ in runs[:-1])]
     assert runs[-1][1] == len(lengths)
     assert all(max(lengths[low:high]) == length for low, high, length in runs)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_lean_walk_is_taken_where_it_is_known_and_changes_no_token(name: str) -> None:
+    module, wanted = model(name), requests(random.Random(4), 6, longest=12, groups_of=2)
+    assert lean_applies(module) == ("gemma" not in name)
+    done = run(TorchRolloutEngine(module, Limits(max_running=3)), wanted)
+    handle = module.model.layers[1].mlp.register_forward_hook(lambda *_: None)  # a hook must see its calls
+    assert not lean_applies(module)
+    engine = TorchRolloutEngine(module, Limits(max_running=3))
+    by_forward = run(engine, wanted)
+    handle.remove()
+    for request in wanted:
+        assert done[request.id].tokens == by_forward[request.id].tokens
+        assert done[request.id].logprobs == pytest.approx(by_forward[request.id].logprobs, abs=1e-5)
+    assert not lean_applies(module.bfloat16())
+
+
+@given(st.integers(1, 600), st.integers(1, 600))
+def test_graph_buckets_hold_what_runs_and_are_few(n: int, most: int) -> None:
+    size = bucket(min(n, most), most)
+    assert min(n, most) <= size <= most
+    assert size == most or size & (size - 1) == 0
 
 
 @pytest.mark.gpu
