@@ -73,6 +73,7 @@ class PlainLines:
                 self._steps = record.steps
                 self._line(f"{record.name}: {record.graph}, steps {record.first_step} to {record.steps}")
                 self._line(f"run directory: {record.run_dir}")
+                self._line(f"started in {started(record)}")
             case StepRecord():
                 if time.monotonic() - self._last_line >= self._every or record.step + 1 == self._steps:
                     self._last_line = time.monotonic()
@@ -93,6 +94,14 @@ class PlainLines:
 
     def close(self) -> None:
         pass
+
+
+def started(record: RunStarted) -> str:
+    """`4.1 s (processes 3.2 s, models 0.6 s)`."""
+    facts = record.facts
+    parts = [("processes", "fork_seconds"), ("models", "load_seconds")]
+    shown = ", ".join(f"{label} {facts[name]:.1f} s" for label, name in parts if name in facts)
+    return f"{facts.get('start_seconds', 0.0):.1f} s" + (f" ({shown})" if shown else "")
 
 
 def describe(record: EvalRecord) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
@@ -15,7 +16,7 @@ from realgraph.runtime.master import Master, Outcome
 from realgraph.runtime.observer import Observer, Observers
 from realgraph.runtime.preflight import preflight
 from realgraph.runtime.records import MetricsFile, TraceFile, TranscriptsFile
-from realgraph.runtime.run_folder import exclusive
+from realgraph.runtime.run_folder import RunFolder, exclusive
 from realgraph.runtime.trackers import make_trackers
 
 FAILED, INTERRUPTED = 3, 130
@@ -55,22 +56,36 @@ def open_run(file: Path | None, overrides: Sequence[str], plan_file: Path | None
 def execute(prepared: Prepared, console: Console, extra: Sequence[Observer] = ()) -> Outcome:
     """Start the workers and run to the end, watched by files, trackers and the screen. Raises ConfigError."""
     job, folder = prepared.job, prepared.folder
-    try:
-        with exclusive(folder):
-            for line in preflight(job):
-                console.print(line, markup=False, highlight=False)
-            if prepared.resume is None:
-                claim(prepared)
-            trackers = make_trackers(job.outputs.trackers, job.outputs.tensorboard, job.outputs.project, folder.root)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(exclusive(folder))
+        except BlockingIOError:
+            text = f"another run is writing to {folder.root}"
+            raise ConfigError([Problem(Where(path="$.outputs.dir"), text, "wait for it, or choose another")]) from None
+        except OSError as error:
+            raise unwritable_folder(folder, error) from None
+        for line in preflight(job):
+            console.print(line, markup=False, highlight=False)
+        try:
+            claim(prepared)
             files = (MetricsFile(folder.metrics), TranscriptsFile(folder.transcripts), TraceFile(folder.trace))
-            observers = Observers((*files, *trackers, screen(console), *extra), folder.root)
+        except OSError as error:
+            raise unwritable_folder(folder, error) from None
+        trackers = make_trackers(job.outputs.trackers, job.outputs.tensorboard, job.outputs.project, folder.root)
+        observers = Observers((*files, *trackers, screen(console), *extra), folder.root)
+        try:
+            return asyncio.run(Master(job, folder, observers, prepared.resume).run())
+        finally:
             try:
-                return asyncio.run(Master(job, folder, observers, prepared.resume).run())
-            finally:
                 observers.close()
-    except BlockingIOError:
-        text = f"another run is writing to {folder.root}"
-        raise ConfigError([Problem(Where(path="$.outputs.dir"), text, "wait for it, or choose another")]) from None
+            except OSError as error:
+                print(f"warning: a file of {folder.root} could not be closed: {error}", file=sys.stderr)
+
+
+def unwritable_folder(folder: RunFolder, error: OSError) -> ConfigError:
+    """The run directory can't be written to."""
+    text = f"the run directory {folder.root} can't be written to: {error.strerror or error}"
+    return ConfigError([Problem(Where(path="$.outputs.dir"), text, "choose another outputs.dir, or make room")])
 
 
 def report(outcome: Outcome, prepared: Prepared) -> None:
@@ -79,7 +94,9 @@ def report(outcome: Outcome, prepared: Prepared) -> None:
         return
     err = sys.stderr
     failure = outcome.failure
-    if failure is not None:
+    if failure is None:
+        print(f"{outcome.reason} after step {outcome.steps}", file=err)
+    else:
         print(f"error: {outcome.reason}", file=err)
         if failure.detail:
             detail = prepared.folder.logs / "failure.txt"
@@ -95,4 +112,4 @@ def report(outcome: Outcome, prepared: Prepared) -> None:
         print(f"  saved: {outcome.saved}", file=err)
         print(f"  go on: realgraph run --resume {prepared.folder.root}", file=err)
     else:
-        print("  nothing was saved: no step had ended", file=err)
+        print("  nothing was saved", file=err)

@@ -70,9 +70,12 @@ def job_of(checked: Checked, request: PlanRequest, plan: Plan, folder: RunFolder
 
 
 def claim(prepared: Prepared) -> None:
-    """Write what a new run directory starts with. Raises ConfigError where it holds another run."""
+    """Write what a run directory starts with; of a resumed run, what it has changed.
+
+    Raises ConfigError where a new run's directory holds another run, and OSError.
+    """
     folder = prepared.folder
-    if folder.job.exists():
+    if prepared.resume is None and folder.job.exists():
         text = f"{folder.root} holds a run already"
         hint = f"go on with it: realgraph run --resume {folder.root}; or choose another outputs.dir"
         raise ConfigError([Problem(Where(path="$.outputs.dir"), text, hint)])
@@ -86,7 +89,10 @@ def prepare_resume(root: Path, overrides: Sequence[str]) -> Prepared:
     folder = RunFolder(root.expanduser().absolute())
     if not folder.job.is_file():
         raise ConfigError([Problem(Where(str(root)), "no run lies here: there is no job.json", "name a run directory")])
-    old = msgspec.json.decode(folder.job.read_bytes(), type=Job)
+    try:
+        old = msgspec.json.decode(folder.job.read_bytes(), type=Job)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError([Problem(Where(str(folder.job)), f"the run can't be read: {error}")]) from None
     checkpoint = folder.latest()
     if checkpoint is None:
         text = "the run has no checkpoint to go on from"

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ def _write_file(path: Path, entries: Sequence[Entry], tensors: Iterator[tuple[st
         offset = ends[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    with naming(path), path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for entry in entries:
@@ -106,6 +106,16 @@ def _write_file(path: Path, entries: Sequence[Entry], tensors: Iterator[tuple[st
                 file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of writing say which file: a full disk is noticed where no name is at hand any more."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 class Reader:
@@ -140,7 +150,7 @@ class Reader:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write and sync a small JSON file."""
-    with path.open("w") as file:
+    with naming(path), path.open("w") as file:
         json.dump(value, file, indent=2, sort_keys=True)
         file.flush()
         os.fsync(file.fileno())
@@ -148,9 +158,10 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def copy_file(source: Path, target: Path) -> None:
     """Copy and sync one file."""
-    shutil.copyfile(source, target)
-    with target.open("rb+") as file:
-        os.fsync(file.fileno())
+    with naming(target):
+        shutil.copyfile(source, target)
+        with target.open("rb+") as file:
+            os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

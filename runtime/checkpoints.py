@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import time
 from pathlib import Path
 
 import msgspec
@@ -9,8 +10,11 @@ import msgspec
 from realgraph.graphs.spec import Train
 from realgraph.planner.layout import Layout
 from realgraph.runtime.actions import Checkpointed
+from realgraph.runtime.failures import workers_text
+from realgraph.runtime.inbox import Exit, Inbox
 from realgraph.runtime.job import Job
-from realgraph.runtime.protocol import Done, Failed, Rescue
+from realgraph.runtime.launch import describe_exit
+from realgraph.runtime.protocol import RESCUE_CALL, Done, Failed, Rescue
 from realgraph.runtime.run_folder import CHECKPOINT_STATE, RunFolder, commit_folder, point_link, prune, write_atomic
 from realgraph.runtime.startup import Crew
 from realgraph.runtime.transport import TransportError
@@ -23,6 +27,15 @@ class Checkpoints:
 
     def __init__(self, folder: RunFolder, keep: int) -> None:
         self._folder, self._keep = folder, keep
+
+    def step_of(self, checkpoint: Path) -> int:
+        """Completed steps of a checkpoint, by its name."""
+        return int(checkpoint.name.removeprefix("step-"))
+
+    def clean(self) -> None:
+        """Remove checkpoints that were never made whole. Nobody may be writing one."""
+        for partial in self._folder.partials():
+            shutil.rmtree(partial, ignore_errors=True)
 
     def newest_step(self) -> int:
         """Completed steps of the newest whole checkpoint, 0 if there is none."""
@@ -57,37 +70,43 @@ def rescuers(job: Job, alive: frozenset[int]) -> dict[int, list[str]]:
         if not isinstance(call, Train):
             continue
         layout: Layout = job.plan.allocations[name].layout
-        whole = layout.sharding == "replicated" and layout.tp == layout.pp == 1
-        survivors = [worker for worker in layout.mesh.devices if worker in alive]
-        if not survivors or not (whole or layout.mesh.n_devices == 1):
-            raise OSError(f"the weights of {call.model!r} were sharded over workers that are gone")
+        devices = layout.mesh.devices
+        whole = len(devices) == 1 or (layout.sharding == "replicated" and layout.tp == layout.pp == 1)
+        survivors = [worker for worker in devices if worker in alive]
+        if not survivors:
+            raise OSError(f"the weights of {call.model!r} were on {workers_text(devices)}, of which none is left")
+        if not whole:
+            raise OSError(f"no worker alone has the weights of {call.model!r}: they are sharded")
         roles = chosen.setdefault(survivors[0], [])
         if call.model not in roles:
             roles.append(call.model)
     return chosen
 
 
-async def rescue(crew: Crew, job: Job, checkpoints: Checkpoints, border: Checkpointed) -> Path:
+async def rescue(crew: Crew, job: Job, checkpoints: Checkpoints, border: Checkpointed, inbox: Inbox) -> Path:
     """Have surviving workers write what they hold of the state at `border`. Raises OSError where that fails."""
-    chosen = rescuers(job, crew.fleet.running)
+    alive = crew.fleet.running - inbox.gone
+    chosen = rescuers(job, alive)
     partial = checkpoints.partial(border.step)
     waiting = set(chosen)
+    until = time.monotonic() + job.runtime.min_deadline_seconds
     try:
-        async with asyncio.timeout(job.runtime.min_deadline_seconds):
-            for worker, roles in chosen.items():
-                versions = {role: border.versions[role] for role in roles}
-                await crew.socket.send(worker, Rescue(RESCUE_TASK, border.step, str(partial), versions))
-            while waiting:
-                worker, reply = await crew.socket.receive()
-                match reply:
-                    case Done(task=task) if task == RESCUE_TASK:
-                        waiting.discard(worker)
-                    case Failed(call="", error=error) if worker in waiting:
-                        raise OSError(f"worker {worker}: {error}")
-                    case _:
-                        pass  # what was still under way when the run failed
-    except TimeoutError:
-        raise OSError(f"workers {sorted(waiting)} did not save within {job.runtime.min_deadline_seconds:g} s") from None
+        for worker, roles in chosen.items():
+            versions = {role: border.versions[role] for role in roles}
+            await crew.socket.send(worker, Rescue(RESCUE_TASK, border.step, str(partial), versions))
     except TransportError as error:
         raise OSError(str(error)) from error
-    return checkpoints.commit(border.step, partial, border)
+    while waiting:
+        match await inbox.take(max(0.0, until - time.monotonic())):
+            case None:
+                seconds = job.runtime.min_deadline_seconds
+                raise OSError(f"{workers_text(sorted(waiting))} did not save within {seconds:g} s")
+            case Done(task=task, worker=worker) if task == RESCUE_TASK:
+                waiting.discard(worker)
+            case Failed(call=call, error=text, worker=worker) if call == RESCUE_CALL:
+                raise OSError(f"worker {worker}: {text}")
+            case Exit(worker=worker, status=status) if worker in waiting:
+                raise OSError(f"worker {worker} {describe_exit(status)} while it saved")
+            case _:
+                pass  # what was still under way when the run failed
+    return await asyncio.to_thread(checkpoints.commit, border.step, partial, border)

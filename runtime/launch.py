@@ -12,6 +12,7 @@ import subprocess
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 from msgspec import Struct
@@ -44,6 +45,7 @@ class WorkerBoot(Struct, frozen=True):
     log: str
     threads: int = 1
     interface: str = "127.0.0.1"
+    n_workers: int = 1
 
 
 class WorkerHandle(Struct, frozen=True):
@@ -83,10 +85,29 @@ def describe_exit(status: int) -> str:
         return f"was killed by signal {-status}"
 
 
+class Server(Protocol):
+    """The fork server's process, as its owner sees it."""
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+def open_server(pipe: socket.socket, modules: Sequence[str], threads: int) -> Server:
+    """A fork server on the other end of `pipe`, a process with an interpreter of its own. Raises OSError."""
+    return subprocess.Popen(
+        processes.command_line(pipe.fileno(), tuple(modules)),
+        stdin=subprocess.DEVNULL,
+        env=os.environ | dict.fromkeys(_THREAD_VARIABLES, str(threads)),
+        pass_fds=(pipe.fileno(),),
+        start_new_session=True,
+    )
+
+
 class Fleet:
     """The workers of this host. Made by `start_workers`; to be ended by `terminate` in every case."""
 
-    def __init__(self, server: "subprocess.Popen[bytes]", pipe: socket.socket, boots: Sequence[WorkerBoot]) -> None:
+    def __init__(self, server: Server, pipe: socket.socket, boots: Sequence[WorkerBoot]) -> None:
         self._server = server
         self._pipe = pipe
         self._boots = {boot.worker: boot for boot in boots}
@@ -129,6 +150,11 @@ class Fleet:
         except subprocess.TimeoutExpired:
             self._server.kill()
             await asyncio.to_thread(self._server.wait)
+
+    async def kill(self, worker: int) -> None:
+        """End one worker at once, with its process group; nothing happens where it has ended."""
+        if worker in self._running:
+            await self._ask(processes.Signal(worker, signal.SIGKILL))
 
     async def _all_gone(self, seconds: float) -> bool:
         try:
@@ -220,13 +246,7 @@ async def start_workers(
     ours.setblocking(False)
     modules = tuple(dict.fromkeys((*preload, entry.partition(":")[0])))
     with theirs:
-        server = subprocess.Popen(
-            processes.command_line(theirs.fileno(), modules),
-            stdin=subprocess.DEVNULL,
-            env=os.environ | dict.fromkeys(_THREAD_VARIABLES, str(boots[0].threads)),
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,
-        )
+        server = open_server(theirs, modules, boots[0].threads)
     fleet = Fleet(server, ours, boots)
     try:
         async with asyncio.timeout(deadline_seconds):

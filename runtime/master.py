@@ -1,15 +1,15 @@
 """The master: the asyncio shell round the Scheduler. Moves messages and time in, actions out; owns no tensor.
 
-Three things can end a run: the Scheduler halts (in order or by a failure), a second interrupt, or an error of the
-master itself, such as a full disk. In every case the workers end, and what was trained up to the last whole step is
-saved if the failure left it intact.
+Four things can end a run: the Scheduler halts (in order or by a failure), an interrupt, or an error of the master
+itself, such as a full disk. In every case the workers end, and what was trained up to the last whole step is saved if
+the failure left it intact.
 """
 
 import asyncio
-import signal
 import time
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 from realgraph.runtime.actions import (
@@ -22,24 +22,26 @@ from realgraph.runtime.actions import (
     Send,
     StepEnded,
     StopRequested,
-    Tick,
     WorkerLost,
 )
 from realgraph.runtime.checkpoints import Checkpoints, rescue
+from realgraph.runtime.inbox import Inbox, StopNow
+from realgraph.runtime.interrupts import Interrupted, Interrupts, unless
 from realgraph.runtime.job import Job
-from realgraph.runtime.launch import LaunchError, describe_exit
+from realgraph.runtime.launch import LaunchError
 from realgraph.runtime.observer import (
     CheckpointRecord,
     EvalRecord,
     Observers,
     RunEnded,
+    RunRecord,
     RunStarted,
     Span,
     StepRecord,
     Transcript,
 )
 from realgraph.runtime.protocol import Done, Failed, Generated, Shutdown
-from realgraph.runtime.run_folder import RunFolder
+from realgraph.runtime.run_folder import RunFolder, disk_text
 from realgraph.runtime.scheduler import Scheduler
 from realgraph.runtime.startup import Crew, StartError, ready_crew, start_crew
 from realgraph.runtime.step_metrics import flatten
@@ -49,7 +51,10 @@ GRACE_SECONDS = 10.0  # for workers to end by themselves after Shutdown
 
 
 class Outcome(Struct, frozen=True):
-    """How a run ended. steps: whole steps done. failure: what went wrong, None if nothing did."""
+    """How a run ended. steps: whole steps done. failure: what went wrong, None if nothing did.
+
+    interrupted: the user asked for the end, which may have been the run's own all the same.
+    """
 
     steps: int
     reason: str
@@ -62,88 +67,95 @@ class Outcome(Struct, frozen=True):
         return self.failure is None and not self.interrupted
 
 
-class _Interrupt:
-    """The user asked a second time: stop now."""
-
-
-class _Exit(Struct, frozen=True):
-    worker: int
-    status: int
-
-
 class Master:
-    """One run, from the start of its workers to their end. `run` is called once."""
+    """One run, from the start of its workers to their end. `run` is called once, in the main thread."""
 
     def __init__(self, job: Job, folder: RunFolder, observers: Observers, resume: Path | None = None) -> None:
         self._job, self._folder, self._observers, self._resume = job, folder, observers, resume
         self._checkpoints = Checkpoints(folder, job.checkpoint.keep)
-        self._inbox: asyncio.Queue[object] = asyncio.Queue()
-        self._heard: dict[int, float] = {}
-        self._interrupts = 0
-        self._steps = 0
+        self._interrupts = Interrupts(self._interrupted)
+        self._inbox: Inbox | None = None
+        self._steps = self._checkpoints.step_of(resume) if resume is not None else 0
         self._border: Checkpointed | None = None  # the state at the last whole step
         self._step_began = 0.0
 
     async def run(self) -> Outcome:
-        """Train. Never raises for a failure of the run: the outcome says it."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._interrupt)
-        try:
-            outcome = await self._run()
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
-        return outcome
+        """Train. A failure of the run is no exception: the outcome says it."""
+        with self._interrupts:
+            try:
+                failure = await self._start_and_drive()
+            except Interrupted:
+                failure = None
+            self._checkpoints.clean()
+            return self._ended(failure)
 
-    def _interrupt(self) -> None:
-        self._interrupts += 1
-        self._inbox.put_nowait(StopRequested() if self._interrupts == 1 else _Interrupt())
-        if self._interrupts == 1:
-            self._observers.note("stopping after this step; interrupt again to stop now", "warning")
+    def _interrupted(self, count: int) -> None:
+        if self._inbox is not None:
+            self._inbox.put(StopRequested() if count == 1 else StopNow())
+        if count == 1:
+            text = "stopping after this step; interrupt again to stop now" if self._inbox else "stopping"
+            self._observers.note(text, "warning")
 
-    async def _run(self) -> Outcome:
+    async def _start_and_drive(self) -> Failed | None:
+        """Everything between the first process and the last. Raises Interrupted."""
         began = time.monotonic()
         try:
-            crew = await start_crew(self._job, self._folder)
+            crew = await unless(self._interrupts.first, start_crew(self._job, self._folder))
         except LaunchError as error:
-            return self._ended(Failed(-1, "", str(error), "start"))
+            return Failed(-1, "", str(error), "start")
         try:
             try:
-                await self._ready(crew, began)
-                failure = await self._drive(crew)
+                await unless(self._interrupts.first, ready_crew(crew, self._job, self._resume))
+                self._begin(crew, began)
             except StartError as error:
-                failure = error.failure
-            except OSError as error:
-                failure = Failed(-1, "", f"the master could not write: {error}", "disk")
-            except TransportError as error:
-                failure = Failed(-1, "", str(error), "worker")
-            if failure is not None:
-                await self._rescue(crew)
-            return self._ended(failure)
+                await self._shut_down(crew)
+                return error.failure
+            except Interrupted:
+                await self._shut_down(crew)
+                raise
+            return await self._with_inbox(crew)
         finally:
-            await crew.close(0.0 if self._interrupts > 1 else GRACE_SECONDS)
+            await self._close(crew)
 
-    async def _ready(self, crew: Crew, began: float) -> None:
-        ready = asyncio.create_task(ready_crew(crew, self._job, self._resume))
-        interrupt = asyncio.create_task(self._wait_interrupt())
+    async def _with_inbox(self, crew: Crew) -> Failed | None:
+        """Drive, and after a failure save what can be saved. Raises Interrupted by a second interrupt."""
+        inbox = self._inbox = Inbox(crew, self._job.runtime)
         try:
-            await asyncio.wait((ready, interrupt), return_when=asyncio.FIRST_COMPLETED)
-            if not ready.done():
-                raise StartError(Failed(-1, "", "interrupted while starting", "start"))
-            ready.result()
+            try:
+                failure = await self._drive(crew, inbox)
+            except OSError as error:
+                failure = unwritable(error)
+            if failure is not None:
+                await unless(self._interrupts.second, self._rescue(crew, inbox))
+            await self._shut_down(crew)
+            return failure
         finally:
-            for task in (ready, interrupt):
-                task.cancel()
-            await asyncio.gather(ready, interrupt, return_exceptions=True)
-        state = self._checkpoints.state(self._resume) if self._resume is not None else None
+            await inbox.close()
+
+    async def _close(self, crew: Crew) -> None:
+        """End the workers; a second interrupt cuts their time short."""
+        try:
+            await unless(self._interrupts.second, crew.close(GRACE_SECONDS))
+        except Interrupted:
+            await crew.close(0.0)
+
+    def _begin(self, crew: Crew, began: float) -> None:
+        """All workers are ready: the Scheduler takes over. Raises StartError."""
+        state = None
+        if self._resume is not None:
+            try:
+                state = self._checkpoints.state(self._resume)
+            except (OSError, msgspec.MsgspecError) as error:
+                text = f"the checkpoint {self._resume} has no readable state: {error}"
+                raise StartError(Failed(-1, "", text, "start")) from error
         n_rows = {worker.n_rows for worker in crew.ready.values()}
-        assert len(n_rows) == 1, f"the workers see data sets of different lengths: {sorted(n_rows)}"
+        if len(n_rows) > 1:
+            text = f"the workers see data sets of different lengths: {sorted(n_rows)}"
+            raise StartError(Failed(-1, "", text, "start"))
         n_eval_rows = max(worker.n_eval_rows for worker in crew.ready.values())
         self._scheduler = Scheduler(self._job, sorted(crew.ready), n_rows.pop(), state, n_eval_rows=n_eval_rows)
-        self._steps = state.step if state is not None else 0
-        facts = dict(crew.ready[min(crew.ready)].facts)
-        facts["start_seconds"] = time.monotonic() - began
+        seconds = time.monotonic() - began
+        facts = {**crew.ready[min(crew.ready)].facts, "fork_seconds": crew.fork_seconds, "start_seconds": seconds}
         self._observers.observe(
             RunStarted(
                 name=self._job.name,
@@ -157,70 +169,31 @@ class Master:
             )
         )
 
-    async def _wait_interrupt(self) -> None:
-        while self._interrupts == 0:
-            await asyncio.sleep(0.05)
-
-    async def _drive(self, crew: Crew) -> Failed | None:
-        """Feed the Scheduler until it halts. The failure that ended the run, or None."""
-        watchers = [
-            asyncio.create_task(self._receive(crew)),
-            asyncio.create_task(self._exits(crew)),
-        ]
-        self._heard = dict.fromkeys(crew.ready, time.monotonic())
+    async def _drive(self, crew: Crew, inbox: Inbox) -> Failed | None:
+        """Feed the Scheduler until it halts. The failure that ended the run, or None. Raises Interrupted, OSError."""
         self._step_began = time.monotonic()
-        try:
-            self._border = self._scheduler.state
-            halt = await self._perform(crew, self._scheduler.start(time.monotonic()))
-            while halt is None:
-                event = await self._next_event()
-                if isinstance(event, _Interrupt):
-                    return None
-                halt = await self._perform(crew, self._scheduler.on(event, time.monotonic()))
-            if halt.error is None:
-                await self._shut_down(crew)
-            return halt.error
-        finally:
-            for task in watchers:
-                task.cancel()
-            await asyncio.gather(*watchers, return_exceptions=True)
-
-    async def _receive(self, crew: Crew) -> None:
+        self._border = self._scheduler.state
+        actions = self._scheduler.start(time.monotonic())
+        event: Event | StopNow
         while True:
-            worker, reply = await crew.socket.receive()
-            self._heard[worker] = time.monotonic()
-            self._inbox.put_nowait(reply)
-
-    async def _exits(self, crew: Crew) -> None:
-        while True:
-            self._inbox.put_nowait(_Exit(*await crew.fleet.wait_exit()))
-
-    async def _next_event(self) -> Event | _Interrupt:
-        """The next reply, loss, request or tick, whichever comes first."""
-        while True:
-            now = time.monotonic()
-            deadline = self._scheduler.deadline()
-            if deadline is not None and now >= deadline:
-                return Tick()
-            silent = min(self._heard, key=self._heard.__getitem__)
-            if now - self._heard[silent] > self._job.runtime.lost_after_seconds:
-                return WorkerLost(silent, f"has not been heard of for {now - self._heard[silent]:.0f} s")
-            wait = self._job.runtime.heartbeat_seconds
-            if deadline is not None:
-                wait = min(wait, deadline - now)
             try:
-                async with asyncio.timeout(wait):
-                    happened = await self._inbox.get()
-            except TimeoutError:
-                continue
-            match happened:
-                case _Exit(worker=worker, status=status):
-                    return WorkerLost(worker, describe_exit(status))
+                halt = await self._perform(crew, actions)
+            except TransportError as error:  # a worker that just died takes no message: its end says more
+                event = await inbox.explain(Failed(-1, "", str(error), "worker"))
+            else:
+                if halt is not None:
+                    return halt.error
+                event = await inbox.next(self._scheduler.deadline())
+            match event:
+                case StopNow():
+                    raise Interrupted
+                case WorkerLost(worker=worker):
+                    await crew.fleet.kill(worker)  # one that is only silent must not wake up again
                 case Done() | Generated():
-                    self._trace(happened)
-                    return happened
+                    self._trace(event)
                 case _:
-                    return happened  # type: ignore[return-value]
+                    pass
+            actions = self._scheduler.on(event, time.monotonic())
 
     def _trace(self, reply: Done | Generated) -> None:
         call = reply.call or "checkpoint"
@@ -240,8 +213,9 @@ class Master:
                     for text in action.transcripts:
                         self._observers.observe(Transcript(step, text, "eval"))
                 case CheckpointWritten(step=step, folder=folder, state=state):
-                    path = self._checkpoints.commit(step, Path(folder), state)
-                    self._observers.observe(CheckpointRecord(step, str(path)))
+                    began = time.monotonic()
+                    path = await asyncio.to_thread(self._checkpoints.commit, step, Path(folder), state)
+                    self._observers.observe(CheckpointRecord(step, str(path), time.monotonic() - began))
                 case Halt():
                     return action
         return None
@@ -249,39 +223,63 @@ class Master:
     def _step_ended(self, ended: StepEnded) -> None:
         now = time.monotonic()
         seconds, self._step_began = now - self._step_began, now
-        self._steps = ended.step + 1
-        self._border = self._scheduler.state
         metrics = flatten(ended, self._job.graph)
         self._observers.observe(StepRecord(ended.step, seconds, metrics, time.time()))
         for text in ended.transcripts:
             self._observers.observe(Transcript(ended.step, text))
+        self._steps = ended.step + 1  # from here on the step is whole: it is on record
+        self._border = self._scheduler.state
 
     async def _shut_down(self, crew: Crew) -> None:
+        """Tell who lives to end. One that can't be told is killed by `close`."""
         for worker in sorted(crew.fleet.running):
-            await crew.socket.send(worker, Shutdown())
+            try:
+                await crew.socket.send(worker, Shutdown(), deadline_seconds=1.0)
+            except TransportError:
+                await crew.fleet.kill(worker)
 
-    async def _rescue(self, crew: Crew) -> None:
+    async def _rescue(self, crew: Crew, inbox: Inbox) -> None:
         """After a failure: have the survivors save the state of the last whole step, where nothing newer is saved."""
         border = self._border
         if border is None or border.step <= self._checkpoints.newest_step():
             return
+        self._checkpoints.clean()  # half a checkpoint may be what filled the disk
+        began = time.monotonic()
         try:
-            path = await rescue(crew, self._job, self._checkpoints, border)
+            path = await rescue(crew, self._job, self._checkpoints, border, inbox)
         except OSError as error:
-            self._observers.note(f"the state after step {border.step} could not be saved: {error}", "error")
+            self._observers.note(f"the state after step {border.step} was not saved: {disk_text(error)}", "error")
         else:
-            self._observers.observe(CheckpointRecord(border.step, str(path)))
+            self._tell(CheckpointRecord(border.step, str(path), time.monotonic() - began))
+
+    def _tell(self, record: RunRecord) -> OSError | None:
+        """Tell the watchers at the end of a run: that one of them can't write any more is no news then."""
+        try:
+            self._observers.observe(record)
+        except OSError as error:
+            return error
+        return None
 
     def _ended(self, failure: Failed | None) -> Outcome:
-        interrupted = failure is None and self._interrupts > 1
-        stopped = failure is None and self._interrupts == 1
-        reason = "interrupted" if interrupted else "stopped" if stopped else "finished"
+        outcome = self._outcome(failure)
+        unwritten = self._tell(RunEnded(outcome.steps, outcome.reason, outcome.ok, time.time()))
+        if unwritten is not None and failure is None:
+            return self._outcome(unwritable(unwritten))
+        return outcome
+
+    def _outcome(self, failure: Failed | None) -> Outcome:
+        reason = (
+            "finished" if not self._interrupts.count else "stopped" if self._interrupts.count == 1 else "interrupted"
+        )
         if failure is not None:
             reason = describe(failure)
-        saved = self._folder.latest()
-        outcome = Outcome(self._steps, reason, failure, interrupted, saved)
-        self._observers.observe(RunEnded(self._steps, reason, outcome.ok, time.time()))
-        return outcome
+        interrupted = failure is None and self._interrupts.count > 0
+        return Outcome(self._steps, reason, failure, interrupted, self._folder.latest())
+
+
+def unwritable(error: OSError) -> Failed:
+    """The master itself can't write a file of the run."""
+    return Failed(-1, "", f"the master could not write: {disk_text(error)}", "disk")
 
 
 def describe(failure: Failed) -> str:

@@ -97,15 +97,34 @@ class Observers:
     def __init__(self, observers: Iterable[Observer], run_dir: Path) -> None:
         self.observers = tuple(observers)
         self.run_dir = run_dir
+        self._watching = list(self.observers)
 
     def observe(self, record: RunRecord) -> None:
-        for observer in self.observers:
-            observer.observe(record)
+        """Tell all. One that fails (a full disk) is told nothing more, so that the others hear how the run ended.
+
+        Raises the OSError of the first that failed, when all have been told.
+        """
+        problem: OSError | None = None
+        for observer in tuple(self._watching):
+            try:
+                observer.observe(record)
+            except OSError as error:
+                self._watching.remove(observer)
+                problem = problem or error
+        if problem is not None:
+            raise problem
 
     def note(self, text: str, level: Literal["info", "warning", "error"] = "info") -> None:
         """One line for people."""
         self.observe(Note(text, level))
 
     def close(self) -> None:
+        """Close all. Raises the first OSError, when all have been closed."""
+        problem: OSError | None = None
         for observer in self.observers:
-            observer.close()
+            try:
+                observer.close()
+            except OSError as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem

@@ -1,7 +1,8 @@
 """The files that every run writes: metrics.jsonl, transcripts.jsonl and trace.json (Chrome / Perfetto)."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
@@ -17,17 +18,63 @@ from realgraph.runtime.observer import (
     Transcript,
 )
 
+TAIL_BYTES = 1 << 20  # more than any record has
+
+
+class Appended:
+    """A file that grows by whole records, each written at once: what a kill or a full disk leaves is readable.
+
+    whole: how much of what an earlier run left is whole records; the rest (it ran out of disk) is cut off.
+    """
+
+    def __init__(self, path: Path, whole: Callable[[bytes], int]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab", buffering=0)
+        if path.is_file():
+            with path.open("rb") as file:
+                start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+                file.seek(start)
+                self._file.truncate(start + whole(file.read()))
+            self._file.seek(0, os.SEEK_END)
+        self.empty = self._file.tell() == 0
+
+    def write(self, record: bytes) -> None:
+        """Append `record`. Raises OSError with the file's name where it does not fit."""
+        left = memoryview(record)
+        while left:
+            try:
+                left = left[self._file.write(left) :]
+            except OSError as error:
+                error.filename = self._file.name
+                raise
+        self.empty = False
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _whole_lines(tail: bytes) -> int:
+    return tail.rfind(b"\n") + 1
+
+
+def _whole_events(tail: bytes) -> int:
+    """An event starts after a newline and has no other; the last one may be cut short."""
+    end = tail.rfind(b"\n")
+    try:
+        msgspec.json.decode(tail[end + 1 :])
+    except msgspec.DecodeError:
+        return max(0, end - 1)  # without the comma, or the opening bracket, before it
+    return len(tail)
+
 
 class JsonLines:
-    """Appends one JSON object a line, flushed at once, so that a killed run keeps all but its last line."""
+    """One JSON object a line."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: BinaryIO = path.open("ab")
+        self._file = Appended(path, _whole_lines)
 
     def write(self, value: object) -> None:
         self._file.write(msgspec.json.encode(value) + b"\n")
-        self._file.flush()
 
     def close(self) -> None:
         self._file.close()
@@ -67,14 +114,13 @@ class TranscriptsFile:
 class TraceFile:
     """trace.json in the Chrome trace event format: a row per worker, a slice per call. Opens in ui.perfetto.dev.
 
-    The closing bracket of the array is optional in the format, so a killed run leaves a readable trace.
+    The closing bracket of the array is optional in the format, and so what a killed run leaves can be read, and a
+    resumed one appends.
     Source: Trace Event Format, "JSON Array Format".
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
-        self._empty = self._file.tell() == 0
+        self._file = Appended(path, _whole_events)
         self._named: set[int] = set()
 
     def observe(self, record: RunRecord) -> None:
@@ -83,9 +129,7 @@ class TraceFile:
         if record.worker not in self._named:
             self._named.add(record.worker)
             name = "master" if record.worker < 0 else f"worker {record.worker}"
-            self._event(
-                {"name": "thread_name", "ph": "M", "pid": 0, "tid": record.worker + 1, "args": {"name": name}}
-            )
+            self._event({"name": "thread_name", "ph": "M", "pid": 0, "tid": record.worker + 1, "args": {"name": name}})
         self._event(
             {
                 "name": record.call,
@@ -100,8 +144,7 @@ class TraceFile:
         )
 
     def _event(self, event: dict[str, object]) -> None:
-        self._file.write((b"[\n" if self._empty else b",\n") + msgspec.json.encode(event))
-        self._empty = False
+        self._file.write((b"[\n" if self._file.empty else b",\n") + msgspec.json.encode(event))
 
     def close(self) -> None:
         self._file.close()

@@ -4,6 +4,7 @@ The one place that chooses engines. Copies follow the plan (`planner/residency.p
 trained copy reads it in place; another has a copy of its own, refreshed by reallocation.
 """
 
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -52,6 +53,7 @@ class Roles:
         self._averaged: dict[str, list[TorchTrainEngine]] = {}  # trained role -> references that follow it
         self.saved: dict[str, TorchTrainEngine] = {}
         self._kept: dict[str, Snapshot | None] = {}
+        self._keeping = threading.Lock()
         for copy in copies(job.graph, layouts):
             if worker in copy.layout.mesh.devices:
                 self._open(copy, decode)
@@ -106,9 +108,10 @@ class Roles:
 
     def keep(self, role: str) -> None:
         """Before `role` is trained: keep its state, and that of references that follow it, for a rescue."""
-        for name, engine in self.saved.items():
-            if engine is self.trained[role] or engine in self._averaged.get(role, ()):
-                self._kept[name] = engine.snapshot()
+        with self._keeping:
+            for name, engine in self.saved.items():
+                if engine is self.trained[role] or engine in self._averaged.get(role, ()):
+                    self._kept[name] = engine.snapshot()
 
     def rescue(self, folder: Path, versions: Mapping[str, int]) -> None:
         """Write the states as of `versions` (of the trained roles), from this worker alone; from any thread.
@@ -119,8 +122,9 @@ class Roles:
             role = engine.role.init if name not in self.trained and engine.role.init else name
             if role not in versions:
                 continue
-            kept = self._kept.get(name)
-            found = kept if kept is not None and kept.version == versions[role] else engine.snapshot()
+            with self._keeping:  # training begins by `keep`: while this holds, live weights do not move under us
+                kept = self._kept.get(name)
+                found = kept if kept is not None and kept.version == versions[role] else engine.snapshot()
             if found is None or found.version != versions[role]:
                 raise OSError(f"this worker has no whole state of {name!r} at version {versions[role]}")
             found.write(folder / name)

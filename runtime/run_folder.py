@@ -54,7 +54,11 @@ class RunFolder(Struct, frozen=True):
 
     def partial(self, step: int) -> Path:
         """Where the checkpoint of `step` is written before it is renamed."""
-        return self.checkpoints / f".partial-{step:06d}"
+        return self.checkpoints / f"step-{step:06d}.partial"
+
+    def partials(self) -> list[Path]:
+        """Checkpoints that were begun and never made whole."""
+        return sorted(self.checkpoints.glob("step-*.partial"))
 
     @property
     def best(self) -> Path:
@@ -127,3 +131,10 @@ def exclusive(folder: RunFolder) -> Iterator[None]:
     with (folder.root / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+
+
+def disk_text(error: OSError) -> str:
+    """`No space left on device: /runs/x/metrics.jsonl`, without a number that only means something to programs."""
+    if not error.strerror:
+        return str(error)
+    return f"{error.strerror}: {error.filename}" if error.filename else error.strerror

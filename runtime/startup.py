@@ -1,11 +1,13 @@
 """From nothing to a fleet of ready workers: keys, processes, hand-shakes. Every wait has a deadline. Master side."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import msgspec
 
 from realgraph.runtime.curve import make_keys
+from realgraph.runtime.failures import workers_text
 from realgraph.runtime.job import Job
 from realgraph.runtime.launch import Fleet, WorkerBoot, describe_exit, start_workers
 from realgraph.runtime.protocol import Configure, Failed, Heartbeat, Hello, Ready
@@ -13,6 +15,9 @@ from realgraph.runtime.run_folder import RunFolder
 from realgraph.runtime.transport import MasterSocket
 
 PRELOAD = ("torch", "transformers", "realgraph.runtime.worker")
+
+
+EXPLAIN_SECONDS = 2.0  # how long a failure that may be another one's echo waits for it
 
 
 class StartError(Exception):
@@ -28,6 +33,7 @@ class Crew:
 
     def __init__(self, fleet: Fleet, socket: MasterSocket) -> None:
         self.fleet, self.socket = fleet, socket
+        self.fork_seconds = 0.0  # until the processes ran, their modules loaded
         self.ready: dict[int, Ready] = {}
 
     async def close(self, grace_seconds: float) -> None:
@@ -52,12 +58,15 @@ async def start_crew(job: Job, folder: RunFolder) -> Crew:
         )
         for worker in range(n_workers)
     ]
+    began = time.monotonic()
     try:
         fleet = await start_workers(boots, preload=PRELOAD, deadline_seconds=job.runtime.start_seconds)
     except BaseException:
         await socket.close()
         raise
-    return Crew(fleet, socket)
+    crew = Crew(fleet, socket)
+    crew.fork_seconds = time.monotonic() - began
+    return crew
 
 
 async def ready_crew(crew: Crew, job: Job, resume: Path | None) -> None:
@@ -79,8 +88,8 @@ async def ready_crew(crew: Crew, job: Job, resume: Path | None) -> None:
         text = f"worker {worker} {describe_exit(status)} before it was ready"
         raise StartError(Failed(worker, "", text, "start", detail=log))
     except TimeoutError:
-        late = ", ".join(str(worker) for worker in sorted(missing))
-        text = f"worker {late} was not ready within {job.runtime.start_seconds:g} s (runtime.start_seconds)"
+        late = workers_text(sorted(missing))
+        text = f"{late}: not ready within {job.runtime.start_seconds:g} s (runtime.start_seconds)"
         raise StartError(Failed(min(missing, default=-1), "", text, "start")) from None
     finally:
         for task in (waiting, ended):
@@ -101,12 +110,26 @@ async def _shake_hands(crew: Crew, job: Job, resume: Path | None, missing: set[i
                 crew.ready[worker] = reply
                 missing.discard(worker)
             case Failed():
-                raise StartError(reply)
+                raise StartError(await _explained(crew, reply))
             case Heartbeat():
                 pass
             case _:
                 text = f"worker {worker} sent {type(reply).__name__} before it was ready"
                 raise StartError(Failed(worker, "", text, "start"))
+
+
+async def _explained(crew: Crew, failure: Failed) -> Failed:
+    """`failure`; where it only says that another worker was missed, what that one says within a moment."""
+    if failure.kind != "worker":
+        return failure
+    try:
+        async with asyncio.timeout(EXPLAIN_SECONDS):
+            while True:
+                _, reply = await crew.socket.receive()
+                if isinstance(reply, Failed) and reply.kind != "worker":
+                    return reply
+    except TimeoutError:
+        return failure
 
 
 async def _configure(crew: Crew, job: Job, resume: Path | None, hellos: dict[int, Hello]) -> None:

@@ -29,7 +29,7 @@ from realgraph.runtime.checkpoint_files import (
 )
 from realgraph.runtime.models import PackedModel
 from realgraph.runtime.optimizer import MOMENTS, Adam, Masters
-from realgraph.runtime.parallel import Ranks
+from realgraph.runtime.parallel import CollectiveError, Ranks
 from realgraph.runtime.weights import COPIED, full_tensors, read_into
 
 FORMAT = 1
@@ -64,6 +64,10 @@ class Contents:
         return self.masters is not None and self.masters.dtype != self.dtype
 
 
+class PeerWriteError(OSError, CollectiveError):
+    """The rank that writes could not: its own error says why."""
+
+
 def save(contents: Contents, counters: Counters, folder: Path) -> None:
     """Write a checkpoint; collective. Rank 0 writes; where it can't, every rank raises OSError."""
     steps: list[tuple[Iterable[Any], Callable[[Iterator[Any]], None]]] = [
@@ -85,7 +89,7 @@ def save(contents: Contents, counters: Counters, folder: Path) -> None:
     if problem is not None:
         raise problem
     if failed.item():
-        raise OSError(f"rank 0 could not write {folder}")
+        raise PeerWriteError(f"rank 0 could not write {folder}")
 
 
 @dataclass(frozen=True)

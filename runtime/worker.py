@@ -18,6 +18,7 @@ from realgraph.graphs.spec import Function
 from realgraph.runtime.compute import Compute
 from realgraph.runtime.launch import WorkerBoot
 from realgraph.runtime.protocol import (
+    RESCUE_CALL,
     Abort,
     Bye,
     Command,
@@ -60,12 +61,14 @@ class Worker:
         self._compute: Compute | None = None
         self._functions: ThreadPoolExecutor | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._opening = False
 
     async def serve(self) -> int:
         """Answer the master until Shutdown. Returns the exit code."""
         self._loop = asyncio.get_running_loop()
         self._socket = WorkerSocket(self.number, self._boot.master, self._boot.keys, self._boot.master_key)
         beats = asyncio.create_task(self._beat())
+        beats.add_done_callback(_end_if_broken)
         try:
             self._resources = await asyncio.to_thread(Resources, self._boot)
             await self._socket.send(
@@ -85,13 +88,20 @@ class Worker:
             await self._close()
 
     async def _close(self) -> None:
+        """Give everything back. A thread that is stuck in a call, such as a collective whose peer is gone, is left to
+        the end of the process, with what it may be using."""
+        stuck = bool(self._opening)
         if self._compute is not None:
-            await asyncio.to_thread(self._compute.close)
+            stuck = not await asyncio.to_thread(self._compute.close)
         if self._functions is not None:
             self._functions.shutdown(wait=False, cancel_futures=True)
-        if self._resources is not None:
+        if self._resources is not None and not stuck:
             await asyncio.to_thread(self._resources.close)
         await self._socket.close()
+        if stuck:
+            log.warning("a call has not ended: leaving it")
+            logging.shutdown()
+            os._exit(0)
 
     async def _beat(self) -> None:
         """Heartbeats; and the end of this process where the master is gone."""
@@ -138,12 +148,16 @@ class Worker:
     async def _configure(self, command: Configure) -> None:
         assert self._resources is not None
         began = time.monotonic()
+        self._opening = True
         try:
             compute = Compute(self._resources, command, self._post)
             ready = await asyncio.to_thread(compute.open)
         except Exception as error:
+            log.exception("this worker can't start")
             await self._socket.send(failure(self.number, "", error))
             return
+        finally:
+            self._opening = False
         self._compute = compute
         self._functions = ThreadPoolExecutor(compute.job.runtime.function_processes + 1, "functions")
         log.info("ready after %.1f s", time.monotonic() - began)
@@ -167,6 +181,14 @@ class Worker:
         try:
             await asyncio.to_thread(self._ready.rescue, Path(command.folder), command.versions)
         except Exception as error:
-            await self._socket.send(failure(self.number, "", error))
+            await self._socket.send(failure(self.number, RESCUE_CALL, error))
         else:
-            await self._socket.send(Done(self.number, command.task, "", started=began, ended=time.time()))
+            await self._socket.send(Done(self.number, command.task, RESCUE_CALL, started=began, ended=time.time()))
+
+
+def _end_if_broken(beats: asyncio.Task[None]) -> None:
+    """A worker that can't beat is lost to the master: it ends at once, and its log says why."""
+    if not beats.cancelled() and (error := beats.exception()) is not None:
+        log.error("heartbeats ended", exc_info=error)
+        logging.shutdown()
+        os._exit(1)

@@ -8,6 +8,7 @@ from realgraph.runtime.function_calls import FunctionFailed
 from realgraph.runtime.function_host import FunctionError
 from realgraph.runtime.parallel import CollectiveError
 from realgraph.runtime.protocol import Failed
+from realgraph.runtime.run_folder import disk_text
 from realgraph.runtime.train_engine import LogprobGap
 from realgraph.runtime.train_passes import NumericsError
 
@@ -16,12 +17,12 @@ Kind = Literal["call", "function", "data", "numerics", "disk", "start", "worker"
 
 def failure(worker: int, call: str, error: Exception) -> Failed:
     """What went wrong in `call` of `worker`, in one line, with the sample to blame where one is known."""
-    kind, text, sample = _judge(error)
+    kind, text, sample = _judge(call, error)
     detail = getattr(error, "detail", "") or "".join(traceback.format_exception(error))
     return Failed(worker, call, text, kind, sample, detail)
 
 
-def _judge(error: Exception) -> tuple[Kind, str, int]:
+def _judge(call: str, error: Exception) -> tuple[Kind, str, int]:
     text = str(error)
     match error:
         case FunctionFailed(sample=sample):
@@ -29,7 +30,7 @@ def _judge(error: Exception) -> tuple[Kind, str, int]:
         case FunctionError():
             return "function", text, -1
         case ConfigError():
-            return "start", text, -1
+            return "data" if call else "start", text, -1
         case NumericsError(samples=samples):
             return "numerics", text, samples[0] if samples else -1
         case LogprobGap():
@@ -37,6 +38,6 @@ def _judge(error: Exception) -> tuple[Kind, str, int]:
         case CollectiveError():
             return "worker", text, -1
         case OSError() if error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):
-            return "disk", f"{error.strerror}: {error.filename}" if error.filename else text, -1
+            return "disk", disk_text(error), -1
         case _:
             return "call", f"{type(error).__name__}: {text}" if text else type(error).__name__, -1

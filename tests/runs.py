@@ -1,0 +1,375 @@
+"""Real runs for tests: a tiny model, a tiny data set, the command line in a process of its own, and ways to break it.
+
+The process of a run is forked from a server that has torch and transformers loaded, and so is that run's own fork
+server: the seconds of importing them are paid once for all tests. Everything after that is what `realgraph run` does.
+"""
+
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PRELOAD = ("torch", "transformers", "realgraph.runtime.worker", "realgraph.run_command", __name__)
+PATIENCE = 90.0  # seconds that anything may take before a test gives up on it
+
+REWARDS = '''
+import json, os, signal, time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+def fault():
+    path = HERE / "fault.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+def score(text: str, answer: str) -> float:
+    """Something between 0 and 1 for any text: a model that knows nothing has a gradient too."""
+    told = fault()
+    time.sleep(told.get("sleep", 0.0))
+    if "raise" in told and text >= told["raise"]:
+        raise KeyError(f"no score for {text!r}")
+    if told.get("hang"):
+        time.sleep(1000)
+    return sum(map(int, text)) % 7 / 7 if text.isdigit() else 0.0
+
+def spoil(batch, outputs):
+    """A loss term that changes nothing, until it is told to."""
+    told = fault()
+    time.sleep(told.get("compute_sleep", 0.0))
+    return outputs.logprobs * (float("nan") if told.get("nan") else 0.0)
+'''
+
+BASE: dict[str, Any] = {
+    "models": {"actor": {"path": "model"}},
+    "data": {
+        "path": "train.jsonl",
+        "max_prompt_tokens": 8,
+        "columns": {"prompt": "prompt", "answer": "answer"},
+    },
+    "batch": {"groups": 8, "max_new_tokens": 4},
+    "cluster": {"nodes": 1, "devices": 2, "kind": "cpu"},
+    "seed": 3,
+}
+GRPO = {
+    "graph": "grpo",
+    "params": {"group_size": 4, "lr": 3.0e-3, "minibatches": 2},
+    "calls": {
+        "reward": {"fn": "rewards:score"},
+        "train": {"loss": {"terms": {"spoil": {"kind": "apply", "fn": "rewards:spoil"}}}},
+    },
+}
+
+
+def make_home(folder: Path) -> Path:
+    """A folder with a model, data, and a module of rewards."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from realgraph.arithmetic import write_data, write_model
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_data(folder, 0)
+    for name, n_rows in (("train", 300), ("test", 20)):
+        file = folder / f"{name}.jsonl"
+        file.write_text("".join(line for line in file.read_text().splitlines(keepends=True)[:n_rows]))
+    write_model(folder / "model", 0)
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+    }
+    config = AutoConfig.from_pretrained(folder / "model", **small)
+    config.layer_types = config.layer_types[:2]
+    config.initializer_range = 0.2
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    (folder / "rewards.py").write_text(REWARDS)
+    return folder
+
+
+def merged(*parts: dict[str, Any]) -> dict[str, Any]:
+    """Mappings merged in depth; later ones win."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            both = isinstance(value, dict) and isinstance(found.get(key), dict)
+            found[key] = merged(found[key], value) if both else value
+    return found
+
+
+def write_run(home: Path, name: str, *parts: dict[str, Any]) -> Path:
+    """`<name>.yaml` of BASE and what is merged over it; the run directory is `<name>`. JSON is YAML."""
+    file = home / f"{name}.yaml"
+    file.write_text(json.dumps(merged(BASE, {"outputs": {"dir": str(home / name)}}, *parts)))
+    return file
+
+
+def set_fault(home: Path, **what: Any) -> None:
+    """What the rewards of this home do from now on."""
+    partial = home / "fault.partial"
+    partial.write_text(json.dumps(what))
+    partial.replace(home / "fault.json")
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+class _Forked:
+    """A fork server that is forked from this process, which has its modules already."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._status: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        import subprocess
+
+        deadline = time.monotonic() + (timeout if timeout is not None else PATIENCE)
+        while self._status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._status = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("fork server", timeout or PATIENCE)
+            else:
+                time.sleep(0.005)
+        return self._status
+
+    def kill(self) -> None:
+        if self._status is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def _fork_server(pipe: Any, modules: Sequence[str], threads: int) -> _Forked:
+    from realgraph.runtime import processes
+
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return _Forked(pid)
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.setsid()
+        keep = os.dup(pipe.fileno())
+        first = max(3, keep)
+        os.closerange(3, first)
+        os.closerange(first + 1, 4096)
+        processes.serve(keep, parent, list(modules))
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _enter(argv: list[str], cwd: str, output: str, limits: dict[int, int]) -> None:
+    """In the process of a run: what the console script does."""
+    from realgraph import cli
+    from realgraph.runtime import launch
+
+    os.setsid()
+    out = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.close(out)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(cwd)
+    for which, limit in limits.items():
+        resource.setrlimit(which, (limit, resource.getrlimit(which)[1]))
+    launch.open_server = _fork_server
+    sys.argv = ["realgraph", *argv]
+    cli.main()
+
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(list(PRELOAD))
+
+
+@dataclass
+class Running:
+    """A run in a process of its own."""
+
+    process: ForkServerProcess
+    home: Path
+    output_file: Path
+    folder: Path
+    seen: set[tuple[int, str]] = field(default_factory=set)
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def output(self) -> str:
+        return self.output_file.read_text() if self.output_file.exists() else ""
+
+    def records(self, kind: str = "step") -> list[dict[str, Any]]:
+        return records(self.folder, kind)
+
+    def until(self, holds: Callable[[], object], what: str) -> None:
+        """Wait until something is so; fails where the run ends before."""
+        deadline = time.monotonic() + PATIENCE
+        while not holds():
+            assert self.process.is_alive(), f"the run ended before {what}:\n{self.output()}"
+            assert time.monotonic() < deadline, f"{what} has not come in {PATIENCE:.0f} s:\n{self.output()}"
+            time.sleep(0.005)
+
+    def until_step(self, step: int) -> None:
+        """Wait until `step` whole steps are recorded."""
+        self.until(lambda: any(record["step"] + 1 >= step for record in self.records()), f"step {step}")
+
+    def workers(self) -> dict[int, int]:
+        """worker -> pid."""
+        found = {}
+        for pid in processes_at(self.home):
+            log = os.path.basename(os.readlink(f"/proc/{pid}/fd/1"))
+            if log.startswith("worker-") and b"function_child" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found[int(log[7:-4])] = pid
+        return found
+
+    def interrupt(self) -> None:
+        os.kill(self.pid, signal.SIGINT)
+
+    def wait(self, seconds: float = PATIENCE) -> int:
+        """The exit code."""
+        self.process.join(seconds)
+        assert not self.process.is_alive(), f"the run has not ended in {seconds:.0f} s:\n{self.output()}"
+        assert self.process.exitcode is not None
+        return self.process.exitcode
+
+
+def start(home: Path, *argv: str, name: str = "run", limits: dict[int, int] | None = None) -> Running:
+    """`realgraph ARGV...` in `home`. name: of the run directory, for its records."""
+    output = home / f"{name}-{time.monotonic_ns()}.out"
+    process = _CONTEXT.Process(target=_enter, args=(list(argv), str(home), str(output), limits or {}))
+    process.start()
+    return Running(process, home, output, home / name)
+
+
+def finish(home: Path, *argv: str, name: str = "run", code: int = 0) -> Running:
+    """Run a command to its end, which must be with exit code `code`."""
+    running = start(home, *argv, name=name)
+    found = running.wait()
+    assert found == code, f"exit code {found}, not {code}:\n{running.output()}\n{logs(running.folder)}"
+    return running
+
+
+def stop(running: Running) -> None:
+    """Whatever a test has left."""
+    if running.process.is_alive():
+        running.process.kill()
+        running.process.join()
+
+
+# --- what a run leaves ------------------------------------------------------------------------------------------------
+
+
+def records(folder: Path, kind: str = "step") -> list[dict[str, Any]]:
+    """The records of metrics.jsonl."""
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [record for record in found if record["type"] == kind]
+
+
+def logs(folder: Path) -> str:
+    """The workers' logs."""
+    return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted((folder / "logs").glob("*")))
+
+
+TIMES = ("seconds", "tokens_per_second")
+
+
+def numbers(folder: Path) -> dict[int, dict[str, float]]:
+    """step -> every metric that is not a time; of a step that was trained twice, the last record."""
+    return {
+        record["step"]: {name: value for name, value in record["metrics"].items() if not name.endswith(TIMES)}
+        for record in records(folder)
+    }
+
+
+def processes_at(home: Path) -> list[int]:
+    """Processes, zombies left out, that hold a file under `home` open."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            links = [os.readlink(link) for link in (entry / "fd").iterdir()]
+        except (FileNotFoundError, PermissionError, ProcessLookupError):
+            continue
+        if any(link.startswith(f"{home}/") for link in links):
+            found.append(int(entry.name))
+    return found
+
+
+def listening(pids: Sequence[int]) -> set[str]:
+    """Local TCP addresses, as the kernel writes them, on which these processes listen."""
+    inodes = set()
+    for pid in pids:
+        try:
+            links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        inodes |= {link[8:-1] for link in links if link.startswith("socket:[")}
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {row[1] for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+def all_listening() -> set[str]:
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {row[1] for row in rows if row[3] == "0A"}
+
+
+@dataclass
+class Traces:
+    """What a run holds while it lives, to be gone when it has ended."""
+
+    home: Path
+    shared: set[str]
+    ports: set[str] = field(default_factory=set)
+
+    def look(self) -> None:
+        """Note the ports that the run's processes listen on now."""
+        self.ports |= listening(processes_at(self.home))
+        assert self.ports, "the run listens nowhere: the test looks in the wrong place"
+
+    def gone(self, seconds: float = 5.0) -> None:
+        """No process, no port, nothing in /dev/shm."""
+        deadline = time.monotonic() + seconds
+        while True:
+            left = processes_at(self.home), self.ports & all_listening(), set(os.listdir("/dev/shm")) - self.shared
+            if not any(left):
+                return
+            assert time.monotonic() < deadline, f"left behind: processes, ports, shared memory: {left}"
+            time.sleep(0.02)
+
+
+def traces(home: Path) -> Traces:
+    """To be made before the run starts."""
+    return Traces(home, set(os.listdir("/dev/shm")))
+
+
+def copy_home(home: Path, target: Path) -> Path:
+    """A home of one's own, to be broken."""
+    shutil.copytree(home, target)
+    return target
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model and data, made once. To be read only: `copy_home` for a test that breaks something."""
+    return make_home(tmp_path_factory.mktemp("home"))

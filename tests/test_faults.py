@@ -1,0 +1,236 @@
+"""Runs that are broken for real: each ends with one readable error, saves what it can, and leaves nothing behind."""
+
+import json
+import os
+import re
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs import (
+    GRPO,
+    Running,
+    Traces,
+    copy_home,
+    finish,
+    home,
+    numbers,
+    records,
+    set_fault,
+    start,
+    stop,
+    traces,
+    write_run,
+)
+
+__all__ = ["home"]
+
+STEPS = 40
+LONG: dict[str, Any] = {"steps": 100_000}
+
+
+@pytest.fixture(scope="module")
+def reference(home: Path) -> dict[int, dict[str, float]]:
+    """The numbers of a run that nothing interrupts."""
+    finish(home, "run", str(write_run(home, "reference", GRPO, {"steps": STEPS})), name="reference")
+    return numbers(home / "reference")
+
+
+@pytest.fixture
+def own(home: Path, tmp_path: Path) -> Path:
+    """A home to be broken."""
+    return copy_home(home, tmp_path / "home")
+
+
+class Broken:
+    """A run, long enough to be broken at will, and what it holds."""
+
+    def __init__(self, own: Path, *parts: dict[str, Any]) -> None:
+        self.home = own
+        self.traces: Traces = traces(own)
+        self.running: Running = start(own, "run", str(write_run(own, "run", GRPO, LONG, *parts)))
+
+    def at_step(self, step: int) -> "Broken":
+        self.running.until_step(step)
+        self.traces.look()
+        return self
+
+    def ends(self, code: int, seconds: float = 30.0) -> str:
+        """Its output, after it has ended with `code` and left nothing behind."""
+        found = self.running.wait(seconds)
+        output = self.running.output()
+        assert found == code, output
+        assert "Traceback" not in output, output
+        self.traces.gone()
+        return output
+
+    def error(self, seconds: float = 30.0) -> str:
+        """The one line that says what went wrong."""
+        lines = [line for line in self.ends(3, seconds).splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1, lines
+        return lines[0]
+
+    @property
+    def saved(self) -> int:
+        """Steps in the newest checkpoint."""
+        return max((int(path.name[5:]) for path in (self.home / "run/checkpoints").glob("step-??????")), default=0)
+
+    def goes_on_like(self, reference: dict[int, dict[str, float]], more: int = 3) -> None:
+        """Resume from what was saved for some steps: all numbers are those of the run that nothing interrupted."""
+        set_fault(self.home)
+        saved = self.saved
+        assert saved > 0
+        assert saved + more <= STEPS, "the reference is too short"
+        finish(self.home, "run", "--resume", str(self.home / "run"), f"steps={saved + more}")
+        first = records(self.home / "run", "start")[-1]["first_step"]
+        assert first == saved
+        found = numbers(self.home / "run")
+        assert sorted(found) == list(range(saved + more))
+        for step in found:
+            assert found[step] == reference[step], step
+
+
+@pytest.fixture
+def broken(own: Path) -> Iterator[Broken]:
+    run = Broken(own)
+    yield run
+    stop(run.running)
+
+
+def test_a_killed_worker_is_named_and_the_run_goes_on_from_its_last_step(
+    broken: Broken, reference: dict[int, dict[str, float]]
+) -> None:
+    os.kill(broken.at_step(3).running.workers()[1], signal.SIGKILL)
+    error = broken.error()
+    assert re.search(r"worker 1 was lost (while it ran|between).*: was killed by SIGKILL", error), error
+    assert broken.saved == records(broken.running.folder)[-1]["step"] + 1
+    broken.goes_on_like(reference)
+
+
+def test_the_first_interrupt_ends_the_step_and_saves(broken: Broken, reference: dict[int, dict[str, float]]) -> None:
+    broken.at_step(2).running.interrupt()
+    output = broken.ends(130)
+    assert "stopping after this step" in output
+    assert f"go on: realgraph run --resume {broken.running.folder}" in output
+    assert broken.saved == records(broken.running.folder)[-1]["step"] + 1
+    assert records(broken.running.folder, "end")[-1]["reason"] == "stopped"
+    broken.goes_on_like(reference)
+
+
+def test_the_second_interrupt_ends_the_run_at_once(own: Path) -> None:
+    run = Broken(own, {"calls": {"reward": {"timeout_seconds": 600}}})
+    run.at_step(2)
+    set_fault(own, hang=True)
+    run.running.interrupt()
+    run.running.until(lambda: "stopping" in run.running.output(), "the first interrupt")
+    run.running.interrupt()
+    run.ends(130, 8)
+
+
+def test_an_interrupt_while_starting_ends_the_run(own: Path) -> None:
+    run = Broken(own)
+    run.running.until(lambda: len(run.running.workers()) == 2, "workers")
+    run.running.interrupt()
+    run.ends(130, 10)
+
+
+def test_nothing_outlives_a_killed_group(broken: Broken) -> None:
+    os.killpg(broken.at_step(2).running.pid, signal.SIGKILL)
+    broken.running.wait()
+    broken.traces.gone()
+    events = json.loads((broken.running.folder / "trace.json").read_text() + "]")
+    assert {event["name"] for event in events} >= {"rollout", "reward", "train"}
+
+
+def test_a_silent_worker_is_given_up(own: Path, reference: dict[int, dict[str, float]]) -> None:
+    run = Broken(own, {"runtime": {"heartbeat_seconds": 0.2, "lost_after_seconds": 2}})
+    run.at_step(2)
+    os.kill(run.running.workers()[0], signal.SIGSTOP)
+    assert re.search(r"worker 0 was lost .*: has not been heard of for [23] s", run.error())
+    run.goes_on_like(reference)
+
+
+def test_a_reward_that_raises_names_the_sample_and_the_line(
+    broken: Broken, reference: dict[int, dict[str, float]]
+) -> None:
+    broken.at_step(2)
+    set_fault(broken.home, **{"raise": ""})
+    error = broken.error()
+    assert re.search(r"call 'reward', worker [01], sample \d+: .*KeyError.*no score for.*\(rewards.py:\d+\)", error), (
+        error
+    )
+    assert "raise KeyError" in (broken.running.folder / "logs/failure.txt").read_text()
+    broken.goes_on_like(reference)
+
+
+def test_errors_that_are_scored_keep_the_run_going(own: Path) -> None:
+    run = Broken(own, {"calls": {"reward": {"on_error": "score"}}, "steps": 4})
+    set_fault(own, **{"raise": "5"})
+    run.ends(0)
+    failed = [
+        record["metrics"]["reward/failed"] for record in run.running.records() if "reward/failed" in record["metrics"]
+    ]
+    assert failed
+    assert all(0 < share < 1 for share in failed)
+
+
+def test_a_reward_that_never_returns_ends_within_its_limit(own: Path, reference: dict[int, dict[str, float]]) -> None:
+    run = Broken(own, {"calls": {"reward": {"timeout_seconds": 1.0}}})
+    run.at_step(2)
+    set_fault(own, hang=True)
+    error = run.error(20)
+    assert re.search(r"call 'reward', worker [01], sample \d+: .*took more than 1 s", error), error
+    run.goes_on_like(reference)
+
+
+def test_a_loss_that_is_not_finite_names_a_sample(broken: Broken, reference: dict[int, dict[str, float]]) -> None:
+    broken.at_step(2)
+    set_fault(broken.home, nan=True)
+    error = broken.error()
+    assert re.search(r"call 'train', worker [01], sample \d+: the loss is nan", error), error
+    broken.goes_on_like(reference)
+
+
+def test_an_unreadable_row_is_named_and_may_be_mended(own: Path, reference: dict[int, dict[str, float]]) -> None:
+    """Row 290 is past those that are looked at before the start, and comes up within the first pass over the data."""
+    file = own / "train.jsonl"
+    whole = file.read_text()
+    lines = whole.splitlines(keepends=True)
+    file.write_text("".join([*lines[:289], '{"prompt": "12+\n', *lines[290:]]))
+    run = Broken(own)
+    error = run.error()
+    assert re.search(r"call 'rollout', worker [01]: .*train.jsonl:290", error), error
+    file.write_text(whole)
+    run.goes_on_like(reference)
+
+
+def test_a_long_call_is_no_silence(own: Path) -> None:
+    """Workers beat while their compute thread is in a call that takes longer than a worker may be silent."""
+    run = Broken(own, {"runtime": {"heartbeat_seconds": 0.2, "lost_after_seconds": 1.5}, "steps": 2})
+    set_fault(own, compute_sleep=2.5)
+    run.running.until_step(1)
+    set_fault(own)
+    run.ends(0)
+
+
+def test_a_full_disk_under_a_checkpoint(own: Path, reference: dict[int, dict[str, float]]) -> None:
+    run = Broken(own, {"checkpoint": {"every": 2}})
+    run.at_step(3)
+    for pid in run.running.workers().values():
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    error = run.error()
+    assert re.search(r"call 'save', worker [01]: File too large", error), error
+    assert not list((own / "run/checkpoints").glob("*.partial"))
+    run.goes_on_like(reference)
+
+
+def test_a_full_disk_under_the_master(broken: Broken, reference: dict[int, dict[str, float]]) -> None:
+    broken.at_step(3)
+    size = (broken.running.folder / "metrics.jsonl").stat().st_size
+    resource.prlimit(broken.running.pid, resource.RLIMIT_FSIZE, (size + 300, resource.RLIM_INFINITY))
+    assert re.search(r"the master could not write: File too large: .*/(metrics.jsonl|trace.json)", broken.error())
+    broken.goes_on_like(reference)
