@@ -130,13 +130,13 @@ def memcpy_turns() -> dict[str, Turn]:
 
 
 def gather_turns(plane: DataPlane) -> dict[str, Turn]:
-    reused = {name: torch.empty(n, dtype=torch.uint8) for name, n in SIZES.items()}
+    reused = {name: np.empty(n, dtype=np.uint8) for name, n in SIZES.items()}
 
     def copied(route: Route) -> Turn:
         return lambda size: plane.gather_now([Want(1, size, (0,))], route=route)[size][0]
 
     def views(size: str) -> None:
-        reused[size].copy_(plane.gather_now([Want(1, size, (0,))], copy=False)[size][0])
+        np.copyto(reused[size], plane.gather_now([Want(1, size, (0,))], copy=False)[size][0].numpy())
 
     return {"gather local": copied("local"), "gather tcp": copied("tcp"), "gather local views": views}
 
