@@ -49,6 +49,7 @@ class Checkpointed(Struct, frozen=True, forbid_unknown_fields=True):
     carried: dict[str, dict[str, float]] = field(default_factory=dict)
     best_step: int = -1  # completed steps at the best evaluation so far; -1: none yet
     best_value: float = 0.0
+    evaluated_step: int = -1  # completed steps at the last evaluation
     format: int = STATE_FORMAT
 
 

@@ -27,6 +27,7 @@ class Borders:
         self.stopping = False
         self.queue: deque[BorderWork] = deque()
         self.best_step, self.best_value = -1, 0.0
+        self.evaluated_step = -1
         self._every_save = job.checkpoint.every
         can_eval = job.eval is not None and n_eval_rows > 0
         self._every_eval = job.eval.every if job.eval is not None and can_eval else 0
@@ -37,10 +38,20 @@ class Borders:
         if self._every_eval and self._at_start:
             self.queue.append(BorderWork("evaluate", 0))
 
+    def resumed(self, step: int) -> None:
+        """A run goes on after `step` steps, of which the last may have been saved before it was evaluated."""
+        if self.evaluated_step < step and self._is_evaluated(step):
+            self.queue.append(BorderWork("evaluate", step))
+
+    def _is_evaluated(self, step: int) -> bool:
+        if not self._every_eval:
+            return False
+        return step % self._every_eval == 0 or (step == self.target and not self.stopping)
+
     def ended(self, step: int) -> None:
         """`step` steps are complete."""
         at_end = step == self.target
-        if self._every_eval and (step % self._every_eval == 0 or (at_end and not self.stopping)):
+        if self._is_evaluated(step):
             self.queue.append(BorderWork("evaluate", step))
         if at_end or (self._every_save and step % self._every_save == 0):
             self.queue.append(BorderWork("save", step))
@@ -56,16 +67,23 @@ class Borders:
             self.queue.append(BorderWork("save", step))
 
     def barrier(self, step: int) -> int:
-        """With `step` steps complete: the last step that may train before the next checkpoint is written."""
-        due = self.target
-        if self._every_save:
-            due = min(due, (step // self._every_save + 1) * self._every_save)
-        return due - 1
+        """With `step` steps complete: the last step that may train before the next checkpoint is written.
+
+        An evaluation may turn out the best so far, and then a checkpoint of the weights that it saw follows.
+        """
+        periods = [every for every in (self._every_save, self._every_eval) if every]
+        return min([self.target, *((step // every + 1) * every for every in periods)]) - 1
 
     def judge(self, step: int, metrics: dict[str, Mean]) -> bool:
-        """Whether this evaluation is better than all before it; remembers it if so."""
+        """Whether this evaluation is better than all before it; remembers it if so, and has its weights saved.
+
+        Of step 0 nothing is saved: those weights are the run's own starting point.
+        """
+        self.evaluated_step = step
         value = next((metrics[name].value for name in BEST_BY if name in metrics), None)
         if value is None or (self.best_step >= 0 and value <= self.best_value):
             return False
         self.best_step, self.best_value = step, value
+        if step and BorderWork("save", step) not in self.queue:
+            self.queue.append(BorderWork("save", step))
         return True

@@ -74,6 +74,7 @@ class Scheduler:
         self._tasks = Tasks(self._border.next_task)
         self._borders = Borders(job, first, n_eval_rows)
         self._borders.best_step, self._borders.best_value = self._border.best_step, self._border.best_value
+        self._borders.evaluated_step = self._border.evaluated_step
         self._collection = Collection(self._program, self._ledger, self._tasks, job.runtime)
         self._collection.step = first
         self._steps = Steps(job, self._program, self._tasks, self._border)
@@ -92,6 +93,8 @@ class Scheduler:
         """The first commands. Times are seconds of any clock that never goes back."""
         if self._fresh:
             self._borders.started()
+        else:
+            self._borders.resumed(self._border.step)
         self._pump(now)
         return self._flush()
 
@@ -190,7 +193,8 @@ class Scheduler:
                 metrics = task.tally.metrics.get(task.call, {})
                 self._devices.turns.release(task.number)
                 self._border_done()
-                self._out.append(EvalEnded(task.step, metrics, self._borders.judge(task.step, metrics)))
+                best = self._borders.judge(task.step, metrics)
+                self._out.append(EvalEnded(task.step, metrics, best, tuple(task.tally.transcripts)))
             case "save":
                 self._border_done()
                 self._borders.saved = task.step
@@ -263,6 +267,7 @@ class Scheduler:
             carried={call: dict(numbers) for call, numbers in self._steps.carried.items()},
             best_step=self._borders.best_step,
             best_value=self._borders.best_value,
+            evaluated_step=self._borders.evaluated_step,
         )
 
     def _folder(self, step: int) -> str:
