@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from realgraph.cli import Ask
 from realgraph.eval_command import model_folder
@@ -20,7 +19,6 @@ def generate_command(model: Path, prompts: Sequence[str], ask: Ask) -> None:
 def answers(folder: Path, prompts: Sequence[str], ask: Ask) -> list[tuple[str, str]]:
     """(prompt, text) for every sample, in the order of the prompts."""
     import torch
-    from transformers import AutoTokenizer
 
     from realgraph.runtime.engine import Request
     from realgraph.runtime.generation import TorchRolloutEngine
@@ -28,23 +26,28 @@ def answers(folder: Path, prompts: Sequence[str], ask: Ask) -> list[tuple[str, s
     from realgraph.runtime.models import Start, build
     from realgraph.runtime.resources import pick_device
     from realgraph.runtime.rollouts import sample_seed
+    from realgraph.runtime.tokenize import load_tokenizer, prompt_tokens
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = load_tokenizer(str(folder))
     device = pick_device(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     network = build(ModelRole(), str(folder), Start(device, dtype)).network
     engine = TorchRolloutEngine(network)
     stops = stop_tokens(tokenizer, network)
+    chat = ask.chat and bool(tokenizer.chat_template)
+    asked = [[{"role": "user", "content": prompt}] if chat else prompt for prompt in prompts]
+    cut = [tuple(prompt_tokens(prompt, tokenizer)) for prompt in asked]
+    positions = int(network.config.max_position_embeddings)
     requests = [
         Request(
             id=index,
-            prompt=tuple(prompt_tokens(tokenizer, prompt, ask.chat)),
-            max_new_tokens=min(ask.max_new_tokens, longest(network, tokenizer, prompt, ask.chat)),
+            prompt=cut[index // ask.n],
+            max_new_tokens=max(1, min(ask.max_new_tokens, positions - len(cut[index // ask.n]))),
             seed=sample_seed(ask.seed, index),
             temperature=ask.temperature,
             stop_tokens=stops,
         )
-        for index, prompt in enumerate(prompt for prompt in prompts for _ in range(ask.n))
+        for index in range(len(prompts) * ask.n)
     ]
     engine.submit(requests)
     texts: dict[int, str] = {}
@@ -52,17 +55,3 @@ def answers(folder: Path, prompts: Sequence[str], ask: Ask) -> list[tuple[str, s
         for done in engine.step():
             texts[done.id] = tokenizer.decode(done.tokens, skip_special_tokens=True)
     return [(prompts[index // ask.n], text) for index, text in sorted(texts.items())]
-
-
-def prompt_tokens(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
-    """A prompt as the model was trained to see it."""
-    if chat and tokenizer.chat_template:
-        messages = [{"role": "user", "content": prompt}]
-        found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-        return list(found["input_ids"])
-    return list(tokenizer(prompt)["input_ids"])
-
-
-def longest(network: Any, tokenizer: Any, prompt: str, chat: bool) -> int:
-    """New tokens for which the model still has positions; at least one."""
-    return max(1, int(network.config.max_position_embeddings) - len(prompt_tokens(tokenizer, prompt, chat)))

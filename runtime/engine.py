@@ -22,7 +22,7 @@ class TrainEngine(Protocol):
         ...
 
     def train(self, call: Train, minibatches: Sequence[Packed]) -> dict[str, Mean]:
-        """One optimizer step a mini-batch (this rank's shares of all epochs; any may be empty). Adds one to `version`."""
+        """One optimizer step a mini-batch (this rank's shares, all epochs; any may be empty). Adds one to `version`."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

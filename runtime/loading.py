@@ -81,42 +81,35 @@ class Loading:
         self, groups: Sequence[int], assembler: Assembler, prompt_key: str
     ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
         """Put the inputs of groups into the store: (group -> prompt tokens, groups whose prompt is too long)."""
-        prompts: dict[int, tuple[int, ...]] = {}
-        skipped: list[int] = []
-        columns: dict[str, dict[int, Any]] = {}
-        for group in groups:
-            row = self._row(group)
-            if isinstance(row, TooLong):
-                skipped.append(group)
-                continue
-            prompts[group] = tuple(row.group[prompt_key])
-            for name, value in row.group.items():
-                columns.setdefault(name, {})[group] = value
-        for name, column in columns.items():
-            assembler.put_values(name, tuple(column), tuple(column.values()))
-        return prompts, tuple(skipped)
+        rows, skipped = self._load(groups, assembler)
+        return {group: tuple(row.group[prompt_key]) for group, row in rows.items()}, skipped
 
     def load_samples(self, groups: Sequence[int], assembler: Assembler) -> tuple[tuple[Sample, ...], tuple[int, ...]]:
         """Put groups whose samples come from the data into the store: (samples, groups that are too long)."""
+        rows, skipped = self._load(groups, assembler)
         n = self._job.graph.samples_per_group
-        samples: list[Sample] = []
-        skipped: list[int] = []
+        samples = [
+            Sample(group * n + index, len(keys[TOKENS]))
+            for group, row in rows.items()
+            for index, keys in enumerate(row.samples)
+        ]
+        return tuple(samples), skipped
+
+    def _load(self, groups: Sequence[int], assembler: Assembler) -> tuple[dict[int, Row], tuple[int, ...]]:
+        """The rows of groups, their keys in the store: by group, and by sample where the data give samples."""
+        found = {group: self._row(group) for group in groups}
+        rows = {group: row for group, row in found.items() if isinstance(row, Row)}
+        n = self._job.graph.samples_per_group
         columns: dict[str, dict[int, Any]] = {}
-        for group in groups:
-            row = self._row(group)
-            if isinstance(row, TooLong):
-                skipped.append(group)
-                continue
+        for group, row in rows.items():
             for name, value in row.group.items():
                 columns.setdefault(name, {})[group] = value
             for index, keys in enumerate(row.samples):
-                sample = group * n + index
-                samples.append(Sample(sample, len(keys[TOKENS])))
                 for name, value in keys.items():
-                    columns.setdefault(name, {})[sample] = value
+                    columns.setdefault(name, {})[group * n + index] = value
         for name, column in columns.items():
             assembler.put_values(name, tuple(column), tuple(column.values()))
-        return tuple(samples), tuple(skipped)
+        return rows, tuple(group for group in groups if group not in rows)
 
     def eval_prompts(self, rows: Sequence[int]) -> list[Prompt]:
         """The held-out prompts of these rows; those that are too long are left out."""

@@ -16,6 +16,7 @@ from realgraph.graphs.maths import PairwiseScore, Preference
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Train
 from realgraph.planner.layout import Layout
 from realgraph.planner.plan import Plan
+from realgraph.planner.residency import shares_trained_copy
 from realgraph.runtime.job import Job
 
 HOME = ""  # owner of what a group's home worker holds
@@ -79,16 +80,6 @@ def ranks_of(layout: Layout) -> tuple[tuple[int, ...], ...]:
     size = layout.tp * layout.pp * layout.cp
     first = layout.mesh.first
     return tuple(tuple(range(first + rank * size, first + (rank + 1) * size)) for rank in range(layout.dp))
-
-
-def shares_weights(trained: Layout, other: Layout, generates: bool) -> bool:
-    """Whether a call laid out as `other` runs on the very weights that are trained as `trained`.
-
-    Generation never decodes from weights that fsdp shards: it has a copy of its own.
-    """
-    if generates and trained.sharding == "fsdp":
-        return False
-    return trained == other
 
 
 def make_program(job: Job, workers: Sequence[int]) -> Program:
@@ -196,7 +187,7 @@ def _trainer(graph: Graph, layouts: Mapping[str, Layout], name: str) -> str:
         return ""
     for other, trained in layouts.items():
         if isinstance(graph.calls[other], Train) and graph.role(other) == call.model:
-            return "" if shares_weights(trained, layouts[name], isinstance(call, Generate)) else other
+            return "" if shares_trained_copy(call, layouts[name], trained) else other
     return ""
 
 

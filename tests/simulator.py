@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from realgraph.graphs.graph import INPUT
 from realgraph.graphs.spec import Generate, Inference, Train
+from realgraph.planner.residency import shares_trained_copy
 from realgraph.runtime.actions import (
     Action,
     CheckpointWritten,
@@ -18,7 +19,6 @@ from realgraph.runtime.actions import (
     StepEnded,
     Tick,
 )
-from realgraph.runtime.program import shares_weights
 from realgraph.runtime.protocol import (
     Abort,
     Command,
@@ -231,7 +231,7 @@ class Simulator:
         layouts = {name: a.layout for name, a in self.job.plan.allocations.items()}
         trainer = self.trainer[call]
         role = self.graph.role(call)
-        if shares_weights(layouts[trainer], layouts[call], isinstance(self.graph.calls[call], Generate)):
+        if shares_trained_copy(self.graph.calls[call], layouts[call], layouts[trainer]):
             held = self.versions[role]
         else:
             held = self.workers[number].copies.get(call, 0)
