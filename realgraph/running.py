@@ -110,7 +110,7 @@ def refuse_changes(old: Job, new: Job, checked: Checked) -> None:
     problems = []
     for name in Job.__struct_fields__:
         before, after = getattr(old, name), getattr(new, name)
-        if name not in CHANGEABLE and msgspec.json.encode(before) != msgspec.json.encode(after):
+        if name not in (*CHANGEABLE, "run_dir") and msgspec.json.encode(before) != msgspec.json.encode(after):
             text = f"a resumed run can't change `{name}`: it would no longer be the run that was interrupted"
             hint = (
                 f"it may change {', '.join(CHANGEABLE)}; for anything else start a new run from the checkpoint's model"
