@@ -46,7 +46,8 @@ docs: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt '.[bench]'
-	for script in benchmarks/[a-z]*.py; do $(BIN)/python $$script || exit 1; done
+	for name in scheduler data_plane generation vs_trl quickstart; do \
+		OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

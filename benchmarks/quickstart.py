@@ -1,7 +1,7 @@
 """The quickstart over three seeds: held-out accuracy before and after, and how long it takes on this machine.
 
 Claims: at least 0.95 greedy on 1,000 held-out sums, within 240 s from the command to its end (installation excluded).
-Run on an idle machine: `python benchmarks/quickstart.py [--algorithm grpo] [--seeds 1 2 3]`.
+Run on an idle machine: `python -m benchmarks.quickstart [--algorithm grpo] [--seeds 1 2 3]`.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import describe
+from benchmarks.machine import describe
 
 RESULTS = Path(__file__).parent / "results"
 LEAST_ACCURACY, MOST_SECONDS = 0.95, 240.0
