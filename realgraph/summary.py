@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,9 +25,11 @@ def summarise(folder: RunFolder, console: Console) -> None:
         console.print(_scores(evals[0], evals[-1], steps))
         console.print(_problems(folder, evals[0].step, evals[-1].step))
     console.print(_times(folder))
-    console.print(f"run directory: {folder.root}", highlight=False)
-    console.print(f"try it:        realgraph generate {folder.root} '12+34='", highlight=False)
-    console.print(f"trace:         {folder.trace}  (open it in https://ui.perfetto.dev)", highlight=False)
+    here = Path.cwd()
+    root = folder.root.relative_to(here) if folder.root.is_relative_to(here) else folder.root
+    console.print(f"run directory: {root}", highlight=False)
+    console.print(f"try it:        realgraph generate {root} '12+34='", highlight=False)
+    console.print(f"trace:         {RunFolder(root).trace}  (open it in https://ui.perfetto.dev)", highlight=False)
 
 
 def read_records(folder: RunFolder) -> Iterator[RunRecord]:

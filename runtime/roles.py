@@ -60,7 +60,8 @@ class Roles:
 
     def _open(self, copy: Copy, decode: Decode) -> None:
         job, role = self._job, self._job.graph.models[copy.role]
-        tokens = min(job.plan.allocations[name].max_tokens_per_microbatch for name in copy.calls)
+        packed = [name for name in copy.calls if not isinstance(job.graph.calls[name], Generate)]
+        tokens = min((job.plan.allocations[name].max_tokens_per_microbatch for name in packed), default=None)
         settings = self._settings(copy, tokens) if copy.trained else Settings(max_tokens_per_microbatch=tokens)
         path = role_path(job.graph.models, copy.role)
         engine = open_engine(role, path, copy.layout, self._collectives.ranks(copy.layout.mesh), settings)
@@ -78,7 +79,7 @@ class Roles:
             self._averaged.setdefault(role.init, []).append(engine)
             self.saved[copy.role] = engine
 
-    def _settings(self, copy: Copy, tokens: int) -> Settings:
+    def _settings(self, copy: Copy, tokens: int | None) -> Settings:
         job = self._job
         trains = [call for call in job.graph.calls.values() if isinstance(call, Train) and call.model == copy.role]
         role = job.graph.models[copy.role]
