@@ -120,7 +120,7 @@ class LiveScreen:
         self._step: StepRecord | None = None
         self._eval: EvalRecord | None = None
         self._rewards: list[float] = []
-        self._spans: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=50))
+        self._seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=50))
         self._step_seconds: deque[float] = deque(maxlen=50)
         self._began = time.monotonic()
 
@@ -131,10 +131,11 @@ class LiveScreen:
                 self._console.print(f"[bold]{escape(record.name)}[/]  run directory: {escape(record.run_dir)}")
                 self._live = Live(self._view(), console=self._console, refresh_per_second=8, transient=False)
                 self._live.start()
-            case Span():
-                self._spans[record.call].append(record.ended - record.started)
             case StepRecord():
                 self._step = record
+                for call in self._start.calls if self._start else ():
+                    if (seconds := record.metrics.get(f"{call}/seconds")) is not None:
+                        self._seconds[call].append(seconds)
                 self._step_seconds.append(record.seconds)
                 reward = pick(record.metrics, SHOWN[0][1])
                 loss = pick(record.metrics, SHOWN[1][1])
@@ -149,7 +150,7 @@ class LiveScreen:
                 self._stop()
                 style = "green" if record.ok else "bold red"
                 self._console.print(Text(f"{record.reason} after step {record.step}", style=style))
-            case CheckpointRecord() | Transcript():
+            case CheckpointRecord() | Transcript() | Span():
                 pass
         self._refresh()
 
@@ -185,10 +186,10 @@ class LiveScreen:
             table.add_column(name, justify="left" if name != "ms" else "right")
         mean_step = sum(self._step_seconds) / len(self._step_seconds) if self._step_seconds else 0.0
         for call in self._start.calls if self._start else ():
-            spans = self._spans.get(call)
-            if not spans:
+            seconds = self._seconds.get(call)
+            if not seconds:
                 continue
-            mean = sum(spans) / len(spans)
+            mean = sum(seconds) / len(seconds)
             share = min(1.0, mean / mean_step) if mean_step else 0.0
             table.add_row(escape(call), f"{mean * 1e3:.0f}", ProgressBar(total=1.0, completed=share, width=30))
         return table

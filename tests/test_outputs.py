@@ -21,7 +21,7 @@ from realgraph.runtime.step_metrics import queue_seconds
 from realgraph.runtime.trackers import make_trackers
 
 STARTED = RunStarted("name", "grpo", steps=3, first_step=0, run_dir="/runs/x", calls=("rollout", "train"))
-STEP = StepRecord(0, 0.5, {"reward/reward": 0.25, "train/loss": 1.5, "rollout/seconds": 0.2})
+STEP = StepRecord(0, 0.5, {"reward/reward": 0.25, "train/loss": 1.5, "rollout/seconds": 0.2, "train/seconds": 0.3})
 RECORDS = (
     STARTED,
     Span(0, "rollout", 0, 10.0, 10.25),
