@@ -1,7 +1,8 @@
 """`realgraph eval`: one held-out evaluation by the run's own runtime, with no step of training."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ from realgraph.graphs.spec import Generate
 from realgraph.run_command import FAILED, execute, report
 from realgraph.running import Prepared, prepare
 from realgraph.runtime.job import CheckpointSpec, EvalSpec
+from realgraph.runtime.run_folder import RunFolder
 
 
 def eval_command(file: Path, overrides: Sequence[str], checkpoint: Path | None) -> None:
@@ -45,7 +47,20 @@ def for_evaluation(prepared: Prepared, checkpoint: Path | None) -> Prepared:
         eval=msgspec.structs.replace(spec, every=spec.every or 1, at_start=True),
         checkpoint=CheckpointSpec(),
     )
-    return msgspec.structs.replace(prepared, job=changed)
+    folder = beside(prepared.folder)
+    changed = msgspec.structs.replace(changed, run_dir=str(folder.root))
+    return msgspec.structs.replace(prepared, job=changed, folder=folder)
+
+
+def beside(folder: RunFolder) -> RunFolder:
+    """A directory of its own for an evaluation, next to the run's: `<run>-eval`, or `<run>-eval-2`, ..."""
+    first = folder.root.with_name(f"{folder.root.name}-eval")
+    return RunFolder(next(path for path in _numbered(first) if not path.exists()))
+
+
+def _numbered(first: Path) -> Iterator[Path]:
+    yield first
+    yield from (first.with_name(f"{first.name}-{number}") for number in count(2))
 
 
 def model_folder(path: Path, role: str | None = None) -> Path:

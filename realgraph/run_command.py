@@ -56,6 +56,8 @@ def open_run(file: Path | None, overrides: Sequence[str], plan_file: Path | None
 def execute(prepared: Prepared, console: Console, extra: Sequence[Observer] = ()) -> Outcome:
     """Start the workers and run to the end, watched by files, trackers and the screen. Raises ConfigError."""
     job, folder = prepared.job, prepared.folder
+    for line in preflight(job):
+        console.print(line, markup=False, highlight=False)
     with ExitStack() as stack:
         try:
             stack.enter_context(exclusive(folder))
@@ -64,8 +66,6 @@ def execute(prepared: Prepared, console: Console, extra: Sequence[Observer] = ()
             raise ConfigError([Problem(Where(path="$.outputs.dir"), text, "wait for it, or choose another")]) from None
         except OSError as error:
             raise unwritable_folder(folder, error) from None
-        for line in preflight(job):
-            console.print(line, markup=False, highlight=False)
         try:
             claim(prepared)
             files = (MetricsFile(folder.metrics), TranscriptsFile(folder.transcripts), TraceFile(folder.trace))

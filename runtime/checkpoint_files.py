@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 SHARD_BYTES = 5 * 10**9  # of one file, as transformers writes them
@@ -118,6 +118,18 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
+class UnreadableTensors(ValueError):
+    """A file is no whole safetensors file; the text names it."""
+
+
+def open_tensors(file: Path) -> Any:
+    """The package's `safe_open`. Raises UnreadableTensors where the file is cut short or is something else."""
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise UnreadableTensors(f"{file}: {error}") from error
+
+
 class Reader:
     """The tensors of `<stem>*.safetensors` in a folder, by name, read where they are asked for. A context manager."""
 
@@ -128,7 +140,7 @@ class Reader:
         if not files:
             raise FileNotFoundError(f"{folder} holds no {stem}.safetensors")
         for file in files:
-            source = self._stack.enter_context(safe_open(file, framework="pt"))
+            source = self._stack.enter_context(open_tensors(file))
             self._where.update(dict.fromkeys(source.keys(), source))
 
     def __enter__(self) -> "Reader":

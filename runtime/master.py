@@ -40,7 +40,7 @@ from realgraph.runtime.observer import (
     StepRecord,
     Transcript,
 )
-from realgraph.runtime.protocol import Done, Failed, Generated, Shutdown
+from realgraph.runtime.protocol import Done, Failed, Generated
 from realgraph.runtime.run_folder import RunFolder, disk_text
 from realgraph.runtime.scheduler import Scheduler
 from realgraph.runtime.startup import Crew, StartError, ready_crew, start_crew
@@ -108,11 +108,7 @@ class Master:
                 await unless(self._interrupts.first, ready_crew(crew, self._job, self._resume))
                 self._begin(crew, began)
             except StartError as error:
-                await self._shut_down(crew)
                 return error.failure
-            except Interrupted:
-                await self._shut_down(crew)
-                raise
             return await self._with_inbox(crew)
         finally:
             await self._close(crew)
@@ -127,7 +123,6 @@ class Master:
                 failure = unwritable(error)
             if failure is not None:
                 await unless(self._interrupts.second, self._rescue(crew, inbox))
-            await self._shut_down(crew)
             return failure
         finally:
             await inbox.close()
@@ -229,14 +224,6 @@ class Master:
             self._observers.observe(Transcript(ended.step, text))
         self._steps = ended.step + 1  # from here on the step is whole: it is on record
         self._border = self._scheduler.state
-
-    async def _shut_down(self, crew: Crew) -> None:
-        """Tell who lives to end. One that can't be told is killed by `close`."""
-        for worker in sorted(crew.fleet.running):
-            try:
-                await crew.socket.send(worker, Shutdown(), deadline_seconds=1.0)
-            except TransportError:
-                await crew.fleet.kill(worker)
 
     async def _rescue(self, crew: Crew, inbox: Inbox) -> None:
         """After a failure: have the survivors save the state of the last whole step, where nothing newer is saved."""

@@ -10,9 +10,9 @@ from realgraph.runtime.curve import make_keys
 from realgraph.runtime.failures import workers_text
 from realgraph.runtime.job import Job
 from realgraph.runtime.launch import Fleet, WorkerBoot, describe_exit, start_workers
-from realgraph.runtime.protocol import Configure, Failed, Heartbeat, Hello, Ready
+from realgraph.runtime.protocol import Configure, Failed, Heartbeat, Hello, Ready, Shutdown
 from realgraph.runtime.run_folder import RunFolder
-from realgraph.runtime.transport import MasterSocket
+from realgraph.runtime.transport import MasterSocket, TransportError
 
 PRELOAD = ("torch", "transformers", "realgraph.runtime.worker")
 
@@ -37,8 +37,21 @@ class Crew:
         self.ready: dict[int, Ready] = {}
 
     async def close(self, grace_seconds: float) -> None:
-        await self.fleet.terminate(grace_seconds)
-        await self.socket.close()
+        """Tell the workers to end, and see to it that they do: after the grace by force. With no grace, at once."""
+        try:
+            if grace_seconds > 0:
+                await self._shut_down()
+        finally:
+            await self.fleet.terminate(grace_seconds)
+            await self.socket.close()
+
+    async def _shut_down(self) -> None:
+        """One that can't be told is killed: it has not dialled in yet, or is stuck."""
+        for worker in sorted(self.fleet.running):
+            try:
+                await self.socket.send(worker, Shutdown(), deadline_seconds=1.0)
+            except TransportError:
+                await self.fleet.kill(worker)
 
 
 async def start_crew(job: Job, folder: RunFolder) -> Crew:

@@ -16,9 +16,10 @@ def flatten(ended: StepEnded, graph: Graph) -> dict[str, float]:
     for call, span in ended.spans.items():
         flat[f"{call}/seconds"] = span.seconds
         flat[f"{call}/queue_seconds"] = queue_seconds(call, ended.spans, graph)
-        generates = graph.role(call) != "" and "tokens" in graph.writes[call]
-        tokens = ended.n_new_tokens if generates else ended.n_tokens
-        if graph.role(call) and span.seconds > 0:
+        if call not in graph.calls or not graph.role(call):
+            continue  # reallocations, functions and advantages work on no tokens
+        tokens = ended.n_new_tokens if "tokens" in graph.writes[call] else ended.n_tokens
+        if span.seconds > 0:
             flat[f"{call}/tokens_per_second"] = tokens / span.seconds
     flat |= {
         "batch/groups": float(ended.n_groups),

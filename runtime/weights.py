@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.runtime.checkpoint_files import UnreadableTensors, open_tensors
 from realgraph.runtime.heads import HEAD, SUPPORTED, Head, parameter_name
 
 COPIED = (  # beside the weights, what a saved model needs to be used; copied from its source where it is there
@@ -124,7 +124,10 @@ def read_into(network: nn.Module, folder: Path, head: Head) -> tuple[str, ...]:
     left = set(parameters)
     with ExitStack() as stack:
         for file in weight_files(folder):
-            source = stack.enter_context(safe_open(file, framework="pt"))
+            try:
+                source = stack.enter_context(open_tensors(file))
+            except UnreadableTensors as error:
+                raise refuse(file, f"the weights can't be read: {error.__cause__}", "is the file whole?") from error
             for stored in source.keys():  # noqa: SIM118 (a safe_open is no mapping)
                 name = parameter_name(stored, head, tied)
                 if name is None:
