@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import textwrap
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +17,7 @@ from realgraph.runtime.master import Master, Outcome
 from realgraph.runtime.observer import Observer, Observers
 from realgraph.runtime.preflight import preflight
 from realgraph.runtime.records import MetricsFile, TraceFile, TranscriptsFile
-from realgraph.runtime.run_folder import RunFolder, exclusive
+from realgraph.runtime.run_folder import RunFolder, disk_text, exclusive
 from realgraph.runtime.trackers import make_trackers
 
 FAILED, INTERRUPTED = 3, 130
@@ -31,7 +32,7 @@ def run_command(
     if dry_run:
         print_plan(prepared.job.plan, prepared.checked, prepared.request, console)
         for line in preflight(prepared.job):
-            console.print(line, markup=False, highlight=False)
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
         console.print("dry run: nothing was started")
         return
     outcome = execute(prepared, console)
@@ -57,7 +58,7 @@ def execute(prepared: Prepared, console: Console, extra: Sequence[Observer] = ()
     """Start the workers and run to the end, watched by files, trackers and the screen. Raises ConfigError."""
     job, folder = prepared.job, prepared.folder
     for line in preflight(job):
-        console.print(line, markup=False, highlight=False)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     with ExitStack() as stack:
         try:
             stack.enter_context(exclusive(folder))
@@ -82,6 +83,18 @@ def execute(prepared: Prepared, console: Console, extra: Sequence[Observer] = ()
                 print(f"warning: a file of {folder.root} could not be closed: {error}", file=sys.stderr)
 
 
+def write_detail(detail: str, file: Path) -> None:
+    """A failure's traceback to its file; on the screen where the disk takes no file."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(detail, encoding="utf-8")
+    except OSError as error:
+        print(f"  details could not be written ({disk_text(error)}):", file=sys.stderr)
+        print(textwrap.indent(detail.rstrip(), "    "), file=sys.stderr)
+    else:
+        print(f"  details: {file}", file=sys.stderr)
+
+
 def unwritable_folder(folder: RunFolder, error: OSError) -> ConfigError:
     """The run directory can't be written to."""
     text = f"the run directory {folder.root} can't be written to: {error.strerror or error}"
@@ -99,13 +112,7 @@ def report(outcome: Outcome, prepared: Prepared) -> None:
     else:
         print(f"error: {outcome.reason}", file=err)
         if failure.detail:
-            detail = prepared.folder.logs / "failure.txt"
-            detail.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                detail.write_text(failure.detail, encoding="utf-8")
-                print(f"  details: {detail}", file=err)
-            except OSError as error:
-                print(f"  details could not be written ({error}):\n{failure.detail}", file=err)
+            write_detail(failure.detail, prepared.folder.logs / "failure.txt")
         if failure.worker >= 0:
             print(f"  log: {prepared.folder.logs / f'worker-{failure.worker}.log'}", file=err)
     if outcome.saved is not None:

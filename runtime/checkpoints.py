@@ -3,9 +3,11 @@
 import asyncio
 import shutil
 import time
+from collections import Counter
 from pathlib import Path
 
 import msgspec
+from msgspec import Struct
 
 from realgraph.graphs.spec import Train
 from realgraph.planner.layout import Layout
@@ -63,49 +65,68 @@ class Checkpoints:
         return msgspec.json.decode((checkpoint / CHECKPOINT_STATE).read_bytes(), type=Checkpointed)
 
 
-def rescuers(job: Job, alive: frozenset[int]) -> dict[int, list[str]]:
-    """worker -> trained roles that it can save alone. Raises OSError naming a role that no survivor holds whole."""
-    chosen: dict[int, list[str]] = {}
+class Rescuers(Struct, frozen=True):
+    """Who can save what: worker -> trained roles that it holds whole; worker -> trained roles that it has a part of."""
+
+    alone: dict[int, list[str]]
+    together: dict[int, list[str]]
+
+    def commands(self, step: int, folder: Path, versions: dict[str, int]) -> list[tuple[int, Rescue]]:
+        """What is to be sent to whom."""
+        return [
+            (worker, Rescue(RESCUE_TASK, step, str(folder), {role: versions[role] for role in roles}, together))
+            for together, chosen in ((False, self.alone), (True, self.together))
+            for worker, roles in chosen.items()
+        ]
+
+
+def rescuers(job: Job, alive: frozenset[int]) -> Rescuers:
+    """Raises OSError naming a role that the survivors do not hold whole."""
+    alone: dict[int, list[str]] = {}
+    together: dict[int, list[str]] = {}
     for name, call in job.graph.calls.items():
         if not isinstance(call, Train):
             continue
         layout: Layout = job.plan.allocations[name].layout
         devices = layout.mesh.devices
-        whole = len(devices) == 1 or (layout.sharding == "replicated" and layout.tp == layout.pp == 1)
         survivors = [worker for worker in devices if worker in alive]
         if not survivors:
-            raise OSError(f"the weights of {call.model!r} were on {workers_text(devices)}, of which none is left")
-        if not whole:
-            raise OSError(f"no worker alone has the weights of {call.model!r}: they are sharded")
-        roles = chosen.setdefault(survivors[0], [])
-        if call.model not in roles:
-            roles.append(call.model)
-    return chosen
+            raise OSError(f"the weights of {call.model!r} were on {workers_text(devices)}: none is left")
+        if len(devices) == 1 or (layout.sharding == "replicated" and layout.tp == layout.pp == 1):
+            chosen, savers = alone, survivors[:1]
+        elif len(survivors) == len(devices):
+            chosen, savers = together, survivors
+        else:
+            raise OSError(f"the weights of {call.model!r} were sharded, and a part is gone")
+        for worker in savers:
+            roles = chosen.setdefault(worker, [])
+            if call.model not in roles:
+                roles.append(call.model)
+    return Rescuers(alone, together)
 
 
 async def rescue(crew: Crew, job: Job, checkpoints: Checkpoints, border: Checkpointed, inbox: Inbox) -> Path:
     """Have surviving workers write what they hold of the state at `border`. Raises OSError where that fails."""
-    alive = crew.fleet.running - inbox.gone
-    chosen = rescuers(job, alive)
+    chosen = rescuers(job, crew.fleet.running - inbox.gone)
     partial = checkpoints.partial(border.step)
-    waiting = set(chosen)
+    commands = chosen.commands(border.step, partial, border.versions)
+    waiting = Counter(worker for worker, _ in commands)
     until = time.monotonic() + job.runtime.min_deadline_seconds
     try:
-        for worker, roles in chosen.items():
-            versions = {role: border.versions[role] for role in roles}
-            await crew.socket.send(worker, Rescue(RESCUE_TASK, border.step, str(partial), versions))
+        for worker, command in commands:
+            await crew.socket.send(worker, command)
     except TransportError as error:
         raise OSError(str(error)) from error
-    while waiting:
+    while +waiting:
         match await inbox.take(max(0.0, until - time.monotonic())):
             case None:
                 seconds = job.runtime.min_deadline_seconds
-                raise OSError(f"{workers_text(sorted(waiting))} did not save within {seconds:g} s")
+                raise OSError(f"{workers_text(sorted(+waiting))} did not save within {seconds:g} s")
             case Done(task=task, worker=worker) if task == RESCUE_TASK:
-                waiting.discard(worker)
+                waiting[worker] -= 1
             case Failed(call=call, error=text, worker=worker) if call == RESCUE_CALL:
                 raise OSError(f"worker {worker}: {text}")
-            case Exit(worker=worker, status=status) if worker in waiting:
+            case Exit(worker=worker, status=status) if waiting[worker]:
                 raise OSError(f"worker {worker} {describe_exit(status)} while it saved")
             case _:
                 pass  # what was still under way when the run failed

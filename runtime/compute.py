@@ -20,6 +20,7 @@ from realgraph.runtime.job import Job
 from realgraph.runtime.loading import Loading, stop_tokens
 from realgraph.runtime.model_calls import ModelCalls
 from realgraph.runtime.protocol import (
+    RESCUE_CALL,
     Abort,
     Configure,
     Done,
@@ -31,6 +32,7 @@ from realgraph.runtime.protocol import (
     Ready,
     Reallocate,
     Reply,
+    Rescue,
     Save,
     Submit,
 )
@@ -41,7 +43,7 @@ from realgraph.runtime.worker_failures import failure
 
 log = logging.getLogger(__name__)
 
-Work = Load | Submit | Execute | Reallocate | Save | Evaluate | Abort
+Work = Load | Submit | Execute | Reallocate | Save | Rescue | Evaluate | Abort
 IDLE_SECONDS = 3600.0  # the queue wakes the thread; this only bounds one wait
 CLOSE_SECONDS = 2.0
 
@@ -187,6 +189,8 @@ class Compute:
                 return self._timed(work.task, work.call, lambda: self._reallocate(work))
             case Save():
                 return self._timed(work.task, "save", lambda: self.roles.save(Path(work.folder)))
+            case Rescue(folder=folder, versions=versions):
+                return self._timed(work.task, RESCUE_CALL, lambda: self.roles.rescue_together(Path(folder), versions))
             case Evaluate():
                 return self._evaluation.run(work)
             case Abort(groups=groups):

@@ -13,8 +13,6 @@ from realgraph.runtime.launch import describe_exit
 from realgraph.runtime.protocol import Failed, Reply
 from realgraph.runtime.startup import EXPLAIN_SECONDS, Crew
 
-AWAY_SECONDS = 5.0  # a master that did not look for longer was stopped itself (Ctrl-Z): nobody else was silent
-
 
 class StopNow(Struct, frozen=True):
     """The user asked a second time: end without finishing anything."""
@@ -103,8 +101,8 @@ class Inbox:
         return happened
 
     async def _after_a_stop(self) -> None:
-        """Where this process has been stopped for a while: first hear what the workers have said meanwhile."""
-        if time.monotonic() - self._looked > AWAY_SECONDS:
+        """Where this process itself has been stopped (Ctrl-Z): nobody was silent, so first hear what was said."""
+        if time.monotonic() - self._looked > self._runtime.lost_after_seconds / 2:
             await asyncio.sleep(2 * self._runtime.heartbeat_seconds)
             self._heard = dict.fromkeys(self._heard, time.monotonic())
 

@@ -104,15 +104,17 @@ RESCUE_CALL = "rescue"  # in the answers to Rescue; no call of a graph: a worker
 
 
 class Rescue(_Message, frozen=True):
-    """After a failure: write the trained states as they were when `versions` were current, without any other worker.
+    """After a failure: write the trained states as they were when `versions` were current.
 
-    Answered with Done or Failed (its `call` is RESCUE_CALL): Failed where this worker alone does not hold them whole.
+    Alone: at once, whatever the compute thread is in. Together: a collective of the workers that hold the roles in
+    parts, as soon as their compute threads are free. Answered with Done or Failed (their `call` is RESCUE_CALL).
     """
 
     task: int
     step: int
     folder: str
     versions: dict[str, int]  # role -> completed train calls
+    together: bool = False
 
 
 class Evaluate(_Message, frozen=True):

@@ -53,6 +53,7 @@ class Roles:
         self._averaged: dict[str, list[TorchTrainEngine]] = {}  # trained role -> references that follow it
         self.saved: dict[str, TorchTrainEngine] = {}
         self._kept: dict[str, Snapshot | None] = {}
+        self._begun: dict[str, tuple[int, int]] = {}  # trained role -> version, optimizer steps before its last call
         self._keeping = threading.Lock()
         for copy in copies(job.graph, layouts):
             if worker in copy.layout.mesh.devices:
@@ -110,6 +111,7 @@ class Roles:
     def keep(self, role: str) -> None:
         """Before `role` is trained: keep its state, and that of references that follow it, for a rescue."""
         with self._keeping:
+            self._begun[role] = (self.trained[role].version, self.trained[role].optimizer_steps)
             for name, engine in self.saved.items():
                 if engine is self.trained[role] or engine in self._averaged.get(role, ()):
                     self._kept[name] = engine.snapshot()
@@ -119,16 +121,39 @@ class Roles:
 
         Raises OSError where this worker holds only a part of a role, or no state of that version.
         """
-        for name, engine in self.saved.items():
-            role = engine.role.init if name not in self.trained and engine.role.init else name
-            if role not in versions:
-                continue
+        for name, engine in self._followers(versions):
+            version = versions[self._followed(name)]
             with self._keeping:  # training begins by `keep`: while this holds, live weights do not move under us
                 kept = self._kept.get(name)
-                found = kept if kept is not None and kept.version == versions[role] else engine.snapshot()
-            if found is None or found.version != versions[role]:
-                raise OSError(f"this worker has no whole state of {name!r} at version {versions[role]}")
+                found = kept if kept is not None and kept.version == version else engine.snapshot()
+            if found is None or found.version != version:
+                raise OSError(f"this worker has no whole state of {name!r} at version {version}")
             found.write(folder / name)
+
+    def rescue_together(self, folder: Path, versions: Mapping[str, int]) -> None:
+        """Write sharded states as of `versions`, which must be those that stand now. Collective.
+
+        Raises OSError where training has gone on since, or stopped in the middle.
+        """
+        for role, version in versions.items():
+            engine = self.trained[role]
+            begun = self._begun.get(role)
+            if engine.version != version or (begun and begun[0] == version and begun[1] != engine.optimizer_steps):
+                raise OSError(f"the sharded weights of {role!r} have changed since version {version}")
+        for name, engine in self._followers(versions):
+            engine.save(folder / name)
+
+    def _followed(self, name: str) -> str:
+        """The trained role whose training changes `name`: itself, or the one that a reference follows."""
+        init = self._job.graph.models[name].init
+        return init if name not in self.trained and init else name
+
+    def _followers(self, versions: Mapping[str, int]) -> list[tuple[str, TorchTrainEngine]]:
+        """The states of this worker that belong to a checkpoint of these roles. Raises OSError for one not here."""
+        for name, model in self._job.graph.models.items():
+            if model.ema_rate is not None and model.init in versions and name not in self.saved:
+                raise OSError(f"the average {name!r} lies on other workers than {model.init!r}")
+        return [(name, engine) for name, engine in self.saved.items() if self._followed(name) in versions]
 
     def n_parameters(self) -> dict[str, int]:
         """Parameters of every role on this worker (of a shard: of the whole model)."""

@@ -126,7 +126,7 @@ class Worker:
                 self._spawn(self._configure(command))
             case Execute(call=call) if isinstance(self._ready.job.graph.calls[call], Function):
                 self._spawn(self._run_function(command))
-            case Load() | Submit() | Execute() | Reallocate() | Save() | Evaluate() | Abort():
+            case Load() | Submit() | Execute() | Reallocate() | Save() | Evaluate() | Abort() | Rescue(together=True):
                 self._ready.queue(command)
             case Drop(groups=groups):
                 self._ready.drop(groups)

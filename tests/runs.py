@@ -7,12 +7,11 @@ server: the seconds of importing them are paid once for all tests. Everything af
 import json
 import multiprocessing
 import os
-import resource
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -173,7 +172,7 @@ def _fork_server(pipe: Any, modules: Sequence[str], threads: int) -> _Forked:
         os._exit(status)
 
 
-def _enter(argv: list[str], cwd: str, output: str, limits: dict[int, int]) -> None:
+def _enter(argv: list[str], cwd: str, output: str) -> None:
     """In the process of a run: what the console script does."""
     from realgraph import cli
     from realgraph.runtime import launch
@@ -187,8 +186,6 @@ def _enter(argv: list[str], cwd: str, output: str, limits: dict[int, int]) -> No
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(cwd)
-    for which, limit in limits.items():
-        resource.setrlimit(which, (limit, resource.getrlimit(which)[1]))
     launch.open_server = _fork_server
     sys.argv = ["realgraph", *argv]
     cli.main()
@@ -196,6 +193,7 @@ def _enter(argv: list[str], cwd: str, output: str, limits: dict[int, int]) -> No
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(list(PRELOAD))
+_STARTED: list[ForkServerProcess] = []
 
 
 @dataclass
@@ -206,7 +204,6 @@ class Running:
     home: Path
     output_file: Path
     folder: Path
-    seen: set[tuple[int, str]] = field(default_factory=set)
 
     @property
     def pid(self) -> int:
@@ -251,11 +248,12 @@ class Running:
         return self.process.exitcode
 
 
-def start(home: Path, *argv: str, name: str = "run", limits: dict[int, int] | None = None) -> Running:
+def start(home: Path, *argv: str, name: str = "run") -> Running:
     """`realgraph ARGV...` in `home`. name: of the run directory, for its records."""
     output = home / f"{name}-{time.monotonic_ns()}.out"
-    process = _CONTEXT.Process(target=_enter, args=(list(argv), str(home), str(output), limits or {}))
+    process = _CONTEXT.Process(target=_enter, args=(list(argv), str(home), str(output)))
     process.start()
+    _STARTED.append(process)
     return Running(process, home, output, home / name)
 
 
@@ -370,6 +368,9 @@ def copy_home(home: Path, target: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Model and data, made once. To be read only: `copy_home` for a test that breaks something."""
-    return make_home(tmp_path_factory.mktemp("home"))
+    yield make_home(tmp_path_factory.mktemp("home"))
+    for process in _STARTED:  # of tests that failed
+        if process.is_alive():
+            process.kill()
