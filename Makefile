@@ -29,7 +29,7 @@ quickstart: $(VENV)/ready
 	$(BIN)/realgraph quickstart
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -q --durations=10 --cov=realgraph --cov-report=term:skip-covered
+	$(BIN)/python -m pytest -q --durations=10 --cov --cov-report=term:skip-covered
 
 check: $(VENV)/ready
 	$(BIN)/ruff format --check .
