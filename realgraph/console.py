@@ -1,5 +1,7 @@
 """What a run shows on the screen: a live table in a terminal, plain lines elsewhere."""
 
+import os
+import sys
 import time
 from collections import defaultdict, deque
 
@@ -29,12 +31,24 @@ SHOWN = (
     ("reward", ("reward/reward",)),
     ("loss", ("train/loss", "train_actor/loss")),
     ("grad norm", ("train/grad_norm", "train_actor/grad_norm")),
-    ("KL", ("train/approx_kl", "train_actor/approx_kl")),
+    ("KL to the reference", ("train/kl", "train_actor/kl", "advantage/kl")),
+    ("KL of the update", ("train/approx_kl", "train_actor/approx_kl")),
     ("entropy", ("train/entropy", "train_actor/entropy")),
     ("clipped", ("train/clip_fraction", "train_actor/clip_fraction")),
     ("value loss", ("train_critic/loss",)),
     ("new tokens", ("rollout/new_tokens",)),
 )
+
+
+class RunConsole(Console):
+    """A console whose reader may go away (`| head`): what it shows is lost, and the run goes on."""
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich, which would end the process."""
+        self.quiet = True
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())  # or Python fails at its end, when it flushes
+        os.close(null)
 
 
 def sparkline(values: list[float], width: int = 60) -> str:
@@ -128,7 +142,10 @@ class LiveScreen:
         match record:
             case RunStarted():
                 self._start, self._began = record, time.monotonic()
-                self._console.print(f"[bold]{escape(record.name)}[/]  run directory: {escape(record.run_dir)}")
+                self._console.print(
+                    f"[bold]{escape(record.name)}[/]  run directory: {escape(record.run_dir)}  "
+                    f"[dim]started in {started(record)}[/]"
+                )
                 self._live = Live(self._view(), console=self._console, refresh_per_second=8, transient=False)
                 self._live.start()
             case StepRecord():

@@ -6,8 +6,8 @@ from itertools import count
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
+from realgraph.console import RunConsole
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import Generate
 from realgraph.run_command import FAILED, execute, report
@@ -19,7 +19,7 @@ from realgraph.runtime.run_folder import RunFolder
 def eval_command(file: Path, overrides: Sequence[str], checkpoint: Path | None) -> None:
     """Evaluate the role that generates; exits with 3 where it failed. Raises ConfigError."""
     prepared = for_evaluation(prepare(file, overrides, None), checkpoint)
-    outcome = execute(prepared, Console())
+    outcome = execute(prepared, RunConsole())
     report(outcome, prepared)
     if not outcome.ok:
         sys.exit(FAILED)

@@ -9,13 +9,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from realgraph.console import screen
+from realgraph.console import RunConsole, screen
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.plan_command import print_plan
+from realgraph.planner.detect import probe
 from realgraph.running import Prepared, claim, prepare, prepare_resume
 from realgraph.runtime.master import Master, Outcome
 from realgraph.runtime.observer import Observer, Observers
-from realgraph.runtime.preflight import preflight
+from realgraph.runtime.preflight import preflight, refuse_machine
 from realgraph.runtime.records import MetricsFile, TraceFile, TranscriptsFile
 from realgraph.runtime.run_folder import RunFolder, disk_text, exclusive
 from realgraph.runtime.trackers import make_trackers
@@ -28,7 +29,7 @@ def run_command(
 ) -> None:
     """Run or resume; exits with 3 where the run failed, 130 where it was interrupted. Raises ConfigError."""
     prepared = open_run(file, overrides, plan_file, resume)
-    console = Console()
+    console = RunConsole()
     if dry_run:
         print_plan(prepared.job.plan, prepared.checked, prepared.request, console)
         for line in preflight(prepared.job):
@@ -57,6 +58,7 @@ def open_run(file: Path | None, overrides: Sequence[str], plan_file: Path | None
 def execute(prepared: Prepared, console: Console, extra: Sequence[Observer] = ()) -> Outcome:
     """Start the workers and run to the end, watched by files, trackers and the screen. Raises ConfigError."""
     job, folder = prepared.job, prepared.folder
+    refuse_machine(job, len(probe().gpus))
     for line in preflight(job):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     with ExitStack() as stack:

@@ -35,7 +35,7 @@ class Inbox:
         self._runtime = runtime
         self._queue: asyncio.Queue[Happened] = asyncio.Queue()
         self._heard = dict.fromkeys(crew.ready, time.monotonic())
-        self._looked = time.monotonic()
+        self._back = time.monotonic()  # when this process should look again at the latest
         self.gone: set[int] = set()
         self._tasks = [asyncio.create_task(self._receive(crew)), asyncio.create_task(self._exits(crew))]
 
@@ -89,22 +89,22 @@ class Inbox:
 
     async def take(self, seconds: float) -> Happened | None:
         """What happens within `seconds`; None if nothing does."""
+        self._back = time.monotonic() + seconds
         try:
             async with asyncio.timeout(seconds):
                 happened = await self._queue.get()
         except TimeoutError:
             return None
-        finally:
-            self._looked = time.monotonic()
         if isinstance(happened, Exit):
             self.gone.add(happened.worker)
         return happened
 
     async def _after_a_stop(self) -> None:
         """Where this process itself has been stopped (Ctrl-Z): nobody was silent, so first hear what was said."""
-        if time.monotonic() - self._looked > self._runtime.lost_after_seconds / 2:
+        if time.monotonic() - self._back > self._runtime.lost_after_seconds / 2:
             await asyncio.sleep(2 * self._runtime.heartbeat_seconds)
             self._heard = dict.fromkeys(self._heard, time.monotonic())
+            self._back = time.monotonic()
 
     async def explain(self, failure: Failed) -> Failed | WorkerLost | StopNow:
         """`failure`, or what comes within a moment and tells more.

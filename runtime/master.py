@@ -114,7 +114,7 @@ class Master:
             await self._close(crew)
 
     async def _with_inbox(self, crew: Crew) -> Failed | None:
-        """Drive, and after a failure save what can be saved. Raises Interrupted by a second interrupt."""
+        """Drive, and after a failure save what can be saved. Raises Interrupted where nothing has failed."""
         inbox = self._inbox = Inbox(crew, self._job.runtime)
         try:
             try:
@@ -122,7 +122,10 @@ class Master:
             except OSError as error:
                 failure = unwritable(error)
             if failure is not None:
-                await unless(self._interrupts.second, self._rescue(crew, inbox))
+                try:
+                    await unless(self._interrupts.second, self._rescue(crew, inbox))
+                except Interrupted:
+                    self._observers.note("interrupted while saving", "warning")
             return failure
         finally:
             await inbox.close()

@@ -5,6 +5,8 @@ import math
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,20 @@ def test_a_trace_has_every_call_inside_the_run(home: Path, name: str) -> None:
     first, last = (records(folder, kind)[0]["time"] * 1e6 for kind in ("start", "end"))
     for event in found:
         assert first - 5e6 < event["ts"] <= event["ts"] + event["dur"] < last + 5e6
+
+
+def test_a_run_goes_on_when_nobody_reads_its_output(home: Path) -> None:
+    """`realgraph run FILE | head -1`, without the shortcut of the other tests: an interpreter of its own."""
+    file = write_run(home, "unread", RUNS["sft"], {"steps": STEPS})
+    command = [sys.executable, "-m", "realgraph.cli", "run", str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=home) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith(b"data: 300 rows")
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+    assert [record["ok"] for record in records(home / "unread", "end")] == [True]
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
