@@ -187,7 +187,7 @@ def make_model(folder: Path, case: Case, pairs: Sequence[tuple[int, int]]) -> No
         dtype="float32",
     )
     torch.manual_seed(0)
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     model = Qwen3ForCausalLM(config)
     if case is SUMS:
         texts = [f"{a:02d}+{b:02d}={a + b:03d}$" for a, b in pairs]
