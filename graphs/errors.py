@@ -40,8 +40,14 @@ class ConfigError(Exception):
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """A hint that names the closest known spelling, or lists what is known when nothing is close."""
+    """A hint that names the closest known spelling, or lists what is known when nothing is close.
+
+    A word that others begin with (`H100` of `H100-SXM`, `train` of `train_actor`) stands for those.
+    """
     choices: Sequence[str] = sorted(set(known))
+    longer = [choice for choice in choices if choice.lower().startswith(word.lower())] if len(word) > 2 else []
+    if 0 < len(longer) <= 4:
+        return f"did you mean {' or '.join(map(repr, longer))}?"
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
     if close:
         return f"did you mean {close[0]!r}?"

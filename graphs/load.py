@@ -72,6 +72,7 @@ def find_graph(name: str, folder: Path, where: Where) -> Path:
     )
     hint = suggest(name, known) if not looks_like_file else ""
     listing = f"library graphs: {', '.join(known)}"
+    hint = hint if hint.startswith("did") else ""
     raise ConfigError([Problem(where, looked, " ".join(part for part in (hint, listing) if part), "graph")])
 
 

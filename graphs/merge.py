@@ -20,6 +20,8 @@ def merge(lower: Document, upper: Document) -> Document:
     """`upper` over `lower`: mappings merge, everything else replaces, null stays as a mark of deletion.
 
     Among calls, a mapping that names another `kind` replaces the lower one, whose fields are those of its own kind.
+    A new entry stands before the lower entry that follows it in `upper`, and at the end where none does: so
+    `steps: {overlong: {...}, center: {}}` runs `overlong` before the graph's `center`.
     """
     marks: dict[str, Where] = {}
     tree = _merge(lower, upper, marks)
@@ -31,7 +33,7 @@ def merge(lower: Document, upper: Document) -> Document:
 def _merge(lower: Document, upper: Document, marks: dict[str, Where]) -> Branch:
     def join(low: Branch, high: Branch, path: str) -> Branch:
         joined: Branch = {}
-        for key in [*low, *(key for key in high if key not in low)]:
+        for key in _in_order(low, high):
             here = child(path, key)
             if key not in high:
                 joined[key] = low[key]
@@ -48,6 +50,19 @@ def _merge(lower: Document, upper: Document, marks: dict[str, Where]) -> Branch:
         return joined
 
     return join(lower.tree, upper.tree, "$")
+
+
+def _in_order(low: Branch, high: Branch) -> list[str]:
+    """The keys of `low` as they stand, each new one before the key of `low` that follows it in `high`."""
+    before: dict[str, list[str]] = {}
+    waiting: list[str] = []
+    for key in high:
+        if key in low:
+            before[key] = waiting
+            waiting = []
+        else:
+            waiting.append(key)
+    return [*(name for key in low for name in (*before.get(key, ()), key)), *waiting]
 
 
 def _other_variant(path: str, old: Branch, new: Branch) -> bool:

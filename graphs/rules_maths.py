@@ -80,6 +80,23 @@ def reward_after_return(draft: Draft, facts: Facts) -> Iterator[Problem]:
                 yield draft.problem(f"$.calls.{name}.steps.{entry}", text, f"write {entry!r} before {summed!r}")
 
 
+def overlong_after_baseline(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """A length penalty that comes after the baseline would push every long sample down, however good its group is."""
+    for name, call in draft.of(Advantage):
+        baseline = ""
+        for entry, step in call.steps.items():
+            if isinstance(step, GAE | Return):
+                break  # what follows is `reward_after_return`'s affair
+            if isinstance(step, Center | Scale):
+                baseline = baseline or entry
+            elif baseline and isinstance(step, Overlong):
+                text = f"the step {entry!r} changes the reward, but {baseline!r} has taken its baseline of it already"
+                hint = (
+                    f"write {entry!r} before {baseline!r}; over a graph's own steps: {{{entry}: ..., {baseline}: {{}}}}"
+                )
+                yield draft.problem(f"$.calls.{name}.steps.{entry}", text, hint)
+
+
 def center_key(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """`by: key` and `key` come together."""
     for path, entry, step in steps_of(draft):

@@ -64,7 +64,9 @@ def _sequence_columns(draft: Draft, facts: Facts, columns: tuple[str, ...]) -> I
 
 def small_data(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """One step's groups are different rows."""
-    if facts.n_rows is not None and facts.groups is not None and facts.n_rows < facts.groups:
+    if facts.n_rows == 0:
+        yield draft.problem("$.data.path", "the data set is empty", "give data with at least batch.groups rows")
+    elif facts.n_rows is not None and facts.groups is not None and facts.n_rows < facts.groups:
         text = f"a step takes {facts.groups} groups, but the data set has {facts.n_rows} rows"
         yield draft.problem("$.batch.groups", text, f"set batch.groups to at most {facts.n_rows}, or give more data")
 

@@ -162,14 +162,19 @@ def _scope(request: PlanRequest, count: int) -> str:
     return f"calls {where}, dp only, in topological order; {count} combination{'s' * (count > 1)} of sharding"
 
 
+def shown_bytes(nbytes: int) -> str:
+    """`57.7 GB`, or `3.2 MB` below a tenth of a GB."""
+    return f"{nbytes / GB:.1f} GB" if nbytes >= GB / 10 else f"{nbytes / 1e6:.1f} MB"
+
+
 def _misfit_problem(request: PlanRequest, misfit: Misfit) -> Problem:
     held, usable = misfit.footprint, usable_bytes(request.cluster)
     largest, nbytes = max(misfit.parts, key=lambda part: part[1])
     text = (
-        f"no plan fits: call {misfit.call!r} needs {held.total / GB:.1f} GB on device {misfit.device}, "
-        f"{usable / GB:.1f} of {request.cluster.memory_bytes / GB:.1f} GB are usable; "
-        f"largest by purpose: {held.worst.replace('_', ' ')} {getattr(held, held.worst) / GB:.1f} GB; "
-        f"by owner: {largest} {nbytes / GB:.1f} GB"
+        f"no plan fits: call {misfit.call!r} needs {shown_bytes(held.total)} on device {misfit.device}, "
+        f"{shown_bytes(usable)} of {shown_bytes(request.cluster.memory_bytes)} are usable; "
+        f"largest by purpose: {held.worst.replace('_', ' ')} {shown_bytes(getattr(held, held.worst))}; "
+        f"by owner: {largest} {shown_bytes(nbytes)}"
     )
     return Problem(Where(path="$.cluster"), text, "; or ".join(_mends(request, misfit)), "memory")
 

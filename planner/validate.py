@@ -9,7 +9,7 @@ from realgraph.planner.memory import usable_bytes
 from realgraph.planner.options import engine_lacks, mesh_fault, peak, sample_tokens
 from realgraph.planner.plan import PLAN_FORMAT, Hashes, Plan
 from realgraph.planner.request import PlanRequest, hashes
-from realgraph.planner.search import GB, events_of
+from realgraph.planner.search import events_of, shown_bytes
 
 HASHED = {"graph": "graph or its models", "workload": "batch, lengths or staleness", "cluster": "cluster"}
 
@@ -148,9 +148,10 @@ def _memory(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
     for name, allocation in plan.allocations.items():
         device, held = peak(request, layouts, name, allocation.max_tokens_per_microbatch)
         if held.total > usable:
-            part = f"{held.worst.replace('_', ' ')} {getattr(held, held.worst) / GB:.1f} GB"
+            part = f"{held.worst.replace('_', ' ')} {shown_bytes(getattr(held, held.worst))}"
             text = (
-                f"needs {held.total / GB:.1f} GB on device {device}, {usable / GB:.1f} are usable; most of it: {part}"
+                f"needs {shown_bytes(held.total)} on device {device}, {shown_bytes(usable)} are usable; "
+                f"most of it: {part}"
             )
             hint = "fewer max_tokens_per_microbatch, sharding fsdp, or a larger mesh"
             yield Problem(_at(file, f"$.allocations.{name}"), text, hint, "plan_memory")

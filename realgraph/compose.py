@@ -38,6 +38,7 @@ from realgraph.graphs.spec import Function, GraphSpec
 from realgraph.local_data import LocalData, data_files, is_hub_id, probe_data
 from realgraph.local_models import model_problems
 from realgraph.run_spec import RunSpec
+from realgraph.runtime.job import EvalSpec
 
 
 class Composed(Struct, frozen=True):
@@ -103,7 +104,7 @@ def _compose(document: Document, file: Path, overrides: Sequence[str]) -> tuple[
     """Also the problems that do not stand in the way of further checks. Raises ConfigError for those that do."""
     file = file.absolute()
     user = user_document(document, parse_overrides(overrides))
-    graph_file = _graph_file(user, file.parent)
+    graph_file = _graph_file(user, file)
     graph, wrong = read_graph(graph_file)
     merged, misnamed = lay_over(graph, user)
     problems = [*format_problems(user), *wrong, *misnamed]
@@ -135,12 +136,20 @@ def parse_overrides(overrides: Sequence[str]) -> list[Document]:
     return documents
 
 
-def _graph_file(user: Document, folder: Path) -> Path:
-    """The graph that the user names. Where none is named, whatever else is wrong beside it is told as well."""
+def _graph_file(user: Document, file: Path) -> Path:
+    """The graph that the user's run `file` names. Where none is named, what else is wrong beside it is told as well."""
     name = user.tree.get("graph")
     where = user.where("$.graph")
     if isinstance(name, str) and "${" not in name:
-        return find_graph(name, Path.cwd() if where.file == COMMAND_LINE else folder, where)
+        found = find_graph(name, Path.cwd() if where.file == COMMAND_LINE else file.parent, where)
+        if found.resolve() == file.resolve():
+            hint = f"name another file, or one of {', '.join(library_names())}"
+            raise ConfigError([Problem(where, "a run file can't be its own graph", hint, "graph")])
+        return found
+    if name is None and {"calls", "name"} <= user.tree.keys() and "data" not in user.tree:
+        text = "this is a graph file: it says how to train, but not on which data"
+        hint = f"write a run file that names it: realgraph init --graph {shown_name(file)} --out run.yaml"
+        raise ConfigError([Problem(user.where("$"), text, hint, "graph")])
     kind = type_of(RunSpec)
     own = prepare(kind, {key: value for key, value in user.tree.items() if key not in SHARED}, "$", [])
     assert isinstance(own, dict)
@@ -279,12 +288,23 @@ def _run_problems(composed: Composed) -> Iterator[Problem]:
     if batch.expected_new_tokens is not None and batch.expected_new_tokens > batch.max_new_tokens:
         text = f"expected {batch.expected_new_tokens} new tokens, but a sample has at most {batch.max_new_tokens}"
         yield Problem(composed.where("$.batch.expected_new_tokens"), text, "", "batch")
-    if run.eval is None:
-        return
+    if run.eval is not None:
+        yield from _eval_problems(composed, run.eval)
+
+
+def _eval_problems(composed: Composed, spec: EvalSpec) -> Iterator[Problem]:
+    """An evaluation that could not run, or whose numbers would mean nothing."""
+    run, calls = composed.run, composed.spec.calls
     functions = [name for name, call in calls.items() if isinstance(call, Function)]
-    if run.eval.call not in functions:
-        text = f"{run.eval.call!r} is no function call of the graph, so it can't score samples"
-        yield Problem(composed.where("$.eval.call"), text, suggest(run.eval.call, functions), "eval")
-    if run.eval.data is None and run.eval.every and data_files(run.data.path):
+    if spec.call not in functions:
+        text = f"{spec.call!r} is no function call of the graph, so it can't score samples"
+        yield Problem(composed.where("$.eval.call"), text, suggest(spec.call, functions), "eval")
+    if max(spec.k, default=1) > spec.n:
+        text = f"pass@{max(spec.k)} needs at least {max(spec.k)} samples a prompt, but eval.n is {spec.n}"
+        yield Problem(composed.where("$.eval.k"), text, f"set eval.n to {max(spec.k)} or more", "eval")
+    if spec.n > 1 and spec.temperature == 0:
+        text = f"greedy decoding gives the same text {spec.n} times"
+        yield Problem(composed.where("$.eval.n"), text, "set eval.temperature above 0, or eval.n to 1", "eval")
+    if spec.data is None and spec.every and data_files(run.data.path):
         text = "the training data are files, which have no test split to evaluate on"
         yield Problem(composed.where("$.eval"), text, "give eval.data: {path: ...}, or eval.every: 0", "eval")

@@ -9,13 +9,14 @@ from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.keys import MASK, TOKENS
 from realgraph.graphs.load import find_graph, load_graph
 from realgraph.graphs.schema import defaults_of
-from realgraph.graphs.spec import Generate, GraphSpec
+from realgraph.graphs.spec import Function, Generate, GraphSpec, Train
 from realgraph.resolved import inline
 from realgraph.run_spec import RunSpec
 
 MODEL = "Qwen/Qwen3-0.6B"
 DATA, SUBSET = "openai/gsm8k", "main"
 _COLUMNS = {"prompt": "question", "answer": "answer"}  # of DATA
+EXACT, NUMBER = "exact_match", "last_number"  # DATA's answers are solutions that end in a number: none matches exactly
 
 
 def init_command(graph: str, out: Path | None) -> None:
@@ -38,7 +39,16 @@ def run_template(graph: str, folder: Path) -> str:
     marks = resolved.document.marks
     notes = {name: _comment(source[marks[f"$.params.{name}"].line - 1]) for name in spec.params}
     return (
-        "\n".join([*_head(graph, spec), *_models(spec), *_params(spec.params, notes), *_data(spec), *_rest(spec)])
+        "\n".join(
+            [
+                *_head(graph, spec),
+                *_models(spec),
+                *_params(spec.params, notes),
+                *_calls(spec),
+                *_data(spec),
+                *_rest(spec),
+            ]
+        )
         + "\n"
     )
 
@@ -53,11 +63,12 @@ def _line(text: str, note: str = "") -> str:
 
 
 def _head(graph: str, spec: GraphSpec) -> list[str]:
+    trains = any(isinstance(call, Train) for call in spec.calls.values())
     return [
         f"# {spec.description or spec.name}.",
         "#   realgraph check FILE    every mistake, with its line; nothing heavy is loaded",
         "#   realgraph plan FILE     what runs where, and how long a step takes",
-        "#   realgraph run FILE      train",
+        f"#   realgraph run FILE      {'train' if trains else 'generate'}",
         f"# Any field of the graph can be changed here by its path; `realgraph graph {graph}` shows its calls.",
         _line(f"graph: {graph}"),
         _line(f"# name: my-{spec.name}", "of the run; default: the graph's name"),
@@ -80,8 +91,24 @@ def _params(params: dict[str, Tree], notes: dict[str, str]) -> list[str]:
     return [
         "",
         "params:",
-        *(_line(f"  # {name}: {inline(value)}", notes.get(name, "")) for name, value in params.items()),
+        *(_param(name, value, notes.get(name, "")) for name, value in params.items()),
     ]
+
+
+def _param(name: str, value: Tree, note: str) -> str:
+    return _line(f"  {name}: {NUMBER}", note) if value == EXACT else _line(f"  # {name}: {inline(value)}", note)
+
+
+def _calls(spec: GraphSpec) -> list[str]:
+    """Scoring that fits DATA, where no parameter chooses it."""
+    if EXACT in spec.params.values():
+        return []
+    lines = [
+        _line(f"  {name}: {{fn: {NUMBER}}}", "the answer's last number; a function of your own: my_rewards:score")
+        for name, call in spec.calls.items()
+        if isinstance(call, Function) and call.fn == EXACT
+    ]
+    return ["", "calls:", *lines] if lines else []
 
 
 def _data(spec: GraphSpec) -> list[str]:

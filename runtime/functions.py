@@ -25,6 +25,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.keys import DType, KeyType, parse_key_type
 from realgraph.graphs.spec import Function
 from realgraph.runtime.rewards import FUNCTIONS
@@ -86,6 +87,19 @@ def load_function(fn: str, user_dir: str) -> Callable[..., Any]:
         raise TypeError(f"{fn!r} is no function but {type(found).__name__}")
     checked: Callable[..., Any] = found
     return checked
+
+
+def load_applied(entries: Mapping[str, str], user_dir: str) -> dict[str, Callable[..., Any]]:
+    """The functions of `apply` entries: YAML path -> name in, name -> function out. Raises ConfigError."""
+    found: dict[str, Callable[..., Any]] = {}
+    for path, fn in entries.items():
+        try:
+            found[fn] = load_function(fn, user_dir)
+        except Exception as error:  # the user's module may raise anything while it is imported
+            text = f"can't load {fn!r}: {type(error).__name__}: {error}"
+            hint = f"`module:function` is imported from {user_dir}"
+            raise ConfigError([Problem(Where(path=path), text, hint, "function")]) from error
+    return found
 
 
 def refuse_keywords(function: Callable[..., Any], keywords: Sequence[str]) -> str:

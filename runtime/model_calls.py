@@ -7,7 +7,7 @@ from realgraph.graphs.maths import ApplyStep
 from realgraph.graphs.spec import Advantage, Inference, Train
 from realgraph.runtime import advantages
 from realgraph.runtime.assemble import Assembler
-from realgraph.runtime.functions import load_function
+from realgraph.runtime.functions import load_applied
 from realgraph.runtime.job import Job
 from realgraph.runtime.protocol import Done, Execute, Mean
 from realgraph.runtime.roles import Roles
@@ -22,9 +22,14 @@ class ModelCalls:
 
     def __init__(self, job: Job, assembler: Assembler, roles: Roles, worker: int) -> None:
         self._graph, self._assembler, self._roles, self._worker = job.graph, assembler, roles, worker
-        pipelines = [call.steps.values() for call in job.graph.calls.values() if isinstance(call, Advantage)]
-        applied = [step.fn for steps in pipelines for step in steps if isinstance(step, ApplyStep)]
-        self._steps = {fn: load_function(fn, job.user_dir) for fn in applied}
+        applied = {
+            f"$.calls.{name}.steps.{entry}.fn": step.fn
+            for name, call in job.graph.calls.items()
+            if isinstance(call, Advantage)
+            for entry, step in call.steps.items()
+            if isinstance(step, ApplyStep)
+        }
+        self._steps = load_applied(applied, job.user_dir)
 
     def run(self, command: Execute) -> Done:
         """Run one call on this worker's share; what it writes is in the store afterwards."""

@@ -138,6 +138,9 @@ def build(role: ModelRole, path: str, start: Start) -> PackedModel:
     if start.seed is not None:
         initialise(model, start.seed)
     elif HEAD in read_into(model.network, folder, role.head):
+        if not (role.trainable or role.ema_rate or role.init):
+            hint = "take a model that was trained with one (AutoModelForSequenceClassification saves it)"
+            raise refuse(folder, f"the weights have no {role.head} head, and this role never learns one", hint)
         dict(model.network.named_parameters())[HEAD].data.zero_()
     return model.eval()
 

@@ -42,6 +42,20 @@ def preflight(job: Job) -> list[str]:
     return lines
 
 
+def refuse_machine(job: Job, n_gpus: int) -> None:
+    """Raises ConfigError for a plan that this machine can't run; `plan` and a dry run look at any cluster."""
+    cluster = job.cluster
+    if cluster.nodes > 1:
+        text = f"the plan is for {cluster.nodes} hosts, and this version runs on one"
+        hint = "set cluster.nodes to 1 to run here; `realgraph plan` plans for any number"
+    elif not cluster.is_cpu and n_gpus < cluster.devices_per_node:
+        text = f"the plan is for {cluster.devices_per_node} x {cluster.kind}, and this machine has {n_gpus} NVIDIA GPUs"
+        hint = "set cluster: {kind: auto} to run on what this machine has"
+    else:
+        return
+    raise ConfigError([Problem(Where(path="$.cluster"), text, hint, "cluster")])
+
+
 def _describe(job: Job, data: DataSet, rows: Sequence[Row | TooLong], tokenizer: Tokenizer) -> list[str]:
     """Size and lengths of the data, and its first row as the model sees it."""
     kept = [row for row in rows if isinstance(row, Row)]

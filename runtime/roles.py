@@ -18,7 +18,7 @@ from realgraph.graphs.maths import ApplyTerm
 from realgraph.graphs.spec import Generate, ModelRole, Train
 from realgraph.planner.residency import Copy, copies
 from realgraph.runtime.engine import RolloutEngine
-from realgraph.runtime.functions import load_function
+from realgraph.runtime.functions import load_applied
 from realgraph.runtime.generation import Decode, Limits, TorchRolloutEngine
 from realgraph.runtime.job import Job
 from realgraph.runtime.parallel import Collectives
@@ -82,18 +82,25 @@ class Roles:
 
     def _settings(self, copy: Copy, tokens: int | None) -> Settings:
         job = self._job
-        trains = [call for call in job.graph.calls.values() if isinstance(call, Train) and call.model == copy.role]
+        calls = {name: call for name, call in job.graph.calls.items() if isinstance(call, Train)}
+        trains = [call for call in calls.values() if call.model == copy.role]
         role = job.graph.models[copy.role]
         samples = any(BEHAVIOUR_LOGPROBS in job.graph.reads[name] for name in copy.calls)
         gap = job.runtime.max_logprob_gap or MAX_LOGPROB_GAP[role.dtype]
-        applied = [term.fn for call in trains for term in call.loss.terms.values() if isinstance(term, ApplyTerm)]
+        applied = {
+            f"$.calls.{name}.loss.terms.{entry}.fn": term.fn
+            for name, call in calls.items()
+            if call.model == copy.role
+            for entry, term in call.loss.terms.items()
+            if isinstance(term, ApplyTerm)
+        }
         return Settings(
             max_tokens_per_microbatch=tokens,
             optimizer=trains[0].optimizer,
             total_steps=job.steps * sum(call.minibatches * call.epochs for call in trains),
             max_logprob_gap=gap if samples else None,
             max_age=job.staleness if samples and job.staleness and job.overdue == "mask" else None,
-            functions={fn: load_function(fn, job.user_dir) for fn in applied},
+            functions=load_applied(applied, job.user_dir),
         )
 
     def load(self, checkpoint: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.runtime import hub
 from realgraph.runtime.job import DataSpec
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -219,14 +220,19 @@ class HubRows:
     """A data set of the Hub, downloaded (or taken from the local cache) by `datasets`."""
 
     def __init__(self, spec: DataSpec) -> None:
+        reason = hub.out_of_reach()
         import datasets  # late: it is slow, and only these data sets need it
 
+        if reason:
+            datasets.config.HF_HUB_OFFLINE = True  # its own copy of the switch, read when it was imported
         self._name = f"{spec.path} ({spec.subset or 'default'}, {spec.split})"
         try:
             self._rows: Any = datasets.load_dataset(spec.path, spec.subset, split=spec.split)
         except Exception as error:  # the hub client raises of every kind: network, names, splits, formats
             text = f"can't be loaded: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             hint = "check the id, `data.subset`, `data.split` and the network; or name a local file"
+            if reason:
+                text, hint = f"can't be loaded: {reason}", hub.hint(spec.path, "dataset")
             raise problem(Where(self._name), text, hint) from error
         self._n_rows = len(self._rows) if spec.limit is None else min(len(self._rows), spec.limit)
         self.columns = tuple(self._rows.column_names)

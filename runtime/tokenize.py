@@ -2,11 +2,14 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Protocol
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.runtime import hub
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 _STAND_IN = "\ue000"  # a private character, so that no chat template treats it in a special way
 
 
@@ -33,11 +36,16 @@ def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
     from transformers import AutoTokenizer  # late: it takes a second that a run without text need not spend
 
     options = {} if revision is None else {"revision": revision}
+    folder = Path(path).expanduser()
+    needed = "a folder needs tokenizer.json and tokenizer_config.json; tokenizers with their own code are refused"
+    if folder.is_dir() and not any((folder / name).is_file() for name in VOCABULARIES):
+        raise ConfigError([Problem(Where(path), "this folder has no tokenizer", needed, "tokenizer")])
+    reason = "" if folder.is_dir() or path.startswith((".", "/", "~")) else hub.out_of_reach()
     try:
         found: Tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
     except (OSError, ValueError, ImportError) as error:
-        text = f"no tokenizer can be loaded: {str(error).splitlines()[0]}"
-        hint = "a folder needs tokenizer.json and tokenizer_config.json; tokenizers with their own code are refused"
+        text = f"no tokenizer can be loaded: {reason or str(error).splitlines()[0]}"
+        hint = hub.hint(path, "model") if reason else needed
         raise ConfigError([Problem(Where(path), text, hint, "tokenizer")]) from error
     return found
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.runtime import hub
 from realgraph.runtime.checkpoint_files import UnreadableTensors, open_tensors
 from realgraph.runtime.heads import HEAD, SUPPORTED, Head, parameter_name
 
@@ -47,14 +48,16 @@ def resolve(path: str, revision: str | None = None) -> Path:
         return folder.resolve()
     if path.count("/") > 1 or path.startswith((".", "/", "~")):
         raise refuse(path, "there is no such model folder")
+    reason = hub.out_of_reach()
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=HUB_PATTERNS))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise refuse(path, f"neither a folder nor a model the Hub would give: {reason}") from error
+        reason = reason or str(error).strip().splitlines()[0]
+        text = f"neither a folder nor a model the Hub would give: {reason}"
+        raise refuse(path, text, hub.hint(path, "model")) from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:

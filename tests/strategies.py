@@ -263,6 +263,9 @@ BREAKS: dict[str, Break] = {
     "group_of_one": Break({"calls.rollout.n": 1, "calls.advantage.steps.center.by": "group"}),
     "two_returns": Break({"calls.advantage.steps.return": {}}),
     "reward_after_return": Break({"calls.advantage.steps.kl_penalty": {"to": "ref_logprobs"}}),
+    "overlong_after_baseline": Break(
+        {"calls.advantage.steps": {"center": {"by": "group"}, "overlong": {"start": 10, "limit": 20}, "gae": {}}}
+    ),
     "center_key": Break({"calls.advantage.steps.center": {"by": "key"}}),
     "overlong_limits": Break({"calls.advantage.steps": {"overlong": {"start": 30, "limit": 20}, "gae": {}}}),
     "adaptive_horizon": Break(

@@ -16,7 +16,7 @@ from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.load import library_names
 from realgraph.graphs.merge import walk
 from realgraph.graphs.schema import type_of
-from realgraph.graphs.spec import GraphSpec
+from realgraph.graphs.spec import Function, GraphSpec
 from realgraph.init_command import run_template
 from realgraph.json_schema import graph_schema, run_schema
 from realgraph.local_data import probe_data
@@ -233,6 +233,9 @@ def test_a_value_means_the_same_in_the_file_on_the_command_line_and_in_the_resol
         ("steps: 3", "eval: {call: rewrd}", "$.eval.call", "'rewrd' is no function call", "did you mean 'reward'?"),
         ("steps: 3", "eval: {every: 2}", "$.eval", "have no test split", "give eval.data"),
         ("steps: 3", "eval: {data: {path: data}}", "$.eval.data.columns.prompt", "no column 'prompt'", "known: "),
+        ("steps: 3", "eval: {n: 2, k: [1, 4], temperature: 1}", "$.eval.k", "pass@4 needs at least 4", "eval.n to 4"),
+        ("steps: 3", "eval: {n: 4}", "$.eval.n", "greedy decoding gives the same text 4 times", "temperature"),
+        ("graph: grpo", "graph: run.yaml", "$.graph", "a run file can't be its own graph", "name another file"),
         ("steps: 3", "cluster: {nodes: 0}", "$.cluster.nodes", "expected a whole number >= 1, got 0", ""),
     ],
 )
@@ -251,6 +254,19 @@ def test_each_mistake_of_a_run_file_has_its_place(
     if not here[0].text.startswith("required") and path != "$.models.actor":
         assert here[0].where.line == given_at[-1]
         assert here[0].where.file == str(place / "run.yaml")
+
+
+def test_a_graph_file_in_place_of_a_run_file_is_told_so(place: Path) -> None:
+    (place / "run.yaml").write_text((ROOT / "graphs/library/sft.yaml").read_text())
+    (problem,) = refused(place)
+    assert "this is a graph file" in problem.text
+    assert "realgraph init --graph" in problem.hint
+
+
+def test_empty_data_are_told_so(place: Path) -> None:
+    (place / "data" / "train.jsonl").write_text("")
+    (problem,) = refused(place)
+    assert (problem.where.path, problem.text) == ("$.data.path", "the data set is empty")
 
 
 def test_mistakes_of_all_sorts_come_at_once(place: Path) -> None:
@@ -385,6 +401,8 @@ def test_a_new_run_file_passes_the_check_and_shows_every_parameter(name: str, tm
     assert again.spec == checked.composed.spec
     params = parse_document(uncommented, "x").tree.get("params", {})
     assert params == checked.composed.spec.params
+    scoring = [call.fn for call in checked.graph.calls.values() if isinstance(call, Function) and call.over == "sample"]
+    assert scoring in ([], ["last_number"])  # the template's answers end in a number: none would match exactly
 
 
 @pytest.mark.parametrize("name", library_names())

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.keys import KeyType, parse_key_type
+from realgraph.runtime import hub
 from realgraph.runtime.data import DataSet, Row, TooLong
 from realgraph.runtime.job import DataSpec
 from realgraph.runtime.tokenize import Tokenizer, chat_sample, load_tokenizer, plain_sample, prompt_tokens
@@ -190,6 +191,7 @@ def test_a_data_set_of_the_hub_that_cannot_be_had_is_told(monkeypatch: pytest.Mo
         raise ConnectionError("no route to the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
+    monkeypatch.setattr(hub, "out_of_reach", lambda: "")
     with pytest.raises(ConfigError) as error:
         DataSet(DataSpec("some/where", subset="main"), INPUTS, PLAIN)
     assert "some/where (main, train): $: can't be loaded: ConnectionError: no route to the hub" in told(error)

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.spec import Function
 from realgraph.runtime.function_host import FunctionError, FunctionHost
-from realgraph.runtime.functions import Unit
+from realgraph.runtime.functions import Unit, load_applied
 
 USER_MODULE = Path(__file__).parent / "user_functions.py"
 
@@ -344,3 +345,12 @@ def test_a_pattern_of_the_user_runs_under_the_time_limit(host: FunctionHost) -> 
     assert [r.values["reward"] for r in host.run("f", call, texts("<a>\n4</a> ", "4"))] == [1.0, 0.0]
     evil = Function("format_match", ("text",), REWARD, args={"pattern": r"(a+)+b"}, timeout_seconds=0.5)
     assert "took more than 0.5 s" in host.run("f", evil, texts("a" * 40))[0].error
+
+
+def test_functions_of_apply_entries_are_told_by_their_path(tmp_path: Path) -> None:
+    (tmp_path / "applied_maths.py").write_text("def term(batch, outputs):\n    return outputs\n")
+    entries = {"$.calls.train.loss.terms.a.fn": "applied_maths:term"}
+    assert load_applied(entries, str(tmp_path))["applied_maths:term"](1, 2) == 2
+    with pytest.raises(ConfigError) as error:
+        load_applied({**entries, "$.calls.train.loss.terms.b.fn": "applied_maths:trem"}, str(tmp_path))
+    assert "$.calls.train.loss.terms.b.fn: can't load 'applied_maths:trem': AttributeError" in str(error.value)

@@ -232,6 +232,19 @@ def test_merging_is_associative_and_the_upper_layer_wins(a: Any, b: Any, c: Any)
     assert {path for path, _ in walk(both.tree, "$")} == set(both.marks)
 
 
+def test_a_new_step_stands_before_the_step_that_follows_it() -> None:
+    for override, order in [
+        ("{overlong: {start: 2, limit: 4}, center: {}}", ["overlong", "center", "scale"]),
+        ("{last: {kind: center}, scale: null, first: {kind: center}}", ["center", "last", "scale", "first"]),
+        ("{a: {kind: center}, scale: {}, b: {kind: center}, center: {}}", ["b", "center", "a", "scale"]),
+        ("{own: {kind: center}}", ["center", "scale", "own"]),
+    ]:
+        upper = parse_document(f"calls: {{advantage: {{steps: {override}}}}}", "up")
+        merged = merge(parse_document(GRAPH, "low"), upper)
+        tree: Any = merged.tree
+        assert list(tree["calls"]["advantage"]["steps"]) == order
+
+
 def test_another_kind_replaces_and_the_same_kind_merges() -> None:
     spec = spec_of(GRAPH, "calls.train.loss.terms.policy.clip={kind: stop_gradient, high: 1.0}")
     assert plain(spec.calls["train"])["loss"]["terms"]["policy"]["clip"] == {  # type: ignore[call-overload, index]

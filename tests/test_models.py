@@ -193,6 +193,12 @@ def test_refused_folders(tmp_path: Path) -> None:
         build(ModelRole(), str(folder), Start(CPU))
 
 
+def test_a_score_head_that_nobody_trained_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="the weights have no score head, and this role never learns one"):
+        build(ModelRole(head="score"), str(folder), Start(CPU))
+    build(ModelRole(head="score", trainable=True), str(folder), Start(CPU))
+
+
 def test_other_parallelism_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tp = 2"):
         open_engine(ModelRole(), str(tmp_path), Layout(DeviceMesh(0, 2), tp=2), Ranks(CPU), Settings())

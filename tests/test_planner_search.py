@@ -316,7 +316,7 @@ def test_a_driver_name_is_one_kind(name: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "machine", "says"),
     [
-        (ClusterSpec(kind="H100"), MACHINE, "unknown device kind 'H100'"),
+        (ClusterSpec(kind="H100"), MACHINE, "did you mean 'H100-PCIe' or 'H100-SXM'?"),
         (ClusterSpec(kind="h100-sxm", devices=8), MACHINE, "did you mean 'H100-SXM'"),
         (ClusterSpec(kind="H200"), MACHINE, "set cluster.devices: 8 is usual"),
         (ClusterSpec(), Probe(8, 10**11, (Gpu("NVIDIA Titan", 10**10),)), "'NVIDIA Titan' is not in the table"),

@@ -1,6 +1,8 @@
 """The look at the first rows: what it tells, and that what is wrong is found before anything starts."""
 
 import json
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +11,19 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from huggingface_hub import constants
+
 from realgraph.graphs.compile import compile_graph
 from realgraph.graphs.errors import ConfigError, Where
 from realgraph.graphs.facts import Facts
 from realgraph.graphs.spec import GraphSpec
 from realgraph.planner.cluster import Cluster
 from realgraph.planner.plan import Hashes, Plan
+from realgraph.runtime import hub
 from realgraph.runtime.job import BatchSpec, DataSpec, Job
-from realgraph.runtime.preflight import preflight
+from realgraph.runtime.preflight import preflight, refuse_machine
+from realgraph.runtime.tokenize import load_tokenizer
+from realgraph.runtime.weights import resolve
 from tests.test_data import PLAIN
 
 CLUSTER = Cluster(1, 2, "cpu", 2**30, 2**30, 1e10, 1e10, 1e10, 1e10, 1e10)
@@ -105,3 +112,49 @@ def test_some_prompts_that_are_too_long_are_told(tmp_path: Path) -> None:
     rows = [{"prompt": "what is it you know? " * 9, "answer": "1"}, *ROWS]
     lines = preflight(make_job(tmp_path, {"reward": reward("exact_match")}, rows, max_prompt_tokens=9))
     assert any("1 of the first 8 prompts are too long and are left out" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "kind", "n_gpus", "told"),
+    [
+        (2, "cpu", 0, "the plan is for 2 hosts, and this version runs on one"),
+        (1, "H100-SXM", 1, "the plan is for 8 x H100-SXM, and this machine has 1 NVIDIA GPUs"),
+        (1, "H100-SXM", 8, ""),
+        (1, "cpu", 0, ""),
+    ],
+)
+def test_a_plan_for_another_machine_is_not_run(tmp_path: Path, nodes: int, kind: str, n_gpus: int, told: str) -> None:
+    cluster = msgspec.structs.replace(CLUSTER, nodes=nodes, kind=kind, devices_per_node=8)
+    job = msgspec.structs.replace(make_job(tmp_path, {"reward": reward("exact_match")}, ROWS), cluster=cluster)
+    if not told:
+        refuse_machine(job, n_gpus)
+        return
+    with pytest.raises(ConfigError) as error:
+        refuse_machine(job, n_gpus)
+    assert told in str(error.value)
+
+
+def test_a_hub_that_is_out_of_reach_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as bound:  # bound, but it does not listen: nothing answers there
+        bound.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{bound.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        hub.out_of_reach.cache_clear()
+        try:
+            began = time.monotonic()
+            with pytest.raises(ConfigError) as tokenizer:
+                load_tokenizer("nobody/nothing")
+            with pytest.raises(ConfigError) as model:
+                resolve("nobody/nothing")
+            assert time.monotonic() - began < 3 * hub.REACH_SECONDS
+        finally:
+            hub.out_of_reach.cache_clear()
+    for error in (tokenizer, model):
+        assert "127.0.0.1 can't be reached: Connection refused" in str(error.value)
+        assert "hint: where there is a network: hf download nobody/nothing" in str(error.value)
+
+
+def test_a_model_folder_without_a_tokenizer_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ConfigError, match="this folder has no tokenizer"):
+        load_tokenizer(str(tmp_path))
