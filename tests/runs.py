@@ -232,8 +232,12 @@ class Running:
         """worker -> pid."""
         found = {}
         for pid in processes_at(self.home):
-            log = os.path.basename(os.readlink(f"/proc/{pid}/fd/1"))
-            if log.startswith("worker-") and b"function_child" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+            try:
+                log = os.path.basename(os.readlink(f"/proc/{pid}/fd/1"))
+                function = b"function_child" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            except (FileNotFoundError, ProcessLookupError):  # it has just ended
+                continue
+            if log.startswith("worker-") and not function:
                 found[int(log[7:-4])] = pid
         return found
 
