@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 
@@ -97,7 +97,7 @@ def generate(
 ) -> None:
     """Try a trained model on prompts."""
     _need_torch()
-    from realgraph.generate_command import generate_command
+    from realgraph.generate_command import Ask, generate_command
 
     generate_command(model, prompts, Ask(temperature, max_new_tokens, n, seed, chat))
 
@@ -156,16 +156,6 @@ def schema(
     from realgraph.reference import schema_command
 
     schema_command(out_dir)
-
-
-class Ask(NamedTuple):
-    """How `generate` samples."""
-
-    temperature: float
-    max_new_tokens: int
-    n: int
-    seed: int
-    chat: bool
 
 
 def _need_torch() -> None:

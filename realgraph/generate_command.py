@@ -3,10 +3,20 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from realgraph.cli import Ask
 from realgraph.eval_command import model_folder
 from realgraph.graphs.spec import ModelRole
+
+
+class Ask(NamedTuple):
+    """How to sample. temperature 0 is greedy; `chat` wraps prompts in the model's chat template, where it has one."""
+
+    temperature: float = 0.0
+    max_new_tokens: int = 256
+    n: int = 1
+    seed: int = 0
+    chat: bool = True
 
 
 def generate_command(model: Path, prompts: Sequence[str], ask: Ask) -> None:

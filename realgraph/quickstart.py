@@ -1,5 +1,6 @@
 """`realgraph quickstart`: a random model learns sums by SFT, then by RL, by the commands that a user would type."""
 
+import json
 import sys
 import time
 from importlib.resources import files
@@ -8,14 +9,18 @@ from pathlib import Path
 from rich.console import Console
 
 from realgraph.arithmetic import write_data, write_model
+from realgraph.generate_command import Ask, answers
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
 from realgraph.run_command import FAILED, INTERRUPTED, execute, report
-from realgraph.running import prepare
+from realgraph.running import Prepared, prepare, prepare_resume
 from realgraph.runtime.master import Outcome
 from realgraph.runtime.run_folder import RunFolder
 from realgraph.summary import summarise
 
 ALGORITHMS = ("grpo", "ppo")
+WARM_ACCURACY = 0.35  # sampled, on held-out sums
+MORE_WARM_STEPS, MOST_WARM_STEPS = 40, 480
+PROBED = 400
 
 
 def quickstart_command(folder: Path, algorithm: str, seed: int, steps: int | None) -> None:
@@ -32,12 +37,12 @@ def quickstart_command(folder: Path, algorithm: str, seed: int, steps: int | Non
     )
 
     console.rule("[bold]2. warm-up by supervised fine-tuning: realgraph run sft.yaml")
-    warm = run(home / "sft.yaml", [f"outputs.dir={home / 'sft'}", f"seed={seed}"], console)
-    (home / "warm").symlink_to(Path("sft") / "checkpoints" / warm.name / "actor")
+    warm_up(home, seed, console)
 
     console.rule(f"[bold]3. reinforcement learning: realgraph run {algorithm}.yaml")
     overrides = [f"outputs.dir={home / algorithm}", f"seed={seed}"]
-    run(home / f"{algorithm}.yaml", [*overrides, *([f"steps={steps}"] if steps else [])], console)
+    overrides += [f"steps={steps}"] if steps else []
+    run(prepare(home / f"{algorithm}.yaml", overrides, None), console)
 
     console.rule("[bold]4. the result")
     summarise(RunFolder(home / algorithm), console)
@@ -61,9 +66,34 @@ def prepare_folder(home: Path, algorithm: str, seed: int) -> int:
     return n_parameters
 
 
-def run(file: Path, overrides: list[str], console: Console) -> Path:
+def warm_up(home: Path, seed: int, console: Console) -> None:
+    """Fine-tune until the model is right often enough for RL to have something to reinforce; link it as `warm`.
+
+    Seeds differ in how long that takes, so the run is resumed with more steps while it is not.
+    """
+    prepared = prepare(home / "sft.yaml", [f"outputs.dir={home / 'sft'}", f"seed={seed}"], None)
+    while True:
+        model = run(prepared, console) / "actor"
+        share = sampled_accuracy(home, model)
+        console.print(f"right on held-out sums when sampled: {share:.2f} (wanted: {WARM_ACCURACY} or more)")
+        steps = prepared.job.steps
+        if share >= WARM_ACCURACY or steps >= MOST_WARM_STEPS:
+            break
+        prepared = prepare_resume(home / "sft", [f"steps={steps + MORE_WARM_STEPS}"])
+    (home / "warm").symlink_to(model.relative_to(home))
+
+
+def sampled_accuracy(home: Path, model: Path) -> float:
+    """Share of the first held-out sums that are right at temperature 1."""
+    lines = (home / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()[:PROBED]
+    rows = [json.loads(line) for line in lines]
+    found = answers(model, [row["prompt"] for row in rows], Ask(temperature=1.0, max_new_tokens=8))
+    right = [text == row["answer"] for row, (_, text) in zip(rows, found, strict=True)]
+    return sum(right) / len(right)
+
+
+def run(prepared: Prepared, console: Console) -> Path:
     """One run to its end; its newest checkpoint. Exits where it failed."""
-    prepared = prepare(file, overrides, None)
     outcome: Outcome = execute(prepared, console)
     report(outcome, prepared)
     if not outcome.ok or outcome.saved is None:
