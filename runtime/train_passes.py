@@ -42,7 +42,7 @@ class Settings:
     optimizer: None for a frozen role. total_steps: optimizer steps of the whole run, for the schedule.
     max_logprob_gap: of the first train call, mean |behaviour - recomputed| in nats; None: no such gate. max_age: tokens
     sampled more than this many versions ago are masked; None: none are. skip_idle: leave out samples whose loss and
-    gradient are exactly zero (`microbatch.idle`); their tokens still count in denominators, but in no other metric.
+    gradient are exactly zero (`microbatch.idle`); they still count in the losses, but in no other metric.
     functions: of `apply` terms.
     """
 
@@ -62,6 +62,7 @@ class Part:
     denominator. n_passes: as many as every other rank makes, where they have to be equal.
 
     sizes: tokens, samples, sampled tokens, and those of them within the age bound, before idle samples were left out.
+    idle: what those would add to the denominator of this rank.
     """
 
     batch: Packed
@@ -69,6 +70,7 @@ class Part:
     n_passes: int
     denominator: Tensor
     sizes: tuple[int, int, int, int]
+    idle: float = 0.0
 
 
 @dataclass
@@ -166,7 +168,9 @@ class Passes:
         work = fresh if len(busy) == batch.n_samples else fresh.select(busy)
         cuts = cut(work, self.settings.max_tokens_per_microbatch, needs_whole_groups(loss))
         n_sampled, n_fresh = int(batch.mask.sum()), int(fresh.mask.sum())
-        return Part(work, cuts, len(cuts), share, (batch.n_tokens, batch.n_samples, n_sampled, n_fresh))
+        sizes = (batch.n_tokens, batch.n_samples, n_sampled, n_fresh)
+        left_out = float(share - losses.denominator(loss, work)) if work is not fresh else 0.0
+        return Part(work, cuts, len(cuts), share, sizes, left_out)
 
     def with_proximal(self, parts: Sequence[Part], temperature: float) -> list[Part]:
         """The same parts with the log-probabilities (of masked tokens) of the weights before the first step.
@@ -197,6 +201,8 @@ class Passes:
     def accumulate(self, aim: Aim, part: Part, masters: Masters) -> Tally:
         """Forward and backward passes over this rank's micro-batches; gradients add up in the masters."""
         tally = Tally()
+        if part.idle:
+            tally.add({f"{name}_loss": Mean(0.0, part.idle) for name in aim.call.loss.terms})
         wants = self._wants(aim.call)
         masters.zero()
         if self.role.gradient_checkpointing:
