@@ -155,14 +155,14 @@ def test_the_second_interrupt_ends_the_run_at_once(own: Path) -> None:
     run.running.interrupt()
     run.running.until(lambda: "stopping" in run.running.output(), "the first interrupt")
     run.running.interrupt()
-    run.ends(130, 8)
+    run.ends(130, 15)
 
 
 def test_an_interrupt_while_starting_ends_the_run(own: Path) -> None:
     run = Broken(own)
     run.running.until(lambda: len(run.running.workers()) == 2, "workers")
     run.running.interrupt()
-    run.ends(130, 10)
+    run.ends(130, 15)
 
 
 def test_nothing_outlives_a_killed_group(broken: Broken) -> None:
@@ -174,30 +174,30 @@ def test_nothing_outlives_a_killed_group(broken: Broken) -> None:
 
 
 def test_a_silent_worker_is_given_up(own: Path, reference: dict[int, dict[str, float]]) -> None:
-    run = Broken(own, {"runtime": {"heartbeat_seconds": 0.2, "lost_after_seconds": 2}})
+    run = Broken(own, {"runtime": {"heartbeat_seconds": 0.2, "lost_after_seconds": 2.5}})
     run.at_step(2).slow_training()  # so that the other one is stuck, in a collective with it
     os.kill(run.running.workers()[0], signal.SIGSTOP)
-    assert re.search(r"worker 0 was lost while it ran train .*: has not been heard of for [23] s", run.error())
+    assert re.search(r"worker 0 was lost while it ran train .*: has not been heard of for \d+ s", run.error())
     run.goes_on_like(reference)
 
 
 def test_a_call_past_its_deadline_is_named(own: Path, reference: dict[int, dict[str, float]]) -> None:
     """Its threads are stuck for good: saving and ending do without them."""
-    run = Broken(own, {"runtime": {"min_deadline_seconds": 3}})
+    run = Broken(own, {"runtime": {"min_deadline_seconds": 5}})
     run.at_step(2)
     set_fault(own, compute_sleep=1000)
     error = run.error(20)
-    assert re.search(r"call 'train', worker 0: train of step \d+ has not ended on workers 0, 1 after 3 s", error), error
+    assert re.search(r"call 'train', worker 0: train of step \d+ has not ended on workers 0, 1 after ", error), error
     assert run.saved == records(run.running.folder)[-1]["step"] + 1
     run.goes_on_like(reference)
 
 
 def test_a_master_that_was_stopped_goes_on(own: Path) -> None:
     """Ctrl-Z, and fg after longer than a worker may be silent: it was the master that did not listen."""
-    run = Broken(own, {"runtime": {"heartbeat_seconds": 0.2, "lost_after_seconds": 1.5}})
+    run = Broken(own, {"runtime": {"heartbeat_seconds": 0.2, "lost_after_seconds": 2.5}})
     run.at_step(2)
     os.kill(run.running.pid, signal.SIGSTOP)
-    time.sleep(2.5)
+    time.sleep(3.5)
     step = len(run.running.records())
     os.kill(run.running.pid, signal.SIGCONT)
     run.running.until_step(step + 3)
@@ -211,7 +211,7 @@ def test_an_interrupt_before_anything_has_started_is_no_traceback(own: Path) -> 
     run.running.until(lambda: list(processes_at(own)), "the process")
     time.sleep(0.5)
     run.running.interrupt()
-    run.ends(130, 10)
+    run.ends(130, 15)
 
 
 @pytest.mark.parametrize("fault", ["reward", "worker"])
@@ -291,8 +291,8 @@ def test_an_unreadable_row_is_named_and_may_be_mended(own: Path, reference: dict
 
 def test_a_long_call_is_no_silence(own: Path) -> None:
     """Workers beat while their compute thread is in a call that takes longer than a worker may be silent."""
-    run = Broken(own, {"runtime": {"heartbeat_seconds": 0.2, "lost_after_seconds": 1.5}, "steps": 2})
-    set_fault(own, compute_sleep=2.5)
+    run = Broken(own, {"runtime": {"heartbeat_seconds": 0.2, "lost_after_seconds": 2.5}, "steps": 2})
+    set_fault(own, compute_sleep=3.5)
     run.running.until_step(1)
     set_fault(own)
     run.ends(0)
