@@ -39,6 +39,8 @@ from realgraph.runtime.protocol import (
 from realgraph.runtime.resources import Resources
 from realgraph.runtime.roles import Roles
 from realgraph.runtime.rollouts import Rollouts, Sampling
+from realgraph.runtime.run_folder import RunFolder
+from realgraph.runtime.samples import SamplesFile, keeps_samples
 from realgraph.runtime.worker_failures import failure
 
 log = logging.getLogger(__name__)
@@ -57,6 +59,7 @@ class Compute:
         self._resources, self._configure, self._post = resources, configure, post
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="compute", daemon=True)
+        self._samples: SamplesFile | None = None
         self.doing = ""
 
     # --- called by the control loop -----------------------------------------------------------------------------------
@@ -81,6 +84,9 @@ class Compute:
             self.roles.load(Path(self._configure.resume))
         self._rollouts = self._make_rollouts(graph)
         self._evaluation = Evaluation(job, self._loading, self._rollouts, self._host, self.worker)
+        if keeps_samples(graph) and job.steps > 0:
+            file = RunFolder(Path(job.run_dir)).samples / f"worker-{self.worker}.jsonl"
+            self._samples = SamplesFile(graph, resources.store, self._loading.decode, file)
         self._thread.start()
         return Ready(
             worker=self.worker,
@@ -115,7 +121,12 @@ class Compute:
         self._work.put(work)
 
     def drop(self, groups: Sequence[int]) -> None:
-        """Forget what the store holds of these groups."""
+        """Forget what the store holds of these groups; where they are what the run is for, write them down first."""
+        if self._samples is not None:
+            try:
+                self._samples.write(groups)
+            except OSError as error:
+                self._post(failure(self.worker, "samples", error))
         n = self.job.graph.samples_per_group
         gone = set(groups)
         keys = self.job.graph.keys
@@ -139,6 +150,8 @@ class Compute:
             self._thread.join(CLOSE_SECONDS)
         if hasattr(self, "_host"):
             self._host.close()
+        if self._samples is not None:
+            self._samples.close()
         return not self._thread.is_alive()
 
     # --- the thread ---------------------------------------------------------------------------------------------------

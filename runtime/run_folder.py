@@ -37,6 +37,11 @@ class RunFolder(Struct, frozen=True):
         return self.root / "transcripts.jsonl"
 
     @property
+    def samples(self) -> Path:
+        """Of a run that only generates: a file a worker."""
+        return self.root / "samples"
+
+    @property
     def trace(self) -> Path:
         return self.root / "trace.json"
 

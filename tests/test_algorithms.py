@@ -209,3 +209,30 @@ def test_the_losses_of_terms_add_up_to_the_loss(home: Path) -> None:
     assert max(step["train/skipped"] for step in steps) > 0
     for step in steps:
         assert step["train/policy_loss"] == pytest.approx(step["train/loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("scored", [True, False])
+def test_a_run_that_only_generates_writes_every_sample(home: Path, scored: bool) -> None:
+    name = f"samples-{scored}"
+    params = {"n": 2, "reward_fn": "users:score" if scored else ""}
+    data = {"shuffle": False, **({} if scored else {"columns": None})}
+    folder = ran(home, name, {"graph": "generate", "steps": 2, "params": params, "data": data})
+    files = sorted((folder / "samples").iterdir())
+    lines = sorted((json.loads(line) for file in files for line in file.read_text().splitlines()), key=_sample)
+    assert [line["sample"] for line in lines] == list(range(2 * 8 * 2))
+    rows = [json.loads(line) for line in (home / "train.jsonl").read_text().splitlines()]
+    for line in lines:
+        assert line["prompt"] == rows[line["group"]]["prompt"]
+        assert 1 <= line["new_tokens"] <= 4
+        assert len(line["text"]) <= line["new_tokens"] - line["finished"]  # special tokens have no text
+        if scored:
+            assert line["answer"] == rows[line["group"]]["answer"]
+            text = line["text"]
+            assert line["reward"] == pytest.approx(sum(map(int, text)) % 7 / 7 if text.isdigit() else 0.0)
+    if scored:
+        means = [step["reward/reward"] for step in steps_of(folder)]
+        assert sum(line["reward"] for line in lines) / len(lines) == pytest.approx(sum(means) / 2, rel=1e-5)
+
+
+def _sample(line: dict[str, Any]) -> int:
+    return int(line["sample"])
