@@ -164,9 +164,10 @@ class Store:
             return (Entry(torch.empty(shape, dtype=dtype), None, 0, 0) for shape, dtype in kinds)
         block = self.arena.allocate(total)
         whole = torch.from_numpy(block.data)  # holds the block, and every view holds this storage
+        typed = {dtype: whole.view(dtype) for dtype in {dtype for _, dtype in kinds}}  # once: a step puts thousands
         ends = itertools.accumulate(map(aligned, sizes))
         return (
-            Entry(whole[end - aligned(n) : end - aligned(n) + n].view(dtype).view(shape), block, end - aligned(n), n)
+            Entry(_cut(typed[dtype], start := end - aligned(n), shape), block, start, n)
             for (shape, dtype), n, end in zip(kinds, sizes, ends, strict=True)
         )
 
@@ -185,6 +186,13 @@ class Store:
         if not held:
             self._entries.pop(key, None)
         return len(ids)
+
+
+def _cut(whole: Tensor, start: int, shape: torch.Size) -> Tensor:
+    """The value of this shape at byte `start` of a block seen as its dtype."""
+    first = start // whole.element_size()
+    piece = whole[first : first + shape.numel()]
+    return piece if len(shape) == 1 else piece.view(shape)
 
 
 def as_text(value: Tensor) -> str:
