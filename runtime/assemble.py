@@ -1,6 +1,8 @@
 """From the store's entries to packed batches and back: which keys of which samples, gathered from whom. Worker side."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -36,6 +38,17 @@ def encode_value(value: object, key: KeyType) -> Tensor:
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.zeros(0, dtype=torch.uint8)
     ragged = key.level == "token" or key.dtype == "tokens"
     return torch.tensor(value if ragged else [value], dtype=TORCH_DTYPES[key.dtype])
+
+
+def encode_values(values: Sequence[Any], key: KeyType) -> Sequence[Tensor]:
+    """`encode_value` of each; numbers become one tensor that is cut, as a tensor for each would cost more."""
+    if key.dtype in ("text", "json") or any(isinstance(value, Tensor) for value in values):
+        return [encode_value(value, key) for value in values]
+    dtype = TORCH_DTYPES[key.dtype]
+    if key.level == "token" or key.dtype == "tokens":
+        joined = torch.tensor(list(itertools.chain.from_iterable(values)), dtype=dtype)
+        return torch.split(joined, [len(value) for value in values])
+    return torch.split(torch.tensor(values, dtype=dtype), 1) if values else ()
 
 
 def decode_value(tensor: Tensor, key: KeyType) -> object:
@@ -116,4 +129,4 @@ class Assembler:
     def put_values(self, name: str, ids: Sequence[int], values: Sequence[object]) -> None:
         """Store Python values of a key, by sample or group id."""
         key = self._graph.keys[name].type
-        self._store.put(name, ids, [encode_value(value, key) for value in values])
+        self._store.put(name, ids, encode_values(values, key))
