@@ -118,6 +118,7 @@ def make_model(folder: Path, case: Case, pairs: Sequence[tuple[int, int]]) -> No
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     vocabulary = {character: index for index, character in enumerate(case.characters + "$")}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="$"))
@@ -140,6 +141,7 @@ def make_model(folder: Path, case: Case, pairs: Sequence[tuple[int, int]]) -> No
         pad_token_id=vocabulary["$"],
         dtype="float32",
     )
+    disable_progress_bar()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = Qwen3ForCausalLM(config)
