@@ -56,7 +56,8 @@ Written by `realgraph schema` from the types that the loader uses; do not edit. 
   names: they share one namespace of `params`, `models`, `calls` and `inputs`. Then come the overrides of the command
   line, from left to right: `realgraph run run.yaml calls.train.lr=1e-5 steps=10`.
 - Mappings merge; lists and single values replace. A mapping that names another `kind` than the one below it replaces
-  that one.
+  that one. A new entry stands before the one that follows it in the upper file, or at the end:
+  `steps: {{overlong: {{start: 900, limit: 1024}}, center: {{}}}}` runs `overlong` before the graph's `center`.
 - `null` deletes an entry of a mapping and resets a field to its default: `calls.advantage.steps.scale=null`. Where null
   is a value of the field (its type says so), and in `params` and `args`, it is that value. An empty section changes
   nothing.

@@ -131,6 +131,10 @@ class DataSet:
         raise problem(Where(self._spec.path), f"the graph needs the columns {wanted}", hint)
 
     def _check(self) -> None:
+        for name, given in (("chat", self._spec.chat), ("system", self._spec.system)):
+            if given and not self._tokenizer.chat_template:
+                text = f"data.{name} is set, but the tokenizer has no chat template to put it in"
+                raise problem(Where(path=f"$.data.{name}"), text, "leave it out, or take a model with a template")
         for name, key in self._inputs.items():
             made = self._from_data and name in (TOKENS, MASK)
             if key.level == "step" or (key.level != "group" and not self._from_data):
@@ -180,6 +184,8 @@ class DataSet:
     def _conversation(self, value: Any) -> str | list[dict[str, Any]]:
         """A prompt column's value: plain text, or messages (text is wrapped as a user's turn where chats are on)."""
         if isinstance(value, str):
+            if self._spec.system is not None and not self._chat:
+                raise ValueError("data.system needs chat messages, and data.chat is false: the prompt is plain text")
             return self._with_system([{"role": "user", "content": value}]) if self._chat else value
         return self._with_system(_messages(value))
 

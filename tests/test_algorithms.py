@@ -109,7 +109,7 @@ def test_the_algorithm_of_the_readme_runs_as_it_stands(home: Path) -> None:
     assert {"rloo.yaml", "my_rewards.py", "run.yaml"} <= files.keys()
     for name, text in files.items():
         (home / name).write_text(text)
-    here = ["models.actor.path=model", "data.path=train.jsonl", "data.columns.prompt=prompt", "steps=2"]
+    here = ["models.actor.path=model", "data.columns.prompt=prompt", "eval.data.columns.prompt=prompt", "steps=2"]
     finish(home, "run", "run.yaml", *here, "batch.max_new_tokens=4", "outputs.dir=readme", name="readme")
     steps = steps_of(home / "readme")
     assert [step["batch/samples"] for step in steps] == [512, 512]

@@ -388,3 +388,14 @@ def test_tokenizers_are_loaded_without_their_code(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         load_tokenizer(str(tmp_path / "absent"))
     assert "no tokenizer can be loaded" in told(error)
+
+
+@pytest.mark.parametrize("field", [{"chat": True}, {"system": "Be brief."}])
+def test_chat_settings_without_a_template_are_refused(tmp_path: Path, field: dict[str, Any]) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "hello", "answer": "world"}])
+    with pytest.raises(ConfigError) as error:
+        DataSet(DataSpec(path, **field), INPUTS, PLAIN)
+    name = next(iter(field))
+    assert f"$.data.{name}: data.{name} is set, but the tokenizer has no chat template" in told(error)
+    with pytest.raises(ConfigError, match=r"data\.system needs chat messages, and data\.chat is false"):
+        DataSet(DataSpec(path, system="Be brief.", chat=False), INPUTS, make_tokenizer(CHATML)).row(0)
