@@ -27,6 +27,7 @@ from realgraph.runtime.observer import (
 )
 
 BLOCKS = "▁▂▃▄▅▆▇█"
+VALUE_LOSS = ("train_critic/loss",)  # of that call alone: another call's loss is no critic's
 SHOWN = (
     ("reward", ("reward/reward",)),
     ("loss", ("train/loss", "train_actor/loss")),
@@ -35,7 +36,7 @@ SHOWN = (
     ("KL of the update", ("train/approx_kl", "train_actor/approx_kl")),
     ("entropy", ("train/entropy", "train_actor/entropy")),
     ("clipped", ("train/clip_fraction", "train_actor/clip_fraction")),
-    ("value loss", ("train_critic/loss",)),
+    ("value loss", VALUE_LOSS),
     ("new tokens", ("rollout/new_tokens",)),
 )
 
@@ -64,8 +65,12 @@ def sparkline(values: list[float], width: int = 60) -> str:
 
 
 def pick(metrics: dict[str, float], names: tuple[str, ...]) -> float | None:
-    """The first of these metrics that the step has."""
-    return next((metrics[name] for name in names if name in metrics), None)
+    """The first of these metrics that the step has; else the first call's of that name: calls are named freely."""
+    named = next((metrics[name] for name in names if name in metrics), None)
+    if named is not None or names == VALUE_LOSS:
+        return named
+    ending = f"/{names[0].partition('/')[2]}"
+    return next((value for name, value in metrics.items() if name.endswith(ending)), None)
 
 
 def summary(record: StepRecord) -> str:

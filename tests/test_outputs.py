@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from realgraph.console import LiveScreen, PlainLines, sparkline
+from realgraph.console import LiveScreen, PlainLines, sparkline, summary
 from realgraph.graphs.errors import ConfigError
 from realgraph.runtime.actions import Span as CallSpan
 from realgraph.runtime.evaluation import pass_at_k
@@ -150,3 +150,10 @@ def test_sparkline_has_a_mark_per_window(values: list[float]) -> None:
     if values and max(values) > min(values) and len(values) <= 40:
         assert line[values.index(max(values))] == "█"
         assert line[values.index(min(values))] == "▁"
+
+
+def test_a_step_is_summed_up_whatever_its_calls_are_called() -> None:
+    metrics = {"mark/reward": 0.25, "learn/loss": 1.5, "learn/grad_norm": 2.0, "sample/new_tokens": 7.0}
+    assert summary(StepRecord(0, 0.5, metrics)) == "step 1  0.50 s  reward 0.25  loss 1.5  grad norm 2  new tokens 7"
+    critic = {"train_actor/loss": 1.0, "train_critic/loss": 3.0, "score/reward": 0.5}
+    assert summary(StepRecord(0, 0.5, critic)) == "step 1  0.50 s  reward 0.5  loss 1  value loss 3"
