@@ -89,7 +89,7 @@ def sampled_accuracy(home: Path, model: Path) -> float:
     rows = [json.loads(line) for line in lines]
     found = answers(model, [row["prompt"] for row in rows], Ask(temperature=1.0, max_new_tokens=8))
     right = [text == row["answer"] for row, (_, text) in zip(rows, found, strict=True)]
-    return sum(right) / len(right)
+    return float(sum(right)) / len(right)
 
 
 def run(prepared: Prepared, console: Console) -> Path:

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from realgraph.runtime.sharing import Shared
+
 PACKED = "realgraph_packed"  # the name under which transformers knows `packed_attention`
 MAX_WASTE = 1.25  # padded / real tokens of a bucket: above this, one more kernel call costs less than the padding
 MAX_SCORES = 1 << 24  # entries of an explicit [rows, heads, width, width] score matrix at a time
@@ -24,9 +26,11 @@ class Segments:
     lengths: N ints, each at least 1, that sum to T. offsets: [N + 1] int32. buckets: (rows, width) of each rectangle.
     fill: [P] int64, the packed position of every slot of all rectangles, laid end to end (a padding slot repeats its
     row's last token); back: [T] int64, the slot of every packed token. Both are None where P slots are the T tokens.
+    Where prompts are `shared`, the row that is run holds the kept tokens only: `fill` and `back` (now [U]) are about
+    those, and `again` names the slots of the copies and the kept tokens ([copies] int64 each) that they stand for.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(self, lengths: Sequence[int], device: torch.device, shared: Shared | None = None) -> None:
         if not lengths or min(lengths) < 1:
             raise ValueError("a packed row needs at least one sample, and every sample at least one token")
         self.lengths = tuple(lengths)
@@ -41,8 +45,19 @@ class Segments:
         self.fill: Tensor | None = None
         self.back: Tensor | None = None
         fill, back = _slots(members, self.lengths, starts)
-        if not torch.equal(fill, torch.arange(self.n_tokens)):
+        self.shared = shared
+        self.again: tuple[Tensor, Tensor] | None = None
+        if shared is not None:
+            copies = shared.kept[shared.place] != torch.arange(self.n_tokens)
+            self.again = back[copies].to(device), shared.place[copies].to(device)
+            self.fill, self.back = shared.place[fill].to(device), back[shared.kept].to(device)
+        elif not torch.equal(fill, torch.arange(self.n_tokens)):
             self.fill, self.back = fill.to(device), back.to(device)
+
+    @property
+    def n_rows(self) -> int:
+        """Tokens that are run: fewer than `n_tokens` where prompts are shared."""
+        return self.n_tokens if self.shared is None else len(self.shared.kept)
 
 
 def _bucket(lengths: tuple[int, ...]) -> list[list[int]]:
@@ -79,16 +94,22 @@ def _slots(members: list[list[int]], lengths: tuple[int, ...], starts: list[int]
 
 
 class _Fill(torch.autograd.Function):
-    """[T, ...] packed -> [P, ...] slots. Padding slots never get a gradient, so the backward is a gather, not a sum."""
+    """[T, ...] packed -> [P, ...] slots. Padding slots get no gradient, so the backward is a gather, and a sum only
+    over the copies of shared tokens."""
 
     @staticmethod
-    def forward(ctx: Any, packed: Tensor, fill: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        return packed.index_select(0, fill)
+    def forward(ctx: Any, packed: Tensor, segments: Segments) -> Tensor:
+        assert segments.fill is not None
+        ctx.segments = segments
+        return packed.index_select(0, segments.fill)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].index_select(0, ctx.segments.back)
+        if ctx.segments.again is not None:
+            slots, tokens = ctx.segments.again
+            grad.index_add_(0, tokens, grads[0].index_select(0, slots))
+        return grad, None
 
 
 class _Back(torch.autograd.Function):
@@ -118,14 +139,14 @@ def packed_attention(
     segments: Segments | None = options.get("segments")
     if segments is None:
         raise ValueError("packed attention was called without `segments`: run the model through PackedModel")
-    if segments.n_tokens != query.shape[2]:
-        raise ValueError(f"segments hold {segments.n_tokens} tokens, the row {query.shape[2]}")
+    if segments.n_rows != query.shape[2]:
+        raise ValueError(f"segments hold {segments.n_rows} tokens, the row {query.shape[2]}")
     scaling = options.get("scaling") or query.shape[-1] ** -0.5
     window, softcap = options.get("sliding_window"), options.get("softcap")
     if window is not None and window >= segments.longest:
         window = None
     rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))  # [T, heads, dim]
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+    if query.is_cuda and segments.shared is None and query.dtype in (torch.float16, torch.bfloat16):
         kernel = _varlen_kernel(softcap is not None, query.shape[-1], query.device.index or 0)
         if kernel == "torch":
             return _torch_varlen(rows, segments, scaling, window)[None], None
@@ -142,12 +163,14 @@ def _bucketed(rows: Rows, segments: Segments, scaling: float, shape: Shape) -> T
     """[T, heads, dim], on any device and dtype: right-padded rectangles of like lengths, where causal masks enough."""
     query, key, value = rows
     if segments.fill is not None and segments.back is not None:
-        query, key, value = (_Fill.apply(x, segments.fill, segments.back) for x in rows)  # type: ignore[no-untyped-call]
-    pieces, start = [], 0
-    for n_rows, width in segments.buckets:
-        part = slice(start, start + n_rows * width)
-        start = part.stop
-        q, k, v = (x[part].view(n_rows, width, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
+        query, key, value = (_Fill.apply(x, segments) for x in rows)  # type: ignore[no-untyped-call]
+    # all at once: the backward of a slice fills a whole tensor with zeros, and there would be one for each bucket
+    sizes = [n_rows * width for n_rows, width in segments.buckets]
+    pieces = []
+    for (n_rows, width), *parts in zip(
+        segments.buckets, *(torch.split(x, sizes) for x in (query, key, value)), strict=True
+    ):
+        q, k, v = (x.view(n_rows, width, *x.shape[1:]).transpose(1, 2) for x in parts)
         out = _rectangle(q, _repeat(k, q.shape[1]), _repeat(v, q.shape[1]), scaling, shape)
         pieces.append(out.transpose(1, 2).reshape(n_rows * width, q.shape[1], v.shape[-1]))
     joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)

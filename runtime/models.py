@@ -18,6 +18,7 @@ from realgraph.runtime.attention import PACKED, Segments
 from realgraph.runtime.batch import Outputs, Packed
 from realgraph.runtime.heads import HEAD, Head, network_class, prepare
 from realgraph.runtime.logprobs import Readout, token_logprobs
+from realgraph.runtime.sharing import share_prompts
 from realgraph.runtime.weights import own_part, read_config, read_into, refuse, resolve
 
 DTYPES = {
@@ -64,23 +65,31 @@ class PackedModel(nn.Module):
 
     def run(self, batch: Packed, wants: Wants) -> Outputs:
         """One forward pass over all samples of `batch` (at least one), which lies on the model's device."""
-        found = self(batch.tokens, batch.positions(), Segments(batch.lengths, batch.tokens.device), wants)
+        # on a GPU the variable-length kernels, which know no shared tokens, are worth more
+        shared = share_prompts(batch) if batch.tokens.device.type == "cpu" else None
+        segments = Segments(batch.lengths, batch.tokens.device, shared)
+        found = self(batch.tokens, batch.positions(), segments, wants)
         return Outputs(**found)
 
     def forward(self, tokens: Tensor, positions: Tensor, segments: Segments, wants: Wants) -> dict[str, Tensor]:
         """tokens, positions: [T] int64. Returns the fields of `Outputs`, as a dict so that FSDP sees the tensors."""
         if self.config._attn_implementation != PACKED:
             self.config._attn_implementation = PACKED  # a generator that shares the network may have left its own
+        shared = segments.shared
+        ids, at = (tokens, positions) if shared is None else (tokens[shared.kept], positions[shared.kept])
         hidden = self.network.model(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False, segments=segments
+            input_ids=ids[None], position_ids=at[None], use_cache=False, segments=segments
         ).last_hidden_state[0]
         if wants.output == "logprobs":
             return self._logprobs(hidden, tokens, segments, wants)
         first = segments.offsets[:-1].long()
         if wants.output == "scores":
             last = segments.offsets[1:].long() - 1
-            return {"scores": self._scalars(hidden[last])}
-        values = torch.roll(self._scalars(hidden), 1)  # the hidden state at t - 1 is the state before token t
+            return {"scores": self._scalars(hidden[last if shared is None else shared.place[last]])}
+        states = self._scalars(hidden)
+        values = torch.roll(
+            states if shared is None else states[shared.place], 1
+        )  # the hidden state at t - 1 is the state before token t
         return {"values": values.index_fill(0, first, 0.0)}
 
     def _scalars(self, hidden: Tensor) -> Tensor:
@@ -100,7 +109,8 @@ class PackedModel(nn.Module):
             wants.entropy,
             wants.chunk_bytes,
         )
-        logprobs, entropy = token_logprobs(hidden[about - 1], tokens[about], readout)
+        before = about - 1 if segments.shared is None else segments.shared.place[about - 1]
+        logprobs, entropy = token_logprobs(hidden[before], tokens[about], readout)
         found = {"logprobs": logprobs.new_zeros(tokens.shape).index_put((about,), logprobs)}
         if entropy is not None:
             found["entropy"] = entropy.new_zeros(tokens.shape).index_put((about,), entropy)
