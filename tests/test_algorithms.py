@@ -18,7 +18,8 @@ __all__ = ["home"]
 
 ROOT = Path(__file__).parent.parent
 FUNCTIONS = """
-import asyncio
+import asyncio, json
+from pathlib import Path
 
 def score(text: str, answer: str) -> float:
     return sum(map(int, text)) % 7 / 7 if text.isdigit() else 0.0
@@ -29,6 +30,12 @@ async def slow_score(text: str, answer: str) -> float:
 
 def scores(text: list[str], answer: list[str]) -> list[float]:
     return [score(*pair) for pair in zip(text, answer)]
+
+def noted(text: str, tokens: list[int]) -> float:
+    line = {"tokens": tokens, "reward": score(text, "")}
+    with (Path(__file__).parent / "seen.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\\n")
+    return line["reward"]
 
 def scaled(batch, running, factor):
     return running * factor
@@ -236,3 +243,38 @@ def test_a_run_that_only_generates_writes_every_sample(home: Path, scored: bool)
 
 def _sample(line: dict[str, Any]) -> int:
     return int(line["sample"])
+
+
+def test_a_step_of_grpo_is_what_the_formula_says(home: Path) -> None:
+    """Loss, gradient norm and entropy of one step by plain transformers, from the tokens that a reward function saw."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    call = {"fn": "users:noted", "reads": ["text", "tokens"]}
+    metrics = steps_of(ran(home, "formula", GRPO, {"steps": 1, "calls": {"reward": call}}))[0]
+    seen = [json.loads(line) for line in (home / "seen.jsonl").read_text().splitlines()]
+    # The look at the first rows calls the function too, with texts that neither end nor are as long as a sample.
+    samples = [sample for sample in seen if len(sample["tokens"]) == 10 or sample["tokens"][-1] == 12]
+    groups: dict[tuple[int, ...], list[Any]] = {}
+    for sample in samples:
+        groups.setdefault(tuple(sample["tokens"][:6]), []).append(sample)
+    assert [len(group) for group in groups.values()] == [4] * 8
+    model = AutoModelForCausalLM.from_pretrained(home / "model")
+    losses, entropies = [], []
+    for group in groups.values():
+        rewards = torch.tensor([sample["reward"] for sample in group], dtype=torch.float64)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        for sample, advantage in zip(group, advantages, strict=True):
+            tokens = torch.tensor(sample["tokens"])
+            table = model(tokens[None]).logits[0, 5:-1].log_softmax(-1)
+            chosen = table.gather(1, tokens[6:, None]).squeeze(1)
+            losses.append(-(torch.exp(chosen - chosen.detach()) * advantage).mean())
+            if rewards.max() > rewards.min():  # groups of equal rewards are left out of the passes
+                entropies.append(-(table.exp() * table).sum(-1).detach())
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    norm = torch.stack([p.grad.square().sum() for p in model.parameters() if p.grad is not None]).sum().sqrt()
+    assert metrics["train/loss"] == pytest.approx(float(loss.detach()), abs=1e-6)
+    assert metrics["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert metrics["train/entropy"] == pytest.approx(float(torch.cat(entropies).mean()), rel=1e-4)
+    assert metrics["reward/reward"] == pytest.approx(sum(s["reward"] for s in samples) / 32, rel=1e-5)
