@@ -62,8 +62,9 @@ def _problems(folder: RunFolder, before: int, after: int) -> Table:
             record = msgspec.json.decode(line, type=RunRecord)
             if isinstance(record, Transcript) and record.split == "eval":
                 texts[record.step].append(record.text)
-    table = Table("before", "after", title="some of them [score]", title_justify="left")
-    for row in list(zip(texts[before], texts[after], strict=False))[:SHOWN_PROBLEMS]:
+    table = Table("before", "after", title="some of them, with their score", title_justify="left")
+    # workers report in any order; sorted, the same prompts stand side by side
+    for row in list(zip(sorted(texts[before]), sorted(texts[after]), strict=False))[:SHOWN_PROBLEMS]:
         table.add_row(*(text.replace("[", r"\[") for text in row))
     return table
 
