@@ -43,7 +43,7 @@ def behave(text):
         case "object":
             return object()
         case "close":
-            os.closerange(3, 64)
+            os.closerange(3, 1 << 16)  # its number is as high as the files its parent has open
     return float(len(text))
 
 
