@@ -152,14 +152,14 @@ def packed_attention(
             return _torch_varlen(rows, segments, scaling, window)[None], None
         if kernel == "flash":
             return _flash_varlen(rows, segments, scaling, (window, softcap))[None], None
-    return _bucketed(rows, segments, scaling, (window, softcap))[None], None
+    return bucketed(rows, segments, scaling, (window, softcap))[None], None
 
 
 Rows = tuple[Tensor, Tensor, Tensor]
 Shape = tuple[int | None, float | None]  # sliding window, softcap
 
 
-def _bucketed(rows: Rows, segments: Segments, scaling: float, shape: Shape) -> Tensor:
+def bucketed(rows: Rows, segments: Segments, scaling: float, shape: Shape) -> Tensor:
     """[T, heads, dim], on any device and dtype: right-padded rectangles of like lengths, where causal masks enough."""
     query, key, value = rows
     if segments.fill is not None and segments.back is not None:

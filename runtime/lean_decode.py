@@ -16,17 +16,18 @@ from torch.nn.functional import linear
 from realgraph.runtime.kv_cache import Head, Pass
 
 # the four are line by line the same decoder but for query and key norms, biases and windows
-_KNOWN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_KNOWN = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 
 Apply = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class _Norm:
+class Norm:
     """RMS norm of the last dim: weight x / sqrt(mean(x^2) + eps), in five operations; torch's own takes eight."""
 
     weight: Tensor
     eps: Tensor
+    epsilon: float
 
     def __call__(self, x: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -34,24 +35,24 @@ class _Norm:
         return torch.mul(x, self.weight).mul_(inverse)
 
 
-def _norm(module: Any) -> _Norm:
-    return _Norm(module.weight, torch.tensor(module.variance_epsilon))
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight, torch.tensor(module.variance_epsilon), module.variance_epsilon)
 
 
 @dataclass(frozen=True)
-class _Layer:
+class Layer:
     """One decoder layer's modules, as found."""
 
     index: int
     head: Head
-    norm: _Norm
+    norm: Norm
     q: nn.Linear
     k: nn.Linear
     v: nn.Linear
-    q_norm: _Norm | None
-    k_norm: _Norm | None
+    q_norm: Norm | None
+    k_norm: Norm | None
     out: nn.Linear
-    mlp_norm: _Norm
+    mlp_norm: Norm
     gate: nn.Linear
     up: nn.Linear
     down: nn.Linear
@@ -59,13 +60,14 @@ class _Layer:
     head_dim: int
 
 
-def _layer(module: Any) -> _Layer:
+def decoder_layer(module: Any) -> Layer:
+    """Find the modules of one decoder layer of a known architecture."""
     attention, mlp = module.self_attn, module.mlp
     window = getattr(attention, "sliding_window", None)
     if type(attention).__name__ == "MistralAttention":
         window = attention.config.sliding_window
     normed = hasattr(attention, "q_norm")
-    return _Layer(
+    return Layer(
         index=attention.layer_idx,
         head=Head(attention.scaling, window, None),
         norm=_norm(module.input_layernorm),
@@ -85,11 +87,16 @@ def _layer(module: Any) -> _Layer:
 
 
 def lean_applies(module: Any) -> bool:
-    """Whether the walk knows this model: an architecture of `_KNOWN` in float32, of plain layers without hooks."""
-    if type(module).__name__ not in _KNOWN or any(p.dtype != torch.float32 for p in module.parameters()):
+    """Whether a walk knows this network: a backbone of `_KNOWN` in float32, of plain layers without hooks."""
+    if type(getattr(module, "model", None)).__name__ not in _KNOWN or any(
+        p.dtype != torch.float32 for p in module.parameters()
+    ):
         return False
-    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
-    layers = [_layer(layer) for layer in module.model.layers]
+    # modules that FSDP has cut have hooks, too
+    hooked = any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in module.modules()
+    )
+    layers = [decoder_layer(layer) for layer in module.model.layers]
     plain = all(type(m) is nn.Linear for y in layers for m in (y.q, y.k, y.v, y.out, y.gate, y.up, y.down))
     return not hooked and plain
 
@@ -104,7 +111,7 @@ class LeanDecoder:
     """The walk over one module's layers. Made anew when `lean_applies` may have changed."""
 
     def __init__(self, module: Any) -> None:
-        self._layers = [_layer(layer) for layer in module.model.layers]
+        self._layers = [decoder_layer(layer) for layer in module.model.layers]
         self._embed = module.model.embed_tokens
         self._rotary = module.model.rotary_emb
         self._final_norm = _norm(module.model.norm)
@@ -131,7 +138,7 @@ class LeanDecoder:
         return x
 
     @staticmethod
-    def _attention(layer: _Layer, x: Tensor, tables: tuple[int, Tensor, Tensor], rollout_pass: Pass) -> Tensor:
+    def _attention(layer: Layer, x: Tensor, tables: tuple[int, Tensor, Tensor], rollout_pass: Pass) -> Tensor:
         t, dim = x.shape[0], layer.head_dim
         n, cos, signed = tables
         y = layer.norm(x)

@@ -17,6 +17,7 @@ from realgraph.runtime import attention
 from realgraph.runtime.attention import PACKED, Segments
 from realgraph.runtime.batch import Outputs, Packed
 from realgraph.runtime.heads import HEAD, Head, network_class, prepare
+from realgraph.runtime.lean_train import lean_hidden, lean_trains
 from realgraph.runtime.logprobs import Readout, token_logprobs
 from realgraph.runtime.sharing import share_prompts
 from realgraph.runtime.weights import own_part, read_config, read_into, refuse, resolve
@@ -77,9 +78,12 @@ class PackedModel(nn.Module):
             self.config._attn_implementation = PACKED  # a generator that shares the network may have left its own
         shared = segments.shared
         ids, at = (tokens, positions) if shared is None else (tokens[shared.kept], positions[shared.kept])
-        hidden = self.network.model(
-            input_ids=ids[None], position_ids=at[None], use_cache=False, segments=segments
-        ).last_hidden_state[0]
+        if ids.device.type == "cpu" and lean_trains(self.network):
+            hidden = lean_hidden(self.network.model, ids, at, segments)
+        else:
+            hidden = self.network.model(
+                input_ids=ids[None], position_ids=at[None], use_cache=False, segments=segments
+            ).last_hidden_state[0]
         if wants.output == "logprobs":
             return self._logprobs(hidden, tokens, segments, wants)
         first = segments.offsets[:-1].long()
