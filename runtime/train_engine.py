@@ -76,7 +76,8 @@ class TorchTrainEngine:
 
         Besides the loss's own metrics: loss, grad_norm, lr, optimizer_steps, n_tokens (of the batch), skipped (share of
         samples left out as idle), overdue (share of sampled tokens over the age bound), logprob_gap (at the first
-        mini-batch, before its step), entropy and, in float16, loss_scale.
+        mini-batch, before its step), entropy (over the first micro-batch of each step, on each rank) and, in float16,
+        loss_scale.
         """
         parts = self.passes.parts(call.loss, minibatches, self.version)
         if losses.needs(call.loss).proximal and len(parts) > 1:

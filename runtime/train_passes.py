@@ -43,6 +43,7 @@ class Settings:
     max_logprob_gap: of the first train call, mean |behaviour - recomputed| in nats; None: no such gate. max_age: tokens
     sampled more than this many versions ago are masked; None: none are. skip_idle: leave out samples whose loss and
     gradient are exactly zero (`microbatch.idle`); they still count in the losses, but in no other metric.
+    entropy_metric: measure the entropy in the first micro-batch of each step, where the loss does not need it anyway.
     functions: of `apply` terms.
     """
 
@@ -207,7 +208,9 @@ class Passes:
         masters.zero()
         if self.role.gradient_checkpointing:
             self.model.train()  # transformers recomputes layers in training mode only; it changes nothing else here
-        for samples in part.cuts:
+        for at, samples in enumerate(part.cuts):
+            if at == 1 and wants.entropy == "detached":
+                wants = replace(wants, entropy="no")  # the first micro-batch is sample enough for a metric
             batch = part.batch.select(samples).to(self.ranks.device)
             outputs = self.model.run(batch, replace(wants, where=batch.mask))
             loss, metrics = losses.evaluate(

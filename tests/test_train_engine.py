@@ -104,6 +104,20 @@ def test_a_split_batch_is_the_whole_batch(folder: Path, name: str) -> None:
         assert close(weights, found[0][1], 1e-12)
 
 
+def test_the_entropy_metric_is_the_first_micro_batchs(folder: Path) -> None:
+    batch = tiny.batch([9] * 6)
+    one = engine(folder, max_tokens_per_microbatch=18)
+    part = one.passes.parts(POLICY, [batch], 0)[0]
+    assert len(part.cuts) == 3
+    first = batch.select(part.cuts[0])
+    entropy = one.model.run(first, Wants(entropy="detached", where=first.mask)).entropy
+    assert entropy is not None
+    found = one.train(call(), [batch])["entropy"]
+    assert found.weight == int(first.mask.sum())
+    assert found.value == pytest.approx(float(entropy[first.mask].mean()), rel=1e-5)
+    assert "entropy" not in engine(folder, entropy_metric=False).train(call(), [batch])
+
+
 def test_idle_samples_can_be_left_out_exactly(folder: Path) -> None:
     loss = Loss({"policy": PolicyGradient()}, SequenceMean())
     found = []
