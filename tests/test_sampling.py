@@ -58,7 +58,9 @@ def chi_square(tokens: Tensor, probabilities: Tensor) -> float:
 def test_truncation_keeps_exactly_the_oracle_s_support(
     tenths: list[int], top_k: int, top_p: float, rng: random.Random
 ) -> None:
-    logits = [tenth / 10 + rng.random() * 1e-3 for tenth in tenths]
+    ranks = list(range(len(tenths)))
+    rng.shuffle(ranks)
+    logits = [tenth / 10 + rank * 1e-3 for tenth, rank in zip(tenths, ranks, strict=True)]  # no two are equal
     kept = truncate(torch.tensor([logits]), torch.tensor([top_k]), torch.tensor([top_p]))[0]
     assert set(torch.isfinite(kept).nonzero()[:, 0].tolist()) == plain_truncation(logits, top_k, top_p)
     assert all(kept[token] == torch.tensor(logits[token]) for token in plain_truncation(logits, top_k, top_p))
