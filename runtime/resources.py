@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from realgraph.runtime.curve import KeyPair
 from realgraph.runtime.job import Job
 from realgraph.runtime.launch import WorkerBoot
 from realgraph.runtime.parallel import Collectives, Member, open_store, reach_store
@@ -25,8 +24,6 @@ class Resources:
         self.store = Store()
         self.plane = DataPlane(boot.worker, self.store, boot.keys, boot.interface)
         self.peer: Peer = self.plane.peer
-        self._keys: KeyPair = boot.keys
-        self._interface = boot.interface
         self._rendezvous: TCPStore | None = None
         self._collectives: Collectives | None = None
         self.collective_address = ""
