@@ -19,5 +19,9 @@ class Pin(Struct, frozen=True, forbid_unknown_fields=True):
     dp: Count | None = None  # data-parallel ranks
     tp: Count | None = None  # tensor-parallel ranks
     pp: Count | None = None  # pipeline stages
+    ep: Count | None = None  # ranks that the experts are spread over
+    cp: Count | None = None  # context-parallel ranks
     sharding: Literal["replicated", "fsdp"] | None = None  # of the data-parallel copies
     max_tokens_per_microbatch: Count | None = None
+    recompute: bool | None = None  # gradient checkpointing, of a train call
+    residency: Literal["resident", "offloaded"] | None = None  # of the weights between calls

@@ -6,13 +6,15 @@ from msgspec import Struct
 
 from realgraph.planner.layout import Layout
 
-PLAN_FORMAT = 1
+PLAN_FORMAT = 2
 
 
 class Allocation(Struct, frozen=True):
     """One call's layout and micro-batching. Free calls (functions, advantages) have none: they hold no mesh.
 
-    seconds and bytes are predictions: of one call, and of the worst device at its worst moment.
+    seconds and bytes are predictions: of one call, and of the worst device at its worst moment. `seconds` is how long
+    the call holds its mesh; `latency_seconds` until all its outputs are there, where a paused generate session makes
+    that longer (0: the same). microbatches: of one optimizer step on one data-parallel rank.
     """
 
     layout: Layout
@@ -22,10 +24,15 @@ class Allocation(Struct, frozen=True):
     seconds: float = 0.0
     peak_bytes: int = 0
     worst_term: str = ""  # of peak_bytes: weights, gradients, optimizer, activations, logits, kv_cache
+    latency_seconds: float = 0.0
+    microbatches: int = 0
+    running: int = 0  # sequences that decode at once on a data-parallel rank, of a generate call
+    host_bytes: int = 0  # per device, of what is offloaded
+    error: float = 0.0  # relative standard error of `seconds`, from calibration
 
 
 class Turn(Struct, frozen=True):
-    """In round p a device runs `call` of step p + `offset`."""
+    """In round p a device runs `call` of step p + `offset`. `reallocate:CALL` brings trained weights to that call."""
 
     call: str
     offset: int = 0
@@ -37,6 +44,7 @@ class Hashes(Struct, frozen=True):
     graph: str
     workload: str
     cluster: str
+    costs: str = ""  # the table of measured costs, '' for the shipped factors
 
 
 class Plan(Struct, frozen=True):
@@ -53,6 +61,11 @@ class Plan(Struct, frozen=True):
     scope: str = ""
     bottleneck: tuple[str, ...] = ()  # the calls of the critical circuit
     format: int = PLAN_FORMAT
+    latency_seconds: float = 0.0  # of one step, from the start of its generation to the end of its training
+    starts: dict[str, float] = {}  # seconds: of step 0's calls and reallocations; step k is k periods later
+    reallocation_seconds: dict[str, float] = {}  # call -> seconds to bring trained weights to its copy
+    stopped: str = ""  # why the search ended: proven, time limit, interrupted, exhausted
+    search_seconds: float = 0.0
 
     @property
     def gap(self) -> float:

@@ -1,6 +1,7 @@
 """All that a plan depends on, in one value, and the hashes that tie a plan to it. Searches nothing."""
 
 import hashlib
+from typing import Literal
 
 import msgspec
 from msgspec import Struct, field
@@ -8,6 +9,8 @@ from msgspec import Struct, field
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, ModelRole, Train
 from realgraph.planner.cluster import Cluster
+from realgraph.planner.constraints import Constraints
+from realgraph.planner.cost_table import CostTable
 from realgraph.planner.devices import device_kind
 from realgraph.planner.model_spec import ModelSpec
 from realgraph.planner.pins import Pin
@@ -16,13 +19,19 @@ from realgraph.planner.workload import Workload
 
 
 class PlanRequest(Struct, frozen=True):
-    """What to plan: the graph on the cluster. `models` has every role of the graph, `pins` some of its calls."""
+    """What to plan: the graph on the cluster. `models` has every role of the graph, `pins` some of its calls.
+
+    engine: `installed` keeps to what this version's engines can run, `any` searches the whole space. costs: measured.
+    """
 
     graph: Graph
     workload: Workload
     cluster: Cluster
     models: dict[str, ModelSpec]
     pins: dict[str, Pin] = field(default_factory=dict)
+    engine: Literal["installed", "any"] = "installed"
+    costs: CostTable = CostTable()
+    constraints: Constraints = Constraints()
 
     @property
     def mesh_calls(self) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ class Workload(Struct, frozen=True):
     max_tokens_per_microbatch: int | None = None
     mean_prompt_tokens: float | None = None  # default: prompt_tokens
     max_running: int | None = None  # sequences that decode at once on a device; default: the engine's
+    lengths: tuple[int, ...] = ()  # new tokens at equal steps of probability, rising; default: from the mean
 
     @property
     def n_samples(self) -> int:
