@@ -5,8 +5,13 @@ from collections.abc import Iterator, Mapping
 
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Train
-from realgraph.planner import cost, memory
+from realgraph.planner import memory
 from realgraph.planner.cluster import Cluster
+from realgraph.planner.cost import Setting
+from realgraph.planner.cost_generate import GenerateWork, generate_seconds
+from realgraph.planner.cost_inference import inference_seconds
+from realgraph.planner.cost_move import reallocation_seconds
+from realgraph.planner.cost_train import TrainWork, train_seconds
 from realgraph.planner.events import reallocation_node
 from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.memory import Footprint
@@ -223,16 +228,16 @@ def peak(request: PlanRequest, layouts: Mapping[str, Layout], call: str, tokens:
 
 def call_seconds(request: PlanRequest, call: str, layout: Layout, tokens: int) -> float:
     """Predicted seconds of one mesh-holding call with micro-batches (or a cache) of `tokens`."""
-    setting = cost.Setting(request.model(call), request.role(call), layout, request.cluster)
+    setting = Setting(request.model(call), request.role(call), layout, request.cluster)
     workload, mean = request.workload, mean_tokens(request)
     total = math.ceil(workload.n_samples * mean)
     match request.graph.calls[call]:
         case Train(minibatches=minibatches, epochs=epochs):
-            return cost.train_seconds(setting, cost.TrainWork(total, mean, tokens, minibatches, epochs))
+            return train_seconds(setting, TrainWork(total, mean, tokens, minibatches, epochs))
         case Inference():
-            return cost.inference_seconds(setting, cost.TrainWork(total, mean, tokens))
+            return inference_seconds(setting, TrainWork(total, mean, tokens))
         case Generate():
-            work = cost.GenerateWork(
+            work = GenerateWork(
                 samples=workload.n_samples,
                 samples_per_group=workload.samples_per_group,
                 prompt_tokens=mean_prompt_tokens(request),
@@ -240,7 +245,7 @@ def call_seconds(request: PlanRequest, call: str, layout: Layout, tokens: int) -
                 max_new_tokens=workload.max_new_tokens,
                 running=running_sequences(request, layout, tokens),
             )
-            return cost.generate_seconds(setting, work)
+            return generate_seconds(setting, work)
         case Function() | Advantage():
             raise AssertionError(f"{call} holds no mesh")
 
@@ -262,6 +267,6 @@ def extra_seconds(request: PlanRequest, layouts: Mapping[str, Layout]) -> dict[s
         elif isinstance(call, Advantage):
             seconds[name] = ADVANTAGE_SECONDS * samples
     for name in reallocations(request.graph, layouts):
-        setting = cost.Setting(request.model(name), request.role(name), layouts[name], request.cluster)
-        seconds[reallocation_node(name)] = cost.reallocation_seconds(setting)
+        setting = Setting(request.model(name), request.role(name), layouts[name], request.cluster)
+        seconds[reallocation_node(name)] = reallocation_seconds(setting)
     return seconds

@@ -1,0 +1,19 @@
+"""Predicted seconds of one forward pass: 2 operations per weight and token (arXiv:2001.08361, table 1)."""
+
+from realgraph.planner.cost import Setting, gemm_efficiency
+from realgraph.planner.cost_comm import allreduce_seconds, collective_bytes_per_s
+
+
+def forward_seconds(setting: Setting, tokens: float, context: float) -> float:
+    """One forward pass of `tokens` packed tokens that each see `context` tokens on average; logits of all of them."""
+    model, layout, cluster, costs = setting.model, setting.layout, setting.cluster, setting.costs
+    width = min(model.hidden, model.expert_intermediate or model.intermediate) / layout.tp
+    rate = setting.flops * gemm_efficiency(costs, tokens, width)
+    products = tokens * (2 * model.active_params() + model.head_flops(setting.role.head)) / layout.tp / rate
+    attended = 4 * model.heads * model.head_dim * context * model.layers * tokens / layout.tp
+    attention = attended / (setting.flops * costs.attention)
+    elementwise = setting.element * model.layers * tokens * (14 * model.hidden + 4 * model.intermediate) / layout.tp
+    traffic = elementwise / (cluster.memory_bytes_per_s * costs.memory)
+    nbytes = setting.element * tokens * model.hidden
+    reduced = 2 * model.layers * allreduce_seconds(nbytes, layout.tp, collective_bytes_per_s(setting, layout.tp))
+    return products + attention + traffic + reduced + model.layers * costs.layer_seconds
