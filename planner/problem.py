@@ -71,6 +71,13 @@ class Move(Struct, frozen=True):
     distance: int
 
 
+class Tie(Struct, frozen=True):
+    """Tasks that must lie on one mesh, and where `layout` is true under an equal layout number too."""
+
+    tasks: tuple[str, ...]
+    layout: bool = False
+
+
 class Block(Struct, frozen=True):
     """A node of the cluster's tree of devices. Children of equal shape are interchangeable where `symmetric`."""
 
@@ -87,6 +94,8 @@ class SearchProblem(Struct, frozen=True, eq=False):
     not pass it. Tasks of one frozen role on the same mesh under an equal layout keep one copy: their `resident` counts
     once. host_memory: int64 [nodes], of the sum of `host` over a node's devices.
     move_seconds(move, source mesh, target mesh) -> float64 [options of source there, options of target there].
+    ties: the user's wish that calls share a mesh, and the train calls of one role, whose optimizer states lie once (the
+    tables of the second and later ones have no `resident`).
     tree: of the devices, for symmetry; None where nothing is known to be symmetric.
     floor_seconds: a period below it is impossible whatever is chosen (free calls, the user's own limits).
     """
@@ -103,6 +112,7 @@ class SearchProblem(Struct, frozen=True, eq=False):
     move_seconds: Callable[[Move, int, int], Floats]
     tree: Block | None = None
     floor_seconds: float = 0.0
+    ties: tuple[Tie, ...] = ()
 
 
 class Limits(Struct, frozen=True):
