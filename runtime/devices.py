@@ -3,6 +3,10 @@
 A call on a trained role runs on the very version it needs: a copy that is older gets a reallocation first.
 """
 
+from collections.abc import Sequence
+
+from realgraph.planner.events import reallocation_node
+from realgraph.planner.plan import Turn
 from realgraph.runtime.actions import Checkpointed, Send
 from realgraph.runtime.collection import Collection
 from realgraph.runtime.job import Job
@@ -21,10 +25,18 @@ class Devices:
         self.versions = dict(state.versions)
         copies = [name for name, call in program.calls.items() if call.owners]
         self._copies = dict.fromkeys(copies, 0)  # version of each call's own copy
-        self.turns = Turns(job.plan.orders, state.step, program.generate)
+        orders = job.plan.orders
+        named = {reallocation_node(name): name for name in copies if name != program.generate or not job.staleness}
+        planned = {turn.call for order in orders.values() for turn in order}
+        self._moves = {turn: name for turn, name in named.items() if turn in planned}
+        self.turns = Turns({d: self._followed(order) for d, order in orders.items()}, state.step, program.generate)
         self.session: int | None = None
         offsets = [turn.offset for order in job.plan.orders.values() for turn in order]
         self._ahead = max(1, max(offsets, default=0) - min(offsets, default=0))
+
+    def _followed(self, order: Sequence[Turn]) -> tuple[Turn, ...]:
+        """Without the turns of reallocations that keep to none: an open session gets new weights as soon as it can."""
+        return tuple(turn for turn in order if turn.call in self._program.calls or turn.call in self._moves)
 
     def check(self) -> None:
         """Assert what is always true."""
@@ -107,10 +119,28 @@ class Devices:
             return self._steps.may_run(call, head.step, self.versions)
         if self.session is not None:
             return False
-        per_step = self._program.trains_of_generator
-        if not per_step:
+        if not self._program.trains_of_generator:
             return head.step <= self._steps.completed + self._ahead + self._job.staleness
-        return self.versions[call.role] // per_step >= head.step - self._job.staleness
+        return self._trained_for(call, head.step)
+
+    def _trained_for(self, call: CallPlan, step: int) -> bool:
+        """Whether the trained role of `call` is at a version that `step` may run on."""
+        staleness = self._job.staleness if call.work == "generate" else 0
+        return self.versions[call.role] // self._program.trains[call.role] >= step - staleness
+
+    def _take_moves(self, heads: list[Next], now: float) -> bool:
+        """Reallocations whose turn it is: started, or passed where the copy is what is trained already."""
+        moved = False
+        for head in heads:
+            name = self._moves.get(head.call)
+            if name is None or not self._trained_for(self._program.calls[name], head.step):
+                continue
+            if self.behind(name):
+                moved |= self.reallocate(name, now)
+            else:
+                self.turns.leave(head.call, head.step)
+                moved = True
+        return moved
 
     def _skip_made(self, heads: list[Next]) -> bool:
         """Pass the generate turns of steps whose batches are there already."""
@@ -126,9 +156,9 @@ class Devices:
         What waits for a reallocation has its meshes to itself from now on, so that other calls never starve it.
         """
         heads = self.turns.next(barrier, target)
-        if self._skip_made(heads):
+        if self._skip_made(heads) or self._take_moves(heads, now):
             return True
-        heads = [head for head in heads if self._may_run(head)]
+        heads = [head for head in heads if head.call not in self._moves and self._may_run(head)]
         wanted = [head.call for head in heads if self.behind(head.call)]
         if self.session is not None and self.behind(self._program.generate):
             wanted.insert(0, self._program.generate)

@@ -1,13 +1,14 @@
 """Whose turn it is on every device. Follows the plan's cyclic orders; knows neither messages nor readiness.
 
-In round p a device runs `call` of step p + offset, for each of its turns in order. Devices with the same order have the
-same calls on the same meshes, so they move together and are kept as one lane.
+In round p a device runs `call` of step p + offset, for each of its turns in order; a reallocation may have a turn too.
+Devices with the same order have the same calls on the same meshes, so they move together and are kept as one lane.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
+from realgraph.planner.events import reallocation_node
 from realgraph.planner.plan import Turn
 
 
@@ -44,10 +45,10 @@ class _Lane:
 
 
 class Turns:
-    """The lanes of a plan, from `first_step` on. `free` calls never wait at a barrier: see `head`."""
+    """The lanes of a plan, from `first_step` on. `unheld`, a call, never waits at a barrier: see `_head`."""
 
     def __init__(self, orders: Mapping[int, Sequence[Turn]], first_step: int, unheld: str) -> None:
-        self._unheld = unheld
+        self._unheld = (unheld, reallocation_node(unheld))
         lanes: dict[tuple[Turn, ...], _Lane] = {}
         for device in sorted(orders):
             order = tuple(orders[device])
@@ -66,7 +67,7 @@ class Turns:
     def _head(self, lane: _Lane, barrier: int, limit: int) -> Next | None:
         """The lane's next turn, steps from `limit` on left out.
 
-        Calls of steps behind `barrier` wait until that step is saved, the generate call excepted; a lane runs what
+        Calls of steps behind `barrier` wait until that step is saved, generation excepted; a lane runs what
         is left of the steps up to the barrier meanwhile. So at a checkpoint no weights are ahead of the step's end,
         and nothing that the barrier needs waits behind what it holds back.
         """
@@ -77,7 +78,7 @@ class Turns:
         if lane.position >= end:
             return None
         call, step = lane.at(lane.position)
-        if step <= barrier or call == self._unheld:
+        if step <= barrier or call in self._unheld:
             return Next(call, step)
         for position in range(lane.position + 1, lane.end(barrier + 1)):
             call, step = lane.at(position)

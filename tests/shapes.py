@@ -10,8 +10,10 @@ from realgraph.graphs.keys import GENERATED, KeyType
 from realgraph.graphs.maths import CrossEntropy, Loss, PolicyGradient, Preference, Term
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, ModelRole, Train
 from realgraph.planner.cluster import Cluster
+from realgraph.planner.events import reallocation_node
 from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.plan import Allocation, Hashes, Plan, Turn
+from realgraph.planner.residency import reallocations
 from realgraph.runtime.job import BatchSpec, CheckpointSpec, DataSpec, EvalSpec, Job, RuntimeSpec
 
 _TYPES = {
@@ -78,6 +80,7 @@ class Shape:
     eval_every: int = 0
     seed: int = 0
     tp: int = 1
+    moves: bool = False  # reallocations have turns of their own
 
     def lot(self, number: int, what: str) -> float:
         """A random number that depends on nothing but the seed, `number` and `what`."""
@@ -178,6 +181,11 @@ def plan_of(shape: Shape, graph: Graph) -> Plan:
             at = next(i for i, turn in enumerate(turns) if turn.call == "rollout")
             turns.insert(at + 1, Turn("critic_train", -1))
         orders[device] = tuple(turns)
+    if shape.moves:
+        layouts = {name: allocation.layout for name, allocation in allocations.items()}
+        for call, train in reallocations(graph, layouts).items():
+            for device in {*layouts[call].mesh.devices, *layouts[train].mesh.devices}:
+                orders[device] = (Turn(reallocation_node(call)), *orders[device])
     return Plan(allocations, orders, Hashes("", "", ""))
 
 
@@ -227,6 +235,7 @@ def random_shape(rng: random.Random) -> Shape:
         eval_every=rng.choice([0, 1, 2]),
         seed=rng.randrange(10**6),
         tp=rng.choice([1, 1, 2]),
+        moves=rng.random() < 0.5,
     )
 
 
