@@ -15,6 +15,14 @@ class Costs(Struct, frozen=True, forbid_unknown_fields=True):
 
     gemm_tokens, gemm_width: rows and columns of a matrix product at which half of `gemm` is reached.
     step, layer, sequence: seconds of one decode step that no arithmetic explains.
+
+    What follows is what the calls of a small model are made of; `realgraph profile` measures it, the shipped table has
+    none of it. elementwise, optimizer: fractions of the memory rate reached by the element-wise operations of a pass
+    and by an optimizer step (0: as `memory`). backward: seconds of a backward pass over those of its forward.
+    pass_layer: fixed seconds of a layer in a packed forward pass (None: as in a decode step). microbatch: of a
+    micro-batch's passes, and optimizer_step: of an optimizer step. collective: of a collective (None: 10 us). call,
+    sample: of a call on a mesh, and of each of its samples, to send, gather and store. function: of each sample of a
+    function in one worker's subprocess (None: 0.1 ms).
     """
 
     gemm: float
@@ -28,6 +36,16 @@ class Costs(Struct, frozen=True, forbid_unknown_fields=True):
     step_seconds: float
     layer_seconds: float
     sequence_seconds: float
+    elementwise: float = 0.0
+    optimizer: float = 0.0
+    backward: float = 2.0
+    pass_layer_seconds: float | None = None
+    microbatch_seconds: float = 0.0
+    optimizer_step_seconds: float = 0.0
+    collective_seconds: float | None = None
+    call_seconds: float = 0.0
+    sample_seconds: float = 0.0
+    function_seconds: float | None = None
 
 
 class DeviceKind(Struct, frozen=True, forbid_unknown_fields=True):
