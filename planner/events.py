@@ -18,11 +18,15 @@ from realgraph.planner.residency import reallocations
 
 
 class Dependency(Struct, frozen=True, order=True):
-    """`target` of step k starts after `source` of step k - `tokens` has ended. Tokens may be negative."""
+    """`target` of step k starts `delay` seconds or more after `source` of step k - `tokens` has ended.
+
+    Tokens may be negative. The delay is that of outputs which come later than the devices are free.
+    """
 
     source: str
     target: str
     tokens: int
+    delay: float = 0.0
 
 
 class EventGraph(Struct, frozen=True):
@@ -47,22 +51,30 @@ def reallocation_node(call: str) -> str:
 def event_graph(graph: Graph, plan: Plan, staleness: int, extra_seconds: Mapping[str, float]) -> EventGraph:
     """Calls of the graph under the plan's device orders.
 
-    extra_seconds: of free calls and reallocation nodes, which the plan does not price; 0 where absent.
+    What reads a call's outputs waits for its latency; what follows it on a device waits for its seconds. extra_seconds:
+    of free calls, which the plan does not price, and of reallocation nodes where not the plan's; 0 where absent.
     """
     layouts = {name: allocation.layout for name, allocation in plan.allocations.items()}
     moved = {call: train for call, train in reallocations(graph, layouts).items() if call in layouts}
     seconds = {name: extra_seconds.get(name, 0.0) for name in graph.calls}
     seconds |= {name: allocation.seconds for name, allocation in plan.allocations.items()}
-    seconds |= {reallocation_node(call): extra_seconds.get(reallocation_node(call), 0.0) for call in moved}
+    seconds |= {
+        reallocation_node(call): extra_seconds.get(reallocation_node(call), plan.reallocation_seconds.get(call, 0.0))
+        for call in moved
+    }
+    late = {name: max(0.0, a.latency_seconds - a.seconds) for name, a in plan.allocations.items()}
     found = {Dependency(name, name, 1) for name in seconds}
     for source, target, tokens in _graph_edges(graph, staleness):
         if target in moved and source == moved[target]:
             found.add(Dependency(source, reallocation_node(target), tokens))
             found.add(Dependency(reallocation_node(target), target, 0))
         else:
-            found.add(Dependency(source, target, tokens))
+            found.add(Dependency(source, target, tokens, late.get(source, 0.0)))
+    planned = {turn.call for order in plan.orders.values() for turn in order}
+    implied = {call: train for call, train in moved.items() if reallocation_node(call) not in planned}
     for order in set(plan.orders.values()):
-        found.update(_order_edges(_with_reallocations(order, moved)))
+        turns = [turn for turn in order if turn.call in seconds]
+        found.update(_order_edges(_with_reallocations(turns, implied)))
     known = tuple(sorted(d for d in found if d.source in seconds and d.target in seconds))
     return EventGraph(seconds, known)
 
@@ -91,7 +103,7 @@ def _trains(graph: Graph) -> dict[str, list[str]]:
 
 
 def _with_reallocations(order: Sequence[Turn], moved: Mapping[str, str]) -> tuple[Turn, ...]:
-    """A reallocation takes the copy's devices just before its call.
+    """A reallocation that the orders do not name takes the copy's devices just before its call.
 
     From the trained copy's other devices it takes a moment between two of their calls, in no fixed order.
     """
@@ -141,7 +153,7 @@ def period(events: EventGraph) -> Period:
         if circuit is None:
             return Period(ratio, critical)
         tokens = sum(dependency.tokens for dependency in circuit)
-        better = sum(events.seconds[dependency.source] for dependency in circuit) / tokens
+        better = sum(events.seconds[dependency.source] + dependency.delay for dependency in circuit) / tokens
         if better <= ratio:  # equal up to rounding
             return Period(ratio, critical)
         ratio, critical = better, _named(events, circuit)
@@ -154,7 +166,7 @@ def show_circuit(circuit: Sequence[str]) -> str:
 
 
 def _gain(events: EventGraph, ratio: float) -> Callable[[Dependency], float]:
-    return lambda dependency: events.seconds[dependency.source] - ratio * dependency.tokens
+    return lambda dependency: events.seconds[dependency.source] + dependency.delay - ratio * dependency.tokens
 
 
 def _positive_circuit(events: EventGraph, weight: Callable[[Dependency], float]) -> tuple[Dependency, ...] | None:
