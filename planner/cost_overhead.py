@@ -1,0 +1,51 @@
+"""What no arithmetic explains: fixed seconds of passes, steps, collectives and calls, and what the CPU engine shares.
+
+A large model's calls hardly notice them; a small model's are made of them. `realgraph profile` measures them.
+"""
+
+from realgraph.planner.cost import Setting
+from realgraph.planner.devices import Costs
+
+COLLECTIVE_SECONDS = 1e-5  # latency of one collective operation where none was measured
+
+
+def elementwise_bytes_per_s(setting: Setting) -> float:
+    """What element-wise operations of a pass move: activations of a small model stay in caches, those of a large one
+    do not."""
+    costs = setting.costs
+    return setting.cluster.memory_bytes_per_s * (costs.elementwise or costs.memory)
+
+
+def optimizer_bytes_per_s(setting: Setting) -> float:
+    """What an optimizer step moves: states of a small model stay in caches."""
+    costs = setting.costs
+    return setting.cluster.memory_bytes_per_s * (costs.optimizer or costs.memory)
+
+
+def pass_layer_seconds(costs: Costs) -> float:
+    """Fixed seconds of one layer in a packed forward pass: what is spent between its operations."""
+    return costs.layer_seconds if costs.pass_layer_seconds is None else costs.pass_layer_seconds
+
+
+def collective_seconds(costs: Costs) -> float:
+    """Latency of one collective operation."""
+    return COLLECTIVE_SECONDS if costs.collective_seconds is None else costs.collective_seconds
+
+
+def dispatch_seconds(costs: Costs, samples: float) -> float:
+    """Of one call on one device beside its passes: the command, and `samples` to gather, pack and store."""
+    return costs.call_seconds + samples * costs.sample_seconds
+
+
+def computed_share(samples: float, groups: float, per_group: int, prompt_share: float) -> float:
+    """Share of a packed batch's tokens that pass through the projections where equal prompts are computed once.
+
+    samples: of the micro-batch, drawn evenly from `groups` groups of `per_group`; prompt_share: of a sample's tokens
+    that are prompt. Expected distinct groups among them: groups x (1 - (1 - samples / (groups x per_group))^per_group).
+    Only the CPU engine shares prompts (runtime/sharing.py); elsewhere the share is 1.
+    """
+    if per_group == 1 or samples <= 0:
+        return 1.0
+    drawn = min(1.0, samples / (groups * per_group))
+    distinct = max(1.0, groups * (1 - (1 - drawn) ** per_group))
+    return 1 - prompt_share * (1 - min(1.0, distinct / samples))
