@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterator, Mapping
 
+from msgspec.structs import replace
+
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Train
 from realgraph.planner import memory
@@ -228,16 +230,22 @@ def peak(request: PlanRequest, layouts: Mapping[str, Layout], call: str, tokens:
 
 def call_seconds(request: PlanRequest, call: str, layout: Layout, tokens: int) -> float:
     """Predicted seconds of one mesh-holding call with micro-batches (or a cache) of `tokens`."""
-    setting = Setting(request.model(call), request.role(call), layout, request.cluster)
+    setting = Setting(request.model(call), request.role(call), layout, request.cluster, request.costs.factors)
     workload, mean = request.workload, mean_tokens(request)
-    total = math.ceil(workload.n_samples * mean)
+    work = TrainWork(
+        tokens=math.ceil(workload.n_samples * mean),
+        sample_tokens=mean,
+        microbatch_tokens=tokens,
+        prompt_tokens=mean_prompt_tokens(request),
+        samples_per_group=workload.samples_per_group,
+    )
     match request.graph.calls[call]:
         case Train(minibatches=minibatches, epochs=epochs):
-            return train_seconds(setting, TrainWork(total, mean, tokens, minibatches, epochs))
+            return train_seconds(setting, replace(work, optimizer_steps=minibatches, epochs=epochs))
         case Inference():
-            return inference_seconds(setting, TrainWork(total, mean, tokens))
+            return inference_seconds(setting, work)
         case Generate():
-            work = GenerateWork(
+            generated = GenerateWork(
                 samples=workload.n_samples,
                 samples_per_group=workload.samples_per_group,
                 prompt_tokens=mean_prompt_tokens(request),
@@ -245,28 +253,33 @@ def call_seconds(request: PlanRequest, call: str, layout: Layout, tokens: int) -
                 max_new_tokens=workload.max_new_tokens,
                 running=running_sequences(request, layout, tokens),
             )
-            return generate_seconds(setting, work)
+            return generate_seconds(setting, generated)
         case Function() | Advantage():
             raise AssertionError(f"{call} holds no mesh")
 
 
 def running_sequences(request: PlanRequest, layout: Layout, kv_tokens: int) -> int:
-    """How many sequences decode at once on a device with a cache of `kv_tokens`."""
+    """How many sequences decode at once on a device with a cache of `kv_tokens`, which grows in whole steps."""
     share = math.ceil(request.workload.n_samples / layout.dp)
     most = request.workload.max_running or MAX_RUNNING
-    return max(1, min(share, most, int(kv_tokens // mean_tokens(request))))
+    length = math.ceil((mean_tokens(request) + 1) / CACHE_STEP) * CACHE_STEP
+    return max(1, min(share, most, kv_tokens // length))
 
 
 def extra_seconds(request: PlanRequest, layouts: Mapping[str, Layout]) -> dict[str, float]:
     """Predicted seconds of what holds no allocation: free calls by name, and reallocation nodes."""
     samples = request.workload.n_samples
+    measured = request.costs.factors.function_seconds if request.costs.factors else None
+    function_seconds = FUNCTION_SECONDS if measured is None else measured
     seconds: dict[str, float] = {}
     for name, call in request.graph.calls.items():
         if isinstance(call, Function):
-            seconds[name] = FUNCTION_SECONDS * math.ceil(samples / request.cluster.n_devices)
+            seconds[name] = function_seconds * math.ceil(samples / request.cluster.n_devices)
         elif isinstance(call, Advantage):
             seconds[name] = ADVANTAGE_SECONDS * samples
     for name in reallocations(request.graph, layouts):
-        setting = Setting(request.model(name), request.role(name), layouts[name], request.cluster)
+        setting = Setting(
+            request.model(name), request.role(name), layouts[name], request.cluster, request.costs.factors
+        )
         seconds[reallocation_node(name)] = reallocation_seconds(setting)
     return seconds
