@@ -3,8 +3,6 @@
 import math
 from collections.abc import Iterator, Mapping
 
-from msgspec.structs import replace
-
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Train
 from realgraph.planner import memory
@@ -231,31 +229,42 @@ def peak(request: PlanRequest, layouts: Mapping[str, Layout], call: str, tokens:
 def call_seconds(request: PlanRequest, call: str, layout: Layout, tokens: int) -> float:
     """Predicted seconds of one mesh-holding call with micro-batches (or a cache) of `tokens`."""
     setting = Setting(request.model(call), request.role(call), layout, request.cluster, request.costs.factors)
-    workload, mean = request.workload, mean_tokens(request)
-    work = TrainWork(
-        tokens=math.ceil(workload.n_samples * mean),
-        sample_tokens=mean,
-        microbatch_tokens=tokens,
-        prompt_tokens=mean_prompt_tokens(request),
-        samples_per_group=workload.samples_per_group,
-    )
+    return setting_seconds(request, call, setting, tokens)
+
+
+def setting_seconds(request: PlanRequest, call: str, setting: Setting, tokens: int) -> float:
+    """The same of any setting of the call, by the formulas alone: without what was measured of whole calls."""
+    workload = request.workload
     match request.graph.calls[call]:
         case Train(minibatches=minibatches, epochs=epochs):
-            return train_seconds(setting, replace(work, optimizer_steps=minibatches, epochs=epochs))
+            return train_seconds(setting, _packed_work(request, tokens, minibatches, epochs))
         case Inference():
-            return inference_seconds(setting, work)
+            return inference_seconds(setting, _packed_work(request, tokens))
         case Generate():
-            generated = GenerateWork(
+            work = GenerateWork(
                 samples=workload.n_samples,
                 samples_per_group=workload.samples_per_group,
                 prompt_tokens=mean_prompt_tokens(request),
                 mean_new_tokens=workload.mean_new_tokens,
                 max_new_tokens=workload.max_new_tokens,
-                running=running_sequences(request, layout, tokens),
+                running=running_sequences(request, setting.layout, tokens),
             )
-            return generate_seconds(setting, generated)
+            return generate_seconds(setting, work)
         case Function() | Advantage():
             raise AssertionError(f"{call} holds no mesh")
+
+
+def _packed_work(request: PlanRequest, tokens: int, steps: int = 1, epochs: int = 1) -> TrainWork:
+    mean = mean_tokens(request)
+    return TrainWork(
+        tokens=math.ceil(request.workload.n_samples * mean),
+        sample_tokens=mean,
+        microbatch_tokens=tokens,
+        optimizer_steps=steps,
+        epochs=epochs,
+        prompt_tokens=mean_prompt_tokens(request),
+        samples_per_group=request.workload.samples_per_group,
+    )
 
 
 def running_sequences(request: PlanRequest, layout: Layout, kv_tokens: int) -> int:
