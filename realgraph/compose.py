@@ -107,6 +107,7 @@ def _compose(document: Document, file: Path, overrides: Sequence[str]) -> tuple[
     graph_file = _graph_file(user, file)
     graph, wrong = read_graph(graph_file)
     merged, misnamed = lay_over(graph, user)
+    merged = _with_held_out(merged)
     problems = [*format_problems(user), *wrong, *misnamed]
     try:
         resolved = resolve(RunSpec, merged, graph, {})
@@ -120,6 +121,23 @@ def _compose(document: Document, file: Path, overrides: Sequence[str]) -> tuple[
     spec = Document({**head, **{key: placed.tree[key] for key in SHARED}}, placed.marks)
     run, resolved = decode(RunSpec, placed), structs.replace(resolved, document=placed)
     return Composed(file, run, decode(GraphSpec, spec), resolved), sorted(problems)
+
+
+def _with_held_out(document: Document) -> Document:
+    """What the held-out data leave unsaid is as in the training data: how rows are read, and of the same set which."""
+    data, evaluation = document.tree.get("data"), document.tree.get("eval")
+    held = evaluation.get("data") if isinstance(evaluation, dict) else None
+    if not isinstance(data, dict) or not isinstance(evaluation, dict) or not isinstance(held, dict):
+        return document
+    keys = _READING if held.get("path", data.get("path")) != data.get("path") else ("path", "subset", *_READING)
+    taken = {key: data[key] for key in keys if key in data and key not in held}
+    written = {key: document.marks.get(f"$.data.{key}") for key in taken}
+    marks = {f"$.eval.data.{key}": mark for key, mark in written.items() if mark is not None}
+    tree = {**document.tree, "eval": {**evaluation, "data": {**taken, **held}}}
+    return Document(tree, {**document.marks, **marks})
+
+
+_READING = ("columns", "chat", "system", "max_prompt_tokens", "too_long")
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Document]:

@@ -75,7 +75,7 @@ def execute(prepared: Prepared, console: Console, extra: Sequence[Observer] = ()
         except OSError as error:
             raise unwritable_folder(folder, error) from None
         trackers = make_trackers(job.outputs.trackers, job.outputs.tensorboard, job.outputs.project, folder.root)
-        observers = Observers((*files, *trackers, screen(console), *extra), folder.root)
+        observers = Observers((*files, *trackers, screen(console), *extra))
         try:
             return asyncio.run(Master(job, folder, observers, prepared.resume).run())
         finally:

@@ -60,6 +60,7 @@ class Compute:
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="compute", daemon=True)
         self._samples: SamplesFile | None = None
+        self._host: FunctionHost | None = None
         self.doing = ""
 
     # --- called by the control loop -----------------------------------------------------------------------------------
@@ -74,16 +75,16 @@ class Compute:
         self._loading = Loading(job)
         self._assembler = Assembler(graph, resources.store, resources.plane, job.runtime.min_deadline_seconds)
         self.roles = Roles(job, self.worker, collectives, self._loading.decode)
-        self._host = FunctionHost(job.user_dir, job.runtime.function_processes)
-        self.functions = FunctionCalls(job, self._assembler, self._host, self.worker, self._prompt)
+        host = self._host = FunctionHost(job.user_dir, job.runtime.function_processes)
+        self.functions = FunctionCalls(job, self._assembler, host, self.worker, self._prompt)
         for name, call in graph.calls.items():
             if isinstance(call, Function):
-                self._host.check(name, call)
+                host.check(name, call)
         self._calls = ModelCalls(job, self._assembler, self.roles, self.worker)
         if self._configure.resume:
             self.roles.load(Path(self._configure.resume))
         self._rollouts = self._make_rollouts(graph)
-        self._evaluation = Evaluation(job, self._loading, self._rollouts, self._host, self.worker)
+        self._evaluation = Evaluation(job, self._loading, self._rollouts, host, self.worker)
         if keeps_samples(graph) and job.steps > 0:
             file = RunFolder(Path(job.run_dir)).samples / f"worker-{self.worker}.jsonl"
             self._samples = SamplesFile(graph, resources.store, self._loading.decode, file)
@@ -148,7 +149,7 @@ class Compute:
         self._work.put(None)
         if self._thread.is_alive():
             self._thread.join(CLOSE_SECONDS)
-        if hasattr(self, "_host"):
+        if self._host is not None:
             self._host.close()
         if self._samples is not None:
             self._samples.close()

@@ -46,7 +46,7 @@ class EvalSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """Held-out evaluation every `every` steps: the reward function over n samples a prompt; best checkpoint kept."""
 
     every: Annotated[int, Meta(ge=0)] = 0  # 0: only `realgraph eval`
-    data: DataSpec | None = None  # default: the training data's `test` split
+    data: DataSpec | None = None  # default: the training data's `test` split; what it leaves out is as in `data`
     n: Count = 1  # samples a prompt
     temperature: Annotated[float, Meta(ge=0)] = 0.0  # 0 is greedy
     k: tuple[Count, ...] = (1,)  # pass@k, unbiased (arXiv:2107.03374, eq. 1)

@@ -36,6 +36,7 @@ class WorkerBoot(Struct, frozen=True):
 
     keys: of this worker, for the master and for its peers. interface: the address its data plane listens on.
     threads: CPU threads of one operation, already set through the environment. log: the file that it prints to.
+    cpu: leave the host's GPUs alone.
     """
 
     worker: int
@@ -46,6 +47,7 @@ class WorkerBoot(Struct, frozen=True):
     threads: int = 1
     interface: str = "127.0.0.1"
     n_workers: int = 1
+    cpu: bool = False
 
 
 class WorkerHandle(Struct, frozen=True):

@@ -24,6 +24,7 @@ from realgraph.runtime.actions import (
     StopRequested,
     WorkerLost,
 )
+from realgraph.runtime.advice import Advice
 from realgraph.runtime.checkpoints import Checkpoints, rescue
 from realgraph.runtime.inbox import Inbox, StopNow
 from realgraph.runtime.interrupts import Interrupted, Interrupts, unless
@@ -78,6 +79,7 @@ class Master:
         self._steps = self._checkpoints.step_of(resume) if resume is not None else 0
         self._border: Checkpointed | None = None  # the state at the last whole step
         self._step_began = 0.0
+        self._advice = Advice()
 
     async def run(self) -> Outcome:
         """Train. A failure of the run is no exception: the outcome says it."""
@@ -225,6 +227,8 @@ class Master:
         self._observers.observe(StepRecord(ended.step, seconds, metrics, time.time()))
         for text in ended.transcripts:
             self._observers.observe(Transcript(ended.step, text))
+        for text in self._advice.look(metrics):
+            self._observers.note(text, "warning")
         self._steps = ended.step + 1  # from here on the step is whole: it is on record
         self._border = self._scheduler.state
 

@@ -1,7 +1,6 @@
 """What a run tells those who watch it: typed records, and the interface of a watcher. Writes nothing itself."""
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Literal, Protocol
 
 from msgspec import Struct, field
@@ -94,9 +93,8 @@ class Observer(Protocol):
 class Observers:
     """Several watchers as one."""
 
-    def __init__(self, observers: Iterable[Observer], run_dir: Path) -> None:
+    def __init__(self, observers: Iterable[Observer]) -> None:
         self.observers = tuple(observers)
-        self.run_dir = run_dir
         self._watching = list(self.observers)
 
     def observe(self, record: RunRecord) -> None:

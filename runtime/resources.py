@@ -20,7 +20,7 @@ class Resources:
 
     def __init__(self, boot: WorkerBoot) -> None:
         self.worker = boot.worker
-        self.device = pick_device(boot.worker)
+        self.device = torch.device("cpu") if boot.cpu else pick_device(boot.worker)
         self.store = Store()
         self.plane = DataPlane(boot.worker, self.store, boot.keys, boot.interface)
         self.peer: Peer = self.plane.peer

@@ -68,6 +68,7 @@ async def start_crew(job: Job, folder: RunFolder) -> Crew:
             log=str(folder.logs / f"worker-{worker}.log"),
             threads=job.runtime.threads,
             n_workers=n_workers,
+            cpu=job.cluster.is_cpu,
         )
         for worker in range(n_workers)
     ]

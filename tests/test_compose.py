@@ -232,7 +232,13 @@ def test_a_value_means_the_same_in_the_file_on_the_command_line_and_in_the_resol
         ("steps: 3", "allocation: {train: {dq: 2}}", "$.allocation.train.dq", "unknown key 'dq'", "known: "),
         ("steps: 3", "eval: {call: rewrd}", "$.eval.call", "'rewrd' is no function call", "did you mean 'reward'?"),
         ("steps: 3", "eval: {every: 2}", "$.eval", "have no test split", "give eval.data"),
-        ("steps: 3", "eval: {data: {path: data}}", "$.eval.data.columns.prompt", "no column 'prompt'", "known: "),
+        (
+            "steps: 3",
+            "eval: {data: {path: data, columns: {prompt: q}}}",
+            "$.eval.data.columns.prompt",
+            "no column 'q'",
+            "",
+        ),
         ("steps: 3", "eval: {n: 2, k: [1, 4], temperature: 1}", "$.eval.k", "pass@4 needs at least 4", "eval.n to 4"),
         ("steps: 3", "eval: {n: 4}", "$.eval.n", "greedy decoding gives the same text 4 times", "temperature"),
         ("graph: grpo", "graph: run.yaml", "$.graph", "a run file can't be its own graph", "name another file"),
@@ -254,6 +260,19 @@ def test_each_mistake_of_a_run_file_has_its_place(
     if not here[0].text.startswith("required") and path != "$.models.actor":
         assert here[0].where.line == given_at[-1]
         assert here[0].where.file == str(place / "run.yaml")
+
+
+def test_held_out_data_are_read_as_the_training_data(place: Path) -> None:
+    run = RUN.replace("steps: 3", "steps: 3\neval: {every: 1, data: {path: data, limit: 2}}")
+    (place / "run.yaml").write_text(run)
+    checked = check_run(place / "run.yaml")
+    assert checked.run.eval is not None
+    held = checked.run.eval.data
+    assert held is not None and held.limit == 2 and checked.run.data.limit is None
+    assert held.columns == checked.run.data.columns == {"prompt": "question"}
+    (place / "run.yaml").write_text(run.replace("limit: 2", "columns: {answer: answer, prompt: answer}"))
+    own = check_run(place / "run.yaml").run.eval
+    assert own is not None and own.data is not None and own.data.columns["prompt"] == "answer"
 
 
 def test_a_graph_file_in_place_of_a_run_file_is_told_so(place: Path) -> None:
