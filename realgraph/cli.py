@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.plan_cli import EPILOG, plan
 
 app = typer.Typer(
     name="realgraph",
@@ -39,18 +40,7 @@ def check(
     check_command(file, overrides or (), resolved, json_out)
 
 
-@app.command()
-def plan(
-    file: RunFile,
-    overrides: Overrides = None,
-    json_out: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the plan to this file as well.")] = None,
-    edited: Annotated[Path | None, typer.Option("--plan", help="Judge this edited plan instead of searching.")] = None,
-) -> None:
-    """Choose what runs where: a table of allocations, predicted seconds and memory."""
-    from realgraph.plan_command import plan_command
-
-    plan_command(file, overrides or (), json_out, out, edited)
+app.command(name="plan", epilog=EPILOG)(plan)
 
 
 @app.command()

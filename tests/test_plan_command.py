@@ -11,6 +11,7 @@ import pytest
 from realgraph.compose import check_run
 from realgraph.graphs.errors import ConfigError
 from realgraph.plan_command import plan_command
+from realgraph.plan_options import PlanOptions
 from realgraph.planner.codec import plan_from_json, plan_to_json
 from realgraph.planning import hub_cache_folder, plan_for, read_plan, request_for
 
@@ -55,19 +56,19 @@ def test_the_table_says_what_runs_where_and_what_bounds_it(run_file: Path, capsy
 
 def test_json_goes_out_comes_back_and_can_be_edited(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = run_file.parent / "plan.json"
-    plan = plan_command(run_file, json_out=True, out=out)
+    plan = plan_command(run_file, options=PlanOptions(json_out=True, out=out))
     assert plan_from_json(capsys.readouterr().out) == plan
     assert plan_from_json(out.read_text()) == plan
     raw = json.loads(out.read_text())
     raw["allocations"]["train"]["max_tokens_per_microbatch"] = 2048
     out.write_text(json.dumps(raw))
-    taken = plan_command(run_file, edited=out)
+    taken = plan_command(run_file, options=PlanOptions(edited=out))
     assert taken.allocations["train"].max_tokens_per_microbatch == 2048
     assert taken.allocations["train"].peak_bytes != plan.allocations["train"].peak_bytes  # predicted anew
     with pytest.raises(ConfigError, match="made for another batch"):
-        plan_command(run_file, ["batch.groups=32"], edited=out)
+        plan_command(run_file, ["batch.groups=32"], PlanOptions(edited=out))
     with pytest.raises(ConfigError, match=r"nowhere\.json"):
-        plan_command(run_file, edited=run_file.parent / "nowhere.json")
+        plan_command(run_file, options=PlanOptions(edited=run_file.parent / "nowhere.json"))
 
 
 def test_a_plan_does_not_depend_on_learning_rates_or_expected_lengths(run_file: Path) -> None:

@@ -1,0 +1,84 @@
+"""Numbers and device sets as people read them. Pure text; every part of a report uses the same forms."""
+
+from collections.abc import Iterable, Sequence
+
+from realgraph.planner.layout import Layout
+
+GB = 1e9
+AXES = ("dp", "tp", "pp")
+RARE_AXES = ("cp", "ep")  # named only where one is above 1
+
+
+def seconds_text(seconds: float) -> str:
+    """Three significant digits: `67.3 s`, `0.104 s`, `1,204 s`."""
+    return (
+        f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:#.3g} s" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+    )
+
+
+def percent_text(share: float, digits: int = 0) -> str:
+    """`96 %`; `0.2 %` with one digit."""
+    return f"{share * 100:.{digits}f} %"
+
+
+def gap_text(gap: float) -> str:
+    """A small share that matters: `0.13 %`, `3.4 %`, `28 %`."""
+    return percent_text(gap, 2 if gap < 0.01 else 1 if gap < 0.1 else 0)
+
+
+def change_text(ratio: float) -> str:
+    """`+14 %` for 1.14, `-3.2 %` for 0.968, `equal` for what rounds to nothing."""
+    change = (ratio - 1) * 100
+    if abs(change) < 0.05:
+        return "equal"
+    return f"{change:+.0f} %" if abs(change) >= 10 else f"{change:+.1f} %"
+
+
+def bytes_text(nbytes: float) -> str:
+    """`57.7 GB`, or `3.2 MB` below a tenth of a GB. 10^9 bytes."""
+    return f"{nbytes / GB:.1f} GB" if nbytes >= GB / 10 else f"{nbytes / 1e6:.1f} MB"
+
+
+def count_text(n_params: float) -> str:
+    """`8.03B`, `596M`."""
+    return f"{n_params / 1e9:.3g}B" if n_params >= 1e8 else f"{n_params / 1e6:.3g}M"
+
+
+def dollars_text(usd: float) -> str:
+    """`$0.42`, `$1,250`, and `$0.0031` where a cent is too coarse."""
+    return f"${usd:,.0f}" if usd >= 100 else f"${usd:.2f}" if usd >= 0.1 else f"${usd:.2g}"
+
+
+def devices_text(devices: Iterable[int]) -> str:
+    """Sorted runs: `0-7, 16-31`."""
+    runs: list[list[int]] = []
+    for device in sorted(devices):
+        if runs and device == runs[-1][1] + 1:
+            runs[-1][1] = device
+        else:
+            runs.append([device, device])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def axes_used(layouts: Iterable[Layout]) -> tuple[str, ...]:
+    """The axes worth a place in the table: dp, tp, pp always, cp and ep where any layout uses them."""
+    known = tuple(layouts)
+    return (*AXES, *(axis for axis in RARE_AXES if any(getattr(layout, axis) > 1 for layout in known)))
+
+
+def axes_text(layout: Layout, axes: Sequence[str] = AXES) -> str:
+    """`4/8/2` for dp/tp/pp."""
+    return "/".join(str(getattr(layout, axis)) for axis in axes)
+
+
+def layout_text(layout: Layout) -> str:
+    """`dp 4, tp 8 on devices 0-31`: the axes above 1."""
+    axes = [f"{axis} {getattr(layout, axis)}" for axis in (*AXES, *RARE_AXES) if getattr(layout, axis) > 1]
+    sharding = ["fsdp"] if layout.sharding == "fsdp" else []
+    where = f"device{'s' * (layout.mesh.n_devices > 1)} {devices_text(layout.mesh.devices)}"
+    return f"{', '.join(axes + sharding) or 'one copy'} on {where}"
+
+
+def words(term: str) -> str:
+    """`kv_cache` as people write it: `KV cache`."""
+    return term.replace("_", " ").replace("kv ", "KV ")

@@ -1,0 +1,192 @@
+"""A plan's steady state as pictures need it: when each call runs in two periods, on which devices, and with what slack.
+
+A lane is a group of devices that do the same things in the same order. Draws nothing.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from realgraph.graphs.graph import Graph
+from realgraph.graphs.spec import Generate, Inference
+from realgraph.planner.events import Dependency, EventGraph, reallocation_node
+from realgraph.planner.plan import Plan
+from realgraph.planner.residency import reallocations
+
+Kind = Literal["generate", "inference", "train", "reallocate"]
+PERIODS = 2  # that a timeline shows
+DUST = 1e-9  # of a period: what rounding leaves
+
+
+class Task(Struct, frozen=True):
+    """What holds devices: a mesh-holding call, or a reallocation (on both of its meshes). start: of step 0, seconds."""
+
+    name: str
+    kind: Kind
+    seconds: float
+    start: float
+    devices: frozenset[int]
+
+
+class Bar(Struct, frozen=True):
+    """One task of one step in the window, seconds from its left edge. Cut off where it reaches beyond."""
+
+    task: str
+    kind: Kind
+    step: int
+    start: float
+    end: float
+    critical: bool
+
+
+class Lane(Struct, frozen=True):
+    """Devices with equal orders, what they do, and the share of a period in which they do nothing."""
+
+    devices: tuple[int, ...]
+    bars: tuple[Bar, ...]
+    busy_seconds: float
+    idle: float
+
+
+class Timeline(Struct, frozen=True):
+    """Two periods of the steady state; the window begins where the first call of step 0 does."""
+
+    period_seconds: float
+    window_seconds: float
+    lanes: tuple[Lane, ...]
+
+
+def tasks_of(graph: Graph, plan: Plan, events: EventGraph) -> tuple[Task, ...]:
+    """The tasks in the graph's order, each reallocation before its call.
+
+    Starts are the plan's own where it has them all, else the earliest that its event graph allows.
+    """
+    layouts = {name: allocation.layout for name, allocation in plan.allocations.items()}
+    moved = reallocations(graph, layouts)
+    starts = plan.starts
+    if not starts.keys() >= plan.allocations.keys():
+        starts = earliest_starts(events, plan.period_seconds)
+    tasks: list[Task] = []
+    for name in (name for name in graph.calls if name in plan.allocations):
+        own = frozenset(layouts[name].mesh.devices)
+        node = reallocation_node(name)
+        seconds = plan.reallocation_seconds.get(name, events.seconds.get(node, 0.0))
+        if name in moved and seconds > 0 and node in starts:
+            both = own | frozenset(layouts[moved[name]].mesh.devices)
+            tasks.append(Task(node, "reallocate", seconds, starts[node], both))
+        tasks.append(Task(name, kind_of(graph, name), plan.allocations[name].seconds, starts[name], own))
+    return tuple(tasks)
+
+
+def kind_of(graph: Graph, call: str) -> Kind:
+    """Of a mesh-holding call."""
+    match graph.calls[call]:
+        case Generate():
+            return "generate"
+        case Inference():
+            return "inference"
+        case _:
+            return "train"
+
+
+def timeline(tasks: tuple[Task, ...], plan: Plan) -> Timeline:
+    """Two periods, lane by lane, the lanes in the order of their first devices."""
+    period = plan.period_seconds
+    origin = min((task.start for task in tasks if task.kind != "reallocate"), default=0.0)
+    critical = frozenset(plan.bottleneck)
+    lanes: list[Lane] = []
+    for devices, members in _groups(tasks, plan).items():
+        busy = sum(task.seconds for task in members)
+        bars = sorted(
+            (bar for task in members for bar in _bars(task, origin, period, task.name in critical)),
+            key=lambda bar: (bar.start, bar.end),
+        )
+        idle = min(1.0, max(0.0, 1 - busy / period)) if period > 0 else 0.0
+        lanes.append(Lane(devices, tuple(bars), busy, idle))
+    return Timeline(period, PERIODS * period, tuple(sorted(lanes, key=lambda lane: lane.devices)))
+
+
+def _groups(tasks: tuple[Task, ...], plan: Plan) -> Mapping[tuple[int, ...], tuple[Task, ...]]:
+    """Devices that serve the same tasks (and so, in one schedule, in the same order) -> those tasks."""
+    known = {device for task in tasks for device in task.devices} | set(plan.orders)
+    served: dict[tuple[Task, ...], list[int]] = {}
+    for device in sorted(known):
+        served.setdefault(tuple(task for task in tasks if device in task.devices), []).append(device)
+    return {tuple(devices): members for members, devices in served.items()}
+
+
+def _bars(task: Task, origin: float, period: float, critical: bool) -> Iterator[Bar]:
+    """Every instance that meets the window, the earliest first."""
+    if period <= 0 or task.seconds <= 0:
+        return
+    window, first = PERIODS * period, task.start - origin
+    step = -int((first + task.seconds) // period) - 1
+    while (start := first + step * period) < window * (1 - DUST):
+        end = start + task.seconds
+        if end > window * DUST:
+            yield Bar(task.name, task.kind, step, max(0.0, start), min(window, end), critical)
+        step += 1
+
+
+# --- the event graph --------------------------------------------------------------------------------------------------
+
+
+def earliest_starts(events: EventGraph, period: float) -> dict[str, float]:
+    """The least starts >= 0 of step 0 under a feasible period: longest paths with seconds - period x tokens.
+
+    Bellman-Ford; circuits of weight 0 (the critical ones) may round upwards, so it ends after n rounds at the latest.
+    """
+    starts = dict.fromkeys(events.seconds, 0.0)
+    tolerance = DUST * max(period, 1e-9)
+    for _ in range(len(starts)):
+        changed = False
+        for dependency in events.dependencies:
+            reached = starts[dependency.source] + _weight(events, dependency, period)
+            if reached > starts[dependency.target] + tolerance:
+                starts[dependency.target], changed = reached, True
+        if not changed:
+            break
+    return starts
+
+
+def slacks(events: EventGraph, period: float) -> dict[str, float]:
+    """Seconds that each node could take longer, alone, before the period grows; 0 on a critical circuit.
+
+    A node on a circuit with h tokens and s seconds has h x period - s left; the least over its circuits, by all
+    longest paths (Floyd-Warshall; a graph has a few dozen nodes).
+    """
+    nodes = list(events.seconds)
+    rank = {name: i for i, name in enumerate(nodes)}
+    longest = [[float("-inf")] * len(nodes) for _ in nodes]
+    for dependency in events.dependencies:
+        source, target = rank[dependency.source], rank[dependency.target]
+        longest[source][target] = max(longest[source][target], _weight(events, dependency, period))
+    for middle in range(len(nodes)):
+        onward = longest[middle]
+        for row in longest:
+            head = row[middle]
+            if head > float("-inf"):
+                for column, tail in enumerate(onward):
+                    if head + tail > row[column]:
+                        row[column] = head + tail
+    return {name: max(0.0, -longest[i][i]) for i, name in enumerate(nodes)}
+
+
+def circuit_parts(events: EventGraph, circuit: Sequence[str], period: float) -> tuple[tuple[float, ...], int]:
+    """Seconds of each node of a circuit, with the delay of its outputs, and the tokens of the whole circuit.
+
+    Of several dependencies between two nodes, the one that binds most under this period.
+    """
+    seconds: list[float] = []
+    tokens = 0
+    for source, target in zip(circuit, [*circuit[1:], circuit[0]], strict=True):
+        between = [d for d in events.dependencies if (d.source, d.target) == (source, target)]
+        binding = max(between, key=lambda d: _weight(events, d, period))
+        seconds.append(events.seconds[source] + binding.delay)
+        tokens += binding.tokens
+    return tuple(seconds), tokens
+
+
+def _weight(events: EventGraph, dependency: Dependency, period: float) -> float:
+    return events.seconds[dependency.source] + dependency.delay - period * dependency.tokens

@@ -1,0 +1,49 @@
+"""What a plan was made for, and what may be wrong with its predictions, in words."""
+
+from collections.abc import Iterator
+
+from realgraph.compose import Checked
+from realgraph.planner.cluster import Cluster
+from realgraph.planner.memory import usable_bytes
+from realgraph.planner.report_format import bytes_text, count_text
+from realgraph.planner.request import PlanRequest
+from realgraph.planner.workload import Workload
+
+
+def facts_of(checked: Checked, request: PlanRequest) -> tuple[tuple[str, str], ...]:
+    """Lines of (name, text): the run, its models, its cluster."""
+    workload = request.workload
+    mode = f"staleness {workload.staleness}" if workload.staleness else "synchronous"
+    samples = f"{workload.groups} groups x {workload.samples_per_group}"
+    roles = request.graph.models.items()
+    sizes = ", ".join(f"{name} {count_text(request.models[name].n_params(role.head))}" for name, role in roles)
+    run = f"graph {request.graph.name}, {samples} samples, {_lengths(workload)}, {mode}"
+    return ((checked.name, run), ("models", sizes), ("cluster", "; ".join(map(_nodes, request.cluster.groups))))
+
+
+def _lengths(workload: Workload) -> str:
+    prompts = workload.prompt_tokens if workload.mean_prompt_tokens is None else workload.mean_prompt_tokens
+    return (
+        f"prompts of {prompts:.0f} (at most {workload.prompt_tokens}) and "
+        f"{workload.mean_new_tokens:.0f} (at most {workload.max_new_tokens}) new tokens expected"
+    )
+
+
+def _nodes(group: Cluster) -> str:
+    nodes = f"{group.nodes} node{'s' * (group.nodes > 1)} x {group.devices_per_node} {group.kind}"
+    return f"{nodes} ({bytes_text(group.memory_bytes)} each, {usable_bytes(group) / 1e9:.1f} usable)"
+
+
+def doubts_of(checked: Checked, request: PlanRequest) -> Iterator[str]:
+    """What the predictions rest on that nobody has measured."""
+    costs, workload = request.costs, request.workload
+    if not costs.phases and not costs.calls and costs.factors is None:
+        yield "no measured costs: the shipped factors were fitted to published speeds of other systems (--costs TABLE)"
+    elif costs.kind and costs.kind != request.cluster.kind:
+        yield f"the costs were measured on {costs.kind}, the cluster is {request.cluster.kind}"
+    if not workload.lengths and not costs.lengths:
+        if checked.run.batch.expected_new_tokens is None:
+            guess = f"half of batch.max_new_tokens, {workload.mean_new_tokens:.0f}"
+            yield f"the mean length of a response is guessed: {guess} (batch.expected_new_tokens, or --lengths)"
+        else:
+            yield "the lengths of responses are drawn around batch.expected_new_tokens, not measured (--lengths)"
