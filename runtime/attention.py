@@ -4,7 +4,6 @@ A model is run on one row of T tokens, the samples end to end. `Segments` says w
 keyword of the model's forward down to the kernel, so that two threads can run two models at once.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, cast
 
@@ -13,84 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from realgraph.runtime.sharing import Shared
+from realgraph.runtime.segments import Segments
 
 PACKED = "realgraph_packed"  # the name under which transformers knows `packed_attention`
-MAX_WASTE = 1.25  # padded / real tokens of a bucket: above this, one more kernel call costs less than the padding
 MAX_SCORES = 1 << 24  # entries of an explicit [rows, heads, width, width] score matrix at a time
-
-
-class Segments:
-    """Where the samples of a packed row lie, and how they are bucketed for a kernel that wants rectangles.
-
-    lengths: N ints, each at least 1, that sum to T. offsets: [N + 1] int32. buckets: (rows, width) of each rectangle.
-    fill: [P] int64, the packed position of every slot of all rectangles, laid end to end (a padding slot repeats its
-    row's last token); back: [T] int64, the slot of every packed token. Both are None where P slots are the T tokens.
-    Where prompts are `shared`, the row that is run holds the kept tokens only: `fill` and `back` (now [U]) are about
-    those, and `again` names the slots of the copies and the kept tokens ([copies] int64 each) that they stand for.
-    """
-
-    def __init__(self, lengths: Sequence[int], device: torch.device, shared: Shared | None = None) -> None:
-        if not lengths or min(lengths) < 1:
-            raise ValueError("a packed row needs at least one sample, and every sample at least one token")
-        self.lengths = tuple(lengths)
-        self.longest = max(lengths)
-        self.n_tokens = sum(lengths)
-        starts = [0]
-        for n in lengths:
-            starts.append(starts[-1] + n)
-        self.offsets = torch.tensor(starts, dtype=torch.int32, device=device)
-        members = _bucket(self.lengths)
-        self.buckets = tuple((len(rows), max(self.lengths[i] for i in rows)) for rows in members)
-        self.fill: Tensor | None = None
-        self.back: Tensor | None = None
-        fill, back = _slots(members, self.lengths, starts)
-        self.shared = shared
-        self.again: tuple[Tensor, Tensor] | None = None
-        if shared is not None:
-            copies = shared.kept[shared.place] != torch.arange(self.n_tokens)
-            self.again = back[copies].to(device), shared.place[copies].to(device)
-            self.fill, self.back = shared.place[fill].to(device), back[shared.kept].to(device)
-        elif not torch.equal(fill, torch.arange(self.n_tokens)):
-            self.fill, self.back = fill.to(device), back.to(device)
-
-    @property
-    def n_rows(self) -> int:
-        """Tokens that are run: fewer than `n_tokens` where prompts are shared."""
-        return self.n_tokens if self.shared is None else len(self.shared.kept)
-
-
-def _bucket(lengths: tuple[int, ...]) -> list[list[int]]:
-    """Samples of about one length together, in the packed order where that costs nothing."""
-    if max(lengths) == min(lengths):
-        return [list(range(len(lengths)))]
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    buckets: list[list[int]] = []
-    for i in order:
-        if buckets and lengths[i] * MAX_WASTE >= lengths[buckets[-1][0]]:
-            buckets[-1].append(i)
-        else:
-            buckets.append([i])
-    return buckets
-
-
-def _slots(members: list[list[int]], lengths: tuple[int, ...], starts: list[int]) -> tuple[Tensor, Tensor]:
-    """(fill [P], back [T]) of `Segments`, on the CPU."""
-    size, begin = torch.tensor(lengths), torch.tensor(starts[:-1])
-    back = torch.empty(starts[-1], dtype=torch.int64)
-    pieces, n_slots = [], 0
-    for rows in members:
-        chosen = torch.tensor(rows)
-        width = int(size[chosen].max())
-        step = torch.arange(width)
-        last = size[chosen, None] - 1
-        fill = begin[chosen, None] + torch.minimum(step, last)  # [rows, width]
-        real = step <= last
-        slot = n_slots + torch.arange(len(rows) * width).view(len(rows), width)
-        back[fill[real]] = slot[real]
-        pieces.append(fill.reshape(-1))
-        n_slots += len(rows) * width
-    return torch.cat(pieces), back
 
 
 class _Fill(torch.autograd.Function):
@@ -167,11 +92,10 @@ def bucketed(rows: Rows, segments: Segments, scaling: float, shape: Shape) -> Te
     # all at once: the backward of a slice fills a whole tensor with zeros, and there would be one for each bucket
     sizes = [n_rows * width for n_rows, width in segments.buckets]
     pieces = []
-    for (n_rows, width), *parts in zip(
-        segments.buckets, *(torch.split(x, sizes) for x in (query, key, value)), strict=True
-    ):
+    split = (torch.split(x, sizes) for x in (query, key, value))
+    for (n_rows, width), seen, *parts in zip(segments.buckets, segments.visible(shape[0]), *split, strict=True):
         q, k, v = (x.view(n_rows, width, *x.shape[1:]).transpose(1, 2) for x in parts)
-        out = _rectangle(q, _repeat(k, q.shape[1]), _repeat(v, q.shape[1]), scaling, shape)
+        out = _rectangle((q, _repeat(k, q.shape[1]), _repeat(v, q.shape[1])), scaling, shape, seen)
         pieces.append(out.transpose(1, 2).reshape(n_rows * width, q.shape[1], v.shape[-1]))
     joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     if segments.back is None:
@@ -187,21 +111,25 @@ def _repeat(x: Tensor, heads: int) -> Tensor:
     return x[:, :, None].expand(n, kv_heads, heads // kv_heads, width, dim).reshape(n, heads, width, dim)
 
 
-def _rectangle(query: Tensor, key: Tensor, value: Tensor, scaling: float, shape: Shape) -> Tensor:
-    """Causal attention of [B, heads, L, dim]; a window no shorter than L changes nothing."""
+def _rectangle(rows: Rows, scaling: float, shape: Shape, seen: Tensor | None) -> Tensor:
+    """Attention of [B, heads, L, dim]: causal, where a window no shorter than L changes nothing, or under the mask
+    `seen` [B, 1, L, L]."""
+    query, key, value = rows
     window, softcap = shape
     width = query.shape[2]
-    band = None if window is None or window >= width else _band(width, window, query.device)
+    if seen is None and window is not None and window < width:
+        seen = _band(width, window, query.device)
     if softcap is None:
-        if band is None:
+        if seen is None:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=band, scale=scaling)
-    if band is None:
-        band = _band(width, width, query.device)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling)
+    if seen is None:
+        seen = _band(width, width, query.device)
     n = max(1, MAX_SCORES // (query.shape[1] * width * width))
+    seen = seen.expand(len(query), 1, width, width)
     pieces = [
-        _softcapped(q, k, v, (scaling, softcap, band))
-        for q, k, v in zip(torch.split(query, n), torch.split(key, n), torch.split(value, n), strict=True)
+        _softcapped(q, k, v, (scaling, softcap, mask))
+        for q, k, v, mask in zip(*(torch.split(x, n) for x in (query, key, value, seen)), strict=True)
     ]
     return torch.cat(pieces)
 

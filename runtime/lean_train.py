@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from realgraph.runtime.attention import Segments, bucketed
+from realgraph.runtime.attention import bucketed
 from realgraph.runtime.lean_decode import Layer, Norm, decoder_layer, lean_applies
+from realgraph.runtime.segments import Segments
 
 
 def lean_trains(network: Any) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
@@ -14,12 +15,13 @@ from transformers import AutoConfig
 
 from realgraph.graphs.spec import ModelRole
 from realgraph.runtime import attention
-from realgraph.runtime.attention import PACKED, Segments
+from realgraph.runtime.attention import PACKED
 from realgraph.runtime.batch import Outputs, Packed
 from realgraph.runtime.heads import HEAD, Head, network_class, prepare
 from realgraph.runtime.lean_train import lean_hidden, lean_trains
 from realgraph.runtime.logprobs import Readout, token_logprobs
-from realgraph.runtime.sharing import share_prompts
+from realgraph.runtime.segments import Segments
+from realgraph.runtime.sharing import share_prefixes
 from realgraph.runtime.weights import own_part, read_config, read_into, refuse, resolve
 
 DTYPES = {
@@ -66,11 +68,16 @@ class PackedModel(nn.Module):
 
     def run(self, batch: Packed, wants: Wants) -> Outputs:
         """One forward pass over all samples of `batch` (at least one), which lies on the model's device."""
-        # on a GPU the variable-length kernels, which know no shared tokens, are worth more
-        shared = share_prompts(batch) if batch.tokens.device.type == "cpu" else None
+        shared = share_prefixes(batch, _needed(batch, wants)) if self._shares(batch.tokens.device) else None
         segments = Segments(batch.lengths, batch.tokens.device, shared)
         found = self(batch.tokens, batch.positions(), segments, wants)
         return Outputs(**found)
+
+    def _shares(self, device: torch.device) -> bool:
+        """Whether common beginnings are computed once. On a GPU the variable-length kernels, which know no shared
+        tokens, are worth more. In float64 results must not depend on who shares a batch, and transformers' norms round
+        to float32, where a sum of gradients differs from their parts."""
+        return device.type == "cpu" and next(self.network.parameters()).dtype != torch.float64
 
     def forward(self, tokens: Tensor, positions: Tensor, segments: Segments, wants: Wants) -> dict[str, Tensor]:
         """tokens, positions: [T] int64. Returns the fields of `Outputs`, as a dict so that FSDP sees the tensors."""
@@ -119,6 +126,22 @@ class PackedModel(nn.Module):
         if entropy is not None:
             found["entropy"] = entropy.new_zeros(tokens.shape).index_put((about,), entropy)
         return found
+
+
+def _needed(batch: Packed, wants: Wants) -> list[int]:
+    """Of each sample the tokens, from its first on, whose state `wants` asks for; at least 1.
+
+    The log-probability of a token and the value before it follow from the state of the token before.
+    """
+    if wants.output == "scores":
+        return list(batch.lengths)
+    if wants.output == "values" or wants.where is None:
+        return [max(1, n - 1) for n in batch.lengths]
+    counted = wants.where.numpy()
+    ends = np.cumsum(batch.lengths)
+    last = np.maximum.accumulate(np.where(counted, np.arange(len(counted)), -1))[ends - 1]
+    needed: list[int] = np.maximum(1, last - ends + np.array(batch.lengths)).tolist()
+    return needed
 
 
 Shard = Callable[[PackedModel], None]

@@ -69,13 +69,13 @@ def test_outputs_and_gradients_are_the_forwards(
         monkeypatch.setattr(type(model.network.model.norm), "forward", plain_norm)
     else:
         assert lean_trains(model.network)
-    compare(model, Wants(output, 0.7, "gradient"), monkeypatch, 1e-5 if dtype == "float32" else 1e-10)
+    compare(model, Wants(output, 0.7, "gradient"), monkeypatch, 3e-5 if dtype == "float32" else 1e-10)
 
 
 def test_the_walk_reads_the_newest_weights(monkeypatch: Patch, tmp_path: Path) -> None:
     model = build(ModelRole(), str(tiny.save(tmp_path, "qwen2")), Start(torch.device("cpu")))
     for _ in range(2):
-        compare(model, Wants(), monkeypatch, 1e-5)
+        compare(model, Wants(), monkeypatch, 3e-5)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
