@@ -64,7 +64,7 @@ def event_graph(graph: Graph, plan: Plan, staleness: int, extra_seconds: Mapping
     }
     late = {name: max(0.0, a.latency_seconds - a.seconds) for name, a in plan.allocations.items()}
     found = {Dependency(name, name, 1) for name in seconds}
-    for source, target, tokens in _graph_edges(graph, staleness):
+    for source, target, tokens in graph_edges(graph, staleness):
         if target in moved and source == moved[target]:
             found.add(Dependency(source, reallocation_node(target), tokens))
             found.add(Dependency(reallocation_node(target), target, 0))
@@ -79,7 +79,7 @@ def event_graph(graph: Graph, plan: Plan, staleness: int, extra_seconds: Mapping
     return EventGraph(seconds, known)
 
 
-def _graph_edges(graph: Graph, staleness: int) -> Iterator[tuple[str, str, int]]:
+def graph_edges(graph: Graph, staleness: int) -> Iterator[tuple[str, str, int]]:
     """Data edges, and weight edges: generation is up to 1 + `staleness` steps behind training, the rest as compiled.
 
     Train calls of one role follow each other, and the next step's first waits for this step's last.

@@ -2,6 +2,9 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import Literal
+
+from msgspec import Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Train
@@ -14,17 +17,33 @@ from realgraph.planner.cost_move import reallocation_seconds
 from realgraph.planner.cost_train import TrainWork, train_seconds
 from realgraph.planner.events import reallocation_node
 from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.lengths import lengths_of
 from realgraph.planner.memory import Footprint
 from realgraph.planner.pins import Pin
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.residency import Copy, copies, reallocations
 
-MAX_RUNNING = 128  # sequences that decode at once on a device: the generation engine's own bound
+MAX_RUNNING = 128  # sequences that decode at once on a device: the embedded engine's own bound
+MAX_RUNNING_SERVER = 1024  # of one replica of a generation server
 CACHE_STEP = 64  # positions: the cache grows in such steps
 LADDER_CPU = (1024, 2048, 4096, 8192)
 LADDER_GPU = (1024, 2048, 4096, 8192, 16384, 32768)
 FUNCTION_SECONDS = 1e-4  # of one sample, in one of the workers' subprocesses
 ADVANTAGE_SECONDS = 1e-5  # of one sample
+
+
+class Candidate(Struct, frozen=True):
+    """One way to run a call. Where its place is open, the layout's mesh is any of that size in its group of nodes.
+
+    tokens: of a micro-batch, or of the cache of a generate call. home: the call reads the trained copy in place,
+    and may be so only where that lies on its mesh under its layout.
+    """
+
+    layout: Layout
+    tokens: int
+    recompute: bool = False
+    residency: Literal["resident", "offloaded", "reallocated"] = "resident"
+    home: bool = False
 
 
 # --- meshes and layouts -----------------------------------------------------------------------------------------------
@@ -226,6 +245,11 @@ def peak(request: PlanRequest, layouts: Mapping[str, Layout], call: str, tokens:
 # --- seconds ----------------------------------------------------------------------------------------------------------
 
 
+def is_trained(request: PlanRequest, role: str) -> bool:
+    """Whether some call of the graph trains the role."""
+    return any(isinstance(call, Train) and call.model == role for call in request.graph.calls.values())
+
+
 def call_seconds(request: PlanRequest, call: str, layout: Layout, tokens: int) -> float:
     """Predicted seconds of one mesh-holding call with micro-batches (or a cache) of `tokens`."""
     setting = Setting(request.model(call), request.role(call), layout, request.cluster, request.costs.factors)
@@ -268,11 +292,30 @@ def _packed_work(request: PlanRequest, tokens: int, steps: int = 1, epochs: int 
 
 
 def running_sequences(request: PlanRequest, layout: Layout, kv_tokens: int) -> int:
-    """How many sequences decode at once on a device with a cache of `kv_tokens`, which grows in whole steps."""
+    """How many sequences decode at once on a replica with a cache of `kv_tokens`.
+
+    The embedded engine's cache grows in whole steps; a server's is paged.
+    """
     share = math.ceil(request.workload.n_samples / layout.dp)
-    most = request.workload.max_running or MAX_RUNNING
+    if request.engine == "any":
+        return max(1, min(share, most_running(request), int(kv_tokens / tokens_in_flight(request) + 1e-9)))
     length = math.ceil((mean_tokens(request) + 1) / CACHE_STEP) * CACHE_STEP
-    return max(1, min(share, most, kv_tokens // length))
+    return max(1, min(share, most_running(request), kv_tokens // length))
+
+
+def most_running(request: PlanRequest) -> int:
+    """Sequences that may decode at once on one replica."""
+    return request.workload.max_running or (MAX_RUNNING if request.engine == "installed" else MAX_RUNNING_SERVER)
+
+
+def tokens_in_flight(request: PlanRequest) -> float:
+    """Cache tokens that one of many running sequences takes: its prompt and the age of a running sequence, with room.
+
+    1.15 covers the fluctuation of the sum over many sequences of all ages.
+    """
+    workload = request.workload
+    lengths = lengths_of(workload.mean_new_tokens, workload.max_new_tokens, workload.lengths)
+    return mean_prompt_tokens(request) + 1.15 * lengths.mean_age
 
 
 def extra_seconds(request: PlanRequest, layouts: Mapping[str, Layout]) -> dict[str, float]:

@@ -55,9 +55,16 @@ def hashes(request: PlanRequest) -> Hashes:
         "edges": sorted((e.producer, e.consumer, e.role, e.distance) for e in graph.edges),
         "models": {name: (request.models[name], *_states(role)) for name, role in graph.models.items()},
     }
-    cluster = (request.cluster, device_kind(request.cluster.kind).costs)
-    workload = msgspec.structs.replace(request.workload, mean_new_tokens=0.0, mean_prompt_tokens=None)
-    return Hashes(_digest(shape), _digest(workload), _digest(cluster))
+    kinds = sorted({group.kind for group in request.cluster.groups})
+    cluster = (request.cluster, [device_kind(kind).costs for kind in kinds])
+    workload = msgspec.structs.replace(request.workload, mean_new_tokens=0.0, mean_prompt_tokens=None, lengths=())
+    costs = "" if request.costs == CostTable() else _digest(request.costs)
+    return Hashes(_digest(shape), _digest(workload), _digest(cluster), costs)
+
+
+def call_hashes(request: PlanRequest, call: str) -> tuple[str, str]:
+    """Of a call's model and of the workload: what ties a measured call to the requests that it speaks of."""
+    return _digest(request.model(call)), hashes(request).workload
 
 
 def _states(role: ModelRole) -> tuple[str | bool | None, ...]:

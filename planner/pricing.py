@@ -1,0 +1,174 @@
+"""Seconds and bytes of one way to run a call: the rows of the search's tables. Chooses nothing."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from realgraph.graphs.spec import Generate, Inference, ModelCall, ModelRole, Train
+from realgraph.planner import memory
+from realgraph.planner.cluster import Cluster
+from realgraph.planner.cost import Setting
+from realgraph.planner.cost_table import Phase, PhaseFactor
+from realgraph.planner.layout import Layout
+from realgraph.planner.memory import Footprint
+from realgraph.planner.model_spec import ModelSpec
+from realgraph.planner.options import Candidate, running_sequences, sample_tokens, setting_seconds
+from realgraph.planner.request import PlanRequest, call_hashes
+
+ELSEWHERE = 1 << 50  # bytes that no device has: what reads the trained copy in place fits nowhere else
+DEFAULT_ERROR: dict[Phase, float] = {"train": 0.12, "inference": 0.25, "generate": 0.15, "reallocate": 0.5}
+
+
+class Holding(Struct, frozen=True):
+    """Bytes of one call on each device of its mesh.
+
+    resident: all the time. active: besides, while it runs. shared: the part of `active` that is there anyway where the
+    call's role is trained on the same mesh under an equal layout. host: of the node's memory, all the time.
+    """
+
+    resident: Footprint
+    active: Footprint
+    shared: int = 0
+    host: int = 0
+
+
+class Option(Struct, frozen=True):
+    """A candidate with its price. running: sequences that decode at once on a replica, of a generate call.
+
+    error: relative standard error of `seconds`. nbytes: resident, active and shared, as the search counts them.
+    """
+
+    candidate: Candidate
+    seconds: float
+    latency: float
+    nbytes: tuple[int, int, int]
+    host: int = 0
+    running: int = 0
+    error: float = 0.0
+
+
+def phase_of(call: ModelCall) -> Phase:
+    """The phase whose measured factor applies."""
+    match call:
+        case Train():
+            return "train"
+        case Inference():
+            return "inference"
+        case Generate():
+            return "generate"
+        case _:
+            raise ValueError("free calls have no phase")
+
+
+def options_of(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> Iterator[Option]:
+    """The rows of one candidate, none where it can't fit an empty device of `cluster`, its group of nodes."""
+    held = holding(request, call, candidate, cluster)
+    resident, active = held.resident.total, held.active.total
+    if resident + active > memory.usable_bytes(cluster):
+        return
+    if candidate.home:
+        active, shared = active + ELSEWHERE, ELSEWHERE
+    else:
+        shared = held.shared
+    seconds, error = call_price(request, call, candidate, cluster)
+    running = 0
+    if isinstance(request.graph.calls[call], Generate):
+        running = running_sequences(request, candidate.layout, candidate.tokens)
+    yield Option(candidate, seconds, seconds, (resident, active, shared), held.host, running, error)
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def holding(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> Holding:
+    """What a call's devices hold for it. Where a copy is dropped after use, its weights count while the call runs."""
+    model, role, layout = request.model(call), request.role(call), candidate.layout
+    active = _running(request, call, candidate)
+    if candidate.home:
+        return Holding(Footprint(), active)
+    trains = isinstance(request.graph.calls[call], Train)
+    copy = (_trained if trains else _frozen)(model, role, layout, cluster.is_cpu)
+    if candidate.residency == "offloaded":
+        return Holding(Footprint(), active + copy, host=copy.total)
+    if request.engine == "any" and candidate.residency == "reallocated":
+        return Holding(Footprint(), active + copy, shared=copy.weights)
+    return Holding(copy, active)
+
+
+def _running(request: PlanRequest, call: str, candidate: Candidate) -> Footprint:
+    """What a running call adds, its weights left aside."""
+    model, role, layout = request.model(call), request.role(call), candidate.layout
+    if isinstance(request.graph.calls[call], Generate):
+        return memory.generation(model, role, layout, candidate.tokens)
+    tokens = max(candidate.tokens, sample_tokens(request))
+    trains = isinstance(request.graph.calls[call], Train)
+    rows = _rows(model, replace_recompute(role, candidate.recompute) if trains else role, layout, tokens, trains)
+    return rows + memory.gathered(model, role, layout, trains)
+
+
+@lru_cache(maxsize=65536)
+def _rows(model: ModelSpec, role: ModelRole, layout: Layout, tokens: int, trains: bool) -> Footprint:
+    return (memory.train_activations if trains else memory.forward_activations)(model, role, layout, tokens)
+
+
+@lru_cache(maxsize=16384)
+def _trained(model: ModelSpec, role: ModelRole, layout: Layout, cpu: bool) -> Footprint:
+    """A trained copy's states; on CPUs the rescue copies lie in the same memory."""
+    states = memory.trained_copy(model, role, layout)
+    return states + memory.rescue_copies(model, role, layout) if cpu else states
+
+
+@lru_cache(maxsize=16384)
+def _frozen(model: ModelSpec, role: ModelRole, layout: Layout, cpu: bool) -> Footprint:
+    """A copy that only runs forward; `cpu` changes nothing of it."""
+    return memory.frozen_copy(model, role, layout)
+
+
+@lru_cache(maxsize=64)
+def replace_recompute(role: ModelRole, recompute: bool) -> ModelRole:
+    """The role with this choice of gradient checkpointing."""
+    return role if role.gradient_checkpointing == recompute else replace(role, gradient_checkpointing=recompute)
+
+
+# --- seconds ----------------------------------------------------------------------------------------------------------
+
+
+def call_price(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of one call and their relative error: by the formulas, corrected by what was measured.
+
+    Where this very call was measured under this layout and workload, its measured seconds stand.
+    """
+    measured = _measured(request, call, candidate)
+    if measured is not None:
+        return measured
+    role = replace_recompute(request.role(call), candidate.recompute)
+    factors = request.costs.factors if request.costs.kind in ("", cluster.kind) else None
+    setting = Setting(request.model(call), role, candidate.layout, cluster, factors)
+    seconds = setting_seconds(request, call, setting, candidate.tokens)
+    seconds += _offload_seconds(request, call, candidate, cluster)
+    phase = phase_of(request.graph.calls[call])
+    found = request.costs.phases.get(phase, PhaseFactor())
+    return found.factor * seconds + found.constant_seconds, found.error or DEFAULT_ERROR[phase]
+
+
+def _measured(request: PlanRequest, call: str, candidate: Candidate) -> tuple[float, float] | None:
+    """The measured seconds and error of exactly this call, None where there are none."""
+    layout = candidate.layout
+    axes = (layout.dp, layout.tp, layout.pp, layout.ep, layout.cp, layout.sharding, candidate.tokens)
+    for found in request.costs.calls:
+        there = (found.dp, found.tp, found.pp, found.ep, found.cp, found.sharding, found.max_tokens_per_microbatch)
+        same = found.call == call and there == axes and found.devices == layout.mesh.n_devices
+        if same and (found.model, found.workload) == call_hashes(request, call):
+            return found.seconds, found.error
+    return None
+
+
+def _offload_seconds(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> float:
+    """Frozen weights are read from the host before use; trained states are read and written back."""
+    if candidate.residency != "offloaded":
+        return 0.0
+    trains = isinstance(request.graph.calls[call], Train)
+    copy = (_trained if trains else _frozen)(request.model(call), request.role(call), candidate.layout, cluster.is_cpu)
+    return (2 if trains else 1) * copy.total / cluster.pcie_bytes_per_s
