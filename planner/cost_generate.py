@@ -8,7 +8,7 @@ from msgspec import Struct
 from realgraph.planner.cost import Setting, gemm_efficiency
 from realgraph.planner.cost_comm import allreduce_seconds, collective_bytes_per_s
 from realgraph.planner.cost_forward import forward_seconds
-from realgraph.planner.cost_overhead import dispatch_seconds
+from realgraph.planner.cost_overhead import rollout_dispatch_seconds
 from realgraph.planner.memory import kv_bytes_per_token
 from realgraph.planner.model_spec import ModelSpec
 
@@ -71,7 +71,7 @@ def generate_seconds(setting: Setting, work: GenerateWork) -> float:
             heapq.heappush(ends, now + following)
     prompts = math.ceil(share / work.samples_per_group) * work.prompt_tokens
     prefill = forward_seconds(setting, prompts, work.prompt_tokens / 2)
-    return seconds + prefill + dispatch_seconds(setting.costs, share)
+    return seconds + prefill + rollout_dispatch_seconds(setting.costs, share)
 
 
 def length_quantile(share: float, mean: float, longest: int) -> float:

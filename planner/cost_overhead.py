@@ -37,6 +37,11 @@ def dispatch_seconds(costs: Costs, samples: float) -> float:
     return costs.call_seconds + samples * costs.sample_seconds
 
 
+def rollout_dispatch_seconds(costs: Costs, samples: float) -> float:
+    """Of one generate call on one device beside its passes: `samples` taken in, given out and stored."""
+    return dispatch_seconds(costs, samples) + samples * costs.admission_seconds
+
+
 def computed_share(samples: float, groups: float, per_group: int, prompt_share: float) -> float:
     """Share of a packed batch's tokens that pass through the projections where equal prompts are computed once.
 

@@ -21,7 +21,8 @@ class Costs(Struct, frozen=True, forbid_unknown_fields=True):
     and by an optimizer step (0: as `memory`). backward: seconds of a backward pass over those of its forward.
     pass_layer: fixed seconds of a layer in a packed forward pass (None: as in a decode step). microbatch: of a
     micro-batch's passes, and optimizer_step: of an optimizer step. collective: of a collective (None: 10 us). call,
-    sample: of a call on a mesh, and of each of its samples, to send, gather and store. function: of each sample of a
+    sample: of a call on a mesh, and of each of its samples, to send, gather and store. admission: of each sample that
+    generation takes in and gives out, besides its decode steps. function: of each sample of a
     function in one worker's subprocess (None: 0.1 ms).
     """
 
@@ -45,6 +46,7 @@ class Costs(Struct, frozen=True, forbid_unknown_fields=True):
     collective_seconds: float | None = None
     call_seconds: float = 0.0
     sample_seconds: float = 0.0
+    admission_seconds: float = 0.0
     function_seconds: float | None = None
 
 
