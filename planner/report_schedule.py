@@ -20,7 +20,10 @@ DUST = 1e-9  # of a period: what rounding leaves
 
 
 class Task(Struct, frozen=True):
-    """What holds devices: a mesh-holding call, or a reallocation (on both of its meshes). start: of step 0, seconds."""
+    """What holds devices: a mesh-holding call, or a reallocation. start: of step 0, seconds.
+
+    A reallocation holds the devices whose orders name it; where none does, those of its call (see `events.py`).
+    """
 
     name: str
     kind: Kind
@@ -71,10 +74,10 @@ def tasks_of(graph: Graph, plan: Plan, events: EventGraph) -> tuple[Task, ...]:
     for name in (name for name in graph.calls if name in plan.allocations):
         own = frozenset(layouts[name].mesh.devices)
         node = reallocation_node(name)
-        seconds = plan.reallocation_seconds.get(name, events.seconds.get(node, 0.0))
+        seconds = events.seconds.get(node, 0.0)
         if name in moved and seconds > 0 and node in starts:
-            both = own | frozenset(layouts[moved[name]].mesh.devices)
-            tasks.append(Task(node, "reallocate", seconds, starts[node], both))
+            ordered = frozenset(device for device, turns in plan.orders.items() if any(t.call == node for t in turns))
+            tasks.append(Task(node, "reallocate", seconds, starts[node], ordered or own))
         tasks.append(Task(name, kind_of(graph, name), plan.allocations[name].seconds, starts[name], own))
     return tuple(tasks)
 

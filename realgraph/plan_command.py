@@ -13,6 +13,7 @@ from realgraph.plan_table import render
 from realgraph.planner.codec import plan_to_json
 from realgraph.planner.plan import Plan
 from realgraph.planner.report import Findings, Report, report_of
+from realgraph.planner.report_html import page
 from realgraph.planner.report_trace import trace_json
 from realgraph.planner.request import PlanRequest
 from realgraph.planning import plan_for, read_plan, request_for
@@ -32,6 +33,8 @@ def plan_command(file: Path, overrides: Sequence[str] = (), options: PlanOptions
     report = _report(checked, request, plan)
     if options.trace is not None:
         write(options.trace, trace_json(report))
+    if options.html is not None:
+        write(options.html, page(report))
     show(report, console())
     return plan
 
@@ -43,7 +46,7 @@ def print_plan(plan: Plan, checked: Checked, request: PlanRequest, console: Cons
 
 def show(report: Report, console: Console) -> None:
     """All parts, one under the other."""
-    for part in render(report):
+    for part in render(report, console.width):
         console.print(part, soft_wrap=isinstance(part, str))
 
 

@@ -1,6 +1,6 @@
 """A plan report as text and tables for a terminal. Computes nothing: `planner/report.py` does."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
@@ -9,7 +9,6 @@ from rich.table import Table
 from rich.text import Text
 
 from realgraph.plan_gantt import COLOURS, gantt
-from realgraph.planner.plan import Plan
 from realgraph.planner.report import Measured, Report, Row, Size
 from realgraph.planner.report_format import (
     axes_text,
@@ -18,28 +17,27 @@ from realgraph.planner.report_format import (
     change_text,
     devices_text,
     dollars_text,
-    gap_text,
     percent_text,
     seconds_text,
     words,
 )
+from realgraph.planner.report_memory import MemoryPart
+from realgraph.planner.report_text import batches_text, bound_text, cheapest, weights_text
 
 CELLS = 16  # of a drawn cluster
-MEMORY_CELLS = 48  # of a full device
+MEMORY_CELLS = 40  # of a full device
+NUMBERS = ("micro-batches", "seconds", "share", "memory")
+LEAST_WIDTH = {"on the cluster": 118, "weights": 98, "most of it": 92}
+PART_COLOURS = {"resident": "cyan", "active": "yellow"}
+NAMED_PARTS = 6  # of a memory bar
 MOST_NODES = 4  # that are drawn apart
-SHADES = ("█", "▓", "▒", "░", "◼", "▪", "▬", "▫")
-STOPPED = {
-    "proven": "the gap is proven",
-    "time limit": "the time limit was reached",
-    "interrupted": "it was interrupted",
-    "exhausted": "nothing is left to try",
-}
+SHADES = ("█", "▓", "▒", "░", "◼", "▪")
 
 
-def render(report: Report) -> Iterator[RenderableType]:
-    """Every part that the report has, in reading order."""
+def render(report: Report, width: int) -> Iterator[RenderableType]:
+    """Every part that the report has, in reading order, for a terminal of `width` characters."""
     yield from head(report)
-    yield allocation_table(report)
+    yield allocation_table(report, width)
     yield from gantt(report)
     yield from bottleneck(report)
     yield from memory(report)
@@ -74,38 +72,34 @@ def head(report: Report) -> Iterator[Text]:
         yield Text.assemble(("price ", "bold"), f"{text}, at {rate}")
 
 
-def bound_text(plan: Plan) -> str:
-    """Bound, gap, why the search ended, and what the bound speaks of."""
-    parts = [seconds_text(plan.lower_bound_seconds), f"gap {gap_text(plan.gap)}"]
-    if plan.stopped:
-        why = STOPPED.get(plan.stopped, plan.stopped)
-        parts.append(f"searched for {seconds_text(plan.search_seconds)} until {why}")
-    return ", ".join(parts) + (f"; within: {plan.scope}" if plan.scope else "")
-
-
 # --- the allocation ---------------------------------------------------------------------------------------------------
 
 
-def allocation_table(report: Report) -> Table:
-    """One row per mesh-holding call, in the graph's order; memory of the fullest device while the call runs."""
+def allocation_table(report: Report, width: int) -> Table:
+    """One row per mesh-holding call, in the graph's order; memory of the fullest device while the call runs.
+
+    A narrow terminal gets fewer columns.
+    """
     axes = axes_used(row.allocation.layout for row in report.rows)
     table = _table("allocation")
-    table.add_column("call", no_wrap=True)
-    for name in ("on the cluster", "devices", "/".join(axes), "weights"):
-        table.add_column(name)
-    for name in ("micro-batches", "seconds", "share", "memory"):
-        table.add_column(name, justify="right")
-    table.add_column("most of it")
+    hidden = {name for name, least in LEAST_WIDTH.items() if width < least}
+    for name in (name for name in columns(axes) if name not in hidden):
+        table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=name != "devices")
     for row in report.rows:
-        table.add_row(*_cells(row, report, axes))
+        table.add_row(*(cell for name, cell in _cells(row, report, axes).items() if name not in hidden))
     table.caption, table.caption_justify = "; ".join(_notes(report)), "left"
     return table
 
 
-def _cells(row: Row, report: Report, axes: tuple[str, ...]) -> list[RenderableType]:
+def columns(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The heads, where these axes of parallelism are shown."""
+    return ("call", "on the cluster", "devices", "/".join(axes), "weights", *NUMBERS, "most of it")
+
+
+def _cells(row: Row, report: Report, axes: tuple[str, ...]) -> dict[str, RenderableType]:
     allocation = row.allocation
     layout, colour = allocation.layout, COLOURS[row.kind]
-    return [
+    values: list[RenderableType] = [
         Text(row.call, style="bold" if row.critical else ""),
         Text(mesh_picture(layout.mesh.devices, report), style=colour),
         devices_text(layout.mesh.devices),
@@ -117,6 +111,7 @@ def _cells(row: Row, report: Report, axes: tuple[str, ...]) -> list[RenderableTy
         bytes_text(allocation.peak_bytes),
         words(allocation.worst_term),
     ]
+    return dict(zip(columns(axes), values, strict=True))
 
 
 def mesh_picture(devices: range, report: Report) -> str:
@@ -131,28 +126,6 @@ def mesh_picture(devices: range, report: Report) -> str:
         drawn += " " if i and i % apart == 0 else ""
         drawn += "█" if covered == len(block) else "▄" if covered else "·"
     return drawn
-
-
-def weights_text(row: Row) -> str:
-    """How the role's weights lie there: sharding, residency, recomputation."""
-    allocation = row.allocation
-    parts = ["FSDP" if allocation.layout.sharding == "fsdp" else "replicated" if allocation.layout.dp > 1 else "whole"]
-    if allocation.residency == "reallocated":
-        parts.append("copy")
-    elif allocation.residency == "offloaded":
-        parts.append("offloaded")
-    if allocation.recompute:
-        parts.append("recompute")
-    return ", ".join(parts)
-
-
-def batches_text(row: Row) -> str:
-    """`4 x 16,384` micro-batches and tokens; of a generate call, the sequences at once and the tokens of the cache."""
-    allocation = row.allocation
-    tokens = f"{allocation.max_tokens_per_microbatch:,}"
-    if row.kind == "generate":
-        return f"{allocation.running:,} in {tokens}" if allocation.running else f"KV {tokens}"
-    return f"{allocation.microbatches:,} x {tokens}" if allocation.microbatches else tokens
 
 
 def _notes(report: Report) -> Iterator[str]:
@@ -178,29 +151,36 @@ def bottleneck(report: Report) -> Iterator[Text]:
     yield Text.assemble(("critical circuit ", "bold"), f"{chain} -> {found.circuit[0][0]}, {spans}")
 
 
-def memory(report: Report) -> Iterator[RenderableType]:
-    """The worst moment of each group of devices as a bar of its parts, the largest first."""
-    table = _table("memory at the worst moment")
-    table.add_column("devices")
-    table.add_column("parts", no_wrap=True)
-    table.add_column("GB", justify="right")
-    table.add_column("of which")
-    for bar in report.memory:
-        if not bar.parts:
-            continue
+def memory(report: Report) -> Iterator[Text]:
+    """The worst moment of each group of devices as a bar of its parts, the largest first, and what they are."""
+    bars = [bar for bar in report.memory if bar.parts]
+    names = [devices_text(bar.devices) for bar in bars]
+    label = max(map(len, names), default=0)
+    if bars:
+        yield Text("memory at the worst moment", style="bold")
+    for name, bar in zip(names, bars, strict=True):
         parts = sorted(bar.parts, key=lambda part: -part.nbytes)
-        picture, full = Text(), 0.0
-        for i, part in enumerate(parts):
-            before, full = round(full), full + part.nbytes / bar.usable_bytes * MEMORY_CELLS
-            style = "cyan" if part.kind == "resident" else "yellow"
-            picture.append(SHADES[i % len(SHADES)] * (round(full) - before), style=style)
-        picture.append("·" * max(0, MEMORY_CELLS - len(picture.plain)), style="dim")
-        largest = "; ".join(f"{part.label} {bytes_text(part.nbytes)}" for part in parts[:2])
-        full_text = f"{bar.total_bytes / 1e9:.1f} / {bar.usable_bytes / 1e9:.1f}"
-        table.add_row(devices_text(bar.devices), picture, full_text, escape(largest))
-    table.caption, table.caption_justify = "cyan: resident; yellow: of the call that runs; dots: free", "left"
-    if table.row_count:
-        yield table
+        moment = f" in {bar.call}" if bar.call else ""
+        full = f"{bar.total_bytes / 1e9:.1f} of {bar.usable_bytes / 1e9:.1f} GB{moment}"
+        yield Text.assemble((f"{name:<{label}} ", "dim"), _stack(parts, bar.usable_bytes), f" {full}", no_wrap=True)
+        legend = Text()
+        for i, part in enumerate(parts[:NAMED_PARTS]):
+            legend.append(SHADES[i % len(SHADES)], style=PART_COLOURS[part.kind])
+            legend.append(f" {part.label} {bytes_text(part.nbytes)}  ")
+        hidden = len(parts) - NAMED_PARTS
+        more = f"and {hidden} smaller part{'s' * (hidden > 1)}" if hidden > 0 else ""
+        yield Text.assemble(" " * (label + 1), legend, more)
+    if bars:
+        yield Text(" " * (label + 1) + "cyan: resident; yellow: of the call that runs; dots: free\n", style="dim")
+
+
+def _stack(parts: Sequence[MemoryPart], usable_bytes: int) -> Text:
+    """One bar; the whole width is what a plan may fill."""
+    picture, full = Text(), 0.0
+    for i, part in enumerate(parts):
+        before, full = round(full), full + part.nbytes / usable_bytes * MEMORY_CELLS
+        picture.append(SHADES[i % len(SHADES)] * (round(full) - before), style=PART_COLOURS[part.kind])
+    return picture.append("·" * max(0, MEMORY_CELLS - len(picture.plain)), style="dim")
 
 
 # --- beside the plan --------------------------------------------------------------------------------------------------
@@ -237,7 +217,7 @@ def hints(report: Report) -> Table:
 def sweep(sizes: tuple[Size, ...], target_seconds: float | None) -> Table:
     """The scaling curve: period, speed-up per device, and the cheapest size that reaches the target."""
     table = _table("cluster sizes")
-    for name in ("devices", "period", "bound", "device seconds a step", "efficiency"):
+    for name in ("devices", "period", "bound", "device seconds", "efficiency"):
         table.add_column(name, justify="right")
     table.add_column("")
     planned = [size for size in sizes if size.period_seconds is not None]
@@ -249,7 +229,7 @@ def sweep(sizes: tuple[Size, ...], target_seconds: float | None) -> Table:
             continue
         area = size.period_seconds * size.devices
         mark = f"the least that reaches {seconds_text(target_seconds)}" if size is reached and target_seconds else ""
-        bar = "█" * max(1, round(24 * least / area)) if area > 0 else ""
+        bar = "█" * max(1, round(16 * least / area)) if area > 0 else ""
         table.add_row(
             f"{size.devices:,}",
             seconds_text(size.period_seconds),
@@ -260,14 +240,6 @@ def sweep(sizes: tuple[Size, ...], target_seconds: float | None) -> Table:
             style="bold" if mark else "",
         )
     return table
-
-
-def cheapest(sizes: tuple[Size, ...], target_seconds: float | None) -> Size | None:
-    """The smallest size whose period is at most the target."""
-    if target_seconds is None:
-        return None
-    reaching = [size for size in sizes if size.period_seconds is not None and size.period_seconds <= target_seconds]
-    return min(reaching, key=lambda size: size.devices, default=None)
 
 
 def measured(calls: tuple[Measured, ...]) -> Table:
@@ -290,4 +262,6 @@ def measured(calls: tuple[Measured, ...]) -> Table:
 
 
 def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    return Table(
+        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+    )

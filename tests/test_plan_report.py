@@ -1,0 +1,173 @@
+"""What `realgraph plan` shows: its timeline, slack, bottleneck, memory and words, over plans made by hand."""
+
+import json
+import math
+import random
+import re
+from itertools import pairwise
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from realgraph.plan_command import show
+from realgraph.plan_gantt import lane_text
+from realgraph.plan_table import mesh_picture
+from realgraph.planner.events import period
+from realgraph.planner.plan import Plan, Turn
+from realgraph.planner.report import Report, report_of
+from realgraph.planner.report_diff import diff
+from realgraph.planner.report_format import change_text, devices_text, gap_text, seconds_text
+from realgraph.planner.report_html import page
+from realgraph.planner.report_price import price_of
+from realgraph.planner.report_schedule import slacks
+from realgraph.planner.report_trace import trace_json
+from realgraph.planner.request import PlanRequest
+from realgraph.planner.search import events_of
+from tests.plan_reports import colocated, everything, finished, overlapping
+
+SEEDS = range(20)
+
+
+def varied(seed: int) -> tuple[PlanRequest, Plan]:
+    """The overlapping plan with other seconds."""
+    rng = random.Random(seed)
+    asked, plan = overlapping()
+    allocations = {
+        name: msgspec.structs.replace(allocation, seconds=rng.uniform(0.5, 50))
+        for name, allocation in plan.allocations.items()
+    }
+    return asked, finished(asked, allocations, plan.orders)
+
+
+def report(asked: PlanRequest, plan: Plan) -> Report:
+    return report_of(asked, plan, "test", (("test", "by hand"),))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_device_does_two_things_at_once_and_every_second_is_counted(seed: int) -> None:
+    shown = report(*varied(seed))
+    assert sum(len(lane.devices) for lane in shown.timeline.lanes) == 64
+    for lane in shown.timeline.lanes:
+        for before, after in pairwise(lane.bars):
+            assert before.end <= after.start + 1e-6, (before, after)
+        busy = math.fsum(bar.end - bar.start for bar in lane.bars)
+        assert busy == pytest.approx(2 * lane.busy_seconds)
+        assert lane.idle == pytest.approx(1 - busy / shown.timeline.window_seconds, abs=1e-9)
+    drawn = {bar.task for lane in shown.timeline.lanes for bar in lane.bars}
+    assert drawn >= set(shown.plan.allocations)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_call_may_take_its_slack_longer_and_no_more(seed: int) -> None:
+    asked, plan = varied(seed)
+    slack = slacks(events_of(asked, plan), plan.period_seconds)
+    for name, allocation in plan.allocations.items():
+        for more, grows in ((slack[name] * 0.999, False), (slack[name] * 1.001 + 0.01, True)):
+            longer = msgspec.structs.replace(allocation, seconds=allocation.seconds + more)
+            changed = msgspec.structs.replace(plan, allocations={**plan.allocations, name: longer})
+            assert (period(events_of(asked, changed)).seconds > plan.period_seconds * (1 + 1e-9)) == grows, name
+    assert {row.call for row in report(asked, plan).rows if row.critical} <= {
+        name for name in slack if slack[name] <= 1e-6 * plan.period_seconds
+    }
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_critical_circuit_adds_up_to_the_period(seed: int) -> None:
+    found = report(*varied(seed)).bottleneck
+    total = math.fsum(seconds for _, seconds in found.circuit)
+    assert total / found.steps == pytest.approx(varied(seed)[1].period_seconds)
+    assert found.call in found.sentence and found.call == max(found.circuit, key=lambda node: node[1])[0]
+
+
+def test_a_colocated_plan_keeps_its_devices_busy() -> None:
+    shown = report(*colocated())
+    (lane,) = shown.timeline.lanes
+    assert [bar.task for bar in lane.bars] == ["rollout", "train", "rollout", "train"]
+    assert [bar.step for bar in lane.bars] == [0, 0, 1, 1]
+    assert lane.idle == pytest.approx(0, abs=0.01)
+    assert "rollout bounds the period: resource load 100 % (devices 0-7)" in shown.bottleneck.sentence
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140, 200])
+def test_the_terminal_shows_every_part_at_every_width(width: int) -> None:
+    console = Console(record=True, width=width, file=open("/dev/null", "w"), highlight=False)  # noqa: SIM115
+    shown = everything()
+    show(shown, console)
+    said = " ".join(console.export_text().split())
+    parts = ["dp/tp/pp", "symmetric", "128 devices", "what if", "doubt", "critical circuit", "$894"]
+    for part in [*parts, *(row.call for row in shown.rows)] if width >= 80 else parts[1:]:
+        assert part in said, part
+    for lane in shown.timeline.lanes:
+        assert len(lane_text(lane, shown.timeline.window_seconds, width).plain) == width
+        assert "━" in lane_text(lane, shown.timeline.window_seconds, width).plain
+
+
+def test_meshes_are_drawn_on_the_cluster() -> None:
+    shown = everything()
+    assert mesh_picture(range(32, 64), shown) == "········████████"
+    small = msgspec.structs.replace(shown, n_devices=16, devices_per_node=8)
+    assert mesh_picture(range(4), small) == "████···· ········"
+    large = msgspec.structs.replace(shown, n_devices=1024)
+    assert mesh_picture(range(96), large) == "█▄··············"
+    assert len(mesh_picture(range(96), msgspec.structs.replace(shown, n_devices=96))) == 16
+
+
+def test_the_trace_is_one_json_with_a_slice_per_bar() -> None:
+    shown = everything()
+    document = json.loads(trace_json(shown))
+    slices = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    assert len(slices) == sum(len(lane.bars) for lane in shown.timeline.lanes)
+    for event in slices:
+        assert event["dur"] > 0 and event["ts"] + event["dur"] <= shown.timeline.window_seconds * 1e6 + 1
+    starts, ends = (
+        {event["id"] for event in document["traceEvents"] if event["ph"] == letter} for letter in ("s", "f")
+    )
+    assert starts == ends != set()
+
+
+def test_the_page_is_whole_and_escapes_what_users_name() -> None:
+    text = page(everything())
+    assert "ppo &lt;70b&gt; &amp; friends" in text and "<b>here</b>" not in text
+    assert "$" not in re.sub(r"\$[\d,.]+", "", text), "a placeholder was left"
+    for forbidden in ("<script", "http://", "https://", "url(", "@import"):
+        assert forbidden not in text
+    assert "</html>" in page(report(*colocated()))
+
+
+def test_a_plan_does_not_differ_from_itself_and_every_difference_is_named() -> None:
+    _, plan = overlapping()
+    assert diff(plan, plan) == ()
+    train = plan.allocations["actor_train"]
+    layout = msgspec.structs.replace(train.layout, tp=8, pp=4)
+    moved = msgspec.structs.replace(train, layout=layout, seconds=train.seconds * 2, recompute=False)
+    orders = {device: (*turns[:-1], Turn("actor_train", 1)) for device, turns in plan.orders.items()}
+    other = msgspec.structs.replace(
+        plan, allocations={**plan.allocations, "actor_train": moved}, orders=orders, period_seconds=80.0
+    )
+    said = {(change.subject, change.what): change for change in diff(plan, other)}
+    assert said["actor_train", "layout"].after == "dp 2, tp 8, pp 4 on devices 0-63"
+    assert said["actor_train", "seconds"].change == "+100 %"
+    assert said["actor_train", "recompute"].after == "false"
+    assert said["", "period"].after == "80.0 s"
+    assert {"devices 0-31", "devices 32-63"} <= {subject for subject, _ in said}
+    assert ("generate", "layout") not in said
+
+
+def test_numbers_are_written_as_people_read_them() -> None:
+    assert [seconds_text(value) for value in (1204.4, 67.29, 0.1044, 0.00002)] == [
+        "1,204 s",
+        "67.3 s",
+        "0.104 s",
+        "20 us",
+    ]
+    assert [change_text(value) for value in (1.14, 0.968, 1.0001)] == ["+14 %", "-3.2 %", "equal"]
+    assert [gap_text(value) for value in (0.0013, 0.034, 0.28)] == ["0.13 %", "3.4 %", "28 %"]
+    assert devices_text([0, 1, 2, 8, 10, 9]) == "0-2, 8-10" and devices_text([3]) == "3"
+
+
+def test_a_price_counts_every_device_all_the_time() -> None:
+    asked, plan = overlapping()
+    price = price_of(asked.cluster, plan.period_seconds, 300, 2.0)
+    assert price.per_step == pytest.approx(64 * plan.period_seconds / 3600 * 2)
+    assert price.per_run == pytest.approx(300 * price.per_step)
