@@ -1,0 +1,133 @@
+"""What a user types: cluster sizes, Ctrl-C, a run directory to compare with, and the dispatch of `realgraph plan`."""
+
+import json
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from realgraph import cli
+from realgraph.graphs.errors import ConfigError
+from realgraph.plan_limits import Progress, interruptible
+from realgraph.plan_measured import STEP, measured_calls, read_run
+from realgraph.plan_options import sizes_of
+from realgraph.planner.codec import plan_to_json
+from realgraph.runtime.observer import RunEnded, RunStarted, StepRecord
+from realgraph.runtime.records import MetricsFile
+from realgraph.runtime.run_folder import RunFolder
+from tests.plan_reports import overlapping
+
+
+def typed(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Runs the console script in this process; returns its exit code."""
+    monkeypatch.setattr(sys, "argv", ["realgraph", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "per_node", "sizes"),
+    [
+        ("8..1024", 8, (8, 16, 32, 64, 128, 256, 512, 1024)),
+        ("8..96", 8, (8, 16, 32, 64, 96)),
+        ("24..24", 8, (24,)),
+        ("96,8,24", 8, (8, 24, 96)),
+        ("4..16", 8, (4, 8, 16)),
+    ],
+)
+def test_sizes_are_doubled_or_listed(text: str, per_node: int, sizes: tuple[int, ...]) -> None:
+    assert sizes_of(text, per_node) == sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("eight", "names no sizes"),
+        ("64..8", "names no sizes"),
+        ("", "names no sizes"),
+        ("12,16", "12 devices are no whole nodes of 8"),
+        ("0,8", "not 0"),
+        ("8..1000000", "65,536"),
+    ],
+)
+def test_sizes_that_no_cluster_has_are_refused(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        sizes_of(text, 8)
+
+
+def test_the_first_interrupt_asks_and_the_second_ends() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with interruptible() as stop:
+        assert not stop()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_progress_is_shown_on_terminals_only(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(Console(file=sys.stderr, force_terminal=False))
+    progress.tell(float("inf"), 3.0)
+    assert progress.text == "no plan yet, bound 3.00 s (Ctrl-C takes it)"
+    progress.tell(4.0, 3.2)
+    assert progress.text == "best so far 4.00 s, bound 3.20 s, gap 25 % (Ctrl-C takes it)"
+    progress.close()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_runs_steps_are_compared_without_its_first_ones(tmp_path: Path) -> None:
+    rng, (_, plan) = random.Random(1), overlapping()
+    folder = RunFolder(tmp_path)
+    folder.plan.write_text(plan_to_json(plan))
+    metrics = MetricsFile(folder.metrics)
+    for first in (0, 6):  # the second start repeats two steps that the first did not save
+        metrics.observe(RunStarted("run", "ppo", 12, first, str(tmp_path), tuple(plan.allocations)))
+        for step in range(first, first + 8):
+            slow = 100.0 if step - first < 2 else 1.0
+            taken = {f"{name}/seconds": 2 * a.seconds * slow for name, a in plan.allocations.items()}
+            metrics.observe(StepRecord(step, plan.period_seconds * slow * rng.uniform(1.09, 1.11), taken))
+    metrics.observe(RunEnded(14, "finished", True))
+    metrics.close()
+    found = {one.call: one for one in measured_calls(read_run(tmp_path))}
+    assert set(found) == {STEP, *plan.allocations}
+    assert found[STEP].measured_seconds == pytest.approx(1.1 * plan.period_seconds, rel=0.02)
+    assert found["generate"].measured_seconds == pytest.approx(2 * found["generate"].predicted_seconds)
+    assert found["generate"].spread == 0 and found["generate"].count == 10
+
+
+def test_what_is_no_run_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run can be read here"):
+        read_run(tmp_path / "nowhere")
+    (tmp_path / "plan.json").write_text(plan_to_json(overlapping()[1]))
+    (tmp_path / "metrics.jsonl").write_text('{"type": "step"\n')
+    with pytest.raises(ConfigError, match=r"metrics.jsonl:1: .*no record of a run"):
+        read_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="finished no step"):
+        read_run(tmp_path)
+
+
+def test_two_plan_files_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, plan = overlapping()
+    text = plan_to_json(plan)
+    (tmp_path / "a.json").write_text(text)
+    (tmp_path / "b.json").write_text(text.replace('"microbatches": 32', '"microbatches": 16'))
+    files = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    assert typed("plan", "diff", *files, monkeypatch=monkeypatch) == 0
+    assert "32 x 16,384 tokens" in capsys.readouterr().out
+    assert typed("plan", "diff", *files, "--json", monkeypatch=monkeypatch) == 0
+    (change,) = json.loads(capsys.readouterr().out)
+    assert (change["subject"], change["what"]) == ("critic_train", "micro-batches")
+    assert typed("plan", "diff", files[0], files[0], monkeypatch=monkeypatch) == 0
+    assert "no difference" in capsys.readouterr().out
+    for words, says in ((["diff", files[0]], "two plan files"), ([], "which run?"), (["diff", *files, "x"], "two")):
+        assert typed("plan", *words, monkeypatch=monkeypatch) == 2
+        assert says in capsys.readouterr().err
