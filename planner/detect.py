@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.planner.cluster import Cluster, ClusterSpec
@@ -43,11 +44,30 @@ def probe() -> Probe:
 def resolve(spec: ClusterSpec, machine: Probe) -> Cluster:
     """Every number of the cluster: the spec's own, else the kind's, else this machine's.
 
-    Raises ConfigError for a kind that no table has, GPUs that can't be read, and a count that nothing tells.
+    Raises ConfigError for a kind that no table has, GPUs that can't be read, a count that nothing tells, and CPU nodes
+    beside others.
     """
     name = _kind_name(spec, machine)
     kind = device_kind(name)
-    return _cpu_cluster(spec, machine, kind) if name == CPU else _gpu_cluster(spec, machine, name, kind)
+    first = _cpu_cluster(spec, machine, kind) if name == CPU else _gpu_cluster(spec, machine, name, kind)
+    return replace(first, more=tuple(_more(spec, i, name) for i in range(len(spec.more)))) if spec.more else first
+
+
+def _more(spec: ClusterSpec, number: int, first: str) -> Cluster:
+    """Further nodes of another kind: never this machine, so that all that is not said is the kind's own."""
+    nodes, path = spec.more[number], f"more[{number}].kind"
+    kind = device_kind(nodes.kind, Where(path=f"$.cluster.{path}"))
+    if CPU in (nodes.kind, first):
+        text = "a mixed cluster has GPUs of several kinds; CPU processes and GPUs do not share one"
+        raise _error(path, text, "leave the cpu nodes out")
+    single = ClusterSpec(
+        nodes=nodes.nodes,
+        devices=nodes.devices or kind.per_node,
+        kind=nodes.kind,
+        memory_gb=nodes.memory_gb,
+        host_memory_gb=nodes.host_memory_gb,
+    )
+    return _gpu_cluster(single, Probe(cores=1, host_memory_bytes=0), nodes.kind, kind)
 
 
 def _kind_name(spec: ClusterSpec, machine: Probe) -> str:

@@ -54,8 +54,7 @@ def event_graph(graph: Graph, plan: Plan, staleness: int, extra_seconds: Mapping
     What reads a call's outputs waits for its latency; what follows it on a device waits for its seconds. extra_seconds:
     of free calls, which the plan does not price, and of reallocation nodes where not the plan's; 0 where absent.
     """
-    layouts = {name: allocation.layout for name, allocation in plan.allocations.items()}
-    moved = {call: train for call, train in reallocations(graph, layouts).items() if call in layouts}
+    moved = moved_calls(graph, plan)
     seconds = {name: extra_seconds.get(name, 0.0) for name in graph.calls}
     seconds |= {name: allocation.seconds for name, allocation in plan.allocations.items()}
     seconds |= {
@@ -77,6 +76,17 @@ def event_graph(graph: Graph, plan: Plan, staleness: int, extra_seconds: Mapping
         found.update(_order_edges(_with_reallocations(turns, implied)))
     known = tuple(sorted(d for d in found if d.source in seconds and d.target in seconds))
     return EventGraph(seconds, known)
+
+
+def moved_calls(graph: Graph, plan: Plan) -> dict[str, str]:
+    """call -> the train call whose weights are brought to it: copies of its own, and what waits in host memory."""
+    layouts = {name: allocation.layout for name, allocation in plan.allocations.items()}
+    moved = reallocations(graph, layouts)
+    for role, trains in _trains(graph).items():
+        for name, allocation in plan.allocations.items():
+            if allocation.residency == "reallocated" and graph.role(name) == role:
+                moved.setdefault(name, trains[-1])
+    return moved
 
 
 def graph_edges(graph: Graph, staleness: int) -> Iterator[tuple[str, str, int]]:

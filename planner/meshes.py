@@ -23,9 +23,10 @@ class Family(Struct, frozen=True):
     groups: tuple[int, ...]
 
 
-def family(cluster: Cluster, reserved: int = 0) -> Family:
+def family(cluster: Cluster, reserved: int = 0, named: tuple[DeviceMesh, ...] = ()) -> Family:
     """The meshes of a cluster whose last `reserved` devices stay free; the smallest first.
 
+    named: sound meshes that the user speaks of; they belong to the family too, and no other place stands for theirs.
     Groups of nodes of different kinds never share a mesh: the slower kind would hold the faster one up in every layer.
     """
     blocks, found = [], []
@@ -37,8 +38,10 @@ def family(cluster: Cluster, reserved: int = 0) -> Family:
             blocks.append(top)
             found += [(mesh, group) for mesh in _meshes(top, nodes.devices_per_node)]
     tree = blocks[0] if len(blocks) == 1 else _parent(blocks, symmetric=False)
+    known = {mesh for mesh, _ in found}
+    found += [(mesh, group_of(cluster, mesh.first)) for mesh in dict.fromkeys(named) if mesh not in known]
     found.sort(key=lambda entry: (entry[0].n_devices, entry[0].first))
-    return Family(tree, tuple(mesh for mesh, _ in found), tuple(group for _, group in found))
+    return Family(_marked(tree, named), tuple(mesh for mesh, _ in found), tuple(group for _, group in found))
 
 
 def mesh_fault(mesh: DeviceMesh, cluster: Cluster) -> str:
@@ -132,6 +135,17 @@ def _node_tree(first: int, devices: int) -> Block:
 
 def _parent(children: list[Block], symmetric: bool) -> Block:
     return Block(children[0].first, sum(child.n_devices for child in children), tuple(children), symmetric)
+
+
+def _marked(block: Block, named: tuple[DeviceMesh, ...]) -> Block:
+    """The tree without the symmetry of blocks that a named mesh has some devices of, but not all."""
+    here = DeviceMesh(block.first, block.n_devices)
+    cut = tuple(
+        m for m in named if m.meets(here) and not (m.first <= here.first and here.devices.stop <= m.devices.stop)
+    )
+    if not cut:
+        return block
+    return Block(block.first, block.n_devices, tuple(_marked(child, cut) for child in block.children), symmetric=False)
 
 
 def _meshes(block: Block, per_node: int) -> Iterator[DeviceMesh]:

@@ -24,6 +24,7 @@ from realgraph.planner.pricing import Option, options_of
 from realgraph.planner.problem import Floats, Ints, OptionTable, SearchProblem, SearchTask
 from realgraph.planner.pruning import Rows, kept_rows
 from realgraph.planner.request import PlanRequest
+from realgraph.planner.wishes import named_meshes
 
 HOST_FRACTION = 0.8  # of a node's memory that offloaded states may fill: data, engines and the system have the rest
 
@@ -38,8 +39,8 @@ class Prepared(Struct, frozen=True, eq=False):
 
 
 def problem_of(request: PlanRequest) -> Prepared:
-    """The whole search problem of a request. Pins and constraints must be sound: see `wishes.problems_of`."""
-    found = family(request.cluster, request.constraints.reserve)
+    """The whole search problem of a request. Pins and constraints must be sound: see `wishes.wish_problems`."""
+    found = family(request.cluster, request.constraints.reserve, named_meshes(request))
     made = _Tables(request, found)
     by_call = {call: made.on_meshes(call) for call in _readers_first(request)}
     wanted = sorted({mesh for numbers in by_call.values() for mesh in numbers})

@@ -2,12 +2,13 @@
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+from msgspec import Struct
 
 from realgraph.compose import Checked
 from realgraph.graphs.errors import ConfigError, Problem, Where
@@ -15,7 +16,9 @@ from realgraph.graphs.spec import Generate
 from realgraph.local_data import JSON_LINES, data_files
 from realgraph.planner.cluster import Cluster, ClusterSpec
 from realgraph.planner.codec import plan_from_json
+from realgraph.planner.cost_table import CostTable
 from realgraph.planner.detect import AUTO, CPU, Probe, probe, resolve
+from realgraph.planner.lengths import quantiles
 from realgraph.planner.model_spec import ModelSpec, load_model_spec
 from realgraph.planner.plan import Plan
 from realgraph.planner.request import PlanRequest
@@ -28,7 +31,17 @@ CHARACTERS_PER_TOKEN = 4  # of English text under a vocabulary of 32,000 or more
 SMALL_VOCABULARY = 2000  # with fewer tokens a token is about a character
 
 
-def request_for(checked: Checked, hub_cache: Path | None = None) -> PlanRequest:
+class Asked(Struct, frozen=True):
+    """What a command asks of the planner beside the run file. engine `auto`: the whole space on GPUs, on CPUs what the
+    installed engines run. lengths: measured new tokens of samples, in any order; they come before those of `costs`.
+    """
+
+    engine: Literal["installed", "any", "auto"] = "installed"
+    costs: CostTable = CostTable()
+    lengths: tuple[int, ...] = ()
+
+
+def request_for(checked: Checked, hub_cache: Path | None = None, asked: Asked = Asked()) -> PlanRequest:
     """What to plan for a run. hub_cache: the Hugging Face cache's `hub` folder, by default where its own tools look.
 
     Raises ConfigError where a model's shape or the cluster is unknown, or a sample is longer than a model's positions.
@@ -47,7 +60,7 @@ def request_for(checked: Checked, hub_cache: Path | None = None) -> PlanRequest:
             models[name] = load_model_spec(role.path, where, cache, role.revision)
         except ConfigError as error:
             problems += error.problems
-    workload = workload_of(checked, models)
+    workload = with_lengths(workload_of(checked, models), asked.lengths or asked.costs.lengths)
     problems += _no_room(checked, models, workload)
     try:
         cluster = cluster_of(checked.run.cluster)
@@ -57,7 +70,37 @@ def request_for(checked: Checked, hub_cache: Path | None = None) -> PlanRequest:
     if problems:
         raise ConfigError(problems)
     pins = {name: pin for name, pin in checked.run.allocation.items() if name in checked.graph.calls}
-    return PlanRequest(checked.graph, workload, cluster, models, pins)
+    auto: Literal["installed", "any"] = "installed" if cluster.is_cpu else "any"
+    return PlanRequest(
+        graph=checked.graph,
+        workload=workload,
+        cluster=cluster,
+        models=models,
+        pins=pins,
+        engine=auto if asked.engine == "auto" else asked.engine,
+        costs=_costs_for(cluster, asked.costs),
+        constraints=checked.run.constraints,
+    )
+
+
+def with_lengths(workload: Workload, measured: Sequence[int]) -> Workload:
+    """The workload with measured new tokens of samples instead of a guessed mean; cut at the longest response."""
+    if not measured:
+        return workload
+    cut = sorted(max(1, min(length, workload.max_new_tokens)) for length in measured)
+    mean = math.fsum(cut) / len(cut)
+    return msgspec.structs.replace(workload, lengths=quantiles(cut), mean_new_tokens=mean)
+
+
+def _costs_for(cluster: Cluster, costs: CostTable) -> CostTable:
+    """The table where it speaks of a kind that the cluster has. Raises ConfigError where it does not."""
+    kinds = sorted({group.kind for group in cluster.groups})
+    if costs.kind and costs.kind not in kinds:
+        text = f"the costs {costs.name!r} were measured on {costs.kind}, the cluster has {', '.join(kinds)}"
+        raise ConfigError(
+            [Problem(Where(path="$.cluster.kind"), text, "measure this kind, or leave --costs out", "costs")]
+        )
+    return costs
 
 
 def hub_cache_folder(environment: Mapping[str, str]) -> Path:
@@ -124,7 +167,8 @@ def _characters(file: Path, column: str, where: Where) -> Iterator[int]:
 
 def cluster_of(spec: ClusterSpec) -> Cluster:
     """The resolved cluster. This machine is looked at only where the spec leaves something to it."""
-    looks = spec.kind in (AUTO, CPU) or spec.devices is None
+    kinds = (spec.kind, *(more.kind for more in spec.more))
+    looks = AUTO in kinds or CPU in kinds or spec.devices is None
     return resolve(spec, probe() if looks else Probe(cores=1, host_memory_bytes=0))
 
 

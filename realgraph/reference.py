@@ -19,13 +19,25 @@ from realgraph.graphs.schema import default_of, defaults_of, describe, structs, 
 from realgraph.graphs.spec import GraphSpec, ModelCall, ModelRole, Optimizer
 from realgraph.json_schema import graph_schema, run_schema
 from realgraph.planner.cluster import ClusterSpec, NodesSpec
+from realgraph.planner.constraints import Constraints
 from realgraph.planner.pins import Pin
 from realgraph.resolved import inline
 from realgraph.run_spec import RunSpec
 from realgraph.runtime.job import BatchSpec, CheckpointSpec, DataSpec, EvalSpec, OutputSpec, RuntimeSpec
 
 REFERENCE, RUN_SCHEMA, GRAPH_SCHEMA = "reference.md", "realgraph.schema.json", "graph.schema.json"
-_RUN = (DataSpec, BatchSpec, ClusterSpec, NodesSpec, Pin, EvalSpec, CheckpointSpec, OutputSpec, RuntimeSpec)
+_RUN = (
+    DataSpec,
+    BatchSpec,
+    ClusterSpec,
+    NodesSpec,
+    Pin,
+    Constraints,
+    EvalSpec,
+    CheckpointSpec,
+    OutputSpec,
+    RuntimeSpec,
+)
 SECTIONS: tuple[tuple[str, str, Sequence[type]], ...] = (
     ("The run file", "What a user edits.", (RunSpec, *_RUN)),
     ("The graph file", "An algorithm: calls over models and keys.", (GraphSpec, ModelRole)),

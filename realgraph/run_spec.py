@@ -6,6 +6,7 @@ from msgspec import Meta, Struct, field
 
 from realgraph.graphs.spec import FORMAT, ModelCall, ModelRole
 from realgraph.planner.cluster import ClusterSpec
+from realgraph.planner.constraints import Constraints
 from realgraph.planner.pins import Pin
 from realgraph.runtime.job import BatchSpec, CheckpointSpec, DataSpec, EvalSpec, OutputSpec, RuntimeSpec
 
@@ -28,6 +29,7 @@ class RunSpec(Struct, frozen=True, forbid_unknown_fields=True):
     batch: BatchSpec = field(default_factory=BatchSpec)  # the size of a step
     cluster: ClusterSpec = field(default_factory=ClusterSpec)  # the machine
     allocation: dict[str, Pin] = field(default_factory=dict)  # call -> what the planner must keep to
+    constraints: Constraints = field(default_factory=Constraints)  # on the plan as a whole
     staleness: Annotated[int, Meta(ge=0)] = 0  # steps a sample may lag behind the weights; 0: synchronous
     overdue: Literal["mask", "wait", "drop", "allow"] = "mask"  # samples older than `staleness`
     steps: Count = 100  # of training (or of generation, where nothing trains)
