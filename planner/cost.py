@@ -7,6 +7,7 @@ from msgspec import Struct
 
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.cluster import Cluster
+from realgraph.planner.cost_backend import Backend, backend_of
 from realgraph.planner.devices import Costs, device_kind
 from realgraph.planner.layout import Layout
 from realgraph.planner.memory import DType, element_bytes
@@ -17,6 +18,7 @@ class Setting(Struct, frozen=True):
     """One role under one layout on a cluster: what every cost depends on.
 
     factors: measured ones that replace those of the cluster's kind. lora_rank: of trained adapters, 0 for all weights.
+    backend: the engine that runs it; None: the one for such a layout.
     """
 
     model: ModelSpec
@@ -25,6 +27,12 @@ class Setting(Struct, frozen=True):
     cluster: Cluster
     factors: Costs | None = None
     lora_rank: int = 0
+    backend: Backend | None = None
+
+    @property
+    def engine(self) -> Backend:
+        """What runs it."""
+        return self.backend or backend_of(self.layout)
 
     @property
     def costs(self) -> Costs:

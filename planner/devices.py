@@ -14,7 +14,9 @@ class Costs(Struct, frozen=True, forbid_unknown_fields=True):
     """Reached fractions of the peak rates, and fixed seconds; see the head of devices.yaml.
 
     gemm_tokens, gemm_width: rows and columns of a matrix product at which half of `gemm` is reached.
-    step, layer, sequence: seconds of one decode step that no arithmetic explains.
+    step, layer, sequence: seconds of one decode step that no arithmetic explains. fp8: rate of matrix products in
+    fp8 over that in bf16. sustained: share of the clock that long compute keeps within the power limit. pass_tokens:
+    rows whose seconds each product of a packed pass costs besides (0: gemm_tokens): tiles and waves left half empty.
 
     What follows is what the calls of a small model are made of; `realgraph profile` measures it, the shipped table has
     none of it. elementwise, optimizer: fractions of the memory rate reached by the element-wise operations of a pass
@@ -37,6 +39,9 @@ class Costs(Struct, frozen=True, forbid_unknown_fields=True):
     step_seconds: float
     layer_seconds: float
     sequence_seconds: float
+    fp8: float = 1.0
+    sustained: float = 1.0
+    pass_tokens: float = 0.0
     elementwise: float = 0.0
     optimizer: float = 0.0
     backward: float = 2.0
@@ -51,7 +56,10 @@ class Costs(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DeviceKind(Struct, frozen=True, forbid_unknown_fields=True):
-    """One kind of device. Rates are peaks per second, *_gb in 10^9 bytes; `names` match what its driver calls it."""
+    """One kind of device. Rates are peaks per second, *_gb in 10^9 bytes; `names` match what its driver calls it.
+
+    usd_per_hour: a typical price on demand, for comparisons; 0 where none is known.
+    """
 
     source: str
     names: tuple[str, ...]
@@ -63,6 +71,7 @@ class DeviceKind(Struct, frozen=True, forbid_unknown_fields=True):
     pcie_gb_per_s: float
     per_node: int
     host_memory_gb: float
+    usd_per_hour: float
     costs: Costs
 
 

@@ -69,6 +69,16 @@ def shards(layout: Layout) -> int:
     return model_parallel * layout.dp * layout.cp if layout.sharding == "fsdp" else model_parallel
 
 
+def lora_params(model: ModelSpec, rank: int) -> int:
+    """Of adapters of `rank` on attention's and the MLP's matrices: rank x (rows + columns) each (arXiv:2106.09685)."""
+    queries, keys = model.attention_width(), model.kv_heads * model.head_dim
+    attention = 2 * (model.hidden + queries) + 2 * (model.hidden + keys)
+    dense = model.mlp_matrices * (model.hidden + model.intermediate)
+    routed = 3 * model.experts * (model.hidden + model.expert_intermediate)
+    mlps = (model.layers - model.expert_layers) * dense + model.expert_layers * routed
+    return rank * (model.layers * attention + mlps)
+
+
 def trained_copy(model: ModelSpec, role: ModelRole, layout: Layout) -> Footprint:
     """Resident bytes of a trained role under AdamW with gradients summed in the masters' precision.
 

@@ -21,11 +21,21 @@ Count = Annotated[int, Meta(ge=1)]
 KV_HEADS = {"qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "mistral": 8, "gemma": 16, "gemma2": 4, "gemma3_text": 4}
 
 
-class ModelSpec(Struct, frozen=True):
+class LatentAttention(Struct, frozen=True):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, sec. 2.1): ranks and head sizes in elements."""
+
+    query_rank: int  # 0: queries come from the hidden state at once
+    kv_rank: int
+    rope_dim: int  # of a query's and the one shared key's rotary part
+    value_dim: int  # of a head's values; `head_dim` of the model is that of a key's other part
+
+
+class ModelSpec(Struct, frozen=True, cache_hash=True):
     """Dimensions of a decoder: sizes in elements. `experts` 0 is a dense model; expert layers have no dense MLP.
 
     norms: RMSNorm vectors of a layer besides those of queries and keys (qk_norm). qkv_bias, out_bias and mlp_bias say
-    which linear layers carry a bias. Facts by architecture: transformers 5, modeling_<architecture>.py.
+    which linear layers carry a bias. mlp_matrices: 3 where an MLP is gated, else 2. shared_intermediate: width of what
+    every token passes beside its experts. Facts by architecture: transformers 5, modeling_<architecture>.py.
     """
 
     architecture: Architecture
@@ -47,21 +57,51 @@ class ModelSpec(Struct, frozen=True):
     experts_per_token: int = 0
     expert_intermediate: int = 0
     expert_layers: int = 0
+    mlp_matrices: int = 3
+    shared_intermediate: int = 0
+    latent: LatentAttention | None = None
 
     def attention_params(self) -> int:
         """Of one layer's attention."""
+        if self.latent is not None:
+            return self._latent_params(self.latent)
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         matrices = 2 * self.hidden * query + 2 * self.hidden * key
         biases = self.qkv_bias * (query + 2 * key) + self.out_bias * self.hidden
         return matrices + biases + self.qk_norm * 2 * self.head_dim
 
+    def _latent_params(self, latent: LatentAttention) -> int:
+        key = self.head_dim + latent.rope_dim
+        inward = latent.query_rank or self.hidden
+        queries = self.hidden * latent.query_rank + latent.query_rank + inward * self.heads * key
+        down = self.hidden * (latent.kv_rank + latent.rope_dim) + latent.kv_rank
+        up = latent.kv_rank * self.heads * (self.head_dim + latent.value_dim)
+        return queries + down + up + self.heads * latent.value_dim * self.hidden
+
+    def attention_width(self) -> int:
+        """Elements of all heads' queries: half the products of one token with one position it sees, over 2."""
+        if self.latent is None:
+            return self.heads * self.head_dim
+        return self.heads * (self.head_dim + self.latent.rope_dim + self.latent.value_dim) // 2
+
+    def kv_width(self) -> int:
+        """Elements that a cache keeps of one token in one layer; latent attention keeps the latent and one key."""
+        if self.latent is None:
+            return 2 * self.kv_heads * self.head_dim
+        return self.latent.kv_rank + self.latent.rope_dim
+
     def mlp_params(self) -> int:
-        """Of one dense gated MLP."""
-        return 3 * self.hidden * self.intermediate + self.mlp_bias * (2 * self.intermediate + self.hidden)
+        """Of one dense MLP."""
+        matrices = self.mlp_matrices * self.hidden * self.intermediate
+        return matrices + self.mlp_bias * ((self.mlp_matrices - 1) * self.intermediate + self.hidden)
 
     def expert_params(self) -> int:
         """Of one expert."""
         return 3 * self.hidden * self.expert_intermediate
+
+    def routed_params(self) -> int:
+        """Of all routed experts of all layers: what expert parallelism cuts."""
+        return self.expert_layers * self.experts * self.expert_params()
 
     def head_params(self, head: Head = "lm") -> int:
         """Of the output head besides the embedding: none where tied; a value or score head is one row."""
@@ -72,24 +112,29 @@ class ModelSpec(Struct, frozen=True):
     def n_params(self, head: Head = "lm") -> int:
         """Parameters of the whole model, a tied embedding counted once."""
         dense = (self.layers - self.expert_layers) * self.mlp_params()
-        sparse = self.expert_layers * self.experts * (self.expert_params() + self.hidden)
+        sparse = self.expert_layers * (self.experts * (self.expert_params() + self.hidden) + self._shared_expert())
         return self.vocab * self.hidden + self._shared_params() + dense + sparse + self.head_params(head)
 
     def active_params(self) -> int:
         """Parameters that one token multiplies in the layers: no embedding, no head, its own experts only."""
         dense = (self.layers - self.expert_layers) * self.mlp_params()
-        per_token = self.experts_per_token * self.expert_params() + self.experts * self.hidden
+        per_token = self.experts_per_token * self.expert_params() + self.experts * self.hidden + self._shared_expert()
         return self._shared_params() + dense + self.expert_layers * per_token
 
     def layer_params(self) -> int:
         """Of the largest layer: what FSDP gathers at once."""
-        sparse = self.experts * (self.expert_params() + self.hidden) if self.expert_layers else 0
+        routed = self.experts * (self.expert_params() + self.hidden) + self._shared_expert()
+        sparse = routed if self.expert_layers else 0
         dense = self.mlp_params() if self.expert_layers < self.layers else 0
         return self.attention_params() + self.norms * self.hidden + max(sparse, dense)
 
     def head_flops(self, head: Head = "lm") -> int:
         """Floating-point operations of the head's forward pass for one token."""
         return 2 * self.hidden * (self.vocab if head == "lm" else 1)
+
+    def _shared_expert(self) -> int:
+        """Of the MLP that every token passes beside its experts."""
+        return 3 * self.hidden * self.shared_intermediate
 
     def _shared_params(self) -> int:
         """Attention and norms of every layer, and the last norm."""

@@ -5,7 +5,6 @@ import pytest
 
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.cost import Setting
-from realgraph.planner.cost_generate import decode_seconds
 from realgraph.planner.cost_inference import inference_seconds
 from realgraph.planner.cost_train import TrainWork, train_seconds
 from realgraph.planner.layout import DeviceMesh, Layout
@@ -65,8 +64,7 @@ def test_faster_hardware_and_smaller_work_never_take_longer() -> None:
 
 
 def test_a_tiny_model_on_a_cpu_takes_what_was_measured() -> None:
-    """Qwen3 of 0.8M parameters, fp32, one core (packed training 10,000 tokens/s; decoding 14,400 at 128 slots)."""
+    """Qwen3 of 0.8M parameters, fp32, one core: packed training of 10,000 tokens/s."""
     tiny = ModelSpec("qwen3", 128, 4, 4, 2, 32, 384, 512, True, 1024, qk_norm=True)
     point = Setting(tiny, ModelRole(), Layout(DeviceMesh(0, 1)), cluster("cpu", 1))
     assert 4_000 < 8192 / train_seconds(point, TrainWork(8192, 47, 4096)) < 25_000
-    assert 7_000 < 128 / decode_seconds(point, 128, 30) < 30_000

@@ -1,0 +1,178 @@
+"""What the cost and memory model says of published training speeds and memory."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from benchmarks.published import Prediction, Row
+from benchmarks.published_shapes import cluster_of, model_of
+from realgraph.graphs.spec import ModelRole
+from realgraph.planner.cost import Setting
+from realgraph.planner.cost_backend import DEEPSPEED_2022, FSDP, MEGATRON, MEGATRON_2022, Backend
+from realgraph.planner.cost_train import Recompute, TrainWork, train_seconds
+from realgraph.planner.devices import Costs, device_kind
+from realgraph.planner.layout import DeviceMesh, Layout
+
+TIMES = ("throughput_per_gpu", "throughput_total", "step_time")  # the first that a configuration has is compared
+DERIVED = ("mfu", "model_tflops_per_gpu", "hw_tflops_per_gpu")  # said again in other units
+JEAN_ZAY_NIC_BYTES_PER_S = 6.25e9  # four Omni-Path links of 100 Gb/s for eight GPUs (BLOOM, arXiv:2211.05100, sec. 3.3)
+
+# Share of the peak of attention kernels, forward and backward, causal, with heads of 128: FlashAttention-3
+# (arXiv:2407.08608, figures 5 and 6) for 2 and 3 on H100; FlashAttention-2 (arXiv:2307.08691, figures 5 to 7) for the
+# first, by Triton, and 2 on A100. Kernels for Ampere run on newer GPUs at the speed of H100.
+ATTENTION = {
+    ("triton", "ampere"): 0.36,
+    ("triton", "hopper"): 0.20,
+    ("flash2", "hopper"): 0.34,
+    ("flash2", "blackwell"): 0.17,
+}
+GENERATIONS = {
+    "ampere": ("A100-40", "A100-80", "A800", "RTX-A6000"),
+    "hopper": ("H100-SXM", "H100-PCIe", "H200", "H800", "H20"),
+    "blackwell": ("B200", "GB200"),
+}
+KERNELS = (  # what a system's software of that time used
+    (r"llm-foundry", "triton"),
+    (r"flash_attention_2|torchtitan", "flash2"),
+)
+
+
+class Case(Struct, frozen=True):
+    """A configuration that was measured: what the formulas need of it. rows: its measurements by metric."""
+
+    setting: Setting
+    work: TrainWork
+    rows: dict[str, Row]
+
+
+def predictions(rows: Sequence[Row]) -> Iterator[Prediction]:
+    """Of training speed, peak memory and fitting; rows of other phases are passed over."""
+    for group in _configurations(rows):
+        case = _case(group)
+        if isinstance(case, Case):
+            yield from _speed(case)
+
+
+def unpredicted(rows: Sequence[Row]) -> Iterator[tuple[Row, str]]:
+    """Rows of the training phase that no prediction answers, each with the reason."""
+    for group in _configurations(rows):
+        case = _case(group)
+        if isinstance(case, str):
+            yield from ((row, case) for row in group.values())
+
+
+def _configurations(rows: Sequence[Row]) -> Iterator[dict[str, Row]]:
+    """Rows of the training phase by metric, those of one configuration together."""
+    found: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in rows:
+        if row.phase == "train":
+            measured = ("metric", "value", "unit")
+            key = tuple(getattr(row, field) for field in row.__struct_fields__ if field not in measured)
+            found.setdefault(key, {})[row.metric] = row
+    return iter(found.values())
+
+
+def _case(group: dict[str, Row]) -> Case | str:
+    """The configuration, or why it can't be predicted."""
+    row = next(iter(group.values()))
+    model, cluster = model_of(row), cluster_of(row)
+    if model is None:
+        return f"no shape known of {row.model}"
+    if cluster is None:
+        return f"no device kind for {row.gpu}"
+    if not (row.tp and row.dp):
+        return "the layout is not published"
+    length = round(row.number("seq_len"))
+    if not length:
+        return "lengths are not published"
+    micro = round(row.number("micro_batch", 1)) or 1
+    layout = _layout(row)
+    batch = row.number("global_batch") or layout.dp * micro * _accumulated(row)
+    if "BLOOM" in row.system:
+        cluster = replace(cluster, nic_bytes_per_s=JEAN_ZAY_NIC_BYTES_PER_S)
+    if row.system == "torchtitan" and layout.pp > 1:
+        micro = 1  # a local batch is cut into samples for the pipeline
+    virtual = re.search(r"VP=(\d+)", row.notes)
+    work = TrainWork(
+        tokens=round(batch * length),
+        sample_tokens=length,
+        microbatch_tokens=-(-micro * length // layout.cp),
+        recompute=recompute_of(row),
+        schedule="interleaved" if virtual and int(virtual[1]) > 1 else "1f1b",
+        chunks=int(virtual[1]) if virtual else 2,
+        fp8=bool(re.search(r"fp8|float8", row.notes.lower())),
+        imbalance=1.0,
+    )
+    lora = re.search(r"LoRA r=(\d+)", row.notes)
+    rank = int(lora[1]) if lora else 0
+    setting = Setting(
+        model, ModelRole(dtype="bfloat16"), layout, cluster, factors_of(row, cluster.kind), rank, backend_of(row)
+    )
+    return Case(setting, work, group)
+
+
+def _layout(row: Row) -> Layout:
+    axes = {axis: max(1, round(row.number(axis, 1))) for axis in ("tp", "pp", "cp", "ep")}
+    dp = max(1, round(row.number("n_gpus")) // (axes["tp"] * axes["pp"] * axes["cp"]))
+    sharded = backend_of(row) is FSDP or bool(re.search(r"FSDP=[1-9]", row.notes))
+    mesh = DeviceMesh(0, round(row.number("n_gpus")))
+    return Layout(mesh, dp=dp, **axes, sharding="fsdp" if sharded else "replicated")
+
+
+def _accumulated(row: Row) -> int:
+    found = re.search(r"micro_batches per step=(\d+)", row.notes)
+    return int(found[1]) if found else 1
+
+
+def backend_of(row: Row) -> Backend:
+    """The engine behind a system's name."""
+    if "Megatron-DeepSpeed" in row.system:
+        return DEEPSPEED_2022
+    if "2022" in row.source:
+        return MEGATRON_2022
+    return MEGATRON if re.search(r"Megatron|nanotron|NeMo", row.system) else FSDP
+
+
+def factors_of(row: Row, kind: str) -> Costs:
+    """The device's factors, with the rate of the attention kernel of the row's software."""
+    costs = device_kind(kind).costs
+    kernel = next((kernel for pattern, kernel in KERNELS if re.search(pattern, f"{row.system} {row.notes}")), None)
+    generation = next((name for name, kinds in GENERATIONS.items() if kind in kinds), "")
+    rate = ATTENTION.get((kernel or "", generation))
+    return costs if rate is None else replace(costs, attention=rate)
+
+
+def recompute_of(row: Row) -> Recompute:
+    """What is computed again, from the notes."""
+    notes = row.notes.lower()
+    if re.search(r"act-ckpt=false", notes):
+        return "none"
+    if re.search(r"act-ckpt|full-ac|full recompute|ac=(recompute|offload)", notes):
+        return "full"
+    return "selective" if re.search(r"\bsac\b|selective", notes) else "none"
+
+
+def _seconds(case: Case) -> float:
+    """Of one optimizer step. Op-level selective recomputation repeats every second product: half-way to all."""
+    seconds = train_seconds(case.setting, case.work)
+    if case.work.recompute != "selective":
+        return seconds
+    return (seconds + train_seconds(case.setting, replace(case.work, recompute="full"))) / 2
+
+
+def _speed(case: Case) -> Iterator[Prediction]:
+    metric = next((metric for metric in TIMES if metric in case.rows), None)
+    if metric is None:
+        return
+    row, seconds = case.rows[metric], _seconds(case)
+    per_second = case.work.tokens / seconds
+    predicted = {
+        "throughput_per_gpu": per_second / case.setting.layout.mesh.n_devices,
+        "throughput_total": per_second,
+        "step_time": seconds,
+    }[metric]
+    group = f"{row.source.split('@')[0].split(' L')[0]} | {row.model} | {metric}"
+    moe = case.setting.model.experts > 0
+    yield Prediction(row, "train", group, row.number("value"), predicted, moe)

@@ -1,0 +1,72 @@
+"""What training engines do around the same arithmetic: overlap, attention kernels, and where states lie.
+
+Two worlds share the formulas. This project's own engines hold whole copies or FSDP shards on dp alone; layouts that
+cut a model (tp, pp, cp, ep) run on an engine in the manner of Megatron-Core, with a distributed optimizer. The others
+here are for comparison with published speeds of older software; a plan never uses them.
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from realgraph.planner.layout import Layout
+
+
+class Backend(Struct, frozen=True):
+    """An engine. compute: its time over that of bare products, attention and element-wise operations.
+
+    attention: `fused` never writes scores to memory (FlashAttention, arXiv:2205.14135); `unfused` does.
+    tp_overlap: share of tensor-parallel traffic that hides behind products. dp_overlap: share of compute behind which
+    gradients (and FSDP's weights) travel. p2p_overlap: share of the traffic between stages that hides.
+    distributed: optimizer states are cut over the dp copies (ZeRO-1, arXiv:1910.02054). gradient_bytes: of a summed
+    gradient on the wire. sequence_parallel: norms and residuals are cut over tp (arXiv:2205.05198).
+    step_seconds: of an optimizer step: data, gradient norm, logging. logit_bytes: moved for each logit, forward and
+    backward: fused cross-entropy reads and writes it thrice, separate operations ten times. reduces_all: gradients are
+    all-reduced, not scattered, before a distributed optimizer gathers weights. layer_seconds: of a layer's pass
+    besides, where launches do not hide behind kernels.
+    """
+
+    name: str
+    compute: float = 1.0
+    attention: Literal["fused", "unfused"] = "fused"
+    tp_overlap: float = 0.0
+    dp_overlap: float = 0.8
+    p2p_overlap: float = 0.5
+    distributed: bool = True
+    gradient_bytes: int = 4
+    sequence_parallel: bool = True
+    step_seconds: float = 0.01
+    logit_bytes: int = 20
+    reduces_all: bool = False
+    layer_seconds: float = 0.0
+
+
+# Defaults of Megatron-Core: gradients in float32, overlapped with the last backward pass; products overlap part of
+# tensor-parallel traffic (Transformer Engine's user buffers).
+MEGATRON = Backend("megatron", tp_overlap=0.3)
+# FSDP copies a layer's weights out of flat buffers, and kernels wait for gathers; gathers run beside compute.
+FSDP = Backend("fsdp", compute=1.1, distributed=False, dp_overlap=0.85)
+# Whole copies with an all-reduce of gradients after the last micro-batch, as this project's engine does.
+REPLICATED = Backend("replicated", distributed=False, dp_overlap=0.0)
+# 2021 and 2022: attention by batched products and a fused softmax; no overlap of gradients; whole residuals on tp.
+MEGATRON_2022 = Backend(
+    "megatron-2022",
+    attention="unfused",
+    dp_overlap=0.0,
+    p2p_overlap=0.0,
+    gradient_bytes=2,
+    sequence_parallel=False,
+    step_seconds=0.1,
+    logit_bytes=48,
+)
+# The training of BLOOM (bigscience, train/tr11-176B-ml): kernels launched one by one (CUDA_LAUNCH_BLOCKING=1, against
+# hangs: about a hundred a layer at 15 us), and gradients all-reduced.
+DEEPSPEED_2022 = replace(MEGATRON_2022, name="deepspeed-2022", reduces_all=True, layer_seconds=1.5e-3)
+
+
+def backend_of(layout: Layout) -> Backend:
+    """The engine that runs a layout where none is named."""
+    if layout.tp * layout.pp * layout.cp * layout.ep > 1:
+        return MEGATRON if layout.sharding == "replicated" else FSDP
+    return REPLICATED if layout.sharding == "replicated" else FSDP
