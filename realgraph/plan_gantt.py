@@ -19,7 +19,7 @@ LONGEST, CRITICAL, SLACK, NOTHING = 160, "━", "─", "·"
 def gantt(report: Report) -> Iterator[RenderableType]:
     """The chart with its scale and legend; nothing where the plan has no schedule."""
     if any(lane.bars for lane in report.timeline.lanes):
-        yield Text("timeline of two periods", style="bold")
+        yield Text("\ntimeline of two periods", style="bold")
         yield Gantt(report.timeline)
 
 
@@ -36,7 +36,7 @@ class Gantt:
         label = max(map(len, names), default=0)
         width = max(20, min(options.max_width, LONGEST) - label - IDLE - 2)
         for name, lane in zip(names, shown, strict=True):
-            row = Text(f"{name:<{label}} ", style="dim", no_wrap=True, end="\n")
+            row = Text(no_wrap=True).append(f"{name:<{label}} ", style="dim")
             row.append_text(lane_text(lane, self._timeline.window_seconds, width))
             row.append(f" {percent_text(lane.idle):>5} idle", style="dim")
             yield row
@@ -44,7 +44,7 @@ class Gantt:
         hidden = sum(len(lane.devices) for lane in lanes[MOST_LANES:])
         more = f"; {len(lanes) - MOST_LANES} more groups with {hidden} devices" if hidden else ""
         legend = f"{CRITICAL} on the critical circuit, {SLACK} has slack, {NOTHING} idle{more}"
-        yield Text(" " * (label + 1) + legend + "\n", style="dim")
+        yield Text(" " * (label + 1) + legend, style="dim")
 
 
 def lane_text(lane: Lane, window_seconds: float, width: int) -> Text:
@@ -79,7 +79,8 @@ def scale_text(timeline: Timeline, width: int) -> str:
 
 
 def _style(bar: Bar) -> str:
-    return f"bold {COLOURS[bar.kind]}" if bar.critical else COLOURS[bar.kind]
+    """Filled where the call is critical, so that what bounds the step stands out."""
+    return f"bold black on {COLOURS[bar.kind]}" if bar.critical else COLOURS[bar.kind]
 
 
 def _shortened(text: str) -> str:

@@ -36,12 +36,14 @@ SHADES = ("█", "▓", "▒", "░", "◼", "▪")
 
 def render(report: Report, width: int) -> Iterator[RenderableType]:
     """Every part that the report has, in reading order, for a terminal of `width` characters."""
+    found, space = report.findings, Text()
     yield from head(report)
+    yield space
     yield allocation_table(report, width)
     yield from gantt(report)
     yield from bottleneck(report)
     yield from memory(report)
-    found = report.findings
+    yield space
     if found.comparisons:
         yield comparisons(report)
     if found.hints:
@@ -145,6 +147,7 @@ def bottleneck(report: Report) -> Iterator[Text]:
     found = report.bottleneck
     if not found.circuit:
         return
+    yield Text()
     yield Text.assemble(("bottleneck ", "bold"), found.sentence)
     chain = " -> ".join(f"{name} {seconds_text(seconds)}" for name, seconds in found.circuit)
     spans = "every step" if found.steps == 1 else f"every {found.steps} steps"
@@ -157,7 +160,7 @@ def memory(report: Report) -> Iterator[Text]:
     names = [devices_text(bar.devices) for bar in bars]
     label = max(map(len, names), default=0)
     if bars:
-        yield Text("memory at the worst moment", style="bold")
+        yield Text("\nmemory at the worst moment", style="bold")
     for name, bar in zip(names, bars, strict=True):
         parts = sorted(bar.parts, key=lambda part: -part.nbytes)
         moment = f" in {bar.call}" if bar.call else ""
@@ -171,7 +174,7 @@ def memory(report: Report) -> Iterator[Text]:
         more = f"and {hidden} smaller part{'s' * (hidden > 1)}" if hidden > 0 else ""
         yield Text.assemble(" " * (label + 1), legend, more)
     if bars:
-        yield Text(" " * (label + 1) + "cyan: resident; yellow: of the call that runs; dots: free\n", style="dim")
+        yield Text(" " * (label + 1) + "cyan: resident; yellow: of the call that runs; dots: free", style="dim")
 
 
 def _stack(parts: Sequence[MemoryPart], usable_bytes: int) -> Text:
