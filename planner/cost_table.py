@@ -1,15 +1,19 @@
 """Measured costs that replace or correct the shipped factors: what `realgraph profile` and finished runs write.
 
-Data only; `profile` and the run write it, `tables.py` applies it, `--costs FILE` names it.
+`profile` and the run write it, the planner's tables apply it, `--costs FILE` names it. Fits nothing.
 """
 
+from pathlib import Path
 from typing import Literal
 
+import msgspec
 from msgspec import Struct
 
+from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.planner.devices import Costs
 
 COSTS_FORMAT = 1
+COSTS_FILE = "costs.json"  # in a run directory
 Phase = Literal["train", "inference", "generate", "reallocate"]
 
 
@@ -59,3 +63,46 @@ class CostTable(Struct, frozen=True, forbid_unknown_fields=True):
     calls: tuple[MeasuredCall, ...] = ()
     lengths: tuple[int, ...] = ()
     format: int = COSTS_FORMAT
+
+
+def costs_to_json(table: CostTable) -> bytes:
+    """Indented, with a newline at the end."""
+    return msgspec.json.format(msgspec.json.encode(table), indent=2) + b"\n"
+
+
+def load_costs(path: Path, where: Where | None = None) -> CostTable:
+    """A table from its file, or from the directory of a finished run. Raises ConfigError at `where`."""
+    file = path / COSTS_FILE if path.is_dir() else path
+    place = where or Where(str(file))
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError as error:
+        raise ConfigError([Problem(place, *_missing(path, file), "costs")]) from error
+    except OSError as error:
+        text = f"the costs can't be read: {error.strerror or error}: {file}"
+        raise ConfigError([Problem(place, text, "", "costs")]) from error
+    try:
+        head = msgspec.json.decode(content, type=_Head)
+        if head.format != COSTS_FORMAT:
+            text = f"{file} has format {head.format}; this version reads format {COSTS_FORMAT}"
+            raise ConfigError([Problem(place, text, "make it again with `realgraph profile`, or a run", "costs")])
+        return msgspec.json.decode(content, type=CostTable)
+    except msgspec.DecodeError as error:
+        hint = "expected what `realgraph profile --out FILE` or a finished run writes"
+        raise ConfigError([Problem(place, f"{file} is no table of costs: {error}", hint, "costs")]) from error
+
+
+class _Head(Struct, frozen=True):
+    """What every version of the file has."""
+
+    format: int
+
+
+def _missing(path: Path, file: Path) -> tuple[str, str]:
+    """What to say of a table that is not there: text and hint."""
+    if not path.is_dir():
+        return f"no file or run directory {str(path)!r}", "measure this machine: realgraph profile --out FILE"
+    if (path / "job.json").is_file():
+        text = f"the run in {path} has left no {COSTS_FILE}"
+        return text, "a run writes it at its end, after some steps; or measure: realgraph profile --out FILE"
+    return f"{path} is no run directory: it holds no {COSTS_FILE}", "name a run directory, or a table's file"

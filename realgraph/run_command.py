@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from realgraph.console import RunConsole, screen
+from realgraph.costs_record import CostsFile, Planned
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.plan_command import print_plan
 from realgraph.planner.detect import probe
@@ -75,7 +76,8 @@ def execute(prepared: Prepared, console: Console, extra: Sequence[Observer] = ()
         except OSError as error:
             raise unwritable_folder(folder, error) from None
         trackers = make_trackers(job.outputs.trackers, job.outputs.tensorboard, job.outputs.project, folder.root)
-        observers = Observers((*files, *trackers, screen(console), *extra))
+        costs = CostsFile(Planned(job.name, prepared.request, job.plan), folder.costs)
+        observers = Observers((*files, *trackers, costs, screen(console), *extra))
         try:
             return asyncio.run(Master(job, folder, observers, prepared.resume).run())
         finally:

@@ -79,7 +79,8 @@ class StepEnded(Struct, frozen=True, tag=True):
 
     metrics: call -> name -> mean, merged over workers. n_tokens counts whole samples, n_new_tokens what was sampled.
     n_skipped groups had a prompt that was too long, n_dropped were filtered out, while this step's groups were made.
-    age: mean over samples of completed train steps since the oldest token; oldest: the largest.
+    age: mean over samples of completed train steps since the oldest token; oldest: the largest. lengths: new tokens of
+    the samples at equal steps of probability, rising; none where nothing was generated.
     """
 
     step: int
@@ -95,6 +96,7 @@ class StepEnded(Struct, frozen=True, tag=True):
     oldest: int
     versions: dict[str, int]
     transcripts: tuple[str, ...]
+    lengths: tuple[int, ...] = ()
 
 
 class EvalEnded(Struct, frozen=True, tag=True):

@@ -224,7 +224,7 @@ class Master:
         now = time.monotonic()
         seconds, self._step_began = now - self._step_began, now
         metrics = flatten(ended, self._job.graph)
-        self._observers.observe(StepRecord(ended.step, seconds, metrics, time.time()))
+        self._observers.observe(StepRecord(ended.step, seconds, metrics, time.time(), ended.lengths))
         for text in ended.transcripts:
             self._observers.observe(Transcript(ended.step, text))
         for text in self._advice.look(metrics):

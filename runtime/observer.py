@@ -30,12 +30,16 @@ class Span(Struct, frozen=True, tag="span"):
 
 
 class StepRecord(Struct, frozen=True, tag="step"):
-    """A finished step: its metrics by `call/name` and its wall-clock seconds."""
+    """A finished step: its metrics by `call/name` and its wall-clock seconds.
+
+    lengths: new tokens of its samples at equal steps of probability, rising; none where nothing was generated.
+    """
 
     step: int
     seconds: float
     metrics: dict[str, float]
     time: float = 0.0
+    lengths: tuple[int, ...] = ()
 
 
 class EvalRecord(Struct, frozen=True, tag="eval"):

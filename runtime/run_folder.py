@@ -8,6 +8,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from realgraph.planner.cost_table import COSTS_FILE
+
 CHECKPOINT_STATE = "state.json"
 
 
@@ -31,6 +33,11 @@ class RunFolder(Struct, frozen=True):
     @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
+
+    @property
+    def costs(self) -> Path:
+        """What the run's calls took, for the next plan; written at its end."""
+        return self.root / COSTS_FILE
 
     @property
     def transcripts(self) -> Path:

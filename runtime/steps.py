@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
+from realgraph.planner.lengths import quantiles
 from realgraph.runtime.actions import Action, Checkpointed, Send, StepEnded
 from realgraph.runtime.job import Job
 from realgraph.runtime.placement import Batch
@@ -12,6 +13,8 @@ from realgraph.runtime.tally import Tally
 from realgraph.runtime.tasks import Task, Tasks, Work
 
 Part = tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[Source, ...]]  # (workers, shares, sources)
+
+SHOWN_LENGTHS = 32  # quantiles that a step tells of its samples' lengths
 
 
 class _Step:
@@ -177,6 +180,7 @@ def _parts_of_whole(call: CallPlan, batch: Batch) -> list[Part]:
 def summary(batch: Batch, tally: Tally, versions: Mapping[str, int]) -> StepEnded:
     """What is told of a step that has ended."""
     ages = [batch.step - group.oldest for group in batch.groups]
+    lengths = [sample.n_new_tokens for group in batch.groups for sample in group.samples]
     return StepEnded(
         step=batch.step,
         metrics=tally.metrics,
@@ -184,11 +188,12 @@ def summary(batch: Batch, tally: Tally, versions: Mapping[str, int]) -> StepEnde
         n_groups=len(batch.groups),
         n_samples=len(batch.ids),
         n_tokens=sum(batch.n_tokens),
-        n_new_tokens=sum(sample.n_new_tokens for group in batch.groups for sample in group.samples),
+        n_new_tokens=sum(lengths),
         n_skipped=tally.n_skipped,
         n_dropped=tally.n_dropped,
         age=Mean(float(sum(ages)), float(len(ages))),
         oldest=max(ages),
         versions=dict(versions),
         transcripts=tuple(tally.transcripts),
+        lengths=quantiles(lengths, SHOWN_LENGTHS) if any(lengths) else (),
     )

@@ -1,0 +1,143 @@
+"""costs.json of a run: what each of its calls really took, for the next plan. Watches the run; measures nothing itself.
+
+The first steps are left out: caches, allocators and worker processes warm up in them. Calls are compared with what the
+planner's formulas say of the lengths that the run really had, so that a wrong guess of lengths is no error of costs.
+"""
+
+import statistics
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from realgraph.graphs.graph import Graph
+from realgraph.graphs.spec import Generate, Inference, Train
+from realgraph.planner.calibrate import phase_factors
+from realgraph.planner.cost import Setting
+from realgraph.planner.cost_table import CostTable, MeasuredCall, Phase, costs_to_json
+from realgraph.planner.lengths import quantiles
+from realgraph.planner.options import setting_seconds
+from realgraph.planner.plan import Plan
+from realgraph.planner.request import PlanRequest, call_hashes
+from realgraph.runtime.observer import RunEnded, RunRecord, StepRecord
+from realgraph.runtime.run_folder import write_atomic
+
+WARM_UP_STEPS = 2  # left out, where more than twice as many follow; else all but the first
+NORMAL = 1.4826  # standard deviation over median absolute deviation, of a normal distribution
+LENGTHS = 128  # quantiles kept
+
+
+class Planned(Struct, frozen=True):
+    """The run's name, what was planned, and the plan."""
+
+    name: str
+    request: PlanRequest
+    plan: Plan
+
+
+class CostsFile:
+    """An observer that writes the table of a run's costs when the run ends, in whatever way. Owns the step records."""
+
+    def __init__(self, planned: Planned, path: Path) -> None:
+        self._planned, self._path = planned, path
+        self._steps: list[StepRecord] = []
+
+    def observe(self, record: RunRecord) -> None:
+        if isinstance(record, StepRecord):
+            self._steps.append(record)
+        elif isinstance(record, RunEnded):
+            table = costs_of(self._planned, self._steps, datetime.now(UTC))
+            if table is not None:
+                write_atomic(self._path, costs_to_json(table))
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def costs_of(planned: Planned, steps: Sequence[StepRecord], now: datetime) -> CostTable | None:
+    """The table of a run's steps; None where it has no step after its first."""
+    kept = steady(steps)
+    if not kept:
+        return None
+    request = with_lengths(planned.request, kept)
+    calls = tuple(
+        call for name in planned.plan.allocations for call in _measured(replace(planned, request=request), name, kept)
+    )
+    return CostTable(
+        kind=request.cluster.kind,
+        name=planned.name,
+        date=now.isoformat(timespec="seconds"),
+        factors=request.costs.factors,
+        phases=phase_factors(calls),
+        calls=calls,
+        lengths=request.workload.lengths,
+    )
+
+
+def steady(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
+    """The steps that count: without those that warm up."""
+    return steps[WARM_UP_STEPS:] if len(steps) > 3 * WARM_UP_STEPS else steps[1:]
+
+
+def with_lengths(request: PlanRequest, steps: Sequence[StepRecord]) -> PlanRequest:
+    """The request with the prompts and responses that the steps really had."""
+    samples = sum(step.metrics["batch/samples"] for step in steps)
+    new = sum(step.metrics["batch/new_tokens"] for step in steps) / samples
+    prompt = sum(step.metrics["batch/tokens"] for step in steps) / samples - new
+    lengths = quantiles([length for step in steps for length in step.lengths], LENGTHS)
+    workload = replace(
+        request.workload,
+        mean_prompt_tokens=prompt,
+        mean_new_tokens=new if lengths else request.workload.mean_new_tokens,
+        lengths=lengths,
+    )
+    return replace(request, workload=workload)
+
+
+def phase_of(graph: Graph, call: str) -> Phase | None:
+    """None for calls that hold no mesh."""
+    match graph.calls[call]:
+        case Train():
+            return "train"
+        case Inference():
+            return "inference"
+        case Generate():
+            return "generate"
+        case _:
+            return None
+
+
+def _measured(planned: Planned, name: str, steps: Sequence[StepRecord]) -> tuple[MeasuredCall, ...]:
+    """Of one call; none where its steps overlap, so that from its start to its end other work is done as well."""
+    request, allocation = planned.request, planned.plan.allocations[name]
+    phase = phase_of(request.graph, name)
+    seconds = [step.metrics[f"{name}/seconds"] for step in steps if f"{name}/seconds" in step.metrics]
+    streams = phase == "generate" and request.workload.staleness > 0
+    if phase is None or not seconds or streams:
+        return ()
+    layout = allocation.layout
+    median = statistics.median(seconds)
+    deviation = NORMAL * statistics.median(abs(value - median) for value in seconds)
+    model, workload = call_hashes(request, name)
+    setting = Setting(request.model(name), request.role(name), layout, request.cluster, request.costs.factors)
+    call = MeasuredCall(
+        call=name,
+        phase=phase,
+        model=model,
+        workload=workload,
+        devices=layout.mesh.n_devices,
+        dp=layout.dp,
+        tp=layout.tp,
+        pp=layout.pp,
+        ep=layout.ep,
+        cp=layout.cp,
+        sharding=layout.sharding,
+        max_tokens_per_microbatch=allocation.max_tokens_per_microbatch,
+        seconds=median,
+        predicted_seconds=setting_seconds(request, name, setting, allocation.max_tokens_per_microbatch),
+        error=deviation / median if median > 0 else 0.0,
+        count=len(seconds),
+    )
+    return (call,)
