@@ -1,24 +1,30 @@
-"""Predicted seconds of generation: prefill, and decode steps as a roofline under continuous batching."""
+"""Predicted seconds of a generate call: prefill, and decode steps under continuous batching over a distribution of
+lengths, down to the few long sequences at the end of a batch."""
 
-import heapq
 import math
 
+import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
-from realgraph.planner.cost import Setting, gemm_efficiency
-from realgraph.planner.cost_comm import allreduce_seconds, collective_bytes_per_s
+from realgraph.planner.cost import Setting
+from realgraph.planner.cost_decode import SAME, DecodeStep, Precision, decode_step, engine_flops
+from realgraph.planner.cost_decode import decode_seconds as decode_seconds
 from realgraph.planner.cost_forward import forward_seconds
 from realgraph.planner.cost_overhead import rollout_dispatch_seconds
-from realgraph.planner.memory import kv_bytes_per_token
-from realgraph.planner.model_spec import ModelSpec
+from realgraph.planner.lengths import Floats, Lengths, lengths_of
+from realgraph.planner.occupancy import Occupancy, occupancy
 
-LENGTH_QUANTILES = 128  # sequences that stand for a device's share when generation is simulated
+PREFILL_TOKENS = 8192  # prompt tokens that enter one forward pass, as serving engines chunk prompts by default
+FEW = 0.1  # of the largest number of running sequences: what counts as the tail of a batch
 
 
 class GenerateWork(Struct, frozen=True):
-    """Samples of the whole batch and of one group, their lengths in tokens, and how many a device runs at once.
+    """Samples of the whole batch and of one group, their lengths in tokens, and how many a replica runs at once.
 
-    prompt_tokens and mean_new_tokens are means over the samples.
+    prompt_tokens and mean_new_tokens are means over the samples. lengths: measured new tokens at equal steps of
+    probability, rising; without them the lengths are log-normal, cut at max_new_tokens. stall_seconds: for which
+    running sequences stand still at a weight update, besides the move of the weights and their new prefill.
     """
 
     samples: int
@@ -27,81 +33,92 @@ class GenerateWork(Struct, frozen=True):
     mean_new_tokens: float
     max_new_tokens: int
     running: int
+    lengths: tuple[int, ...] = ()
+    precision: Precision = SAME
+    stall_seconds: float = 0.0
+
+    @property
+    def distribution(self) -> Lengths:
+        return lengths_of(self.mean_new_tokens, self.max_new_tokens, self.lengths)
 
 
-def decode_seconds(setting: Setting, running: float, context: float) -> float:
-    """One decode step of `running` sequences of mean length `context` on one replica: bound by memory or arithmetic."""
-    model, layout, cluster, costs = setting.model, setting.layout, setting.cluster, setting.costs
-    active = model.active_params() + model.hidden * model.vocab
-    bandwidth = cluster.memory_bytes_per_s
-    read = setting.element * _touched_params(model, running) / layout.tp / (bandwidth * costs.memory)
-    rate = setting.flops * gemm_efficiency(costs, running, model.hidden / layout.tp)
-    computed = 2 * active * running / layout.tp / rate
-    cache = kv_bytes_per_token(model, setting.role.dtype) / min(layout.tp, model.kv_heads)
-    cached = running * context * cache / (bandwidth * costs.kv)
-    nbytes = setting.element * running * model.hidden
-    reduced = 2 * model.layers * allreduce_seconds(nbytes, layout.tp, collective_bytes_per_s(setting, layout.tp))
-    fixed = costs.step_seconds + model.layers * costs.layer_seconds + running * costs.sequence_seconds
-    return max(read, computed) + cached + reduced + fixed
+class Generation(Struct, frozen=True):
+    """A synchronous generate call, of the slowest replica.
+
+    tail_share: of the seconds with fewer than a tenth of the largest number of sequences running. tokens_per_second:
+    new tokens of the whole mesh. running: mean number of sequences on a replica. roofline_share: seconds that reading
+    weights and caches at the memory's peak rate would take, over the seconds of decoding.
+    """
+
+    seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+    tail_share: float
+    tokens_per_second: float
+    running: float
+    roofline_share: float
 
 
 def generate_seconds(setting: Setting, work: GenerateWork) -> float:
-    """All samples of a batch: prefill of each group's prompt once, then continuous batching over `running` slots.
+    """All samples of a batch: prefill of each group's prompt once, then decode steps until the last sample has ended.
 
-    A device's share is simulated by at most LENGTH_QUANTILES sequences at the quantiles of a truncated exponential
-    distribution of lengths; a slot whose sequence ends takes the next one.
+    Replicas get equal parts of the groups and all wait for the slowest. A slot whose sequence ends takes the next one.
     """
-    share = math.ceil(work.samples / setting.layout.dp)
-    count = min(share, LENGTH_QUANTILES)
-    scale = share / count  # real sequences behind each simulated one
-    lengths = [length_quantile((i + 0.5) / count, work.mean_new_tokens, work.max_new_tokens) for i in range(count)]
-    waiting = [lengths[i * _stride(count) % count] for i in range(count)]  # long and short ones mixed
-    slots = max(1, min(count, round(work.running / scale)))
-    ends = waiting[:slots]
-    heapq.heapify(ends)
-    queue, now, seconds = iter(waiting[slots:]), 0.0, 0.0
-    while ends:
-        end = heapq.heappop(ends)
-        age = min(end, work.mean_new_tokens) / 2
-        running = min(work.running, (len(ends) + 1) * scale)
-        seconds += max(0.0, end - now) * decode_seconds(setting, running, work.prompt_tokens + age)
-        now = max(now, end)
-        following = next(queue, None)
-        if following is not None:
-            heapq.heappush(ends, now + following)
-    prompts = math.ceil(share / work.samples_per_group) * work.prompt_tokens
-    prefill = forward_seconds(setting, prompts, work.prompt_tokens / 2)
-    return seconds + prefill + rollout_dispatch_seconds(setting.costs, share)
+    share = work.samples / setting.layout.dp
+    return sum(_phases(setting, work)) + rollout_dispatch_seconds(setting.costs, share)
 
 
-def length_quantile(share: float, mean: float, longest: int) -> float:
-    """The length below which `share` of the samples fall: exponential, cut at `longest`, with the given mean.
+def generation(setting: Setting, work: GenerateWork) -> Generation:
+    """The same call with what a report says of it."""
+    prefill, decode = _phases(setting, work)
+    step, shape = decode_step(setting, work.precision), _occupancy(setting, work)
+    seconds = shape.steps * step(shape.running, work.prompt_tokens + shape.age)
+    few = shape.running < FEW * shape.running.max()
+    ideal = shape.steps * read_seconds(setting, step, shape.running, work.prompt_tokens + shape.age)
+    total = prefill + decode + rollout_dispatch_seconds(setting.costs, work.samples / setting.layout.dp)
+    return Generation(
+        seconds=total,
+        prefill_seconds=prefill,
+        decode_seconds=decode,
+        tail_share=float(seconds[few].sum() / total),
+        tokens_per_second=work.samples * work.distribution.mean / total,
+        running=float(np.dot(seconds, shape.running) / max(1e-12, float(seconds.sum()))),
+        roofline_share=float(ideal.sum() / max(1e-12, float(seconds.sum()))),
+    )
 
-    mean = scale (1 - exp(-longest / scale)): samples that would run on are cut, not redrawn.
+
+def prefill_seconds(setting: Setting, precision: Precision, tokens: float, prompt: float) -> float:
+    """Seconds of one replica to compute the keys and values of `tokens` tokens in sequences of `prompt` tokens.
+
+    Passes of at most PREFILL_TOKENS; logits are needed of last tokens only and left out. Stages of a pipeline work on
+    different passes.
     """
-    if mean >= 0.99 * longest:
-        return float(longest)
-    low, high = mean, longest * 100.0
-    for _ in range(60):
-        scale = (low + high) / 2
-        low, high = (scale, high) if scale * -math.expm1(-longest / scale) < mean else (low, scale)
-    return min(float(longest), -high * math.log1p(-share))
+    if tokens <= 0:
+        return 0.0
+    flops = setting.cluster.flops * engine_flops(setting, precision) / setting.flops
+    headless = replace(setting, role=replace(setting.role, head="value"), cluster=replace(setting.cluster, flops=flops))
+    count = max(1.0, tokens / PREFILL_TOKENS)
+    one = forward_seconds(headless, tokens / count, prompt / 2)
+    return one * (count + setting.layout.pp - 1) / setting.layout.pp
 
 
-def _touched_params(model: ModelSpec, tokens: float) -> float:
-    """Weights that a step of `tokens` tokens reads: of the experts, those that some token chose."""
-    head = model.vocab * model.hidden
-    if not model.expert_layers:
-        return model.active_params() + head
-    unchosen = math.exp(tokens * math.log1p(-model.experts_per_token / model.experts))
-    chosen = model.experts * (1 - unchosen)
-    routed = model.expert_layers * model.expert_params()
-    return model.active_params() + head + routed * max(0.0, chosen - model.experts_per_token)
+def read_seconds(setting: Setting, step: DecodeStep, running: Floats, context: Floats) -> Floats:
+    """Seconds of a decode step that only reads weights and caches, at the peak rate of the memory."""
+    experts = step.expert_read * -np.expm1(running * step.group * step.unchosen)
+    weights = (step.dense_read + experts) * setting.costs.memory
+    return weights + running * context * step.cache_token * setting.costs.kv
 
 
-def _stride(count: int) -> int:
-    """A step near the golden section of `count` and coprime to it: i x step visits every place, well mixed."""
-    step = max(1, round(count * 0.618))
-    while math.gcd(step, count) != 1:
-        step += 1
-    return step
+def _phases(setting: Setting, work: GenerateWork) -> tuple[float, float]:
+    """Seconds of prefill and of decoding."""
+    share = work.samples / setting.layout.dp
+    prompts = max(1, math.ceil(share / work.samples_per_group)) * work.prompt_tokens
+    prefill = prefill_seconds(setting, work.precision, prompts, work.prompt_tokens)
+    step = decode_step(setting, work.precision)
+    decode = _occupancy(setting, work).seconds(lambda running, age: step(running, work.prompt_tokens + age))
+    return prefill, decode
+
+
+def _occupancy(setting: Setting, work: GenerateWork) -> Occupancy:
+    replicas = min(setting.layout.dp, work.samples)
+    return occupancy(work.distribution, work.samples / replicas, max(1, work.running), replicas)
