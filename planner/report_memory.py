@@ -1,13 +1,13 @@
 """What fills each group of devices at its worst moment, owner by owner: the stacked bars of a report."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from msgspec import Struct
 
-from realgraph.planner.layout import Layout
+from realgraph.planner.holdings import Held, active_of, group_for, held_copies
+from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.memory import TERMS, usable_bytes
-from realgraph.planner.options import active, held_copies
 from realgraph.planner.plan import Plan
 from realgraph.planner.report_format import words
 from realgraph.planner.request import PlanRequest
@@ -39,34 +39,36 @@ class MemoryBar(Struct, frozen=True):
 
 
 def memory_bars(request: PlanRequest, plan: Plan) -> tuple[MemoryBar, ...]:
-    """One bar per group of devices with the same calls, in the order of their first devices."""
-    layouts = {name: allocation.layout for name, allocation in plan.allocations.items()}
-    groups: dict[tuple[str, ...], list[int]] = {}
+    """One bar per group of devices of one kind with the same calls, in the order of their first devices."""
+    copies = held_copies(request, plan.allocations)
+    groups: dict[tuple[int, ...], list[int]] = {}
     for device in range(request.cluster.n_devices):
-        calls = tuple(name for name, layout in layouts.items() if device in layout.mesh.devices)
-        groups.setdefault(calls, []).append(device)
-    return tuple(_bar(request, plan, layouts, devices) for devices in groups.values())
+        place = Layout(DeviceMesh(device, 1))
+        calls = [i for i, a in enumerate(plan.allocations.values()) if device in a.layout.mesh.devices]
+        kind = request.cluster.groups.index(group_for(request, place))
+        groups.setdefault((kind, *calls), []).append(device)
+    return tuple(_bar(request, plan, copies, devices) for devices in groups.values())
 
 
-def _bar(request: PlanRequest, plan: Plan, layouts: Mapping[str, Layout], devices: Sequence[int]) -> MemoryBar:
-    device, cluster = devices[0], request.cluster
-    resident = [
-        MemoryPart(_copy_label(copy.role, copy.calls, copy.trained), nbytes, "resident")
-        for copy, nbytes in held_copies(request, layouts, device)
-    ]
-    here = [name for name, layout in layouts.items() if device in layout.mesh.devices]
-    moments = {
-        name: active(request, name, layouts[name], plan.allocations[name].max_tokens_per_microbatch) for name in here
-    }
+def _bar(request: PlanRequest, plan: Plan, copies: Sequence[Held], devices: Sequence[int]) -> MemoryBar:
+    device = devices[0]
+    here = [name for name, allocation in plan.allocations.items() if device in allocation.layout.mesh.devices]
+    moments = {name: active_of(request, plan.allocations, name) for name in here}
     worst = max(moments, key=lambda name: moments[name].total, default="")
     running = [
         MemoryPart(f"{worst}: {words(term)}", getattr(moments[worst], term), "active")
         for term in (TERMS if worst else ())
         if getattr(moments[worst], term)
     ]
-    return MemoryBar(tuple(devices), (*resident, *running), worst, usable_bytes(cluster), cluster.memory_bytes)
+    nodes = group_for(request, Layout(DeviceMesh(device, 1)))
+    resident = [part for copy in copies if device in copy.layout.mesh.devices for part in _resident(copy)]
+    return MemoryBar(tuple(devices), (*resident, *running), worst, usable_bytes(nodes), nodes.memory_bytes)
 
 
-def _copy_label(role: str, calls: Sequence[str], trained: bool) -> str:
-    what = "trained states" if trained else "weights"
-    return f"{role}: {what} for {', '.join(calls)}"
+def _resident(copy: Held) -> Iterator[MemoryPart]:
+    """A trained copy term by term; another is all weights, named by the calls that read it."""
+    whose = copy.role if copy.trained else f"{copy.role} for {', '.join(copy.calls)}"
+    for term in TERMS:
+        nbytes = getattr(copy.footprint, term)
+        if nbytes:
+            yield MemoryPart(f"{whose}: {words(term)}", nbytes, "resident")

@@ -12,10 +12,12 @@ from rich.console import Console
 
 from realgraph import cli
 from realgraph.graphs.errors import ConfigError
+from realgraph.plan_lengths import read_lengths
 from realgraph.plan_limits import Progress, interruptible
 from realgraph.plan_measured import STEP, measured_calls, read_run
 from realgraph.plan_options import sizes_of
 from realgraph.planner.codec import plan_to_json
+from realgraph.planner.cost_table import CostTable, costs_to_json
 from realgraph.runtime.observer import RunEnded, RunStarted, StepRecord
 from realgraph.runtime.records import MetricsFile
 from realgraph.runtime.run_folder import RunFolder
@@ -131,3 +133,38 @@ def test_two_plan_files_are_compared(
     for words, says in ((["diff", files[0]], "two plan files"), ([], "which run?"), (["diff", *files, "x"], "two")):
         assert typed("plan", *words, monkeypatch=monkeypatch) == 2
         assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[80, 512, 3.4]", "80\n512\n\n3.4\n"])
+def test_lengths_are_a_list_or_lines(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "lengths"
+    file.write_text(text)
+    assert read_lengths(file) == (80, 512, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("80\nmany\n", r"lengths:2: .*'many' is no number"),
+        ("80\n-3\n", r"lengths:2: .*-3 is no length"),
+        ("80\nnan\n", r"lengths:2: .*nan is no length"),
+        ('["a"]', "no JSON list of numbers"),
+        ("[]", "expected 1 to"),
+        ("", "expected 1 to"),
+    ],
+)
+def test_what_is_no_length_is_told(text: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "lengths"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        read_lengths(file)
+    with pytest.raises(ConfigError, match="can't be read"):
+        read_lengths(tmp_path / "nowhere")
+
+
+def test_the_lengths_of_a_run_are_those_it_recorded(tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_bytes(costs_to_json(CostTable(lengths=(3, 5, 9))))
+    assert read_lengths(tmp_path) == (3, 5, 9)
+    (tmp_path / "costs.json").write_bytes(costs_to_json(CostTable()))
+    with pytest.raises(ConfigError, match="recorded no lengths"):
+        read_lengths(tmp_path)

@@ -169,5 +169,6 @@ def test_numbers_are_written_as_people_read_them() -> None:
 def test_a_price_counts_every_device_all_the_time() -> None:
     asked, plan = overlapping()
     price = price_of(asked.cluster, plan.period_seconds, 300, 2.0)
+    assert price is not None
     assert price.per_step == pytest.approx(64 * plan.period_seconds / 3600 * 2)
     assert price.per_run == pytest.approx(300 * price.per_step)
