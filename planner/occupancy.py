@@ -52,10 +52,9 @@ class Occupancy(Struct, frozen=True, eq=False):
         total = float(np.dot(self.steps, base))
         if self.replicas == 1:
             return total
-        work = float(np.dot(self.more_steps, base))
-        if self.more_running.any():
-            work += float(np.dot(self.alone, step(self.running + self.more_running, self.age) - base))
-        work *= _NORMAL.inv_cdf((self.replicas - 0.375) / (self.replicas + 0.25))
+        longer = float(np.dot(self.more_steps, base))
+        fuller = float(np.dot(self.alone, step(self.running + self.more_running, self.age) - base))
+        work = math.hypot(longer, fuller) * _NORMAL.inv_cdf((self.replicas - 0.375) / (self.replicas + 0.25))
         tail = total - float(np.dot(self.alone, base))
         return total + math.hypot(work, tail) - tail
 
@@ -78,12 +77,17 @@ def _at_once(lengths: Lengths, samples: float, replicas: int) -> Occupancy:
     steps, middle = np.diff(knots), (knots[1:] + knots[:-1]) / 2
     alive = lengths.survival(middle)
     gone = samples * np.log1p(-np.minimum(alive, SURE))
-    spread = np.sqrt(alive * (1 - alive))
-    whole = float(np.dot(steps, spread))  # as if the deviations at all steps went together: more than that of the sum
-    more = spread * (math.sqrt(samples) * lengths.deviation / whole if whole else 0.0)
+    more = _spread(steps, np.sqrt(alive * (1 - alive)), math.sqrt(samples) * lengths.deviation)
     busy, alone = -np.expm1(replicas * gone), -np.expm1(gone)
     none = np.zeros(len(steps))
     return Occupancy(steps * busy, steps * alone, _while_any(samples * alive, alone), middle, none, more, replicas)
+
+
+def _spread(steps: Floats, deviation: Floats, tokens: float) -> Floats:
+    """One standard deviation more of running sequences, in proportion to that of each step alone, so that it adds up to
+    `tokens`, the deviation of their sum: deviations at different steps do not all go together."""
+    whole = float(np.dot(steps, deviation))
+    return deviation * (tokens / whole if whole else 0.0)
 
 
 def _while_any(running: Floats, alone: Floats) -> Floats:
@@ -115,7 +119,7 @@ def _in_turn(lengths: Lengths, samples: float, slots: int, replicas: int) -> Occ
         ages = end - np.append((np.arange(count) + 0.5) * width, (count + part / 2) * width)
     sizes, ages = np.insert(sizes, 0, float(slots)), np.insert(ages, 0, end)
     alive = ages < lengths.longest
-    full = _full_phase(lengths, (end, steady, math.sqrt(samples) * lengths.deviation / slots), slots)
+    full = _full_phase(lengths, (end, steady, math.sqrt(waiting) * lengths.deviation / slots), slots)
     return _joined(full, _drain(lengths, _merged(ages[alive], sizes[alive]), slots, replicas))
 
 
@@ -167,7 +171,9 @@ def _drain(lengths: Lengths, cohorts: tuple[Floats, Floats], slots: int, replica
     gone = np.log1p(-np.minimum(alive, SURE)) @ sizes
     busy, alone, none = -np.expm1(replicas * gone), -np.expm1(gone), np.zeros(len(middle))
     steps = np.diff(knots)
-    return Occupancy(steps * busy, steps * alone, _while_any(running, alone), age, none, none, replicas)
+    more = _spread(steps, np.sqrt((alive * (1 - alive)) @ sizes), math.sqrt(slots) * lengths.deviation)
+    still = np.minimum(_while_any(running, alone), float(slots))
+    return Occupancy(steps * busy, steps * alone, still, age, none, more, replicas)
 
 
 def _joined(first: Occupancy, second: Occupancy) -> Occupancy:
