@@ -118,15 +118,21 @@ class CachedModel:
         if self._graphs is not None:
             self._graphs.drop()
 
-    def prefill(self, slots: Sequence[int], starts: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
-        """Store the keys and values of tokens `rows[i]` from position `starts[i]` on of slot `slots[i]`."""
+    @property
+    def tells(self) -> bool:
+        """Whether `prefill` gives logits; it may change with the weights."""
+        return self._lean is not None
+
+    def prefill(self, slots: Sequence[int], starts: Sequence[int], rows: Sequence[Sequence[int]]) -> Tensor | None:
+        """Store the keys and values of tokens `rows[i]` from position `starts[i]` on of slot `slots[i]`. Returns the
+        logits [n, V] after the last token of each row, where the model tells them."""
         counts = [len(row) for row in rows]
         widest = max(counts)
         tokens = torch.tensor([[*row, *[row[-1]] * (widest - len(row))] for row in rows], device=self.device)
         rollout_pass = PrefillPass(self.cache, slots, starts, counts)
         if self._lean is not None:
-            self._lean.hidden(tokens, rollout_pass.positions, rollout_pass)
-            return
+            last = torch.tensor([i * widest + count - 1 for i, count in enumerate(counts)], device=self.device)
+            return self._lean.logits(tokens, rollout_pass.positions, rollout_pass, last)
         # no position is asked for logits: only the keys and values matter
         self._module(
             input_ids=tokens,
@@ -135,6 +141,7 @@ class CachedModel:
             logits_to_keep=tokens.new_empty(0),
             rollout_pass=rollout_pass,
         )
+        return None
 
     def decode(self, tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
         """Logits [n, V] after the newest tokens [n], at positions [n], of slots 0 to n - 1; their keys are stored."""
@@ -148,5 +155,5 @@ class CachedModel:
         rollout_pass = DecodePass(self.cache, on_device, runs)
         newest = torch.from_numpy(tokens).to(self.device)
         if self._lean is not None:
-            return self._lean.logits(newest, on_device, rollout_pass)
+            return self._lean.logits(newest[:, None], on_device[:, None], rollout_pass)
         return decode_logits(self._module, newest, on_device, rollout_pass)

@@ -100,7 +100,7 @@ class KVCache:
         self.epoch += 1
 
     def copy(self, to: Sequence[int], source: Sequence[int], length: int) -> None:
-        """Slots `to` take the first `length` positions of slots `source`; the two share no slot."""
+        """Slots `to` take what the first `length` positions of slots `source` held before, all at once."""
         if len(to) == 1:
             for layer in self.layers:
                 layer[:, to[0], :, :length] = layer[:, source[0], :, :length]
@@ -109,7 +109,7 @@ class KVCache:
         start = torch.tensor(source, device=self.shape.device)
         for layer in self.layers:
             part = layer[:, :, :, :length]
-            part.index_copy_(1, into, part.index_select(1, start))
+            part[:, into] = part[:, start]
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:

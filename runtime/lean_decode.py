@@ -117,9 +117,11 @@ class LeanDecoder:
         self._final_norm = _norm(module.model.norm)
         self._head: nn.Linear = module.lm_head
 
-    def logits(self, tokens: Tensor, positions: Tensor, rollout_pass: Pass) -> Tensor:
-        """See `decode_logits`: equal to it but for the order of float32 sums."""
-        x = self._final_norm(self.hidden(tokens[:, None], positions[:, None], rollout_pass))
+    def logits(self, tokens: Tensor, positions: Tensor, rollout_pass: Pass, at: Tensor | None = None) -> Tensor:
+        """Logits [n x q, V] after q tokens of each of n slots, or after those that `at` names (places in n x q);
+        tokens and positions [n, q]. Equal to the module's own but for the order of float32 sums."""
+        x = self.hidden(tokens, positions, rollout_pass)
+        x = self._final_norm(x if at is None else x[at])
         return linear(x, self._head.weight, self._head.bias)
 
     def hidden(self, tokens: Tensor, positions: Tensor, rollout_pass: Pass) -> Tensor:

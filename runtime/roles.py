@@ -70,7 +70,7 @@ class Roles:
             self.engines[name] = engine
             if isinstance(job.graph.calls[name], Generate):
                 limits = Limits(
-                    max_running=job.batch.max_running or 128,
+                    max_running=job.batch.max_running,
                     max_cache_tokens=job.plan.allocations[name].max_tokens_per_microbatch,
                 )
                 self.rollouts[name] = TorchRolloutEngine(engine.model.network, limits, decode=decode)

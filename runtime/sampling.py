@@ -103,10 +103,11 @@ class SettingsTable:
         self._streams[slot] = stream(request.seed)
         self._view = None
 
-    def move(self, to: int, source: int) -> None:
-        """Slot `to` takes over what `source` holds."""
+    def move(self, to: Sequence[int], source: Sequence[int]) -> None:
+        """Slots `to` take over what slots `source` held before, all at once."""
+        into, start = np.array(to), np.array(source)
         for column in (self._temperature, self._top_p, self._top_k, self._streams):
-            column[to] = column[source]
+            column[into] = column[start]
         self._view = None
 
     def view(self, n: int) -> Settings:

@@ -1,0 +1,55 @@
+"""What the slots of a generation engine hold, and what each is to hold after some have ended. Knows no cache."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from realgraph.runtime.engine import Completion, Request
+
+
+@dataclass(eq=False, slots=True)
+class InWork:
+    """A request in work. tokens: prompt, then what was drawn. cached: tokens with valid keys, from the first on."""
+
+    request: Request
+    tokens: list[int]
+    key: int  # hash of the prompt, once computed
+    cached: int = 0
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def completion(self, finished: bool) -> Completion:
+        new = tuple(self.tokens[len(self.request.prompt) :])
+        return Completion(self.request.id, new, tuple(self.logprobs), tuple(self.versions), finished)
+
+
+@dataclass
+class Told:
+    """Logits [*, V] that prefills told, one after the other, and the row of each slot among them."""
+
+    logits: list[Tensor] = field(default_factory=list)
+    at: dict[int, int] = field(default_factory=dict)
+
+
+def fill_gaps(lengths: NDArray[np.int64], gaps: Sequence[int], block: int | None) -> list[int]:
+    """For each slot, the slot whose sequence it is to hold; the first n - len(gaps) entries are what is left.
+
+    lengths: [n], of the sequences by slot; it is changed as they move. With a block the longer stay before the shorter,
+    block by block: a gap takes the longest sequence of the next block, whose gap takes from the block after it. Without
+    one a gap takes the last sequence.
+    """
+    end = len(lengths)
+    held = list(range(end))
+    for slot in sorted(gaps, reverse=True):
+        gap = slot
+        end -= 1
+        while gap < end:
+            source = end if block is None else min((gap // block + 1) * block, end)
+            if block is not None and source < end:
+                source += int(lengths[source : min(source + block, end + 1)].argmax())
+            held[gap], lengths[gap] = held[source], lengths[source]
+            gap = source
+    return held
