@@ -148,6 +148,28 @@ def schema(
     schema_command(out_dir)
 
 
+@app.command()
+def profile(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="Run file whose machine this is.", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option("--out", help="Where to write the table of costs.")] = Path("costs.json"),
+    devices: Annotated[
+        int | None,
+        typer.Option(min=1, help="Devices to measure, all at once; default: the run's, or all of this node."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer repeats: a rougher table in a third of the time.")
+    ] = False,
+) -> None:
+    """Measure this machine for the planner: realgraph plan FILE --costs costs.json. Takes at most 5 minutes."""
+    _need_torch()
+    from realgraph.profile_command import Asked, profile_command
+
+    profile_command(Asked(file, tuple(overrides or ()), devices, quick), out)
+
+
 def _need_torch() -> None:
     """Commands that run models say so at once where torch is not installed."""
     if importlib.util.find_spec("torch") is None:

@@ -1,0 +1,164 @@
+"""`realgraph profile`: measure this machine, and write what the planner's factors are on it."""
+
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import asdict
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from realgraph.compose import check_run
+from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.planner.cluster import Cluster, ClusterSpec
+from realgraph.planner.cost_table import CostTable, costs_to_json
+from realgraph.planner.detect import probe
+from realgraph.planner.devices import Costs, device_kind
+from realgraph.planner.fit_profile import Profiled, Stage, profiled
+from realgraph.planner.measurements import Measured, ProfileTask, cases_of
+from realgraph.planner.memory import DType
+from realgraph.planning import cluster_of
+from realgraph.profile_runs import overheads
+from realgraph.runtime.profile_launch import measure
+from realgraph.runtime.run_folder import write_atomic
+
+ROUNDS, QUICK_ROUNDS = 9, 3
+RATES = {"gemm": "matrix products", "attention": "attention", "memory": "memory", "kv": "cache", "link": "link"}
+MEANINGS = {
+    "step_seconds": "a decode step",
+    "layer_seconds": "a layer in a decode step",
+    "sequence_seconds": "a sequence in a decode step",
+    "admission_seconds": "a sample that generation takes in",
+    "pass_layer_seconds": "a layer in a forward pass",
+    "microbatch_seconds": "a micro-batch of training",
+    "optimizer_step_seconds": "an optimizer step",
+    "collective_seconds": "a collective",
+    "call_seconds": "a call",
+    "sample_seconds": "a sample in a call",
+    "function_seconds": "a sample in a function's process",
+}
+
+
+class Asked(Struct, frozen=True):
+    """What to measure. file, overrides: a run whose machine it is; None: this machine, with `devices` of it."""
+
+    file: Path | None = None
+    overrides: tuple[str, ...] = ()
+    devices: int | None = None
+    quick: bool = False
+
+
+def profile_command(asked: Asked, out: Path) -> CostTable:
+    """Measure, write the table to `out`, and print what was found. Raises ConfigError."""
+    console = Console(highlight=False)
+    cluster, dtype = machine_of(asked)
+    _check_room(out)
+    console.print(
+        f"measuring {cluster.devices_per_node} x {cluster.kind} in {dtype}, all at once: some minutes at most"
+    )
+    rounds = QUICK_ROUNDS if asked.quick else ROUNDS
+    measured = measure(ProfileTask(cases_of(cluster), cluster, dtype, rounds))
+    found = with_overheads(profiled(measured, cluster, dtype), cluster, dtype)
+    table = CostTable(
+        kind=cluster.kind,
+        name=platform.node(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        factors=found.costs,
+    )
+    write_atomic(out, costs_to_json(table))
+    print_profile(found, measured, cluster, console)
+    console.print(f"written: {out}; use it: realgraph plan FILE --costs {out}", soft_wrap=True)
+    return table
+
+
+def with_overheads(kernels: Profiled, cluster: Cluster, dtype: DType) -> Profiled:
+    """The same with what the runtime's own short runs tell."""
+    costs, stage = overheads(kernels.costs, cluster, dtype)
+    return Profiled(costs, (*kernels.stages, stage))
+
+
+def machine_of(asked: Asked) -> tuple[Cluster, DType]:
+    """One node of the cluster and the dtype to measure in. Raises ConfigError where this machine is not such a node."""
+    if asked.file is None:
+        if asked.overrides:
+            raise _error("overrides need a run file", "realgraph profile FILE PATH=VALUE ...")
+        cluster = cluster_of(ClusterSpec(devices=asked.devices))
+        return cluster, "float32" if cluster.is_cpu else "bfloat16"
+    checked = check_run(asked.file, asked.overrides)
+    spec = checked.run.cluster
+    cluster = cluster_of(ClusterSpec(devices=asked.devices or spec.devices, kind=spec.kind, memory_gb=spec.memory_gb))
+    here = len(probe().gpus)
+    if not cluster.is_cpu and here < cluster.devices_per_node:
+        text = f"the run's nodes have {cluster.devices_per_node} {cluster.kind}, this machine has {here} GPUs"
+        raise _error(text, "measure on a node of the run's cluster")
+    dtypes = sorted({role.dtype for role in checked.graph.models.values()})
+    return cluster, dtypes[0] if len(dtypes) == 1 else "bfloat16"
+
+
+def _check_room(out: Path) -> None:
+    """Minutes of measuring should not end at a folder that is not there."""
+    if not out.absolute().parent.is_dir():
+        raise _error(f"no folder {str(out.absolute().parent)!r} to write {out.name} to", "make it, or change --out")
+
+
+def _error(text: str, hint: str) -> ConfigError:
+    return ConfigError([Problem(Where("profile"), text, hint, "profile")])
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def print_profile(found: Profiled, measured: Sequence[Measured], cluster: Cluster, console: Console) -> None:
+    """The factors beside the shipped ones, the fixed seconds, and how well they meet the measurements."""
+    console.print(_rates(found.costs, cluster))
+    console.print(_seconds(found.costs, cluster))
+    console.print(_stages(found.stages))
+    spread = sorted(one.spread for one in measured)[len(measured) // 2]
+    console.print(f"repeats of one case differ by {spread:.0%} in the median; the least seconds count")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=SIMPLE_HEAD)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    return table
+
+
+def _rates(costs: Costs, cluster: Cluster) -> Table:
+    """Reached rates in the units of a data sheet."""
+    shipped = device_kind(cluster.kind).costs
+    peaks = {
+        "gemm": (cluster.flops / 1e12, "TFLOP/s"),
+        "attention": (cluster.flops / 1e12, "TFLOP/s"),
+        "memory": (cluster.memory_bytes_per_s / 1e9, "GB/s"),
+        "kv": (cluster.memory_bytes_per_s / 1e9, "GB/s"),
+        "link": (cluster.link_bytes_per_s / 1e9, "GB/s"),
+    }
+    table = _table("rate", "reached", "of the peak", "shipped factor")
+    for name, what in RATES.items():
+        share, (peak, unit) = float(asdict(costs)[name]), peaks[name]
+        table.add_row(what, f"{share * peak:.3g} {unit}", f"{share:.2f}", f"{float(asdict(shipped)[name]):.2f}")
+    return table
+
+
+def _seconds(costs: Costs, cluster: Cluster) -> Table:
+    shipped = asdict(device_kind(cluster.kind).costs)
+    table = _table("fixed time of", "measured", "shipped")
+    for name, what in MEANINGS.items():
+        value, before = asdict(costs)[name], shipped[name]
+        table.add_row(what, _micro(value), _micro(before))
+    return table
+
+
+def _micro(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e6:.1f} us"
+
+
+def _stages(stages: Sequence[Stage]) -> Table:
+    table = _table("what was measured", "cases", "formulas miss them by")
+    for stage in stages:
+        table.add_row(stage.name, str(stage.count), f"{stage.error:.0%}")
+    return table
