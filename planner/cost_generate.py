@@ -12,10 +12,11 @@ from realgraph.planner.cost_decode import SAME, DecodeStep, Precision, decode_st
 from realgraph.planner.cost_decode import decode_seconds as decode_seconds
 from realgraph.planner.cost_forward import forward_seconds
 from realgraph.planner.cost_overhead import rollout_dispatch_seconds
-from realgraph.planner.lengths import Floats, Lengths, lengths_of
+from realgraph.planner.lengths import Floats, Lengths, lengths_of, shorter
 from realgraph.planner.occupancy import Occupancy, occupancy
 
 PREFILL_TOKENS = 8192  # prompt tokens that enter one forward pass, as serving engines chunk prompts by default
+PREFILL_DRAWS = 1.0  # tokens of a sample that the CPU engine's prefill tells, so that no decode step has to
 FEW = 0.1  # of the largest number of running sequences: what counts as the tail of a batch
 
 
@@ -121,4 +122,6 @@ def _phases(setting: Setting, work: GenerateWork) -> tuple[float, float]:
 
 def _occupancy(setting: Setting, work: GenerateWork) -> Occupancy:
     replicas = min(setting.layout.dp, work.samples)
-    return occupancy(work.distribution, work.samples / replicas, max(1, work.running), replicas)
+    drawn = PREFILL_DRAWS if setting.cluster.is_cpu else 0.0
+    lengths = shorter(work.distribution, drawn)
+    return occupancy(lengths, work.samples / replicas, max(1, work.running), replicas)

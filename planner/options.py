@@ -23,9 +23,11 @@ from realgraph.planner.pins import Pin
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.residency import Copy, copies, reallocations
 
-MAX_RUNNING = 128  # sequences that decode at once on a device: the embedded engine's own bound
+MAX_RUNNING = 128  # sequences that decode at once on a GPU: the embedded engine's own bound
+MAX_RUNNING_CPU = 256  # on a CPU
 MAX_RUNNING_SERVER = 1024  # of one replica of a generation server
-CACHE_STEP = 64  # positions: the cache grows in such steps
+CACHE_STEP = 64  # positions: the cache of a GPU grows in such steps
+CACHE_STEP_CPU = 16
 LADDER_CPU = (1024, 2048, 4096, 8192)
 LADDER_GPU = (1024, 2048, 4096, 8192, 16384, 32768)
 FUNCTION_SECONDS = 1e-4  # of one sample, in one of the workers' subprocesses
@@ -177,8 +179,8 @@ def token_ladder(request: PlanRequest, call: str, layout: Layout) -> tuple[int, 
     workload, pinned = request.workload, request.pins.get(call, Pin()).max_tokens_per_microbatch
     share = math.ceil(workload.n_samples / layout.dp)
     if isinstance(request.graph.calls[call], Generate):
-        length = -(-(sample_tokens(request) + 1) // CACHE_STEP) * CACHE_STEP
-        running = min(share, workload.max_running or MAX_RUNNING)
+        length = _slot_tokens(request, sample_tokens(request))
+        running = min(share, workload.max_running or _engine_running(request.cluster))
         rungs = [running >> i for i in range(running.bit_length())]
         return (pinned,) if pinned else tuple(length * rung for rung in rungs)
     fixed = pinned or workload.max_tokens_per_microbatch
@@ -299,13 +301,24 @@ def running_sequences(request: PlanRequest, layout: Layout, kv_tokens: int) -> i
     share = math.ceil(request.workload.n_samples / layout.dp)
     if request.engine == "any":
         return max(1, min(share, most_running(request), int(kv_tokens / tokens_in_flight(request) + 1e-9)))
-    length = math.ceil((mean_tokens(request) + 1) / CACHE_STEP) * CACHE_STEP
-    return max(1, min(share, most_running(request), kv_tokens // length))
+    return max(1, min(share, most_running(request), kv_tokens // _slot_tokens(request, mean_tokens(request))))
 
 
 def most_running(request: PlanRequest) -> int:
     """Sequences that may decode at once on one replica."""
-    return request.workload.max_running or (MAX_RUNNING if request.engine == "installed" else MAX_RUNNING_SERVER)
+    most = _engine_running(request.cluster) if request.engine == "installed" else MAX_RUNNING_SERVER
+    return request.workload.max_running or most
+
+
+def _engine_running(cluster: Cluster) -> int:
+    """Sequences that the embedded engine decodes at once."""
+    return MAX_RUNNING_CPU if cluster.is_cpu else MAX_RUNNING
+
+
+def _slot_tokens(request: PlanRequest, tokens: float) -> int:
+    """Positions of the embedded engine's cache for a sequence of `tokens`, and the one that is written next."""
+    step = CACHE_STEP_CPU if request.cluster.is_cpu else CACHE_STEP
+    return math.ceil((tokens + 1) / step) * step
 
 
 def tokens_in_flight(request: PlanRequest) -> float:
