@@ -35,7 +35,7 @@ class Point(Struct, frozen=True):
 
     predict: Predict
     seconds: float
-    weight: float = 1.0
+    error: float = 0.1  # natural log: how close a formula is expected to come
 
 
 class Fit(Struct, frozen=True):
@@ -56,7 +56,7 @@ def fit_costs(start: Costs, free: Sequence[str], points: Sequence[Point], prior:
     least = min((point.seconds for point in points), default=1.0)
     begin = np.array([math.log(_start(start, name, least)) for name in free])
     measured = np.array([math.log(point.seconds) for point in points])
-    weights = np.array([point.weight for point in points])
+    weights = np.array([1 / point.error for point in points])
 
     def residuals(at: Vector) -> Vector:
         costs = _with(start, free, at)

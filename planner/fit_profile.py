@@ -41,7 +41,7 @@ STAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("copies", ("memory",)),
     ("attention", ("attention",)),
     ("collectives", ("link", "collective_seconds")),
-    ("forward passes", ("elementwise", "pass_layer_seconds")),
+    ("forward passes", ("elementwise", "pass_layer_seconds", "call_seconds")),
     ("training", ("backward", "microbatch_seconds", "optimizer", "optimizer_step_seconds")),
     ("decoding", ("kv", "step_seconds", "layer_seconds", "sequence_seconds")),
     ("rollouts", ("admission_seconds",)),
