@@ -86,6 +86,10 @@ class DecodeStep(Struct, frozen=True, eq=False):
             total = total + self._experts(rows)
         return total
 
+    def seconds(self, running: float, context: float) -> float:
+        """The same of single numbers."""
+        return float(self(np.array(float(running)), np.array(float(context))))
+
     def _experts(self, rows: Floats) -> Floats:
         """Experts that some token chose are read, or multiplied with about an equal part of the tokens each."""
         tokens = rows * self.group
@@ -129,7 +133,7 @@ def decode_step(setting: Setting, precision: Precision = SAME) -> DecodeStep:
 
 def decode_seconds(setting: Setting, running: float, context: float) -> float:
     """One decode step of `running` sequences of mean length `context` tokens on one replica."""
-    return float(decode_step(setting)(np.array(float(running)), np.array(float(context))))
+    return decode_step(setting).seconds(running, context)
 
 
 def engine_flops(setting: Setting, precision: Precision) -> float:
