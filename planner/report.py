@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 from realgraph.planner.events import EventGraph
+from realgraph.planner.layout import Layout
 from realgraph.planner.plan import Allocation, Plan
 from realgraph.planner.report_format import devices_text, percent_text, seconds_text
 from realgraph.planner.report_memory import MemoryBar, memory_bars
@@ -61,10 +62,13 @@ class Comparison(Struct, frozen=True):
 
 
 class Hint(Struct, frozen=True):
-    """A change and the period that is predicted with it. gain: samples a second against now, 0.18 is 18 % more."""
+    """A change and the period that is predicted with it, None where no plan would fit.
+
+    gain: samples a second against now, 0.18 is 18 % more.
+    """
 
     text: str
-    period_seconds: float
+    period_seconds: float | None
     gain: float
 
 
@@ -97,6 +101,17 @@ class Measured(Struct, frozen=True):
     measured_seconds: float
     spread: float
     count: int
+
+
+class Option(Struct, frozen=True):
+    """Another way to run one call beside the rest of the plan. period_seconds: of the whole plan, None: no fit."""
+
+    layout: Layout
+    tokens: int
+    notes: str
+    seconds: float
+    period_seconds: float | None
+    reason: str
 
 
 class Findings(Struct, frozen=True):
@@ -138,7 +153,7 @@ def report_of(
     """Everything that follows from the request and the plan, with the findings beside it."""
     events = events_of(request, plan)
     tasks = tasks_of(request.graph, plan, events)
-    shown = timeline(tasks, plan)
+    shown = timeline(tasks, plan.period_seconds, plan.bottleneck, request.cluster.n_devices)
     return Report(
         title=title,
         facts=facts,

@@ -5,7 +5,7 @@ from html import escape
 from importlib.resources import files
 from string import Template
 
-from realgraph.planner.report import Comparison, Report, Row
+from realgraph.planner.report import Comparison, Hint, Report, Row
 from realgraph.planner.report_format import (
     axes_text,
     axes_used,
@@ -94,10 +94,7 @@ def _sections(report: Report) -> Iterator[str]:
     if found.comparisons:
         yield _section("Beside it, at the same costs", _comparisons(report))
     if found.hints:
-        rows = [
-            (hint.text, seconds_text(hint.period_seconds), _change(1 / (1 + hint.gain), change_text(1 + hint.gain)))
-            for hint in sorted(found.hints, key=lambda hint: -hint.gain)
-        ]
+        rows = [_hint(hint) for hint in sorted(found.hints, key=lambda hint: -hint.gain)]
         yield _section("What if", _table(("change", "period", "samples/s"), rows))
     if any(size.period_seconds for size in found.sweep):
         yield _section("Cluster sizes", _sizes(report))
@@ -108,6 +105,13 @@ def _sections(report: Report) -> Iterator[str]:
     if remarks:
         items = "".join(f"<li>{escape(remark)}</li>" for remark in remarks)
         yield _section("Notes and doubts", f'<ul class="plain">{items}</ul>')
+
+
+def _hint(hint: Hint) -> tuple[str, str, str]:
+    if hint.period_seconds is None:
+        return hint.text, "", ""
+    change = _change(1 / (1 + hint.gain), change_text(1 + hint.gain))
+    return hint.text, seconds_text(hint.period_seconds), change
 
 
 def _section(title: str, body: str) -> str:

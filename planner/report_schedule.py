@@ -3,7 +3,7 @@
 A lane is a group of devices that do the same things in the same order. Draws nothing.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
 from msgspec import Struct
@@ -93,13 +93,11 @@ def kind_of(graph: Graph, call: str) -> Kind:
             return "train"
 
 
-def timeline(tasks: tuple[Task, ...], plan: Plan) -> Timeline:
-    """Two periods, lane by lane, the lanes in the order of their first devices."""
-    period = plan.period_seconds
+def timeline(tasks: tuple[Task, ...], period: float, critical: Collection[str], n_devices: int) -> Timeline:
+    """Two periods, lane by lane, the lanes in the order of their first devices. critical: names of tasks."""
     origin = min((task.start for task in tasks if task.kind != "reallocate"), default=0.0)
-    critical = frozenset(plan.bottleneck)
     lanes: list[Lane] = []
-    for devices, members in _groups(tasks, plan).items():
+    for devices, members in _groups(tasks, n_devices).items():
         busy = sum(task.seconds for task in members)
         bars = sorted(
             (bar for task in members for bar in _bars(task, origin, period, task.name in critical)),
@@ -110,11 +108,10 @@ def timeline(tasks: tuple[Task, ...], plan: Plan) -> Timeline:
     return Timeline(period, PERIODS * period, tuple(sorted(lanes, key=lambda lane: lane.devices)))
 
 
-def _groups(tasks: tuple[Task, ...], plan: Plan) -> Mapping[tuple[int, ...], tuple[Task, ...]]:
+def _groups(tasks: tuple[Task, ...], n_devices: int) -> Mapping[tuple[int, ...], tuple[Task, ...]]:
     """Devices that serve the same tasks (and so, in one schedule, in the same order) -> those tasks."""
-    known = {device for task in tasks for device in task.devices} | set(plan.orders)
     served: dict[tuple[Task, ...], list[int]] = {}
-    for device in sorted(known):
+    for device in range(n_devices):
         served.setdefault(tuple(task for task in tasks if device in task.devices), []).append(device)
     return {tuple(devices): members for members, devices in served.items()}
 

@@ -9,7 +9,7 @@ from realgraph.compose import Checked, check_run
 from realgraph.plan_console import console, write
 from realgraph.plan_facts import doubts_of, facts_of
 from realgraph.plan_options import PlanOptions
-from realgraph.plan_table import render
+from realgraph.plan_table import beside_parts, plan_parts
 from realgraph.planner.codec import plan_to_json
 from realgraph.planner.plan import Plan
 from realgraph.planner.report import Findings, Report, report_of
@@ -46,8 +46,8 @@ def print_plan(plan: Plan, checked: Checked, request: PlanRequest, console: Cons
 
 def show(report: Report, console: Console) -> None:
     """All parts, one under the other."""
-    for part in render(report, console.width):
-        console.print(part, soft_wrap=isinstance(part, str))
+    for part in (*plan_parts(report, console.width), *beside_parts(report)):
+        console.print(part)
 
 
 def _report(checked: Checked, request: PlanRequest, plan: Plan) -> Report:

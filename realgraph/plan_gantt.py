@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
-from realgraph.planner.report import Report
 from realgraph.planner.report_format import devices_text, percent_text, seconds_text
 from realgraph.planner.report_schedule import Bar, Kind, Lane, Timeline
 
@@ -16,11 +15,11 @@ MOST_LANES = 24  # further groups are counted, not drawn
 LONGEST, CRITICAL, SLACK, NOTHING = 160, "━", "─", "·"
 
 
-def gantt(report: Report) -> Iterator[RenderableType]:
+def gantt(timeline: Timeline) -> Iterator[RenderableType]:
     """The chart with its scale and legend; nothing where the plan has no schedule."""
-    if any(lane.bars for lane in report.timeline.lanes):
+    if any(lane.bars for lane in timeline.lanes):
         yield Text("\ntimeline of two periods", style="bold")
-        yield Gantt(report.timeline)
+        yield Gantt(timeline)
 
 
 class Gantt:

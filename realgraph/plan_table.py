@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realgraph.plan_gantt import COLOURS, gantt
-from realgraph.planner.report import Measured, Report, Row, Size
+from realgraph.planner.report import Bottleneck, Hint, Measured, Option, Report, Row, Size
 from realgraph.planner.report_format import (
     axes_text,
     axes_used,
@@ -17,6 +17,7 @@ from realgraph.planner.report_format import (
     change_text,
     devices_text,
     dollars_text,
+    layout_text,
     percent_text,
     seconds_text,
     words,
@@ -34,28 +35,32 @@ MOST_NODES = 4  # that are drawn apart
 SHADES = ("█", "▓", "▒", "░", "◼", "▪")
 
 
-def render(report: Report, width: int) -> Iterator[RenderableType]:
-    """Every part that the report has, in reading order, for a terminal of `width` characters."""
-    found, space = report.findings, Text()
+def plan_parts(report: Report, width: int) -> Iterator[RenderableType]:
+    """What follows from the plan alone, in reading order, for a terminal of `width` characters."""
     yield from head(report)
-    yield space
+    yield Text()
     yield allocation_table(report, width)
-    yield from gantt(report)
-    yield from bottleneck(report)
+    yield from gantt(report.timeline)
+    yield from bottleneck(report.bottleneck)
     yield from memory(report)
-    yield space
+    yield Text()
+    for note in report.findings.notes:
+        yield Text.assemble(("note ", "bold"), note)
+    for doubt in report.findings.doubts:
+        yield Text.assemble(("doubt ", "bold yellow"), doubt)
+
+
+def beside_parts(report: Report) -> Iterator[RenderableType]:
+    """What was found beside the plan: other plans, hints, cluster sizes, a run's measurements."""
+    found = report.findings
     if found.comparisons:
         yield comparisons(report)
     if found.hints:
-        yield hints(report)
+        yield hints(found.hints)
     if found.sweep:
         yield sweep(found.sweep, found.target_seconds)
     if found.measured:
         yield measured(found.measured)
-    for note in found.notes:
-        yield Text.assemble(("note ", "bold"), note)
-    for doubt in found.doubts:
-        yield Text.assemble(("doubt ", "bold yellow"), doubt)
 
 
 def head(report: Report) -> Iterator[Text]:
@@ -142,9 +147,8 @@ def _notes(report: Report) -> Iterator[str]:
 # --- why --------------------------------------------------------------------------------------------------------------
 
 
-def bottleneck(report: Report) -> Iterator[Text]:
+def bottleneck(found: Bottleneck) -> Iterator[Text]:
     """The sentence, and the critical circuit with the seconds of each of its nodes."""
-    found = report.bottleneck
     if not found.circuit:
         return
     yield Text()
@@ -206,14 +210,36 @@ def comparisons(report: Report) -> Table:
     return table
 
 
-def hints(report: Report) -> Table:
+def hints(found: tuple[Hint, ...]) -> Table:
     """What a change would bring, each planned anew."""
     table = _table("what if")
     table.add_column("change")
     table.add_column("period", justify="right")
     table.add_column("samples/s", justify="right")
-    for hint in sorted(report.findings.hints, key=lambda hint: -hint.gain):
-        table.add_row(escape(hint.text), seconds_text(hint.period_seconds), change_text(1 + hint.gain))
+    for hint in sorted(found, key=lambda hint: -hint.gain):
+        if hint.period_seconds is None:
+            table.add_row(escape(hint.text), "-", "-")
+        else:
+            table.add_row(escape(hint.text), seconds_text(hint.period_seconds), change_text(1 + hint.gain))
+    return table
+
+
+def options(found: tuple[Option, ...], period_seconds: float) -> Table:
+    """The next-best options of one call, the best first. period_seconds: of the plan."""
+    table = _table("next-best options")
+    for name in ("layout", "tokens", "weights", "seconds", "period", "against this", "why not"):
+        table.add_column(name, justify="right" if name in ("tokens", "seconds", "period", "against this") else "left")
+    for option in found:
+        own = option.period_seconds
+        table.add_row(
+            layout_text(option.layout),
+            f"{option.tokens:,}",
+            option.notes,
+            seconds_text(option.seconds),
+            "-" if own is None else seconds_text(own),
+            "does not fit" if own is None else change_text(own / period_seconds) if period_seconds > 0 else "",
+            escape(option.reason),
+        )
     return table
 
 
