@@ -11,9 +11,20 @@ from benchmarks.published_shapes import cluster_of, model_of
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.cost import Setting
 from realgraph.planner.cost_backend import DEEPSPEED_2022, FSDP, MEGATRON, MEGATRON_2022, Backend
-from realgraph.planner.cost_train import Recompute, TrainWork, train_seconds
+from realgraph.planner.cost_train import Recompute, TrainWork, microbatches, train_seconds
 from realgraph.planner.devices import Costs, device_kind
 from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.memory import (
+    FRACTION,
+    GPU_RUNTIME_BYTES,
+    TERMS,
+    Footprint,
+    Running,
+    gathered,
+    train_activations,
+    trained_copy,
+    usable_bytes,
+)
 
 TIMES = ("throughput_per_gpu", "throughput_total", "step_time")  # the first that a configuration has is compared
 DERIVED = ("mfu", "model_tflops_per_gpu", "hw_tflops_per_gpu")  # said again in other units
@@ -38,6 +49,12 @@ KERNELS = (  # what a system's software of that time used
     (r"flash_attention_2|torchtitan", "flash2"),
 )
 
+LIVE = 1.25  # layers' worth of tensors in a layer's backward pass, where gradients are freed as they are used
+DEEPSPEED_BUCKET_BYTES = 2_000_000_000  # two buckets of 5e8 elements in 16 bits, its default
+SCORE_BYTES = 5  # scores, their softmax in 16 bits, and a mask (arXiv:2205.05198, sec. 4.1)
+
+RECOMPUTE = re.compile(r"ckpt|recompute|\bac\b|sac|full-ac")
+
 
 class Case(Struct, frozen=True):
     """A configuration that was measured: what the formulas need of it. rows: its measurements by metric."""
@@ -53,6 +70,7 @@ def predictions(rows: Sequence[Row]) -> Iterator[Prediction]:
         case = _case(group)
         if isinstance(case, Case):
             yield from _speed(case)
+            yield from _memory(case)
 
 
 def unpredicted(rows: Sequence[Row]) -> Iterator[tuple[Row, str]]:
@@ -110,7 +128,15 @@ def _case(group: dict[str, Row]) -> Case | str:
     setting = Setting(
         model, ModelRole(dtype="bfloat16"), layout, cluster, factors_of(row, cluster.kind), rank, backend_of(row)
     )
-    return Case(setting, work, group)
+    case = Case(setting, work, group)
+    return case if "Megatron" not in row.system or RECOMPUTE.search(row.notes.lower()) else _least_recompute(case)
+
+
+def _least_recompute(case: Case) -> Case:
+    """Of a configuration whose recomputation is not published: the least with which it fits, as a user would set."""
+    choices: tuple[Recompute, ...] = ("none", "selective", "full")
+    ways = [replace(case, work=replace(case.work, recompute=way)) for way in choices]
+    return next((way for way in ways if footprint(way).total <= usable_bytes(case.setting.cluster)), case)
 
 
 def _layout(row: Row) -> Layout:
@@ -151,6 +177,8 @@ def recompute_of(row: Row) -> Recompute:
         return "none"
     if re.search(r"act-ckpt|full-ac|full recompute|ac=(recompute|offload)", notes):
         return "full"
+    if row.system == "torchtitan":
+        return "selective"  # its recipes' default
     return "selective" if re.search(r"\bsac\b|selective", notes) else "none"
 
 
@@ -176,3 +204,91 @@ def _speed(case: Case) -> Iterator[Prediction]:
     group = f"{row.source.split('@')[0].split(' L')[0]} | {row.model} | {metric}"
     moe = case.setting.model.experts > 0
     yield Prediction(row, "train", group, row.number("value"), predicted, moe)
+
+
+def footprint(case: Case) -> Footprint:
+    """Bytes of the fullest device of a configuration, the runtime's own aside."""
+    if case.work.recompute != "selective" or case.setting.engine is not FSDP:
+        return _footprint(case, case.work.recompute)
+    parts = (_footprint(case, "selective"), _footprint(case, "full"))  # half-way, as seconds are
+    return Footprint(*((getattr(parts[0], term) + getattr(parts[1], term)) // 2 for term in TERMS))
+
+
+def _footprint(case: Case, recompute: Recompute) -> Footprint:
+    setting, work = case.setting, case.work
+    model, role, layout, engine = setting.model, setting.role, setting.layout, setting.engine
+    row = next(iter(case.rows.values()))
+    running = Running(
+        recompute=recompute,
+        fused=layout.sharding == "replicated" or "Composer" in row.system or "Megatron" in row.system,
+        live=LIVE,
+        offloaded="AC=Offload" in row.notes,
+        logit_bytes=logit_bytes_of(row),
+        microbatches=microbatches(setting, work),
+        chunks=work.chunks if work.schedule == "interleaved" else 1,
+        score_bytes=SCORE_BYTES if engine.attention == "unfused" else 0,
+        sample_tokens=round(work.sample_tokens),
+        sequence_parallel=engine.sequence_parallel,
+    )
+    rows = train_activations(model, role, layout, work.microbatch_tokens, running)
+    return _states(case, row) + rows + gathered(model, role, layout, not setting.lora_rank)
+
+
+def _states(case: Case, row: Row) -> Footprint:
+    """Weights, gradients and optimizer as the row's engine keeps them."""
+    setting = case.setting
+    model, role, layout = setting.model, setting.role, setting.layout
+    distributed = setting.engine.distributed and _stage(row) > 0
+    states = trained_copy(model, role, layout, distributed, setting.lora_rank)
+    if layout.sharding == "fsdp":
+        return replace(states, gradients=states.gradients // 2)  # summed where the backward pass leaves them
+    if setting.engine is DEEPSPEED_2022:
+        ours = states.gradients // 4
+        copies = 0 if _gradient_bytes(row) > 2 else states.optimizer // 3  # a float32 shard while the optimizer steps
+        return replace(
+            states,
+            gradients=ours * _gradient_bytes(row),
+            optimizer=states.optimizer + copies,
+            buckets=DEEPSPEED_BUCKET_BYTES,
+        )
+    if "Bridge" in row.system:
+        return replace(states, gradients=states.gradients // 2)  # its recipes sum them in bf16
+    return states
+
+
+def logit_bytes_of(row: Row) -> int:
+    """Bytes that a loss keeps of each logit: 16 bits, float32, log-softmax and gradient, or what a fused one leaves."""
+    if "RL trainer" in row.notes:
+        return 0  # never all at once
+    if "Composer" in row.system:
+        return 4  # MPT's fused cross-entropy: logits and their gradient in 16 bits
+    if re.search(r"Megatron-Bridge", row.system) or ("torchtitan" in row.system and "2025" in row.source):
+        return 6
+    return 10 if "Megatron" in row.system else 16
+
+
+def _stage(row: Row) -> int:
+    """Of ZeRO."""
+    found = re.search(r"ZeRO-(\d)", row.notes)
+    return int(found[1]) if found else 1
+
+
+def _gradient_bytes(row: Row) -> int:
+    """Of a gradient in memory: the bf16 optimizer, from 28 February on, sums in float32 beside the backward's own."""
+    return 6 if "02-28" in row.notes else 2
+
+
+def _memory(case: Case) -> Iterator[Prediction]:
+    """Peak memory where it was published, and for every configuration whether it fits."""
+    row = next(iter(case.rows.values()))
+    group = f"{row.source.split('@')[0].split(' L')[0]} | {row.model} | memory"
+    cluster, moe = case.setting.cluster, case.setting.model.experts > 0
+    held = footprint(case).total
+    if "peak_memory" in case.rows:
+        peak = case.rows["peak_memory"]
+        driver = "BLOOM" in row.system  # counts the runtime, and what the allocator keeps, in GiB
+        whole = held / FRACTION + GPU_RUNTIME_BYTES if driver else held
+        unit = 1 << 30 if driver or peak.unit == "GiB" else 10**9
+        yield Prediction(peak, "memory", group, peak.number("value"), whole / unit, moe)
+    ran = not any(metric == "oom" and row.number("value") for metric, row in case.rows.items())
+    yield Prediction(row, "fits", group, float(ran), float(held <= usable_bytes(cluster)), moe)
