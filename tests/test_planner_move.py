@@ -1,0 +1,166 @@
+"""Seconds of moving weights, states and samples: against a slow count of bytes, and against common sense."""
+
+import timeit
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from realgraph.graphs.spec import ModelRole
+from realgraph.planner.cost import Setting
+from realgraph.planner.cost_move import (
+    BUCKET_BYTES,
+    BUCKET_SECONDS,
+    copies_of,
+    device_bytes,
+    move_seconds,
+    offload_seconds,
+    reallocation_seconds,
+    sample_bytes,
+    transfer_seconds,
+)
+from realgraph.planner.layout import DeviceMesh, Layout
+from tests.planner_cases import cluster, known
+
+BF16 = ModelRole(dtype="bfloat16")
+SIZES = st.sampled_from([1, 2, 4, 8, 16, 32])
+
+
+def at(layout: Layout, name: str = "Qwen/Qwen3-8B", nodes: int = 4) -> Setting:
+    return Setting(known(name), BF16, layout, cluster("H100-SXM", 8, nodes))
+
+
+def layout(first: int, n: int, tp: int = 1, pp: int = 1, sharding: str = "replicated") -> Layout:
+    return Layout(DeviceMesh(first, n), dp=n // tp // pp, tp=tp, pp=pp, sharding=sharding)  # type: ignore[arg-type]
+
+
+def seconds(source: Layout, target: Layout, name: str = "Qwen/Qwen3-8B") -> float:
+    return float(move_seconds(copies_of(at(source, name), [source]), copies_of(at(target, name), [target]))[0, 0])
+
+
+def slices(one: Layout, per_node: int = 8) -> dict[int, set[tuple[int, int]]]:
+    """What each device holds of a model cut into 8 x 8 pieces over (pp, tp): dp outermost, tp innermost."""
+    held: dict[int, set[tuple[int, int]]] = {}
+    for rank in range(one.mesh.n_devices):
+        tp, pp = rank % one.tp, rank // one.tp % one.pp
+        stages = range(8 * pp // one.pp, 8 * (pp + 1) // one.pp)
+        parts = range(8 * tp // one.tp, 8 * (tp + 1) // one.tp)
+        held[one.mesh.first + rank] = {(stage, part) for stage in stages for part in parts}
+    return held
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    n = draw(SIZES)
+    first = draw(st.sampled_from(range(0, 32, n)))
+    tp = draw(st.sampled_from([k for k in (1, 2, 4, 8) if k <= n]))
+    pp = draw(st.sampled_from([k for k in (1, 2, 4, 8) if k * tp <= n]))
+    return layout(first, n, tp, pp)
+
+
+@settings(deadline=None, max_examples=200)
+@given(layouts(), layouts())
+def test_no_move_is_faster_than_its_bytes_and_slower_than_all_of_them_from_elsewhere(
+    one: Layout, other: Layout
+) -> None:
+    """The oracle counts pieces: what a node and a device lack, and what passes their NICs and links at least."""
+    point = at(other)
+    whole = 2.0 * point.model.n_params()
+    nic, link = point.cluster.nic_bytes_per_s * point.costs.nic, point.cluster.link_bytes_per_s * point.costs.link
+    have, need = slices(one), slices(other)
+    least = 0.0
+    for node in {device // 8 for device in need}:
+        wanted = set().union(*(need[device] for device in need if device // 8 == node))
+        there = set().union(*(have[device] for device in have if device // 8 == node))
+        cards = sum(device // 8 == node for device in need)
+        least = max(least, whole * len(wanted - there) / 64 / nic / cards)
+    lacking = max(len(need[device] - have.get(device, set())) for device in need)
+    least = max(least, whole * lacking / 64 / link)
+    found = seconds(one, other)
+    assert found >= least * (1 - 1e-9)
+    held = device_bytes(point, other)
+    most = max(
+        min(whole, held * min(8, other.mesh.n_devices)) / min(8, one.mesh.n_devices, other.mesh.n_devices) / nic,
+        held / link,
+    )
+    assert found <= most + held / BUCKET_BYTES * BUCKET_SECONDS + 0.01
+    assert found > 0 or lacking == 0
+    assert found == 0 or one != other
+
+
+def test_a_copy_in_place_costs_nothing() -> None:
+    assert seconds(layout(0, 8, 2), layout(0, 8, 2)) == 0
+    assert seconds(layout(0, 8), layout(0, 4)) == 0  # whole copies lie there already
+    assert seconds(layout(0, 8, 8), layout(0, 8, 4)) > 0
+    assert seconds(layout(0, 8), layout(8, 8)) > 0
+
+
+def test_nodes_get_each_byte_once_through_all_their_cards() -> None:
+    """70B to eight ranks of one other node: 141 GB over eight NICs at 40 GB/s, 0.44 s; over one rank's link 0.05 s."""
+    name = "meta-llama/Llama-3.1-70B"
+    found = seconds(layout(0, 8, 8), layout(8, 8, 8), name)
+    assert found == pytest.approx(141.1e9 / 8 / 40e9, rel=0.2)
+    replicas = seconds(layout(0, 8, 8), layout(8, 24, 8), name)
+    assert replicas == pytest.approx(found, rel=0.01)  # every node of three gets a copy at the same time
+    near = seconds(layout(0, 4, 4), layout(4, 4, 4), name)
+    assert near < found / 2
+
+
+def test_experts_are_cut_over_their_own_ranks() -> None:
+    spread = replace(layout(0, 8, 1), ep=8)
+    point = at(spread, "Qwen/Qwen3-30B-A3B")
+    assert device_bytes(point, spread) < device_bytes(point, layout(0, 8, 1)) / 4
+    assert device_bytes(point, layout(0, 8, 8)) < device_bytes(point, spread)
+    sharded = layout(0, 8, 1, sharding="fsdp")
+    assert device_bytes(point, sharded) == pytest.approx(2 * point.model.n_params() / 8)
+
+
+def test_one_copy_elsewhere_is_a_move_from_other_nodes() -> None:
+    target = layout(8, 8, 4)
+    assert reallocation_seconds(at(target)) == pytest.approx(seconds(layout(0, 8, 8), target))
+
+
+def test_tables_are_made_in_one_call_and_quickly() -> None:
+    source = [layout(0, 32, tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4)] * 4
+    target = [layout(0, 32, tp) for tp in (1, 2, 4, 8)] * 10
+    here, there = copies_of(at(source[0]), source), copies_of(at(target[0]), target)
+    table = move_seconds(here, there)
+    assert table.shape == (len(source), len(target))
+    assert table[0, 0] == 0 and np.all(table >= 0)
+    one = seconds(source[5], target[2])
+    assert table[5, 2] == pytest.approx(one)
+    assert min(timeit.repeat(lambda: move_seconds(here, there), number=20, repeat=5)) / 20 < 1e-3
+
+
+@settings(deadline=None)
+@given(layouts(), layouts(), st.sampled_from(["link_bytes_per_s", "nic_bytes_per_s"]))
+def test_faster_links_never_take_longer(one: Layout, other: Layout, field: str) -> None:
+    point = at(other)
+    faster = replace(point, cluster=replace(point.cluster, **{field: 2 * getattr(point.cluster, field)}))
+    slow = move_seconds(copies_of(point, [one]), copies_of(point, [other]))
+    assert move_seconds(copies_of(faster, [one]), copies_of(faster, [other])) <= slow
+
+
+def test_groups_of_a_mixed_cluster_share_no_node() -> None:
+    here, there = layout(0, 4), layout(4, 4)
+    point = at(here)
+    near = move_seconds(copies_of(point, [here]), copies_of(point, [there]))
+    far = move_seconds(copies_of(point, [here]), copies_of(point, [there], first_device=4))
+    assert far > near
+
+
+def test_offloading_shares_the_host() -> None:
+    machine = cluster("H100-SXM", 8)
+    assert offload_seconds(machine, 40e9) == pytest.approx(40e9 / 37.5e9)  # eight devices at 300 GB/s together
+    assert offload_seconds(cluster("H100-SXM", 1), 45e9) == pytest.approx(1.0)
+    assert offload_seconds(cluster("cpu", 2), 1e9) > 0
+
+
+def test_samples_travel_once() -> None:
+    machine = cluster("H100-SXM", 8, 2)
+    nbytes = 512 * sample_bytes(500.0, 1500.0, 8)
+    near = transfer_seconds(machine, DeviceMesh(0, 8), DeviceMesh(0, 8), nbytes)
+    far = transfer_seconds(machine, DeviceMesh(0, 8), DeviceMesh(8, 8), nbytes)
+    assert 0 < near < far < 0.05
