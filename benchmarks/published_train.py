@@ -185,7 +185,7 @@ def recompute_of(row: Row) -> Recompute:
 def _seconds(case: Case) -> float:
     """Of one optimizer step. Op-level selective recomputation repeats every second product: half-way to all."""
     seconds = train_seconds(case.setting, case.work)
-    if case.work.recompute != "selective":
+    if case.work.recompute != "selective" or case.setting.engine is not FSDP:
         return seconds
     return (seconds + train_seconds(case.setting, replace(case.work, recompute="full"))) / 2
 

@@ -20,7 +20,7 @@ class Backend(Struct, frozen=True):
     tp_overlap: share of tensor-parallel traffic that hides behind products. dp_overlap: share of compute behind which
     gradients (and FSDP's weights) travel. p2p_overlap: share of the traffic between stages that hides.
     distributed: optimizer states are cut over the dp copies (ZeRO-1, arXiv:1910.02054). gradient_bytes: of a summed
-    gradient on the wire. sequence_parallel: norms and residuals are cut over tp (arXiv:2205.05198).
+    gradient on the wire. sum_bytes: read and written to add a micro-batch's gradient to the sum. sequence_parallel: norms and residuals are cut over tp (arXiv:2205.05198).
     step_seconds: of an optimizer step: data, gradient norm, logging. logit_bytes: moved for each logit, forward and
     backward: fused cross-entropy reads and writes it thrice, separate operations ten times. reduces_all: gradients are
     all-reduced, not scattered, before a distributed optimizer gathers weights. layer_seconds: of a layer's pass
@@ -35,6 +35,7 @@ class Backend(Struct, frozen=True):
     p2p_overlap: float = 0.5
     distributed: bool = True
     gradient_bytes: int = 4
+    sum_bytes: int = 8
     sequence_parallel: bool = True
     step_seconds: float = 0.01
     logit_bytes: int = 20
@@ -44,11 +45,11 @@ class Backend(Struct, frozen=True):
 
 # Defaults of Megatron-Core: gradients in float32, overlapped with the last backward pass; products overlap part of
 # tensor-parallel traffic (Transformer Engine's user buffers).
-MEGATRON = Backend("megatron", tp_overlap=0.3)
+MEGATRON = Backend("megatron", tp_overlap=0.6, sum_bytes=0)
 # FSDP copies a layer's weights out of flat buffers, and kernels wait for gathers; gathers run beside compute.
-FSDP = Backend("fsdp", compute=1.1, distributed=False, dp_overlap=0.85)
+FSDP = Backend("fsdp", compute=1.1, distributed=False, dp_overlap=0.85, sum_bytes=0)
 # Whole copies with an all-reduce of gradients after the last micro-batch, as this project's engine does.
-REPLICATED = Backend("replicated", distributed=False, dp_overlap=0.0)
+REPLICATED = Backend("replicated", distributed=False, dp_overlap=0.0, sum_bytes=12)
 # 2021 and 2022: attention by batched products and a fused softmax; no overlap of gradients; whole residuals on tp.
 MEGATRON_2022 = Backend(
     "megatron-2022",

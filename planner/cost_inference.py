@@ -4,21 +4,43 @@ import math
 
 from realgraph.planner.cost import Setting
 from realgraph.planner.cost_comm import collective_bytes_per_s, gather_seconds
-from realgraph.planner.cost_forward import forward_seconds
+from realgraph.planner.cost_forward import forward_seconds, layer_seconds
+from realgraph.planner.cost_layer import layer_costs
 from realgraph.planner.cost_overhead import dispatch_seconds
-from realgraph.planner.cost_train import TrainWork, fsdp_slowdown, shared_prompts
+from realgraph.planner.cost_pipeline import stage_layers
+from realgraph.planner.cost_states import exposed_seconds, state_costs
+from realgraph.planner.cost_train import TrainWork, fsdp_slowdown, hand_over_seconds, shared_prompts
 
 
 def inference_seconds(setting: Setting, work: TrainWork) -> float:
-    """One forward pass over the whole batch in micro-batches."""
+    """One forward pass over the whole batch in micro-batches, through pipeline stages one after the other."""
+    if setting.cluster.is_cpu:
+        return _cpu_inference_seconds(setting, work)
+    model, layout = setting.model, setting.layout
+    per_device = work.tokens / (layout.dp * layout.cp)
+    count = max(1, math.ceil(per_device / work.microbatch_tokens))
+    tokens, context = per_device / count, work.sample_tokens / 2
+    costs = layer_costs(setting, work.fp8)
+    layer = layer_seconds(costs, tokens, context, work.imbalance)
+    head = costs.head.at(tokens, context)
+    stage = stage_layers(model.layers, layout.pp, head / layer) * layer
+    stage += hand_over_seconds(setting, tokens)
+    passes = count * stage + (layout.pp - 1) * (model.layers * layer + head) / layout.pp
+    if layout.sharding == "fsdp":
+        passes += exposed_seconds(count * state_costs(setting).gather, passes, setting.engine.dp_overlap)
+    return passes + dispatch_seconds(setting.costs, work.tokens / layout.dp / work.sample_tokens)
+
+
+def _cpu_inference_seconds(setting: Setting, work: TrainWork) -> float:
+    """On the CPU engine: dp only, nothing overlapped, prompts of a group computed once."""
     layout = setting.layout
-    per_device = math.ceil(work.tokens / layout.dp / layout.cp)
+    per_device = math.ceil(work.tokens / layout.dp)
     count = max(1, math.ceil(per_device / work.microbatch_tokens))
     computed = per_device / count * shared_prompts(setting, work, per_device / count)
     forward = forward_seconds(setting, computed, work.sample_tokens / 2)
     gathered = 0.0
     if layout.sharding == "fsdp":
-        nbytes = setting.element * setting.model.n_params(setting.role.head) / (layout.tp * layout.pp)
-        gathered = gather_seconds(nbytes, layout.dp * layout.cp, collective_bytes_per_s(setting, layout.dp))
-    passes = fsdp_slowdown(setting) * forward * (count + layout.pp - 1) / layout.pp + count * gathered
+        nbytes = setting.element * setting.model.n_params(setting.role.head)
+        gathered = gather_seconds(nbytes, layout.dp, collective_bytes_per_s(setting, layout.dp))
+    passes = fsdp_slowdown(setting) * forward * count + count * gathered
     return passes + dispatch_seconds(setting.costs, per_device / work.sample_tokens)

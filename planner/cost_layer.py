@@ -13,6 +13,7 @@ from msgspec import Struct
 from realgraph.planner.cost import Setting
 from realgraph.planner.cost_comm import Link, axis_link, dispatch_seconds, gather_seconds, hop_seconds
 from realgraph.planner.cost_overhead import elementwise_bytes_per_s, pass_layer_seconds
+from realgraph.planner.layout import DeviceMesh, Layout
 
 NORM_ELEMENTS = 14  # elements of hidden width that a layer's norms, residuals and rotary embedding read and write
 MLP_ELEMENTS = 4  # of the MLP's width: gate, up, their product, read again
@@ -20,10 +21,14 @@ UNFUSED_BYTES = 13  # of each score: written, masked, normalised, dropped out an
 PERMUTE_ELEMENTS = 8  # of hidden width per token and expert: into experts' order and back, read and written twice
 EXPERT_TILE = 128  # rows of a grouped product's tile: the last of each expert is half empty
 GROUPED = 0.8  # rate of grouped products over that of one product of the same rows
+ROUTING_SECONDS = 1e-3  # of an expert layer's pass: the host waits for the tokens of each expert before it goes on
 EXPERT_LAUNCH_SECONDS = 4e-6  # of one expert's products in a grouped kernel's schedule
 BACKWARD_ATTENTION = 2.5  # five products instead of two: scores are computed again (arXiv:2307.08691)
 ALIGNED = 64  # elements of a side on which tensor cores read whole lines (NVIDIA, Matrix Multiplication Background)
 MISALIGNED = 0.62  # rate of products with a side that is no multiple of it (compare arXiv:2401.14489, sec. 6)
+
+
+ONE = DeviceMesh(0, 1)
 
 
 class Part(Struct, frozen=True):
@@ -41,6 +46,7 @@ class LayerCosts(Struct, frozen=True):
     """Mean seconds of one layer's forward pass by what they are spent on, and of the head's forward and backward."""
 
     products: Part
+    experts: Part  # products of routed experts
     attention: Part
     traffic: Part
     tensor: Part  # collectives of tensor parallelism
@@ -55,16 +61,25 @@ class LayerCosts(Struct, frozen=True):
 @lru_cache(maxsize=1 << 14)
 def layer_costs(setting: Setting, fp8: bool = False) -> LayerCosts:
     """The mean layer's and the head's costs under a setting; fp8: matrix products of layers in that precision."""
+    at = setting.layout
+    alike = Layout(ONE, tp=at.tp, cp=at.cp, ep=at.ep)  # of settings that differ elsewhere, one is computed
+    return _layer_costs(
+        Setting(setting.model, setting.role, alike, setting.cluster, setting.factors, 0, setting.engine), fp8
+    )
+
+
+@lru_cache(maxsize=1 << 12)
+def _layer_costs(setting: Setting, fp8: bool) -> LayerCosts:
     model, engine = setting.model, setting.engine
     experts = model.expert_layers / model.layers
-    products, dispatch, exchange = _dense_products(setting, fp8, 1 - experts), Part(), Part()
+    products, routed, dispatch, exchange = _dense_products(setting, fp8, 1 - experts), Part(), Part(), Part()
     if experts:
-        routed, dispatch, exchange = _expert_layer(setting, fp8)
-        products = _add(products, _scaled(routed, experts))
-        dispatch, exchange = _scaled(dispatch, experts), _scaled(exchange, experts)
+        products = _add(products, _scaled(_every_token(setting, fp8), experts))
+        routed, dispatch, exchange = (_scaled(part, experts) for part in _expert_layer(setting, fp8))
     head, head_backward = _head(setting)
     return LayerCosts(
         products=_scaled(products, engine.compute),
+        experts=_scaled(routed, engine.compute),
         attention=_scaled(_attention(setting), engine.compute),
         traffic=_scaled(_traffic(setting), engine.compute),
         tensor=_tensor(setting),
@@ -98,8 +113,18 @@ def _dense_products(setting: Setting, fp8: bool, dense: float) -> Part:
     return _add(projections, _scaled(mlp, dense))
 
 
+def _every_token(setting: Setting, fp8: bool) -> Part:
+    """What every token passes in an expert layer: the router, and a shared expert."""
+    model, tp = setting.model, setting.layout.tp
+    router = product(setting, model.experts * model.hidden / tp, model.hidden)
+    if not model.shared_intermediate:
+        return router
+    wide = min(model.hidden, model.shared_intermediate / tp)
+    return _add(router, product(setting, 3 * model.hidden * model.shared_intermediate / tp, wide, fp8))
+
+
 def _expert_layer(setting: Setting, fp8: bool) -> tuple[Part, Part, Part]:
-    """Routed and shared experts: products, permutation, and all-to-all between the ep ranks."""
+    """Routed experts: products, permutation, and all-to-all between the ep ranks."""
     model, layout = setting.model, setting.layout
     tensor = layout.tp if layout.ep == 1 else 1  # with ep, experts are whole on a device
     share = 1 if layout.ep == 1 else layout.tp  # of a micro-batch's tokens that one device routes
@@ -108,18 +133,13 @@ def _expert_layer(setting: Setting, fp8: bool) -> tuple[Part, Part, Part]:
     grouped = product(setting, model.expert_params() / tensor / GROUPED, width, fp8)
     tiles = grouped.token * EXPERT_TILE / 2 * local
     routed = Part(grouped.fixed + tiles + 3 * EXPERT_LAUNCH_SECONDS * local, grouped.token * k)
-    router = product(setting, model.experts * model.hidden / layout.tp, model.hidden)
-    routed = _add(routed, router)
-    if model.shared_intermediate:
-        wide = min(model.hidden, model.shared_intermediate / layout.tp)
-        routed = _add(routed, product(setting, 3 * model.hidden * model.shared_intermediate / layout.tp, wide, fp8))
-    nbytes = setting.element * k * model.hidden
-    alone = setting.element * model.hidden / share
-    permute = Part(token=PERMUTE_ELEMENTS * nbytes / elementwise_bytes_per_s(setting))
+    nbytes = setting.element * model.hidden / share
+    permuted = PERMUTE_ELEMENTS * model.experts_per_token * nbytes
+    permute = Part(ROUTING_SECONDS, permuted / elementwise_bytes_per_s(setting))
     if layout.ep == 1:
         return routed, permute, Part()
     link = axis_link(setting, layout.ep, 1)
-    both = 2 * dispatch_seconds(alone, model.experts_per_token, layout.ep, link)
+    both = 2 * dispatch_seconds(nbytes, model.experts_per_token, layout.ep, link)
     return routed, permute, Part(2 * hop_seconds(setting, layout.ep), both)
 
 

@@ -16,13 +16,14 @@ REPLICATED_EXPOSED = 0.3  # of traffic that could hide in one backward pass: buc
 class StateCosts(Struct, frozen=True):
     """Seconds on one device. step: traffic of one optimizer step; gather, scatter: FSDP's of one micro-batch.
 
-    optimizer: of one step.
+    optimizer: of one step. accumulate: gradients added to their sum, in each micro-batch after the first.
     """
 
     step: float
     gather: float
     scatter: float
     optimizer: float
+    accumulate: float
 
 
 @lru_cache(maxsize=1 << 14)
@@ -56,7 +57,9 @@ def state_costs(setting: Setting) -> StateCosts:
         latency = setting.model.layers / layout.pp * hop_seconds(setting, size)
         gather += gather_seconds(setting.element * params, size, rate, 0.0) + (latency if size > 1 else 0.0)
         scatter += gather_seconds(gradient * params * trained, size, rate, 0.0) + (latency if size > 1 else 0.0)
-    return StateCosts(step, gather, scatter, _optimizer_seconds(setting, (dense + routed) * trained))
+    moved = engine.sum_bytes * (dense + routed) * trained
+    accumulate = moved / (setting.cluster.memory_bytes_per_s * setting.costs.memory)
+    return StateCosts(step, gather, scatter, _optimizer_seconds(setting, (dense + routed) * trained), accumulate)
 
 
 def _optimizer_seconds(setting: Setting, params: float) -> float:

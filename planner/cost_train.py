@@ -12,14 +12,13 @@ from msgspec import Struct
 
 from realgraph.planner.cost import Setting
 from realgraph.planner.cost_comm import allreduce_seconds, collective_bytes_per_s, gather_seconds, latency_seconds
-from realgraph.planner.cost_forward import forward_seconds
+from realgraph.planner.cost_forward import IMBALANCE, forward_seconds, layer_seconds
 from realgraph.planner.cost_layer import BACKWARD_ATTENTION, LayerCosts, layer_costs
 from realgraph.planner.cost_overhead import computed_share, dispatch_seconds, optimizer_bytes_per_s
 from realgraph.planner.cost_pipeline import MicroBatch, Schedule, pipeline_seconds
 from realgraph.planner.cost_states import REPLICATED_EXPOSED, exposed_seconds, state_costs
 from realgraph.planner.memory import master_bytes, shards
 
-FSDP_SLOWDOWN_GPU = 1.1  # of compute: a layer's weights are copied out of flat buffers, and kernels wait for gathers
 FSDP_SLOWDOWN_CPU = 1.3  # measured with FSDP2 on two processes: 1.27 at 30M parameters, 1.6 at 0.8M
 Recompute = Literal["none", "selective", "full"]
 
@@ -46,7 +45,7 @@ class TrainWork(Struct, frozen=True):
     chunks: int = 2
     longest_tokens: int | None = None
     fp8: bool = False
-    imbalance: float = 1.1
+    imbalance: float = IMBALANCE
 
 
 def microbatches(setting: Setting, work: TrainWork) -> int:
@@ -67,9 +66,10 @@ def train_seconds(setting: Setting, work: TrainWork) -> float:
     layers = layer_costs(setting, work.fp8)
     one = _microbatch(setting, work, layers, per_micro)
     passes = pipeline_seconds(one, setting.model.layers, layout.pp, count, work.schedule, work.chunks)
+    states = state_costs(setting)
     passes = passes * _spread(setting, work, tokens) + count * costs.microbatch_seconds
-    traffic = _traffic_seconds(setting, one, count, passes)
-    step = passes + traffic + state_costs(setting).optimizer
+    passes += (count - 1) * states.accumulate
+    step = passes + _traffic_seconds(setting, one, count, passes) + states.optimizer
     dispatched = dispatch_seconds(costs, work.tokens / layout.dp / work.sample_tokens)
     return work.epochs * steps * step + dispatched
 
@@ -77,26 +77,22 @@ def train_seconds(setting: Setting, work: TrainWork) -> float:
 def _microbatch(setting: Setting, work: TrainWork, layers: LayerCosts, tokens: float) -> MicroBatch:
     """Seconds of one micro-batch of `tokens` on each cp rank."""
     context = work.sample_tokens / 2
-    products = layers.products.at(tokens, context)
-    attention = layers.attention.at(tokens, context)
-    traffic = layers.traffic.at(tokens, context)
-    experts = layers.dispatch.at(tokens, context) + layers.exchange.at(tokens, context) * work.imbalance
-    if setting.model.expert_layers:
-        products *= work.imbalance
-    moved = layers.tensor.at(tokens, context) + layers.context.at(tokens, context) + experts
-    forward = products + attention + traffic + moved + layers.fixed
-    weights = 0.0 if setting.lora_rank else products * (setting.costs.backward - 1)
-    backward = products + weights + BACKWARD_ATTENTION * attention + 2 * traffic + moved + layers.fixed
+    forward = layer_seconds(layers, tokens, context, work.imbalance)
+    products = layers.products.at(tokens, context) + work.imbalance * layers.experts.at(tokens, context)
+    attention, traffic = layers.attention.at(tokens, context), layers.traffic.at(tokens, context)
+    more = setting.costs.backward - 1
+    weights = 0.0 if setting.lora_rank else products * more
+    backward = forward + weights + (BACKWARD_ATTENTION - 1) * attention + more * traffic
     recompute = work.recompute if work.recompute != "none" or not setting.role.gradient_checkpointing else "full"
     if recompute == "full":
         backward += forward
     elif recompute == "selective":
         backward += traffic + (attention if setting.engine.attention == "unfused" else 0.0)
     head = layers.head.at(tokens, context) + layers.head_backward.at(tokens, context)
-    return MicroBatch(forward, backward, weights, head, _hand_over(setting, tokens))
+    return MicroBatch(forward, backward, weights, head, hand_over_seconds(setting, tokens))
 
 
-def _hand_over(setting: Setting, tokens: float) -> float:
+def hand_over_seconds(setting: Setting, tokens: float) -> float:
     """One stage's hidden states to the next, each tp rank its part; between nodes where a stage fills one."""
     layout, cluster, engine = setting.layout, setting.cluster, setting.engine
     if layout.pp == 1:
@@ -157,10 +153,9 @@ def shared_prompts(setting: Setting, work: TrainWork, tokens: float, steps: int 
 
 
 def fsdp_slowdown(setting: Setting) -> float:
-    """How much longer compute takes under FSDP than on whole weights, traffic between devices aside."""
-    if setting.layout.sharding != "fsdp" or setting.layout.mesh.n_devices == 1:
-        return 1.0
-    return FSDP_SLOWDOWN_CPU if setting.cluster.is_cpu else FSDP_SLOWDOWN_GPU
+    """How much longer compute takes on CPUs under FSDP than on whole weights, traffic between devices aside."""
+    sharded = setting.layout.sharding == "fsdp" and setting.layout.mesh.n_devices > 1
+    return FSDP_SLOWDOWN_CPU if sharded else 1.0
 
 
 def _reduction_seconds(setting: Setting, microbatches: int, steps: int) -> float:

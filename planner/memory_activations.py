@@ -115,7 +115,10 @@ def _residual_bytes(model: ModelSpec, element: int, fused: bool) -> int:
 def _product_inputs(model: ModelSpec, element: int, tp: int, cut: int) -> int:
     """Bytes of one token that a layer's matrix products and attention read: the rest is computed again."""
     attention = 2 * model.attention_width() + 2 * model.kv_heads * model.head_dim
-    return element * (2 * model.hidden // cut + (attention + 2 * _mlp_width(model)) // tp)
+    dense = (model.mlp_matrices - 1) * model.intermediate if model.expert_layers < model.layers else 0
+    routed = model.experts_per_token * (2 * model.expert_intermediate + model.hidden) + 2 * model.shared_intermediate
+    mlp = max(dense, routed if model.expert_layers else 0)
+    return element * (2 * model.hidden // cut + (attention + mlp) // tp)
 
 
 def _messages(model: ModelSpec, layout: Layout, element: int, tokens: int) -> int:
@@ -164,11 +167,11 @@ def _logits(model: ModelSpec, role: ModelRole, layout: Layout, tokens: int, whol
 def _mlp_kept(model: ModelSpec, element: int, gated: int) -> int:
     """Gate, its activation, up and their product (`gated` of them); of an MLP of two matrices its middle, twice.
 
-    Experts keep a permuted copy of their inputs and outputs too.
+    Experts keep a permuted copy of their inputs too, and of their outputs where activations are not fused (gated 4).
     """
     kept = 2 if model.mlp_matrices == 2 else gated
     dense = kept * element * model.intermediate if model.expert_layers < model.layers else 0
-    routed = gated * element * model.expert_intermediate + 2 * element * model.hidden
+    routed = gated * element * model.expert_intermediate + (gated - 2) * element * model.hidden
     shared = gated * element * model.shared_intermediate
     return max(dense, model.experts_per_token * routed + shared if model.expert_layers else 0)
 
