@@ -12,7 +12,7 @@ from realgraph.graphs.graph import Graph
 from realgraph.graphs.keys import MASK, TOKENS, DType, KeyType
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.protocol import Source
-from realgraph.runtime.store import Store
+from realgraph.runtime.store import Store, as_bytes
 from realgraph.runtime.transfer import DataPlane, Want
 
 Values = dict[str, dict[int, Tensor]]
@@ -29,26 +29,20 @@ TORCH_DTYPES: Mapping[DType, torch.dtype] = {
 }
 
 
-def encode_value(value: object, key: KeyType) -> Tensor:
-    """A value of a key as the tensor that the store holds: text and json as UTF-8 bytes, scalars as shape [1]."""
-    if isinstance(value, Tensor):
-        return value.to(TORCH_DTYPES[key.dtype]).cpu().reshape(-1)
+def encode_values(values: Sequence[Any], key: KeyType) -> tuple[Tensor, list[int]]:
+    """The values of a key as the store holds them, joined, and their lengths: text and json as UTF-8 bytes, scalars as
+    one number. A tensor for each would cost more."""
     if key.dtype in ("text", "json"):
-        raw = str(value).encode() if key.dtype == "text" else msgspec.json.encode(value)
-        return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.zeros(0, dtype=torch.uint8)
-    ragged = key.level == "token" or key.dtype == "tokens"
-    return torch.tensor(value if ragged else [value], dtype=TORCH_DTYPES[key.dtype])
-
-
-def encode_values(values: Sequence[Any], key: KeyType) -> Sequence[Tensor]:
-    """`encode_value` of each; numbers become one tensor that is cut, as a tensor for each would cost more."""
-    if key.dtype in ("text", "json") or any(isinstance(value, Tensor) for value in values):
-        return [encode_value(value, key) for value in values]
+        text = key.dtype == "text"
+        raw = [str(value).encode() if text else msgspec.json.encode(value) for value in values]
+        return as_bytes(b"".join(raw)), [len(value) for value in raw]
     dtype = TORCH_DTYPES[key.dtype]
+    if values and isinstance(values[0], Tensor):
+        pieces = [value.to(dtype).cpu().reshape(-1) for value in values]
+        return torch.cat(pieces), [len(piece) for piece in pieces]
     if key.level == "token" or key.dtype == "tokens":
-        joined = torch.tensor(list(itertools.chain.from_iterable(values)), dtype=dtype)
-        return torch.split(joined, [len(value) for value in values])
-    return torch.split(torch.tensor(values, dtype=dtype), 1) if values else ()
+        return torch.tensor(list(itertools.chain.from_iterable(values)), dtype=dtype), [len(value) for value in values]
+    return torch.tensor(values, dtype=dtype), [1] * len(values)
 
 
 def decode_value(tensor: Tensor, key: KeyType) -> object:
@@ -72,7 +66,10 @@ class Assembler:
         return sample // self._graph.samples_per_group
 
     def gather(self, sources: Sequence[Source], samples: Iterable[int]) -> Values:
-        """Every key named by `sources` for those of `samples` that each source holds. Group keys go by group."""
+        """Every key named by `sources` for those of `samples` that each source holds. Group keys go by group.
+
+        Nothing is copied: the values are to be read, never written, and to be let go soon (`packed` copies).
+        """
         wanted = set(samples)
         wants = []
         for source in sources:
@@ -83,7 +80,7 @@ class Assembler:
                 is_group = self._graph.keys[name].type.level == "group"
                 ids = sorted({self.group(sample) for sample in held}) if is_group else held
                 wants.append(Want(source.worker, name, tuple(ids)))
-        return self._plane.gather_now(wants, deadline_seconds=self._timeout)
+        return self._plane.gather_now(wants, deadline_seconds=self._timeout, copy=False)
 
     def value(self, values: Values, name: str, sample: int) -> Tensor:
         """One sample's entry of a key at any level."""
@@ -123,10 +120,9 @@ class Assembler:
         """Store a key computed for a packed batch: [T] is cut into samples, [N] into scalars."""
         key = self._graph.keys[name].type
         sizes = list(batch.lengths) if key.level == "token" else [1] * batch.n_samples
-        whole = value.to(TORCH_DTYPES[key.dtype]).cpu().contiguous()
-        self._store.put(name, batch.samples, list(torch.split(whole, sizes)))
+        self._store.put_pieces(name, batch.samples, value.to(TORCH_DTYPES[key.dtype]).cpu(), sizes)
 
     def put_values(self, name: str, ids: Sequence[int], values: Sequence[object]) -> None:
         """Store Python values of a key, by sample or group id."""
         key = self._graph.keys[name].type
-        self._store.put(name, ids, encode_values(values, key))
+        self._store.put_pieces(name, ids, *encode_values(values, key))

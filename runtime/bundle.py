@@ -30,13 +30,15 @@ class Item(Struct, frozen=True, array_like=True):
 
 
 class Extent(Struct, frozen=True, array_like=True):
-    """One value: its type, and on the local route where in which segment it lies."""
+    """One value, or several of one dim that lie one after another: their type, and on the local route where in which
+    segment they lie. parts: the lengths of several, () of one."""
 
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     segment: int = -1
     offset: int = 0
+    parts: tuple[int, ...] = ()
 
 
 class Ask(Struct, frozen=True, tag=True):
@@ -168,12 +170,38 @@ def find(store: Store, items: Sequence[Item]) -> list[Entry]:
     return [entry for item in items for entry in store.entries(item.key, item.ids)]
 
 
-def extent(entry: Entry) -> Extent:
-    """What the other side is told of a value."""
-    name, shape = DTYPE_NAMES[entry.tensor.dtype], tuple(entry.tensor.shape)
-    if entry.block is None:
+def _runs(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
+    """The entries in order; those that lie one after another as values of one dim and type, together."""
+    first = 0
+    for at in range(1, len(entries) + 1):
+        if at < len(entries):
+            last, one = entries[at - 1], entries[at]
+            if (
+                one.block is last.block is not None
+                and one.start == last.start + last.nbytes
+                and one.tensor.dtype == last.tensor.dtype
+                and one.tensor.dim() == last.tensor.dim() == 1
+            ):
+                continue
+        yield entries[first:at]
+        first = at
+
+
+def extents(entries: Sequence[Entry]) -> tuple[Extent, ...]:
+    """What the other side is told of values."""
+    return tuple(_extent(run) for run in _runs(entries)) if entries else ()
+
+
+def _extent(run: Sequence[Entry]) -> Extent:
+    first, block = run[0], run[0].block
+    name, shape = DTYPE_NAMES[first.tensor.dtype], tuple(first.tensor.shape)
+    if block is None:
         return Extent(name, shape, 0)
-    return Extent(name, shape, entry.nbytes, entry.block.segment, entry.block.offset + entry.start)
+    at = (block.segment, block.offset + first.start)
+    if len(run) == 1:
+        return Extent(name, shape, first.nbytes, *at)
+    parts = tuple(len(entry.tensor) for entry in run)
+    return Extent(name, (sum(parts),), sum(entry.nbytes for entry in run), *at, parts)
 
 
 def landing(extents: Sequence[Extent]) -> Bytes:
@@ -183,9 +211,9 @@ def landing(extents: Sequence[Extent]) -> Bytes:
 
 def carve(landed: Bytes, extents: Sequence[Extent]) -> list[Tensor]:
     """The values of a bundle as views of its bytes. Raises ValueError for an extent that contradicts itself."""
-    values, offset = [], 0
+    values, offset = list[Tensor](), 0
     for one in extents:
-        values.append(shaped(landed, offset, one))
+        values += cut(shaped(landed, offset, one), one)
         offset += aligned(one.nbytes)
     return values
 
@@ -203,11 +231,22 @@ def shaped(data: Bytes, offset: int, extent: Extent) -> Tensor:
     return torch.frombuffer(data, dtype=dtype, count=count, offset=offset).view(extent.shape)
 
 
+def cut(value: Tensor, extent: Extent) -> Sequence[Tensor]:
+    """The values that an extent stands for. Raises ValueError for an extent that contradicts itself."""
+    if not extent.parts:
+        return (value,)
+    if min(extent.parts) < 0 or extent.shape != (sum(extent.parts),):
+        raise ValueError(f"parts {extent.parts} of shape {extent.shape}")
+    return torch.split(value, list(extent.parts))
+
+
 def frames(entries: Sequence[Entry], frame_bytes: int = FRAME_BYTES) -> Iterator[bytes | memoryview]:
     """The bytes of a bundle in pieces of at most `frame_bytes`: large values uncopied, small ones joined."""
     joined = bytearray()
-    for entry in entries:
-        data = entry.raw
+    for run in _runs(entries) if entries else ():
+        data, block = run[0].raw, run[0].block
+        if block is not None and len(run) > 1:
+            data = block.data.data[run[0].start : run[-1].start + run[-1].nbytes]
         if len(data) >= min(_ALONE_BYTES, frame_bytes):
             yield from _pieces(joined, frame_bytes)
             joined.clear()

@@ -196,7 +196,7 @@ class _Reader:
                     _send(self._connection, Missing(error.key, error.id))
                     return
                 self._give_segments()
-                _send(self._connection, bundle.Bundle(tuple(bundle.extent(entry) for entry in self._held)))
+                _send(self._connection, bundle.Bundle(bundle.extents(self._held)))
             case Release():
                 self._held = []
             case bundle.Fetch() | bundle.Credit():
@@ -316,7 +316,8 @@ class LocalChannel:
     def _views(self, extents: Sequence[Extent]) -> list[Tensor]:
         loan = _Loan()
         weakref.finalize(loan, self._end_loan).atexit = False
-        return [bundle.shaped(np.asarray(_Window(self._bytes(extent), loan)), 0, extent) for extent in extents]
+        views = [bundle.shaped(np.asarray(_Window(self._bytes(extent), loan)), 0, extent) for extent in extents]
+        return [value for view, extent in zip(views, extents, strict=True) for value in bundle.cut(view, extent)]
 
     def _end_loan(self) -> None:
         """The last view is gone. Runs wherever the garbage collector does, so it takes no lock and cannot raise."""

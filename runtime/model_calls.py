@@ -7,6 +7,7 @@ from realgraph.graphs.maths import ApplyStep
 from realgraph.graphs.spec import Advantage, Inference, Train
 from realgraph.runtime import advantages
 from realgraph.runtime.assemble import Assembler
+from realgraph.runtime.batch import Packed
 from realgraph.runtime.functions import load_applied
 from realgraph.runtime.job import Job
 from realgraph.runtime.protocol import Done, Execute, Mean
@@ -82,15 +83,20 @@ class ModelCalls:
 
     def _train(self, call: Train, command: Execute) -> dict[str, Mean]:
         self._check_version(command)
-        samples = sorted({sample for share in command.shares for sample in share})
-        values = self._assembler.gather(command.sources, samples)
-        device = self._roles.engines[command.call].ranks.device
-        for name in (TOKENS, MASK):
-            values.setdefault(name, {})  # a rank may have no sample at all
-        minibatches = [self._assembler.packed(values, share).to(device) for share in command.shares]
+        minibatches = self._minibatches(command)
         engine = self._roles.trained[call.model]
         self._roles.keep(call.model)
         metrics = engine.train(call, minibatches)
         self._roles.average(call.model)
         self._roles.weights_changed(call.model, engine)
         return metrics
+
+    def _minibatches(self, command: Execute) -> list[Packed]:
+        """This rank's share of each mini-batch, on the device."""
+        values = self._assembler.gather(
+            command.sources, sorted({sample for share in command.shares for sample in share})
+        )
+        device = self._roles.engines[command.call].ranks.device
+        for name in (TOKENS, MASK):
+            values.setdefault(name, {})  # a rank may have no sample at all
+        return [self._assembler.packed(values, share).to(device) for share in command.shares]

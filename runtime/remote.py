@@ -127,7 +127,7 @@ class RemoteServer:
             self._send(reader, bundle.encode(Missing(error.key, error.id)))
             return
         self._outgoing[reader] = _Outgoing(bundle.frames(entries), time.monotonic() + request.deadline_seconds)
-        self._send(reader, bundle.encode(Bundle(tuple(bundle.extent(entry) for entry in entries))))
+        self._send(reader, bundle.encode(Bundle(bundle.extents(entries))))
         self._send_frames(reader, request.window)
 
     def _send_frames(self, reader: bytes, n: int) -> None:

@@ -7,7 +7,7 @@ last tensor over it is gone, so a view that someone still holds never changes un
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +33,7 @@ class MissingValueError(LookupError):
         self.id = id
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A stored value and where its bytes lie: `start` in a block, which small neighbours share. Empty: no block."""
 
     tensor: Tensor
@@ -74,16 +73,52 @@ class Store:
         for id, value in zip(ids, values, strict=True):
             if value.device.type != "cpu" or value.layout != torch.strided:
                 raise ValueError(f"{key!r} of id {id} is a {value.layout} tensor on {value.device}: move it to the CPU")
+        if len(values) > 1 and _small(values):
+            self.put_pieces(key, ids, torch.cat([value.detach() for value in values]), [len(value) for value in values])
+            return
         entries = self._blank([(value.shape, value.dtype) for value in values])
         with torch.no_grad():
             for entry, value in zip(entries, values, strict=True):
                 entry.tensor.copy_(value)
         self._insert(key, ids, entries)
 
+    def put_pieces(self, key: str, ids: Sequence[int], whole: Tensor, sizes: Sequence[int]) -> None:
+        """Copy one piece of `whole` per id, [sum of sizes] on the CPU, cut one after the other: for many small values.
+
+        They lie one after the other in the store, too. Raises ValueError where the numbers of ids and sizes differ.
+        """
+        if len(ids) != len(sizes):
+            raise ValueError(f"{key!r}: {len(ids)} ids but {len(sizes)} values")
+        if whole.dtype not in DTYPE_NAMES:
+            raise ValueError(f"the store takes no {whole.dtype}: it knows {', '.join(DTYPES)}")
+        entries: list[Entry] = []
+        done, most = 0, _SHARED_BYTES // whole.element_size()
+        while len(entries) < len(sizes):
+            first = len(entries)
+            end, total = first + 1, sizes[first]
+            while end < len(sizes) and total + sizes[end] <= most:
+                total += sizes[end]
+                end += 1
+            entries += self._pieces(whole[done : done + total].detach(), sizes[first:end])
+            done += total
+        self._insert(key, ids, entries)
+
+    def _pieces(self, whole: Tensor, sizes: Sequence[int]) -> list[Entry]:
+        """One block with a copy of `whole`, cut."""
+        if not len(whole):
+            return [Entry(piece, None, 0, 0) for piece in torch.split(whole.clone(), list(sizes))]
+        block = self.arena.allocate(whole.nbytes)
+        held = torch.from_numpy(block.data).view(whole.dtype)
+        held.copy_(whole)
+        item = whole.element_size()
+        starts = itertools.accumulate(sizes, initial=0)
+        pieces = torch.split(held, list(sizes))
+        return [Entry(p, block, start * item, n * item) for p, start, n in zip(pieces, starts, sizes, strict=False)]
+
     def put_text(self, key: str, ids: Sequence[int], values: Sequence[str | bytes]) -> None:
         """Store texts as uint8 tensors of their UTF-8 bytes."""
         raw = [value.encode() if isinstance(value, str) else value for value in values]
-        self.put(key, ids, [_bytes_tensor(value) for value in raw])
+        self.put_pieces(key, ids, as_bytes(b"".join(raw)), [len(value) for value in raw])
 
     def reserve(self, key: str, id: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialised value to be filled in place, without a copy; readers must not be told of it before."""
@@ -200,5 +235,14 @@ def as_text(value: Tensor) -> str:
     return value.numpy().tobytes().decode()
 
 
-def _bytes_tensor(value: bytes) -> Tensor:
+def _small(values: Sequence[Tensor]) -> bool:
+    """Whether values are best copied as one: of one dim and dtype, many to a block."""
+    dtype = values[0].dtype
+    if any(value.dim() != 1 or value.dtype != dtype for value in values):
+        return False
+    return sum(map(len, values)) * dtype.itemsize * 4 <= _SHARED_BYTES * len(values)
+
+
+def as_bytes(value: bytes) -> Tensor:
+    """[n] uint8, the tensor's own."""
     return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)

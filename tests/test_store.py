@@ -79,6 +79,29 @@ def test_a_store_equals_a_dict_of_clones(seed: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
+def test_pieces_are_the_values_cut_one_by_one(seed: int) -> None:
+    rng = random.Random(seed)
+    store = Store(host_segment_bytes=1 << 17)
+    dtype = DTYPES[rng.choice(["bool", "uint8", "int64", "float32"])]
+    sizes = [rng.choice([0, 1, 5, 300, 30_000]) for _ in range(rng.randint(0, 40))]
+    whole = torch.tensor(list(rng.randbytes(sum(sizes)))).to(dtype)
+    ids = rng.sample(range(100), len(sizes))
+    store.put_pieces("a", ids, whole, sizes)
+    for id, piece in zip(ids, torch.split(whole, sizes) if sizes else (), strict=True):
+        entry = store.entries("a", [id])[0]
+        assert same(entry.tensor, piece)
+        assert bytes(entry.raw) == piece.numpy().tobytes()
+    assert store.nbytes == whole.nbytes
+    store.drop(["a"], ids)
+    gc.collect()
+    assert not store.nbytes
+    assert not store.keys()
+    with pytest.raises(ValueError, match="1 ids but 2 values"):
+        store.put_pieces("a", [1], whole, [0, 0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
 def test_blocks_never_overlap_and_all_memory_comes_back(seed: int) -> None:
     rng = random.Random(seed)
     arena = Arena(1 << 14)

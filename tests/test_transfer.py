@@ -231,7 +231,7 @@ def test_frames_hold_the_values_in_order_each_aligned(seed: int) -> None:
     size = rng.choice([64, 1000, 4096, 1 << 20])
     pieces = list(bundle.frames(entries, size))
     assert all(0 < len(piece) <= size for piece in pieces)
-    extents = [bundle.extent(entry) for entry in entries]
+    extents = bundle.extents(entries)
     landed = bundle.landing(extents)
     landed[:] = memoryview(b"".join(pieces))
     assert all(same(a, b) for a, b in zip(bundle.carve(landed, extents), values, strict=True))
