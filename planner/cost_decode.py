@@ -19,14 +19,16 @@ from realgraph.planner.memory import element_bytes, kv_bytes_per_token
 from realgraph.planner.model_spec import ModelSpec
 
 # Small messages: every rank reads the others' whole buffers once (custom all-reduce kernels of serving engines). Large
-# ones: NCCL's ring, which starts later; nccl-tests on 8 A100 and 8 H100 show about 30 us below a megabyte.
-RING_SECONDS = 3e-5
-# Between nodes each doubling of their number adds a NIC's and a proxy thread's latency; 20 to 30 us on two nodes.
+# ones: NCCL's ring; nccl-tests on 8 A100 and 8 H100 reach half of their best rate at about 8 MB.
+RING_SECONDS = 5e-5
+# Between nodes: latency of small messages on two nodes, and of each further doubling of their number (a tree).
+NODES_SECONDS = 3e-5
 NODE_HOP_SECONDS = 1.5e-5
 # The grouped kernels of experts reach less of the peak than one dense product: many small ones, unequal counts.
 EXPERT_EFFICIENCY = 0.8
 EXPERT_TILE = 128  # rows of a tile of such a kernel: the last one of each expert is half empty
-FLOAT8_RATE = 2.0  # of the bf16 rate: NVIDIA H100, H200 and B200 data sheets
+# Experts are read a slice at a time: few rows each, and slices of so many columns reach half of the memory's rate.
+EXPERT_WIDTH = 128
 
 
 class Precision(Struct, frozen=True):
@@ -106,6 +108,7 @@ def decode_step(setting: Setting, precision: Precision = SAME) -> DecodeStep:
     weight = 1 if precision.weights == "float8" else setting.element
     rate = engine_flops(setting, precision) * costs.gemm * width / (width + costs.gemm_width)
     experts = model.experts if model.expert_layers else 0
+    slices = model.expert_intermediate / (1 if layout.ep > layout.tp else layout.tp)
     routed = model.expert_layers * model.expert_params()
     dense = model.active_params() - model.experts_per_token * routed + model.hidden * model.vocab
     ranks = max(layout.ep, layout.tp)
@@ -122,7 +125,12 @@ def decode_step(setting: Setting, precision: Precision = SAME) -> DecodeStep:
         direct=direct,
         ring=ring,
         stages=layout.pp,
-        expert_read=weight * experts * routed / ranks / (bandwidth * costs.memory),
+        expert_read=weight
+        * experts
+        * routed
+        / ranks
+        / (bandwidth * costs.memory)
+        * (1 + EXPERT_WIDTH / max(1, slices)),
         expert_token=2 * model.experts_per_token * routed / layout.tp / (rate * EXPERT_EFFICIENCY) if experts else 0.0,
         unchosen=math.log1p(-model.experts_per_token / experts) if experts > model.experts_per_token else -50.0,
         experts=experts,
@@ -138,21 +146,28 @@ def decode_seconds(setting: Setting, running: float, context: float) -> float:
 
 def engine_flops(setting: Setting, precision: Precision) -> float:
     """Peak operations per second of one device in the precision of the weights."""
-    return setting.flops * (FLOAT8_RATE if precision.weights == "float8" else 1.0)
+    return setting.flops * (setting.costs.fp8 if precision.weights == "float8" else 1.0)
 
 
 def cache_bytes_per_token(setting: Setting, precision: Precision = SAME) -> float:
-    """Keys and values of one token on one rank: heads are divided among tp ranks, at most one head a rank."""
+    """Keys and values of one token on one rank: heads are divided among tp ranks, at least one a rank; a latent, which
+    serves all heads, is not."""
     model = setting.model
     nbytes = kv_bytes_per_token(model, setting.role.dtype)
     if precision.cache == "float8":
         nbytes //= element_bytes(setting.role.dtype)
-    return nbytes / min(setting.layout.tp, model.kv_heads)
+    return nbytes / (min(setting.layout.tp, model.kv_heads) if model.latent is None else 1)
 
 
 def attention_flops(model: ModelSpec) -> float:
-    """Operations of one new token on one cached token, all layers: two products, each of 2 operations a number."""
-    return 4.0 * model.heads * model.head_dim * model.layers
+    """Operations of one new token on one cached token, all layers: two products, each of 2 operations a number.
+
+    Latent attention multiplies the latents themselves, its projections taken into queries and outputs
+    (arXiv:2405.04434, sec. 2.1.2).
+    """
+    if model.latent is None:
+        return 4.0 * model.attention_width() * model.layers
+    return 2.0 * model.heads * (2 * model.latent.kv_rank + model.latent.rope_dim) * model.layers
 
 
 def _elementwise_seconds(setting: Setting) -> float:
@@ -174,9 +189,11 @@ def _allreduces(setting: Setting) -> tuple[tuple[float, float], tuple[float, flo
         return (0.0, 0.0), (0.0, 0.0)
     count, row = 2 * model.layers, setting.element * model.hidden
     rate = collective_bytes_per_s(setting, n)
-    ring = (count * (RING_SECONDS + _hops(setting, n)), count * 2 * (n - 1) / n * row / rate)
+    traffic = count * 2 * (n - 1) / n * row / rate
     if n > setting.cluster.devices_per_node:
-        return ring, ring
+        across = (count * (NODES_SECONDS + _hops(setting, n)), traffic)
+        return across, across
+    ring = (count * RING_SECONDS, traffic)
     return (count * collective_seconds(setting.costs), count * (n - 1) * row / rate), ring
 
 

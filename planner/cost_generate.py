@@ -8,6 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.planner.cost import Setting
+from realgraph.planner.cost_backend import Backend
 from realgraph.planner.cost_decode import SAME, DecodeStep, Precision, decode_step, engine_flops
 from realgraph.planner.cost_decode import decode_seconds as decode_seconds
 from realgraph.planner.cost_forward import forward_seconds
@@ -17,6 +18,8 @@ from realgraph.planner.occupancy import Occupancy, occupancy
 
 PREFILL_TOKENS = 8192  # prompt tokens that enter one forward pass, as serving engines chunk prompts by default
 PREFILL_DRAWS = 1.0  # tokens of a sample that the CPU engine's prefill tells, so that no decode step has to
+# Engines that serve run forward passes without overlap of collectives, and norms and residuals whole on every rank.
+SERVING = Backend("serving", tp_overlap=0.0, sequence_parallel=False)
 FEW = 0.1  # of the largest number of running sequences: what counts as the tail of a batch
 
 
@@ -97,9 +100,10 @@ def prefill_seconds(setting: Setting, precision: Precision, tokens: float, promp
     if tokens <= 0:
         return 0.0
     flops = setting.cluster.flops * engine_flops(setting, precision) / setting.flops
-    headless = replace(setting, role=replace(setting.role, head="value"), cluster=replace(setting.cluster, flops=flops))
+    headless = replace(setting.role, head="value")
+    engine = replace(setting, role=headless, cluster=replace(setting.cluster, flops=flops), backend=SERVING)
     count = max(1.0, tokens / PREFILL_TOKENS)
-    one = forward_seconds(headless, tokens / count, prompt / 2)
+    one = forward_seconds(engine, tokens / count, prompt / 2)
     return one * (count + setting.layout.pp - 1) / setting.layout.pp
 
 
