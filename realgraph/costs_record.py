@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -16,7 +17,8 @@ from realgraph.graphs.graph import Graph
 from realgraph.graphs.spec import Generate, Inference, Train
 from realgraph.planner.calibrate import phase_factors
 from realgraph.planner.cost import Setting
-from realgraph.planner.cost_table import CostTable, MeasuredCall, Phase, costs_to_json
+from realgraph.planner.cost_table import CostTable, MeasuredCall, Phase, PhaseFactor, costs_to_json
+from realgraph.planner.events import reallocation_node
 from realgraph.planner.lengths import quantiles
 from realgraph.planner.options import setting_seconds
 from realgraph.planner.plan import Plan
@@ -27,6 +29,7 @@ from realgraph.runtime.run_folder import write_atomic
 WARM_UP_STEPS = 2  # left out, where more than twice as many follow; else all but the first
 NORMAL = 1.4826  # standard deviation over median absolute deviation, of a normal distribution
 LENGTHS = 128  # quantiles kept
+REALLOCATE: Final = "reallocate"
 
 
 class Planned(Struct, frozen=True):
@@ -62,9 +65,9 @@ def costs_of(planned: Planned, steps: Sequence[StepRecord], now: datetime) -> Co
     if not kept:
         return None
     request = with_lengths(planned.request, kept)
-    calls = tuple(
-        call for name in planned.plan.allocations for call in _measured(replace(planned, request=request), name, kept)
-    )
+    real = replace(planned, request=request)
+    calls = tuple(call for name in planned.plan.allocations for call in _measured(real, name, kept))
+    calls += _reallocated(real, kept)
     return CostTable(
         kind=request.cluster.kind,
         name=planned.name,
@@ -112,17 +115,38 @@ def phase_of(graph: Graph, call: str) -> Phase | None:
 def _measured(planned: Planned, name: str, steps: Sequence[StepRecord]) -> tuple[MeasuredCall, ...]:
     """Of one call; none where its steps overlap, so that from its start to its end other work is done as well."""
     request, allocation = planned.request, planned.plan.allocations[name]
-    phase = phase_of(request.graph, name)
-    seconds = [step.metrics[f"{name}/seconds"] for step in steps if f"{name}/seconds" in step.metrics]
+    phase, seconds = phase_of(request.graph, name), _seconds(name, steps)
     streams = phase == "generate" and request.workload.staleness > 0
     if phase is None or not seconds or streams:
         return ()
-    layout = allocation.layout
-    median = statistics.median(seconds)
+    setting = Setting(
+        request.model(name), request.role(name), allocation.layout, request.cluster, request.costs.factors
+    )
+    predicted = setting_seconds(request, name, setting, allocation.max_tokens_per_microbatch)
+    return (_entry(planned, name, phase, seconds, predicted),)
+
+
+def _reallocated(planned: Planned, steps: Sequence[StepRecord]) -> tuple[MeasuredCall, ...]:
+    """The move of trained weights to a call's own copy; none where there are several, which are recorded as one."""
+    moved, seconds = planned.plan.reallocation_seconds, _seconds(REALLOCATE, steps)
+    if len(moved) != 1 or not seconds or planned.request.workload.staleness:
+        return ()
+    ((name, predicted),) = moved.items()
+    known = planned.request.costs.phases.get(REALLOCATE, PhaseFactor())
+    by_factors = (predicted - known.constant_seconds) / known.factor
+    return (replace(_entry(planned, name, REALLOCATE, seconds, by_factors), call=reallocation_node(name)),)
+
+
+def _seconds(name: str, steps: Sequence[StepRecord]) -> list[float]:
+    return [step.metrics[f"{name}/seconds"] for step in steps if f"{name}/seconds" in step.metrics]
+
+
+def _entry(planned: Planned, name: str, phase: Phase, seconds: Sequence[float], predicted: float) -> MeasuredCall:
+    allocation = planned.plan.allocations[name]
+    layout, median = allocation.layout, statistics.median(seconds)
     deviation = NORMAL * statistics.median(abs(value - median) for value in seconds)
-    model, workload = call_hashes(request, name)
-    setting = Setting(request.model(name), request.role(name), layout, request.cluster, request.costs.factors)
-    call = MeasuredCall(
+    model, workload = call_hashes(planned.request, name)
+    return MeasuredCall(
         call=name,
         phase=phase,
         model=model,
@@ -136,8 +160,7 @@ def _measured(planned: Planned, name: str, steps: Sequence[StepRecord]) -> tuple
         sharding=layout.sharding,
         max_tokens_per_microbatch=allocation.max_tokens_per_microbatch,
         seconds=median,
-        predicted_seconds=setting_seconds(request, name, setting, allocation.max_tokens_per_microbatch),
+        predicted_seconds=predicted,
         error=deviation / median if median > 0 else 0.0,
         count=len(seconds),
     )
-    return (call,)

@@ -1,0 +1,161 @@
+"""What a real run leaves as costs.json, and a real profile of a few cases on two processes."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from typer.testing import CliRunner
+
+from realgraph.cli import app
+from realgraph.costs_record import CostsFile, Planned, costs_of
+from realgraph.graphs.errors import ConfigError
+from realgraph.planner.cluster import ClusterSpec
+from realgraph.planner.cost_table import COSTS_FILE, CostTable, load_costs
+from realgraph.planner.detect import Probe, resolve
+from realgraph.planner.fit_profile import predicted_seconds, profiled
+from realgraph.planner.measurements import Collective, Copy, DecodeCase, Gemm, HostLink, Pass, ProfileTask, RolloutCase
+from realgraph.planner.measurements import toy_model as toy
+from realgraph.planner.request import call_hashes
+from realgraph.planner.workload import Workload
+from realgraph.profile_command import Asked, profile_command
+from realgraph.running import prepare
+from realgraph.runtime.observer import RunEnded, StepRecord
+from realgraph.runtime.profile_launch import measure
+from tests.runs import GRPO, finish, home, merged, records, write_run
+
+__all__ = ["home"]
+
+NODE = resolve(ClusterSpec(kind="cpu", devices=2), Probe(cores=2, host_memory_bytes=8_000_000_000))
+SMALL = toy(64, 2, 16)
+APART = {"allocation": {"train": {"first": 0, "devices": 1}, "rollout": {"first": 1, "devices": 1}}}
+
+
+@pytest.mark.parametrize("name", ["together", "apart"])
+def test_a_finished_run_leaves_what_its_calls_took(home: Path, name: str) -> None:
+    file = write_run(home, name, merged(GRPO, APART if name == "apart" else {}), {"steps": 8})
+    finish(home, "run", str(file), name=name)
+    table = load_costs(home / name)
+    assert table.kind == "cpu"
+    assert datetime.fromisoformat(table.date).tzinfo is not None
+    calls = {call.call: call for call in table.calls}
+    assert set(calls) == {"rollout", "train"} | ({"reallocate:rollout"} if name == "apart" else set())
+    steps = records(home / name)[2:]
+    for call in calls.values():
+        metric = call.call.partition(":")[0]
+        seconds = sorted(step["metrics"][f"{metric}/seconds"] for step in steps)
+        assert seconds[0] <= call.seconds <= seconds[-1]
+        assert call.predicted_seconds > 0
+        assert call.error >= 0
+        assert call.count == len(steps)
+        assert call.devices == (1 if name == "apart" else 2)
+        assert table.phases[call.phase].factor > 0
+    lengths = [length for step in steps for length in step["lengths"]]
+    assert min(lengths) <= table.lengths[0] <= table.lengths[-1] <= max(lengths)
+    assert list(table.lengths) == sorted(table.lengths)
+    request = prepare(file, (), None).request
+    assert (calls["train"].model, calls["train"].workload) == call_hashes(request, "train")
+
+
+def planned(home: Path) -> Planned:
+    found = prepare(write_run(home, "planned", GRPO), (), None)
+    return Planned("planned", found.request, found.job.plan)
+
+
+def steps(seconds: list[float]) -> list[StepRecord]:
+    """Steps that took so long, of 32 samples with 4 prompt and 3 new tokens each."""
+    sizes = {"batch/samples": 32.0, "batch/tokens": 224.0, "batch/new_tokens": 96.0}
+    return [
+        StepRecord(i, value, {"rollout/seconds": value, "train/seconds": 2 * value, **sizes}, 0.0, (2, 3, 4))
+        for i, value in enumerate(seconds)
+    ]
+
+
+def test_the_first_steps_do_not_count_and_lengths_do(home: Path) -> None:
+    run, now = planned(home), datetime.now(UTC)
+    assert costs_of(run, [], now) is None
+    assert costs_of(run, steps([5.0]), now) is None
+    few, many = costs_of(run, steps([5.0, 1.0, 1.2]), now), costs_of(run, steps([9.0, 5.0] + [1.0] * 10), now)
+    assert few is not None
+    assert many is not None
+    assert {call.call: call.seconds for call in few.calls} == pytest.approx({"rollout": 1.1, "train": 2.2})
+    assert {call.call: call.seconds for call in many.calls} == pytest.approx({"rollout": 1.0, "train": 2.0})
+    assert {call.error for call in many.calls} == {0.0}
+    assert set(many.lengths) == {2, 3, 4}
+    longer = steps([1.0] * 4)
+    longer = [
+        replace(step, metrics=step.metrics | {"batch/tokens": 2240.0, "batch/new_tokens": 960.0}) for step in longer
+    ]
+    assert (found := costs_of(run, longer, now)) is not None
+    assert found.calls[1].predicted_seconds > many.calls[1].predicted_seconds
+
+
+def test_generation_that_overlaps_other_steps_is_left_out(home: Path) -> None:
+    run = planned(home)
+    workload: Workload = replace(run.request.workload, staleness=2)
+    table = costs_of(replace(run, request=replace(run.request, workload=workload)), steps([1.0] * 5), datetime.now(UTC))
+    assert table is not None
+    assert [call.call for call in table.calls] == ["train"]
+
+
+def test_the_file_is_written_when_the_run_ends_in_whatever_way(home: Path, tmp_path: Path) -> None:
+    observer = CostsFile(planned(home), tmp_path / COSTS_FILE)
+    for step in steps([1.0] * 4):
+        observer.observe(step)
+    assert not (tmp_path / COSTS_FILE).exists()
+    observer.observe(RunEnded(4, "worker 1 was killed by SIGKILL", False))
+    assert load_costs(tmp_path).calls
+    observer.close()
+
+
+# --- profile ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_measures_all_kinds_of_cases_on_all_devices() -> None:
+    cases = (
+        Gemm(64, 64),
+        Copy(1 << 20),
+        Collective("allreduce", 4096, 2),
+        Collective("gather", 4096, 2),
+        Pass(SMALL, 4, 8),
+        Pass(SMALL, 8, 8),
+        Pass(SMALL, 8, 8, 2, True),
+        DecodeCase(SMALL, 4, 16),
+        RolloutCase(SMALL, 2, 4, 8, 4, 4),
+    )
+    measured = measure(ProfileTask(cases, NODE, "float32", rounds=2))
+    assert tuple(one.case for one in measured) == cases
+    assert all(one.seconds > 0 and one.spread >= 0 and one.count == 2 for one in measured)
+    found = profiled(measured, NODE, "float32")
+    for one in measured:
+        assert predicted_seconds(one.case, NODE, "float32", found.costs) > 0
+    products = next(stage for stage in found.stages if stage.name == "matrix products")
+    assert products.error < 0.2
+
+
+def test_a_worker_that_fails_is_named_with_its_last_words() -> None:
+    with pytest.raises(ConfigError) as raised:
+        measure(ProfileTask((HostLink(1024, True),), replace(NODE, devices_per_node=1), "float32", rounds=1))
+    text = str(raised.value.problems[0])
+    assert "worker 0 ended with exit code 1" in text
+    assert "Error" in text
+
+
+def test_mistakes_are_told_before_anything_is_measured(home: Path, tmp_path: Path) -> None:
+    def told(asked: Asked, out: Path) -> str:
+        with pytest.raises(ConfigError) as raised:
+            profile_command(asked, out)
+        return str(raised.value.problems[0])
+
+    assert "no folder" in told(Asked(devices=1), tmp_path / "none" / "costs.json")
+    assert "need a run file" in told(Asked(overrides=("steps=1",)), tmp_path / "costs.json")
+    file = write_run(home, "big", GRPO, {"cluster": {"kind": "H100-SXM", "devices": 64}})
+    assert "this machine has" in told(Asked(file), tmp_path / "costs.json")
+    result = CliRunner().invoke(app, ["profile", "--help"])
+    assert result.exit_code == 0
+    assert "--out" in result.output
+
+
+def test_an_empty_table_is_no_measurement() -> None:
+    assert CostTable().factors is None
+    assert CostTable().calls == ()
