@@ -135,6 +135,14 @@ class Choice(Struct, frozen=True):
     option: int
 
 
+class Schedule(Struct, frozen=True):
+    """Of fixed choices the least period, starts that reach it (as in `Solution`), and the circuit that bounds it."""
+
+    period: float
+    starts: dict[str, float]
+    critical: tuple[str, ...]
+
+
 Stopped = Literal["proven", "time limit", "interrupted", "exhausted"]
 
 
