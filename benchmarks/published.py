@@ -42,7 +42,7 @@ class Prediction(Struct, frozen=True):
     """A row beside its prediction, in one unit. group: rows whose order is compared (one source and model).
 
     phase: train, generate, inference, rl_step, weight_sync, memory or fits. Of `fits`: 1.0 for yes, 0.0 for no.
-    moe: whether the model has experts.
+    moe: whether the model has experts. backend: the engine's family, whose rows of other systems calibrate this one.
     """
 
     row: Row
@@ -51,6 +51,7 @@ class Prediction(Struct, frozen=True):
     measured: float
     predicted: float
     moe: bool = False
+    backend: str = ""
 
 
 def read_rows(file: Path) -> Iterator[Row]:

@@ -20,7 +20,8 @@ class Backend(Struct, frozen=True):
     tp_overlap: share of tensor-parallel traffic that hides behind products. dp_overlap: share of compute behind which
     gradients (and FSDP's weights) travel. p2p_overlap: share of the traffic between stages that hides.
     distributed: optimizer states are cut over the dp copies (ZeRO-1, arXiv:1910.02054). gradient_bytes: of a summed
-    gradient on the wire. sum_bytes: read and written to add a micro-batch's gradient to the sum. sequence_parallel: norms and residuals are cut over tp (arXiv:2205.05198).
+    gradient on the wire. sum_bytes: read and written to add a micro-batch's gradient to the sum, where products do not
+    do that on the way. sequence_parallel: norms and residuals are cut over tp (arXiv:2205.05198).
     step_seconds: of an optimizer step: data, gradient norm, logging. logit_bytes: moved for each logit, forward and
     backward: fused cross-entropy reads and writes it thrice, separate operations ten times. reduces_all: gradients are
     all-reduced, not scattered, before a distributed optimizer gathers weights. layer_seconds: of a layer's pass

@@ -21,7 +21,7 @@ def inference_seconds(setting: Setting, work: TrainWork) -> float:
     count = max(1, math.ceil(per_device / work.microbatch_tokens))
     tokens, context = per_device / count, work.sample_tokens / 2
     costs = layer_costs(setting, work.fp8)
-    layer = layer_seconds(costs, tokens, context, work.imbalance)
+    layer = layer_seconds(costs, tokens, context, work.imbalance) + costs.routing
     head = costs.head.at(tokens, context)
     stage = stage_layers(model.layers, layout.pp, head / layer) * layer
     stage += hand_over_seconds(setting, tokens)

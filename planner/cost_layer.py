@@ -54,6 +54,7 @@ class LayerCosts(Struct, frozen=True):
     dispatch: Part  # of tokens to experts and back: permutation
     exchange: Part  # of tokens to experts and back: all-to-all
     fixed: float  # launches
+    routing: float  # the host's wait for the tokens of each expert; serving engines have none
     head: Part
     head_backward: Part
 
@@ -87,6 +88,7 @@ def _layer_costs(setting: Setting, fp8: bool) -> LayerCosts:
         dispatch=_scaled(dispatch, engine.compute),
         exchange=exchange,
         fixed=pass_layer_seconds(setting.costs) + engine.layer_seconds,
+        routing=experts * ROUTING_SECONDS,
         head=_scaled(head, engine.compute),
         head_backward=_scaled(head_backward, engine.compute),
     )
@@ -135,7 +137,7 @@ def _expert_layer(setting: Setting, fp8: bool) -> tuple[Part, Part, Part]:
     routed = Part(grouped.fixed + tiles + 3 * EXPERT_LAUNCH_SECONDS * local, grouped.token * k)
     nbytes = setting.element * model.hidden / share
     permuted = PERMUTE_ELEMENTS * model.experts_per_token * nbytes
-    permute = Part(ROUTING_SECONDS, permuted / elementwise_bytes_per_s(setting))
+    permute = Part(token=permuted / elementwise_bytes_per_s(setting))
     if layout.ep == 1:
         return routed, permute, Part()
     link = axis_link(setting, layout.ep, 1)

@@ -77,7 +77,7 @@ def train_seconds(setting: Setting, work: TrainWork) -> float:
 def _microbatch(setting: Setting, work: TrainWork, layers: LayerCosts, tokens: float) -> MicroBatch:
     """Seconds of one micro-batch of `tokens` on each cp rank."""
     context = work.sample_tokens / 2
-    forward = layer_seconds(layers, tokens, context, work.imbalance)
+    forward = layer_seconds(layers, tokens, context, work.imbalance) + layers.routing
     products = layers.products.at(tokens, context) + work.imbalance * layers.experts.at(tokens, context)
     attention, traffic = layers.attention.at(tokens, context), layers.traffic.at(tokens, context)
     more = setting.costs.backward - 1
