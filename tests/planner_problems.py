@@ -57,6 +57,19 @@ def small_meshes(devices: int, smallest: int) -> tuple[DeviceMesh, ...]:
     return tuple(DeviceMesh(first, size) for size in sizes for first in range(0, devices, size))
 
 
+def run_meshes(devices: int) -> tuple[DeviceMesh, ...]:
+    """All runs of neighbours among four equal blocks."""
+    width = devices // 4
+    runs = [(i, j) for i in range(4) for j in range(i + 1, 5)]
+    return tuple(DeviceMesh(i * width, (j - i) * width) for i, j in sorted(runs, key=lambda r: (r[0] - r[1], r[0])))
+
+
+def quartered(devices: int) -> Block:
+    """The tree of four blocks, with the runs of `run_meshes`."""
+    width = devices // 4
+    return Block(0, devices, tuple(halved(i * width, width) for i in range(4)))
+
+
 def halved(first: int, devices: int) -> Block:
     """The tree whose blocks are split in two down to single devices."""
     if devices == 1:
@@ -69,7 +82,8 @@ def random_problem(rng: random.Random, size: Size = Size()) -> SearchProblem:
     """Two to six tasks on four or eight devices, every field of the problem in use now and then."""
     devices = rng.choice(size.devices)
     per_node = rng.choice([devices, devices // 2])
-    meshes = small_meshes(devices, rng.choice([max(1, devices // 4), devices // 2]))
+    in_runs = rng.random() < 0.3
+    meshes = run_meshes(devices) if in_runs else small_meshes(devices, rng.choice([max(1, devices // 4), devices // 2]))
     tasks = _tasks(rng, rng.randint(*size.tasks))
     placed, tables = _tables(rng, tasks, meshes, size)
     precedences, moves = _edges(rng, placed)
@@ -77,7 +91,8 @@ def random_problem(rng: random.Random, size: Size = Size()) -> SearchProblem:
     memory = np.full(devices, _cap(rng, placed, tables), np.int64)
     host = np.full(devices // per_node, rng.choice([10**6, rng.randint(10, 60)]), np.int64)
     if not symmetric and rng.random() < 0.5:
-        memory -= np.array([rng.randint(0, 15) for _ in range(devices)], np.int64)
+        memory = np.maximum(0, memory - np.array([rng.randint(0, 15) for _ in range(devices)], np.int64))
+    tree = quartered(devices) if in_runs else halved(0, devices)
     layouts = {(task.name, mesh): tables[table].layout for task in placed for mesh, table in task.tables.items()}
     base = {(move.source, move.target): rng.choice([0.0, rng.uniform(0.1, 6.0)]) for move in moves}
     return SearchProblem(
@@ -92,7 +107,7 @@ def random_problem(rng: random.Random, size: Size = Size()) -> SearchProblem:
         moves=moves,
         ties=_ties(rng, placed),
         move_seconds=MoveTable(meshes, layouts, base),
-        tree=halved(0, devices) if symmetric and _same_by_size(placed, meshes) else None,
+        tree=tree if symmetric and _same_by_size(placed, meshes) else None,
         floor_seconds=rng.choice([0.0, 0.0, 0.0, rng.uniform(1.0, 40.0)]),
     )
 

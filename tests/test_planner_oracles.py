@@ -1,0 +1,207 @@
+"""The search against slow oracles: brute force over all choices and orders, and CP-SAT."""
+
+import random
+import time
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from realgraph.planner.evaluate import evaluate, orders, slacks
+from realgraph.planner.plan import Turn
+from realgraph.planner.problem import Choice, Limits, SearchProblem, Solution, Unsolved
+from realgraph.planner.solve import solve
+from tests.planner_oracles import (
+    Edges,
+    brute_force,
+    critical_ratio,
+    every_choice,
+    fits,
+    least_period,
+    nodes_of,
+    ties_hold,
+    violations,
+)
+from tests.planner_problems import Size, problem_of_seed, problems
+
+EXACT = Limits(gap=1e-7, seconds=30.0)
+NEAR = 1e-6  # relative: what two exact answers may differ by
+
+
+def check_optimal(problem: SearchProblem) -> None:
+    """An exact search finds the brute-force optimum, or that there is none, and its schedule holds."""
+    best, found = brute_force(problem), solve(problem, EXACT)
+    if isinstance(found, Unsolved):
+        assert best is None and found.proven, (best, found)
+        return
+    assert best is not None, found
+    assert found.period == pytest.approx(best.period, rel=NEAR)
+    assert found.bound <= best.period * (1 + NEAR)
+    assert found.stopped == "proven" and found.gap <= NEAR
+    check_schedule(problem, found)
+
+
+def check_schedule(problem: SearchProblem, found: Solution) -> None:
+    """Whatever was found is a plan: it fits, and its starts keep every rule of the problem."""
+    assert ties_hold(problem, found.choices) and fits(problem, found.choices)
+    assert violations(problem, found.choices, found.starts, found.period) == []
+    again = evaluate(problem, found.choices)
+    assert again is not None and again.period == pytest.approx(found.period, rel=NEAR)
+
+
+def ordered_period(
+    problem: SearchProblem, choices: Mapping[str, Choice], turns: Mapping[int, tuple[Turn, ...]]
+) -> float:
+    """The period of an event graph where the orders of the devices alone keep tasks apart; inf where it is stuck."""
+    nodes, edges = nodes_of(problem, choices)
+    number = {node.name: i for i, node in enumerate(nodes)}
+    in_turn: Edges = []
+    for order in set(turns.values()):
+        for at, turn in enumerate(order):
+            after, lap = (order[at + 1], 0) if at + 1 < len(order) else (order[0], 1)
+            i = number[turn.call]
+            in_turn.append((i, number[after.call], nodes[i].seconds, lap + after.offset - turn.offset))
+    found = critical_ratio(len(nodes), edges + in_turn, problem.floor_seconds, float("inf"))
+    return float("inf") if found is None else found[0]
+
+
+# --- the oracle itself ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(0, 1000, 5))
+def test_brute_force_answers_with_a_schedule_that_holds(seed: int) -> None:
+    problem = problem_of_seed(seed)
+    best = brute_force(problem)
+    if best is not None:
+        assert fits(problem, best.choices) and ties_hold(problem, best.choices)
+        assert violations(problem, best.choices, best.starts, best.period) == []
+
+
+def test_the_check_of_a_schedule_sees_what_is_wrong() -> None:
+    seen = set()
+    for seed in range(60):
+        problem = problem_of_seed(seed)
+        best = brute_force(problem)
+        if best is None or len(problem.tasks) < 3:
+            continue
+        seen.add(bool(violations(problem, best.choices, best.starts, best.period * 0.97)))
+        rng = random.Random(seed)
+        moved = {name: start + rng.uniform(-0.4, 0.4) * best.period for name, start in best.starts.items()}
+        seen.add(bool(violations(problem, best.choices, moved, best.period)))
+        assert violations(problem, best.choices, {}, best.period)
+    assert True in seen
+
+
+# --- the evaluator ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_the_evaluator_is_exact(block: int) -> None:
+    for seed in range(block * 60, (block + 1) * 60):
+        problem, rng = problem_of_seed(seed), random.Random(seed)
+        for _ in range(4):
+            choices = {task.name: rng.choice(every_choice(problem, task)) for task in problem.tasks}
+            fitting = fits(problem, choices) and ties_hold(problem, choices)
+            exact = least_period(problem, choices) if fitting else None
+            found = evaluate(problem, choices)
+            assert (found is None) == (exact is None), seed
+            if found is not None and exact is not None:
+                assert found.period == pytest.approx(exact[0], rel=NEAR), seed
+                assert violations(problem, choices, found.starts, found.period) == [], seed
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", range(20))
+def test_the_search_equals_brute_force(block: int) -> None:
+    for seed in range(block * 50, (block + 1) * 50):
+        try:
+            check_optimal(problem_of_seed(seed))
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(problems)
+def test_the_search_equals_brute_force_on_drawn_problems(problem: SearchProblem) -> None:
+    check_optimal(problem)
+
+
+@pytest.mark.parametrize("seed", range(0, 400, 4))
+def test_no_bound_is_above_the_optimum_wherever_the_search_ends(seed: int) -> None:
+    problem = problem_of_seed(seed)
+    best = brute_force(problem)
+    polls, rng = 0, random.Random(seed)
+    last = rng.choice([1, 2, 3, 10])
+    seen: list[tuple[float, float]] = []
+
+    def stop() -> bool:
+        nonlocal polls
+        polls += 1
+        return polls >= last
+
+    limits = Limits(gap=rng.choice([1e-7, 0.002, 0.05]), stop=stop, progress=lambda *pair: seen.append(pair))
+    found = solve(problem, limits)
+    optimum = float("inf") if best is None else best.period
+    assert all(bound <= optimum * (1 + NEAR) for _, bound in seen)
+    assert found.bound <= optimum * (1 + NEAR)
+    if isinstance(found, Solution):
+        assert found.period >= optimum * (1 - NEAR)
+        check_schedule(problem, found)
+    else:
+        assert best is None or not found.proven
+
+
+@pytest.mark.parametrize("seed", range(1, 400, 4))
+def test_the_orders_of_the_devices_alone_give_the_period(seed: int) -> None:
+    problem = problem_of_seed(seed)
+    found = solve(problem, EXACT)
+    if isinstance(found, Solution):
+        period = ordered_period(problem, found.choices, orders(problem, found))
+        assert period == pytest.approx(found.period, rel=NEAR)
+
+
+@pytest.mark.parametrize("seed", range(2, 200, 4))
+def test_slack_is_what_a_task_may_take_longer(seed: int) -> None:
+    problem = problem_of_seed(seed)
+    found = solve(problem, EXACT)
+    if not isinstance(found, Solution):
+        return
+    nodes, _ = nodes_of(problem, found.choices)
+    slack = slacks(problem, found)
+    assert slack.keys() == {node.name for node in nodes}
+    if found.period > problem.floor_seconds * (1 + NEAR):
+        assert all(slack[name] <= NEAR * found.period for name in found.critical)
+        assert found.critical
+
+
+def test_the_search_is_the_same_twice() -> None:
+    for seed in range(40):
+        one, two = (solve(problem_of_seed(seed), EXACT) for _ in range(2))
+        assert type(one) is type(two)
+        if isinstance(one, Solution) and isinstance(two, Solution):
+            assert (one.choices, one.period, one.starts, one.nodes) == (two.choices, two.period, two.starts, two.nodes)
+
+
+# --- CP-SAT -----------------------------------------------------------------------------------------------------------
+
+MID = Size(tasks=(4, 5), choices=60_000, options=4)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_cp_sat_finds_nothing_better(seed: int) -> None:
+    pytest.importorskip("ortools")
+    from tests.planner_cp_sat import SCALE, cp_sat
+
+    problem = problem_of_seed(1000 + seed, MID)
+    began = time.monotonic()
+    verdict = cp_sat(problem, seconds=4.0)
+    if verdict is None:
+        pytest.skip(f"CP-SAT proved nothing in {time.monotonic() - began:.0f} s")
+    found = solve(problem, EXACT)
+    if isinstance(found, Unsolved):
+        assert found.proven and verdict.period == float("inf")
+        return
+    rounding = (2 * len(problem.tasks) + 1) / SCALE
+    assert found.period == pytest.approx(verdict.period, abs=rounding)
