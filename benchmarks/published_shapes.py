@@ -114,6 +114,8 @@ GLM_AIR = ModelSpec(  # zai-org/GLM-4.5-Air, config.json
     expert_layers=45,
     shared_intermediate=1408,
 )
+LLAMA_34B = ModelSpec("llama", 8192, 48, 64, 8, 128, 22016, 32000, False, 4096)  # arXiv:2307.09288, appendix A.2
+UNKNOWN = re.compile(r"nemotron")  # layers of other kinds: no formula here
 MIXTRAL = ModelSpec(  # mistralai/Mixtral-8x7B-v0.1, config.json
     architecture="llama",
     hidden=4096,
@@ -137,35 +139,41 @@ NAMED = (
     (r"gpt.?oss.?120", GPT_OSS),
     (r"gpt.?oss.?20", replace(GPT_OSS, layers=24, experts=32, expert_layers=24)),
     (r"intellect-3|glm-?4.5-air", GLM_AIR),
+    (r"llama.?-?2?[_ -]3[34]b", LLAMA_34B),
     (r"mixtral.*8x22", replace(MIXTRAL, hidden=6144, layers=56, heads=48, intermediate=16384, expert_intermediate=16384, vocab=32768, expert_layers=56)),
     (r"mixtral", MIXTRAL),
 )
 HUB = (  # how sources call models of the shipped table
-    (r"llama.?-?3(\.1)?[_ -]405b", "meta-llama/Llama-3.1-405B"),
-    (r"llama.?-?3(\.[13])?[_ -]70b", "meta-llama/Llama-3.1-70B"),
-    (r"llama.?-?3(\.1)?[_ -]8b", "meta-llama/Llama-3.1-8B"),
-    (r"llama.?-?3\.2[_ -]3b", "meta-llama/Llama-3.2-3B"),
-    (r"llama.?-?3\.2[_ -]1b|llama-1b", "meta-llama/Llama-3.2-1B"),
-    (r"llama.?-?2[_ -]70b", "meta-llama/Llama-2-70b-hf"),
-    (r"llama.?-?2[_ -]13b", "meta-llama/Llama-2-13b-hf"),
-    (r"llama.?-?2[_ -]7b", "meta-llama/Llama-2-7b-hf"),
-    (r"qwen3[_ -]235b", "Qwen/Qwen3-235B-A22B"),
-    (r"qwen3[_ -]30b", "Qwen/Qwen3-30B-A3B"),
+    (r"llama.?-?v?3(\.1)?[_ -]405b", "meta-llama/Llama-3.1-405B"),
+    (r"llama.?-?v?3(\.[13])?[_ -]70b", "meta-llama/Llama-3.1-70B"),
+    (r"llama.?-?v?3(\.1)?[_ -]8b", "meta-llama/Llama-3.1-8B"),
+    (r"llama.?-?v?3\.2[_ -]3b", "meta-llama/Llama-3.2-3B"),
+    (r"llama.?-?v?3\.2[_ -]1b|llama-1b", "meta-llama/Llama-3.2-1B"),
+    (r"llama.?-?v?2?[_ -]70b", "meta-llama/Llama-2-70b-hf"),
+    (r"llama.?-?v?2?[_ -]13b", "meta-llama/Llama-2-13b-hf"),
+    (r"llama.?-?v?2?[_ -]7b", "meta-llama/Llama-2-7b-hf"),
+    (r"qwen3[_ -]235b|235b-a22b", "Qwen/Qwen3-235B-A22B"),
+    (r"qwen3[_ -]30b|30b-a3b", "Qwen/Qwen3-30B-A3B"),
     (r"qwen3[_ -]32b", "Qwen/Qwen3-32B"),
     (r"qwen3[_ -]14b", "Qwen/Qwen3-14B"),
     (r"qwen3[_ -]8b", "Qwen/Qwen3-8B"),
     (r"qwen3[_ -]4b", "Qwen/Qwen3-4B"),
-    (r"qwen3[_ -]1.7b", "Qwen/Qwen3-1.7B"),
-    (r"qwen3[_ -]0.6b", "Qwen/Qwen3-0.6B"),
-    (r"qwen2\.5.*72b", "Qwen/Qwen2.5-72B"),
-    (r"qwen2\.5.*32b", "Qwen/Qwen2.5-32B"),
-    (r"qwen2\.5.*7b", "Qwen/Qwen2.5-7B"),
+    (r"qwen3[_ -]1\.7b", "Qwen/Qwen3-1.7B"),
+    (r"qwen3[_ -]0\.6b", "Qwen/Qwen3-0.6B"),
+    (r"qwen(2\.5)?.*72b|72b dense", "Qwen/Qwen2.5-72B"),
+    (r"qwen(2\.5)?.*32b|32b dense", "Qwen/Qwen2.5-32B"),
+    (r"qwen(2\.5)?.*14b", "Qwen/Qwen2.5-14B"),
+    (r"qwen(2\.5)?.*7b|7b dense", "Qwen/Qwen2.5-7B"),
+    (r"qwen(2\.5)?.*1\.5b", "Qwen/Qwen2.5-1.5B"),
+    (r"mistral.*7b", "mistralai/Mistral-7B-v0.1"),
 )
 
 
 def model_of(row: Row) -> ModelSpec | None:
     """The shape behind a row's model and notes; None where nothing tells it."""
     name = row.model.lower()
+    if UNKNOWN.search(name):
+        return None
     if name in {known.lower() for known in known_models()}:
         return _known(next(known for known in known_models() if known.lower() == name))
     for pattern, spec in NAMED:
