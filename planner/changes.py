@@ -33,6 +33,22 @@ def changes(request: PlanRequest) -> Iterator[Change]:
     yield from _shorter(request)
 
 
+def combined(request: PlanRequest) -> Iterator[Change]:
+    """Two or three changes at once, where no single one is enough: all that saves memory, then more devices with it."""
+    saving = request
+    texts: list[str] = []
+    for sort in (_narrower, _recomputation, _sharding, _offload):
+        last = None
+        for change in sort(saving):
+            last = change  # the widest of its sort comes last
+        if last is not None:
+            saving = last.request
+            texts.append(last.text)
+            yield Change("combined", " and ".join(texts), saving)
+    for more in _more_devices(saving):
+        yield Change("combined", " and ".join([*texts, more.text]), more.request)
+
+
 def _fewer_tokens(request: PlanRequest) -> Iterator[Change]:
     longest = sample_tokens(request)
     fixed = request.workload.max_tokens_per_microbatch

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from realgraph.graphs.spec import Generate, Inference, Train
 from realgraph.planner.cluster import Cluster
 from realgraph.planner.layout import DeviceMesh, Layout
-from realgraph.planner.options import CACHE_STEP, Candidate, is_trained, most_running, sample_tokens, tokens_in_flight
+from realgraph.planner.options import Candidate, is_trained, most_running, sample_tokens, slot_tokens, tokens_in_flight
 from realgraph.planner.pins import Pin
 from realgraph.planner.request import PlanRequest
 
@@ -78,7 +78,8 @@ def _barred(candidate: Candidate, pin: Pin) -> bool:
 def _layouts(request: PlanRequest, call: str, mesh: DeviceMesh, cluster: Cluster) -> Iterator[Layout]:
     if request.engine == "installed":
         yield Layout(mesh, dp=mesh.n_devices)
-        if mesh.n_devices > 1 and not isinstance(request.graph.calls[call], Generate):
+        asked = request.pins.get(call, Pin()).sharding == "fsdp"
+        if (mesh.n_devices > 1 or asked) and not isinstance(request.graph.calls[call], Generate):
             yield Layout(mesh, dp=mesh.n_devices, sharding="fsdp")
         return
     most = request.workload.n_samples
@@ -174,7 +175,7 @@ def _cache_ladder(request: PlanRequest, share: int) -> tuple[int, ...]:
     The embedded engine keeps places for whole samples; a server's cache is paged and holds what sequences have now.
     """
     running = min(share, most_running(request))
-    longest = -(-(sample_tokens(request) + 1) // CACHE_STEP) * CACHE_STEP
+    longest = slot_tokens(request, sample_tokens(request))
     rungs = [running >> i for i in range(running.bit_length())]
     if request.engine == "installed":
         return tuple(longest * rung for rung in rungs)

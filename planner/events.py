@@ -16,6 +16,8 @@ from realgraph.graphs.spec import Generate, Train
 from realgraph.planner.plan import Plan, Turn
 from realgraph.planner.residency import reallocations
 
+REALLOCATION = "reallocate:"  # begins the names of reallocation nodes
+
 
 class Dependency(Struct, frozen=True, order=True):
     """`target` of step k starts `delay` seconds or more after `source` of step k - `tokens` has ended.
@@ -45,7 +47,7 @@ class Period(Struct, frozen=True):
 
 def reallocation_node(call: str) -> str:
     """The node that brings the trained weights to `call`'s own copy."""
-    return f"reallocate:{call}"
+    return f"{REALLOCATION}{call}"
 
 
 def event_graph(graph: Graph, plan: Plan, staleness: int, extra_seconds: Mapping[str, float]) -> EventGraph:

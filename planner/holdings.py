@@ -10,7 +10,7 @@ from realgraph.planner.couplings import train_calls
 from realgraph.planner.layout import Layout
 from realgraph.planner.memory import Footprint
 from realgraph.planner.meshes import group_of
-from realgraph.planner.options import Candidate, is_trained
+from realgraph.planner.options import Candidate, Residency, is_trained
 from realgraph.planner.plan import Allocation
 from realgraph.planner.pricing import Holding, holding
 from realgraph.planner.request import PlanRequest
@@ -39,7 +39,7 @@ def candidate_of(request: PlanRequest, allocations: Allocations, call: str) -> C
     """What an allocation says, as a candidate; whether it reads the trained copy in place follows from the layouts."""
     found = allocations[call]
     home = reads_in_place(request, allocations, call)
-    residency = "offloaded" if found.residency == "offloaded" else "resident"
+    residency: Residency = "offloaded" if found.residency == "offloaded" else "resident"
     if is_trained(request, request.graph.role(call)) and not isinstance(request.graph.calls[call], Train) and not home:
         residency = "reallocated"
     return Candidate(found.layout, found.max_tokens_per_microbatch, found.recompute, residency, home)

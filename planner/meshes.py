@@ -151,7 +151,7 @@ def _marked(block: Block, named: tuple[DeviceMesh, ...]) -> Block:
 def _meshes(block: Block, per_node: int) -> Iterator[DeviceMesh]:
     """All meshes of a block of one group."""
     whole = block.n_devices % per_node == 0
-    if whole or block.n_devices & (block.n_devices - 1) == 0:
+    if whole or (block.n_devices < per_node and block.n_devices & (block.n_devices - 1) == 0):
         yield DeviceMesh(block.first, block.n_devices)
     children = block.children
     if whole and block.n_devices > per_node:

@@ -10,13 +10,21 @@ from realgraph.graphs.spec import Generate, Inference, ModelCall, ModelRole, Tra
 from realgraph.planner import memory
 from realgraph.planner.cluster import Cluster
 from realgraph.planner.cost import Setting
+from realgraph.planner.cost_rollout import rollout_variants
 from realgraph.planner.cost_table import Phase, PhaseFactor
 from realgraph.planner.layout import Layout
 from realgraph.planner.memory import Footprint
 from realgraph.planner.model_spec import ModelSpec
-from realgraph.planner.options import Candidate, running_sequences, sample_tokens, setting_seconds
+from realgraph.planner.options import (
+    Candidate,
+    generate_work,
+    running_sequences,
+    sample_tokens,
+    setting_seconds,
+)
 from realgraph.planner.request import PlanRequest, call_hashes
 
+STREAMS = 3  # levels of sequences in flight of one cache size: the batch as a whole, and the two fullest streams
 ELSEWHERE = 1 << 50  # bytes that no device has: what reads the trained copy in place fits nowhere else
 DEFAULT_ERROR: dict[Phase, float] = {"train": 0.12, "inference": 0.25, "generate": 0.15, "reallocate": 0.5}
 
@@ -72,11 +80,16 @@ def options_of(request: PlanRequest, call: str, candidate: Candidate, cluster: C
         active, shared = active + ELSEWHERE, ELSEWHERE
     else:
         shared = held.shared
-    seconds, error = call_price(request, call, candidate, cluster)
-    running = 0
-    if isinstance(request.graph.calls[call], Generate):
-        running = running_sequences(request, candidate.layout, candidate.tokens)
-    yield Option(candidate, seconds, seconds, (resident, active, shared), held.host, running, error)
+    for timing in timings(request, call, candidate, cluster):
+        yield Option(
+            candidate=candidate,
+            seconds=timing.seconds,
+            latency=timing.latency,
+            nbytes=(resident, active, shared),
+            host=held.host,
+            running=timing.running,
+            error=timing.error,
+        )
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -135,22 +148,45 @@ def replace_recompute(role: ModelRole, recompute: bool) -> ModelRole:
 # --- seconds ----------------------------------------------------------------------------------------------------------
 
 
-def call_price(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of one call and their relative error: by the formulas, corrected by what was measured.
+class Timing(Struct, frozen=True):
+    """Seconds that a call holds its mesh, seconds until its outputs are there, sequences that decode at once."""
+
+    seconds: float
+    latency: float
+    running: int = 0
+    error: float = 0.0
+
+
+def timings(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> tuple[Timing, ...]:
+    """By the formulas, corrected by what was measured; several where a generate call may have more or less in flight.
 
     Where this very call was measured under this layout and workload, its measured seconds stand.
     """
+    generates = isinstance(request.graph.calls[call], Generate)
+    running = running_sequences(request, candidate.layout, candidate.tokens) if generates else 0
     measured = _measured(request, call, candidate)
     if measured is not None:
-        return measured
+        seconds, error = measured
+        return (Timing(seconds, seconds, running, error),)
     role = replace_recompute(request.role(call), candidate.recompute)
     factors = request.costs.factors if request.costs.kind in ("", cluster.kind) else None
     setting = Setting(request.model(call), role, candidate.layout, cluster, factors)
+    more = _offload_seconds(request, call, candidate, cluster)
+    if generates and request.workload.staleness > 0:
+        work = generate_work(request, candidate.layout, candidate.tokens)
+        streams = rollout_variants(setting, work, request.workload.staleness)[:STREAMS]
+        return tuple(_corrected(request, call, Timing(v.seconds, v.latency, v.running), more) for v in streams)
     seconds = setting_seconds(request, call, setting, candidate.tokens)
-    seconds += _offload_seconds(request, call, candidate, cluster)
+    return (_corrected(request, call, Timing(seconds, seconds, running), more),)
+
+
+def _corrected(request: PlanRequest, call: str, timing: Timing, more: float) -> Timing:
+    """With `more` seconds of offloading, and the phase's measured factor."""
     phase = phase_of(request.graph.calls[call])
     found = request.costs.phases.get(phase, PhaseFactor())
-    return found.factor * seconds + found.constant_seconds, found.error or DEFAULT_ERROR[phase]
+    seconds = found.factor * (timing.seconds + more) + found.constant_seconds
+    latency = found.factor * (timing.latency + more) + found.constant_seconds
+    return Timing(seconds, max(seconds, latency), timing.running, found.error or DEFAULT_ERROR[phase])
 
 
 def _measured(request: PlanRequest, call: str, candidate: Candidate) -> tuple[float, float] | None:

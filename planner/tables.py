@@ -18,7 +18,7 @@ from realgraph.planner.layout import DeviceMesh
 from realgraph.planner.memory import usable_bytes
 from realgraph.planner.meshes import Family, family
 from realgraph.planner.moves import Moves, Place, moved_seconds
-from realgraph.planner.options import extra_seconds, is_trained
+from realgraph.planner.options import free_seconds, is_trained
 from realgraph.planner.pins import Pin
 from realgraph.planner.pricing import Option, options_of
 from realgraph.planner.problem import Floats, Ints, OptionTable, SearchProblem, SearchTask
@@ -38,10 +38,13 @@ class Prepared(Struct, frozen=True, eq=False):
     groups: tuple[int, ...]
 
 
-def problem_of(request: PlanRequest) -> Prepared:
-    """The whole search problem of a request. Pins and constraints must be sound: see `wishes.wish_problems`."""
+def problem_of(request: PlanRequest, whole: str = "") -> Prepared:
+    """The whole search problem of a request. Pins and constraints must be sound: see `wishes.wish_problems`.
+
+    whole: a call of which every option that fits is kept, for explanations.
+    """
     found = family(request.cluster, request.constraints.reserve, named_meshes(request))
-    made = _Tables(request, found)
+    made = _Tables(request, found, whole)
     by_call = {call: made.on_meshes(call) for call in _readers_first(request)}
     wanted = sorted({mesh for numbers in by_call.values() for mesh in numbers})
     number = {mesh: i for i, mesh in enumerate(wanted)}
@@ -52,7 +55,7 @@ def problem_of(request: PlanRequest) -> Prepared:
         trains = isinstance(request.graph.calls[call], Train)
         tasks.append(SearchTask(call, request.graph.role(call), trains, numbers))
         moves.add(call, {mesh: made.tables[table] for mesh, table in numbers.items()})
-    free = extra_seconds(request, {})
+    free = free_seconds(request)
     memory, host, per_node = limits_of(request)
     problem = SearchProblem(
         devices=request.cluster.n_devices,
@@ -82,22 +85,25 @@ def limits_of(request: PlanRequest) -> tuple[Ints, Ints, int]:
 
     Where groups have nodes of different sizes, a node counts as several of the largest size that divides them all.
     """
-    cluster, constraints = request.cluster, request.constraints
+    cluster = request.cluster
     per_node = math.gcd(*(group.devices_per_node for group in cluster.groups))
     memory, host = [], []
     for group in cluster.groups:
         memory += [device_bytes(request, group)] * group.n_devices
-        most = HOST_FRACTION * group.host_memory_bytes
-        if constraints.host_memory_gb is not None:
-            most = min(most, 1e9 * constraints.host_memory_gb)
         parts = group.devices_per_node // per_node
-        host += [int(most / parts)] * (group.nodes * parts)
+        host += [node_bytes(request, group) // parts] * (group.nodes * parts)
     return np.array(memory, dtype=np.int64), np.array(host, dtype=np.int64), per_node
 
 
 def device_bytes(request: PlanRequest, group: Cluster) -> int:
     """Bytes that a plan may fill of one device of a group."""
     most, usable = request.constraints.memory_gb, usable_bytes(group)
+    return usable if most is None else min(usable, round(1e9 * most))
+
+
+def node_bytes(request: PlanRequest, group: Cluster) -> int:
+    """Bytes of a node's memory that offloaded states may fill, of a node of this group."""
+    most, usable = request.constraints.host_memory_gb, round(HOST_FRACTION * group.host_memory_bytes)
     return usable if most is None else min(usable, round(1e9 * most))
 
 
@@ -109,8 +115,8 @@ Key = tuple[str, int, int]  # call, group of nodes, devices
 class _Tables:
     """Builds each (call, group, size) once. layouts: numbers of equal layouts, offloaded trained states apart."""
 
-    def __init__(self, request: PlanRequest, found: Family) -> None:
-        self._request, self._family = request, found
+    def __init__(self, request: PlanRequest, found: Family, whole: str) -> None:
+        self._request, self._family, self._whole = request, found, whole
         self._made: dict[Key, int | None] = {}
         self.tables: list[tuple[Option, ...]] = []
         self.layouts: dict[tuple[object, ...], int] = {}
@@ -148,7 +154,8 @@ class _Tables:
             self.layouts.setdefault(layout_key(option), len(self.layouts))
         if not found:
             return ()
-        return tuple(found[i] for i in kept_rows(self._rows(call, group, found)))
+        kept = kept_rows(self._rows(call, group, found))
+        return tuple(found) if call == self._whole else tuple(found[i] for i in kept)
 
     def _rows(self, call: str, group: int, options: Sequence[Option]) -> Rows:
         """With what a row's layout means for other calls of its role, where there are any."""

@@ -4,14 +4,24 @@ from collections.abc import Iterator
 
 from realgraph.graphs.errors import Problem, Where, suggest
 from realgraph.graphs.spec import Generate, Train
-from realgraph.planner.events import empty_circuit, show_circuit
-from realgraph.planner.memory import usable_bytes
-from realgraph.planner.options import engine_lacks, mesh_fault, peak, sample_tokens
+from realgraph.planner.assembly import events_of
+from realgraph.planner.couplings import ties_of
+from realgraph.planner.diagnose import shown_bytes
+from realgraph.planner.events import REALLOCATION, empty_circuit, moved_calls, reallocation_node, show_circuit
+from realgraph.planner.holdings import group_for, offloading, peak_of
+from realgraph.planner.meshes import mesh_fault
+from realgraph.planner.options import sample_tokens
 from realgraph.planner.plan import PLAN_FORMAT, Hashes, Plan
 from realgraph.planner.request import PlanRequest, hashes
-from realgraph.planner.search import events_of, shown_bytes
+from realgraph.planner.tables import device_bytes, node_bytes
+from realgraph.planner.wishes import engine_lacks
 
-HASHED = {"graph": "graph or its models", "workload": "batch, lengths or staleness", "cluster": "cluster"}
+HASHED = {
+    "graph": "graph or its models",
+    "workload": "batch, lengths or staleness",
+    "cluster": "cluster",
+    "costs": "table of measured costs",
+}
 
 
 def validate(plan: Plan, request: PlanRequest, file: str = "") -> tuple[Problem, ...]:
@@ -20,7 +30,8 @@ def validate(plan: Plan, request: PlanRequest, file: str = "") -> tuple[Problem,
     if not problems:
         problems += [*_layouts(plan, request, file), *_orders(plan, request, file)]
     if not problems:
-        problems += [*_memory(plan, request, file), *_liveness(plan, request, file)]
+        problems += [*_memory(plan, request, file), *_host_memory(plan, request, file)]
+        problems += [*_liveness(plan, request, file)]
     return tuple(problems)
 
 
@@ -35,9 +46,10 @@ def _format(plan: Plan, file: str) -> Iterator[Problem]:
 
 
 def _hashes(plan: Plan, now: Hashes, file: str) -> Iterator[Problem]:
+    """Measured costs decide how fast a plan is, not whether it runs: without a table at hand any will do."""
     for part, what in HASHED.items():
         before, after = getattr(plan.hashes, part), getattr(now, part)
-        if before != after:
+        if before != after and not (part == "costs" and not after):
             text = f"the plan was made for another {what} (hash {before}, now {after})"
             hint = "make the plan again, or run with what it was made for"
             yield Problem(_at(file, f"$.hashes.{part}"), text, hint, "plan_hash")
@@ -70,11 +82,8 @@ def _layouts(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
         if product != layout.mesh.n_devices:
             text = f"dp x tp x pp x cp is {product}, the mesh has {layout.mesh.n_devices} devices"
             yield Problem(_at(file, f"{place}.layout"), text, f"set dp to {layout.mesh.n_devices}", "plan_axes")
-        for axis in ("tp", "pp", "ep", "cp"):
-            if axes[axis] > 1:
-                yield Problem(_at(file, f"{place}.layout.{axis}"), engine_lacks(axis), "", "plan_engine")
         yield from _engine_problems(plan, request, name, file)
-    yield from _train_layouts(plan, request, file)
+    yield from _places(plan, request, file)
 
 
 def _engine_problems(plan: Plan, request: PlanRequest, name: str, file: str) -> Iterator[Problem]:
@@ -87,13 +96,21 @@ def _engine_problems(plan: Plan, request: PlanRequest, name: str, file: str) -> 
     if tokens < 1 or (generates and tokens < longest):
         text = f"{tokens} tokens hold no sample: the longest has {longest}"
         yield Problem(_at(file, f"{place}.max_tokens_per_microbatch"), text, "", "plan_tokens")
-    recompute = request.role(name).gradient_checkpointing and not generates
-    if allocation.recompute != recompute:
+    forced = request.role(name).gradient_checkpointing and not generates
+    if allocation.recompute != forced and (forced or request.engine == "installed"):
         role = request.graph.role(name)
-        text = (
-            f"recompute is {_yes(allocation.recompute)}, but models.{role}.gradient_checkpointing is {_yes(recompute)}"
-        )
+        text = f"recompute is {_yes(allocation.recompute)}, but models.{role}.gradient_checkpointing is {_yes(forced)}"
         yield Problem(_at(file, f"{place}.recompute"), text, "change the model's setting, not the plan", "plan_engine")
+    if request.engine == "installed":
+        yield from _lacking(plan, name, file)
+
+
+def _lacking(plan: Plan, name: str, file: str) -> Iterator[Problem]:
+    """What the engines of this version can't do."""
+    allocation, place = plan.allocations[name], f"$.allocations.{name}"
+    for axis in ("tp", "pp", "ep", "cp"):
+        if getattr(allocation.layout, axis) > 1:
+            yield Problem(_at(file, f"{place}.layout.{axis}"), engine_lacks(axis), "", "plan_engine")
     if allocation.residency == "offloaded":
         text = "the engines of this version can't offload weights to the host"
         yield Problem(_at(file, f"{place}.residency"), text, "set it to resident", "plan_engine")
@@ -103,38 +120,34 @@ def _yes(value: bool) -> str:
     return "true" if value else "false"
 
 
-def _train_layouts(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
-    """One role is trained in one place: its optimizer states lie there."""
-    first: dict[str, str] = {}
-    for name in request.mesh_calls:
-        call = request.graph.calls[name]
-        if not isinstance(call, Train):
-            continue
-        other = first.setdefault(call.model, name)
-        if plan.allocations[name].layout != plan.allocations[other].layout:
-            text = f"trains role {call.model!r} in another layout than {other!r}"
-            yield Problem(_at(file, f"$.allocations.{name}.layout"), text, "give both the same layout", "plan_train")
+def _places(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
+    """What must lie together: the train calls of a role, whose states lie once, and references that follow."""
+    wished = {tuple(calls) for calls in request.constraints.share}
+    for tie in ties_of(request):
+        if tie.tasks in wished:
+            continue  # a wish binds the search; an edited plan may part from it
+        first = tie.tasks[0]
+        for name in tie.tasks[1:]:
+            here, there = plan.allocations[name].layout, plan.allocations[first].layout
+            if (here != there) if tie.layout else (here.mesh != there.mesh):
+                what = "layout" if tie.layout else "mesh"
+                why = "trains role" if isinstance(request.graph.calls[name], Train) else "follows the training of role"
+                text = f"{why} {request.graph.role(name)!r} in another {what} than {first!r}"
+                where = _at(file, f"$.allocations.{name}.layout")
+                yield Problem(where, text, f"give both the same {what}", "plan_train")
 
 
 def _orders(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
     offsets: dict[str, tuple[int, int]] = {}
+    holders = _holders(plan, request)
     for device in plan.orders:
         if device not in range(request.cluster.n_devices):
             text = f"the cluster has devices 0 to {request.cluster.n_devices - 1}"
             yield Problem(_at(file, f"$.orders.{device}"), text, "", "plan_orders")
     for device in range(request.cluster.n_devices):
         place = _at(file, f"$.orders.{device}")
-        due = {name for name, allocation in plan.allocations.items() if device in allocation.layout.mesh.devices}
-        turns = [turn.call for turn in plan.orders.get(device, ())]
-        for name in dict.fromkeys(turns):
-            if name not in due:
-                yield Problem(place, f"{name!r} has no allocation on this device", suggest(name, due), "plan_orders")
-            elif turns.count(name) > 1:
-                yield Problem(
-                    place, f"{name!r} occurs {turns.count(name)} times; a round runs it once", "", "plan_orders"
-                )
-        for name in sorted(due - set(turns)):
-            yield Problem(place, f"{name!r} is missing: its mesh has this device", "", "plan_orders")
+        due = {name for name, devices in holders.items() if device in devices}
+        yield from _turns([turn.call for turn in plan.orders.get(device, ())], due, place)
         for turn in plan.orders.get(device, ()):
             offset, where = offsets.setdefault(turn.call, (turn.offset, device))
             if offset != turn.offset:
@@ -142,11 +155,34 @@ def _orders(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
                 yield Problem(place, text, "one call has one offset on all its devices", "plan_orders")
 
 
+def _holders(plan: Plan, request: PlanRequest) -> dict[str, set[int]]:
+    """Call -> its devices; and of each reallocation that some order names the devices of both its meshes."""
+    holders = {name: set(allocation.layout.mesh.devices) for name, allocation in plan.allocations.items()}
+    named = {turn.call for order in plan.orders.values() for turn in order}
+    for call, train in moved_calls(request.graph, plan).items():
+        if reallocation_node(call) in named:
+            holders[reallocation_node(call)] = holders[call] | holders[train]
+    return holders
+
+
+def _turns(turns: list[str], due: set[str], place: Where) -> Iterator[Problem]:
+    """One device's round runs each call that is due there once, and nothing else."""
+    for name in dict.fromkeys(turns):
+        if name not in due:
+            what = "brings weights where none are needed" if name.startswith(REALLOCATION) else "has no allocation"
+            yield Problem(place, f"{name!r} {what} on this device", suggest(name, due), "plan_orders")
+        elif turns.count(name) > 1:
+            text = f"{name!r} occurs {turns.count(name)} times; a round runs it once"
+            yield Problem(place, text, "", "plan_orders")
+    for name in sorted(due - set(turns)):
+        why = "both meshes of the reallocation have" if name.startswith(REALLOCATION) else "its mesh has"
+        yield Problem(place, f"{name!r} is missing: {why} this device", "", "plan_orders")
+
+
 def _memory(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
-    layouts = {name: allocation.layout for name, allocation in plan.allocations.items()}
-    usable = usable_bytes(request.cluster)
     for name, allocation in plan.allocations.items():
-        device, held = peak(request, layouts, name, allocation.max_tokens_per_microbatch)
+        device, held = peak_of(request, plan.allocations, name)
+        usable = device_bytes(request, group_for(request, allocation.layout))
         if held.total > usable:
             part = f"{held.worst.replace('_', ' ')} {shown_bytes(getattr(held, held.worst))}"
             text = (
@@ -155,6 +191,14 @@ def _memory(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
             )
             hint = "fewer max_tokens_per_microbatch, sharding fsdp, or a larger mesh"
             yield Problem(_at(file, f"$.allocations.{name}"), text, hint, "plan_memory")
+
+
+def _host_memory(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
+    rooms = [node_bytes(request, group) for group in request.cluster.groups for _ in range(group.nodes)]
+    for node, nbytes in offloading(request, plan.allocations).items():
+        if nbytes > rooms[node]:
+            text = f"{shown_bytes(nbytes)} wait in the memory of node {node}, {shown_bytes(rooms[node])} are usable"
+            yield Problem(_at(file, "$.allocations"), text, "keep some states resident", "plan_memory")
 
 
 def _liveness(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:

@@ -1,6 +1,7 @@
 """Graphs, clusters and requests that the planner's tests share."""
 
 from collections.abc import Iterable
+from typing import Literal
 
 from realgraph.graphs.errors import Where
 from realgraph.graphs.graph import Edge, Graph
@@ -83,6 +84,7 @@ def request(
     machine: Cluster | None = None,
     pins: dict[str, Pin] | None = None,
     workload: Workload | None = None,
+    engine: Literal["installed", "any"] = "installed",
 ) -> PlanRequest:
     return PlanRequest(
         graph=algorithm,
@@ -90,4 +92,5 @@ def request(
         cluster=machine or cluster(),
         models=dict.fromkeys(algorithm.models, known(model)),
         pins=pins or {},
+        engine=engine,
     )

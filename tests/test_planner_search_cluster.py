@@ -1,0 +1,93 @@
+"""What a user says of the machine, and what is found of it, to a cluster with every number known."""
+
+from pathlib import Path
+
+import pytest
+
+from realgraph.graphs.errors import ConfigError
+from realgraph.planner.cluster import Cluster, ClusterSpec
+from realgraph.planner.detect import Gpu, Probe, probe, resolve
+from realgraph.planner.layout import DeviceMesh
+from realgraph.planner.meshes import mesh_fault
+from tests.planner_cases import MACHINE, cluster
+
+
+def test_meshes_are_aligned_powers_of_two_or_whole_nodes() -> None:
+    machine = cluster(devices=8, nodes=3)
+    good = {(d, n) for n in (1, 2, 4) for d in range(0, 24, n)} | {(0, 8), (8, 8), (16, 8), (0, 16), (8, 16), (0, 24)}
+    for first in range(-1, 25):
+        for n in range(26):
+            assert (mesh_fault(DeviceMesh(first, n), machine) == "") == ((first, n) in good), (first, n)
+    six = cluster(devices=6)
+    assert mesh_fault(DeviceMesh(0, 6), six) == ""
+    assert mesh_fault(DeviceMesh(0, 3), six)
+
+
+def resolved(spec: ClusterSpec, machine: Probe = MACHINE) -> Cluster:
+    return resolve(spec, machine)
+
+
+def test_auto_is_this_machine() -> None:
+    here = resolved(ClusterSpec())
+    assert (here.kind, here.devices_per_node, here.memory_bytes) == ("cpu", 2, 12_000_000_000)
+    gpus = Probe(16, 128 * 10**9, (Gpu("NVIDIA H200", 150 * 10**9),) * 4)
+    there = resolved(ClusterSpec(), gpus)
+    assert (there.kind, there.n_devices, there.memory_bytes) == ("H200", 4, 150 * 10**9)
+    assert resolved(ClusterSpec(memory_gb=70), gpus).memory_bytes == 70 * 10**9
+    assert resolved(ClusterSpec(kind="cpu", devices=4), gpus).kind == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "A100-40"),
+        ("NVIDIA A100 80GB PCIe", "A100-80"),
+        ("NVIDIA H100 80GB HBM3", "H100-SXM"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H800", "H800"),
+        ("NVIDIA B200", "B200"),
+    ],
+)
+def test_a_driver_name_is_one_kind(name: str, kind: str) -> None:
+    assert resolved(ClusterSpec(), Probe(8, 10**11, (Gpu(name, 10**10),))).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("spec", "machine", "says"),
+    [
+        (ClusterSpec(kind="H100"), MACHINE, "did you mean 'H100-PCIe' or 'H100-SXM'?"),
+        (ClusterSpec(kind="h100-sxm", devices=8), MACHINE, "did you mean 'H100-SXM'"),
+        (ClusterSpec(kind="H200"), MACHINE, "set cluster.devices: 8 is usual"),
+        (ClusterSpec(), Probe(8, 10**11, (Gpu("NVIDIA Titan", 10**10),)), "'NVIDIA Titan' is not in the table"),
+        (ClusterSpec(), Probe(8, 10**11, (Gpu("NVIDIA H200", 1), Gpu("NVIDIA H20", 1))), "mixes GPUs"),
+        (ClusterSpec(), Probe(8, 10**11, gpu_error="nvidia-smi failed"), "can't be read"),
+    ],
+)
+def test_an_unclear_cluster_is_refused(spec: ClusterSpec, machine: Probe, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        resolved(spec, machine)
+
+
+SMI = {
+    "good": ("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 81559'\necho 'NVIDIA H100 80GB HBM3, 81559'\n", 2, ""),
+    "broken": ("#!/bin/sh\necho 'NVIDIA-SMI has failed: no driver'\nexit 9\n", 0, "no driver"),
+    "odd": ("#!/bin/sh\necho 'something else'\n", 0, "something else"),
+}
+
+
+@pytest.mark.parametrize("case", SMI)
+def test_this_machine_is_read_through_nvidia_smi(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, count, error = SMI[case]
+    (tmp_path / "nvidia-smi").write_text(script)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    machine = probe()
+    assert machine.cores >= 1
+    assert machine.host_memory_bytes > 10**8
+    assert len(machine.gpus) == count
+    assert error in machine.gpu_error
+    assert bool(error) == bool(machine.gpu_error)
+    if count:
+        assert resolve(ClusterSpec(), machine).memory_bytes == 81559 << 20

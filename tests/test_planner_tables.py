@@ -1,0 +1,272 @@
+"""Meshes, option tables and couplings: what the search is given is sound, complete and small."""
+
+import random
+import time
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realgraph.graphs.spec import Advantage, Function
+from realgraph.planner.choices import candidates
+from realgraph.planner.cluster import ClusterSpec, NodesSpec
+from realgraph.planner.constraints import Constraints
+from realgraph.planner.couplings import free_floor, precedences
+from realgraph.planner.detect import resolve
+from realgraph.planner.events import Dependency, EventGraph, event_graph, period
+from realgraph.planner.layout import DeviceMesh
+from realgraph.planner.meshes import family, group_of, mesh_fault, radices
+from realgraph.planner.pins import Pin
+from realgraph.planner.plan import Hashes, Plan
+from realgraph.planner.problem import Block, OptionTable
+from realgraph.planner.pruning import Rows, kept_rows
+from realgraph.planner.request import PlanRequest
+from realgraph.planner.tables import problem_of
+from realgraph.planner.workload import Workload
+from tests.planner_cases import MACHINE, cluster, grpo, ppo, request
+
+replace = msgspec.structs.replace
+MIXED = resolve(
+    ClusterSpec(nodes=2, devices=8, kind="H100-SXM", more=(NodesSpec(3, "A100-80"), NodesSpec(1, "H20", 4))), MACHINE
+)
+
+
+# --- meshes -----------------------------------------------------------------------------------------------------------
+
+
+def blocks(block: Block) -> Iterator[Block]:
+    yield block
+    for child in block.children:
+        yield from blocks(child)
+
+
+def shape(block: Block) -> tuple[object, ...]:
+    return (block.n_devices, block.symmetric, tuple(shape(child) for child in block.children))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 40), st.integers(0, 20))
+def test_a_family_tiles_the_cluster_and_all_its_meshes_are_sound(per_node: int, nodes: int, reserved: int) -> None:
+    machine = cluster(devices=per_node, nodes=nodes)
+    reserved = min(reserved, machine.n_devices - 1)
+    found = family(machine, reserved)
+    assert not any(mesh_fault(mesh, machine) for mesh in found.meshes)
+    assert len(set(found.meshes)) == len(found.meshes)
+    assert {(m.first, m.n_devices) for m in found.meshes} >= {(d, 1) for d in range(machine.n_devices - reserved)}
+    assert all(mesh.devices.stop <= machine.n_devices - reserved for mesh in found.meshes)
+    if not reserved:
+        assert DeviceMesh(0, machine.n_devices) in found.meshes
+    for block in blocks(found.tree):
+        if block.children:
+            assert [d for c in block.children for d in range(c.first, c.first + c.n_devices)] == list(
+                range(block.first, block.first + block.n_devices)
+            )
+        if block.symmetric:
+            assert len({shape(child) for child in block.children}) <= 1
+
+
+@pytest.mark.parametrize(("nodes", "sizes"), [(1, 4), (128, 14), (512, 17), (12, 9), (96, 13), (7, 10), (11, 10)])
+def test_there_are_few_sizes(nodes: int, sizes: int) -> None:
+    found = family(cluster(nodes=nodes))
+    assert len({mesh.n_devices for mesh in found.meshes}) == sizes
+    assert int(np.prod(radices(nodes), dtype=int)) == nodes
+
+
+def test_groups_of_a_mixed_cluster_never_share_a_mesh() -> None:
+    found = family(MIXED)
+    for mesh, group in zip(found.meshes, found.groups, strict=True):
+        assert {group_of(MIXED, device) for device in mesh.devices} == {group}
+        assert mesh_fault(mesh, MIXED) == ""
+    assert mesh_fault(DeviceMesh(8, 16), MIXED).endswith("a mesh lies within one kind")
+    assert not found.tree.symmetric
+    assert {DeviceMesh(0, 16), DeviceMesh(16, 24), DeviceMesh(40, 4)} <= set(found.meshes)
+
+
+def test_a_named_mesh_belongs_to_the_family_and_breaks_the_symmetry_round_it() -> None:
+    machine, named = cluster(nodes=8), DeviceMesh(24, 16)  # nodes 3 and 4: no run of one block
+    assert named not in family(machine).meshes
+    found = family(machine, named=(named,))
+    assert named in found.meshes
+    for block in blocks(found.tree):
+        here = range(block.first, block.first + block.n_devices)
+        inside = sum(device in named.devices for device in here)
+        if 0 < inside < len(here):
+            assert not block.symmetric
+    untouched = [block for block in blocks(found.tree) if block.n_devices == 8]
+    assert all(block.symmetric for block in untouched)
+
+
+# --- pruning ----------------------------------------------------------------------------------------------------------
+
+
+def random_rows(rng: random.Random) -> Rows:
+    n = rng.randint(1, 40)
+    seconds = np.array([rng.choice([1.0, 2.0, 3.0, rng.uniform(1, 4)]) for _ in range(n)])
+    active = np.array([rng.randint(0, 6) for _ in range(n)])
+    shared = np.array([rng.randint(0, int(a)) for a in active])
+    ints = [np.array([rng.randint(0, 4) for _ in range(n)]) for _ in range(3)]
+    layouts = np.array([rng.randint(0, 3) for _ in range(n)])
+    table = OptionTable(seconds, seconds + ints[2] / 2, ints[0], active, shared, ints[1], layouts)
+    if rng.random() < 0.3:
+        return Rows(replace(table, shared=0 * shared))
+    slack = np.array([rng.choice([0.0, 0.5]) for _ in range(n)])
+    return Rows(table, slack, np.array([rng.choice([0, 2]) for _ in range(n)]))
+
+
+def beats(rows: Rows, a: int, b: int) -> bool:
+    """Whether row a may stand for row b, by the definition, one number after another."""
+    t, same = rows.table, rows.slack is None or rows.table.layout[a] == rows.table.layout[b]
+    if rows.slack is None:
+        slack, bonus, alone_b = 0.0, 0, t.active[b]
+    else:
+        assert rows.bonus is not None
+        slack = 0.0 if same else rows.slack[a]
+        bonus = 0 if same else rows.bonus[b]
+        alone_b = t.active[b] if same else t.active[b] - t.shared[b]
+    return bool(
+        t.seconds[a] + slack <= t.seconds[b]
+        and t.latency[a] + slack <= t.latency[b]
+        and t.resident[a] + bonus <= t.resident[b]
+        and t.host[a] <= t.host[b]
+        and t.active[a] <= alone_b
+        and (not same or rows.slack is None or t.active[a] - t.shared[a] <= t.active[b] - t.shared[b])
+    )
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_of_every_row_a_kept_one_is_as_good_and_no_kept_one_is_beaten_by_an_earlier_one(seed: int) -> None:
+    rows = random_rows(random.Random(seed))
+    kept = kept_rows(rows)
+    for b in range(len(rows.table)):
+        assert b in kept or any(beats(rows, a, b) for a in kept)
+    assert not any(beats(rows, a, b) for i, b in enumerate(kept) for a in kept[:i])
+
+
+# --- candidates and tables --------------------------------------------------------------------------------------------
+
+WORK = Workload(256, 2, 512, 2048, 600.0)
+PPO_16 = request(ppo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), workload=WORK, engine="any")
+
+
+@pytest.mark.parametrize("engine", ["installed", "any"])
+@pytest.mark.parametrize("n_devices", [1, 4, 8, 16])
+def test_candidates_use_the_whole_mesh_once(engine: str, n_devices: int) -> None:
+    asked = replace(PPO_16, engine=engine)
+    for call in asked.mesh_calls:
+        found = list(candidates(asked, call, DeviceMesh(0, n_devices), asked.cluster))
+        assert found
+        assert len(set(found)) == len(found)
+        for candidate in found:
+            layout = candidate.layout
+            assert layout.dp * layout.tp * layout.pp * layout.cp == n_devices
+            assert layout.dp <= asked.workload.n_samples
+            if engine == "installed":
+                assert (layout.tp, layout.pp, layout.ep, layout.cp) == (1, 1, 1, 1)
+                assert candidate.residency != "offloaded"
+
+
+def test_a_forbidden_or_pinned_choice_is_left_out_or_alone() -> None:
+    mesh, machine = DeviceMesh(0, 8), PPO_16.cluster
+    every = set(candidates(PPO_16, "actor_train", mesh, machine))
+    pinned = replace(PPO_16, pins={"actor_train": Pin(tp=4, recompute=True, residency="resident")})
+    left = set(candidates(pinned, "actor_train", mesh, machine))
+    assert left == {c for c in every if c.layout.tp == 4 and c.recompute and c.residency == "resident"}
+    for pin in (
+        Pin(tp=8),
+        Pin(sharding="fsdp"),
+        Pin(recompute=False),
+        Pin(devices=8, pp=2),
+        Pin(residency="offloaded"),
+    ):
+        barred = replace(PPO_16, constraints=Constraints(forbid={"actor_train": (pin,)}))
+        kept = set(candidates(barred, "actor_train", mesh, machine))
+        assert kept < every
+        assert kept | set(candidates(replace(PPO_16, pins={"actor_train": pin}), "actor_train", mesh, machine)) == every
+
+
+@pytest.mark.parametrize("engine", ["installed", "any"])
+def test_tables_hold_what_fits_and_prices_rise_with_nothing_else(engine: str) -> None:
+    prepared = problem_of(replace(PPO_16, engine=engine))
+    problem = prepared.problem
+    for task in problem.tasks:
+        assert task.tables
+        for mesh, number in task.tables.items():
+            table, options = problem.tables[number], prepared.options[number]
+            assert len(table) == len(options)
+            for i, option in enumerate(options):
+                assert option.candidate.layout.mesh.n_devices == problem.meshes[mesh].n_devices
+                assert 0 < table.seconds[i] <= table.latency[i]
+                needed = table.resident[i] + table.active[i] - table.shared[i]
+                assert 0 < needed <= problem.memory[problem.meshes[mesh].first]
+    numbers: dict[object, int] = {}
+    for table, options in zip(problem.tables, prepared.options, strict=True):
+        for i, option in enumerate(options):
+            layout = replace(option.candidate.layout, mesh=DeviceMesh(0, 1))
+            key = (layout, option.candidate.residency == "offloaded")
+            assert numbers.setdefault(key, int(table.layout[i])) == table.layout[i]
+    assert len(set(numbers.values())) == len(numbers)
+
+
+def test_the_whole_table_of_a_call_can_be_asked_for() -> None:
+    pruned, whole = problem_of(PPO_16), problem_of(PPO_16, whole="actor_train")
+    for a, b in zip(pruned.problem.tasks, whole.problem.tasks, strict=True):
+        few = sum(len(pruned.problem.tables[t]) for t in set(a.tables.values()))
+        many = sum(len(whole.problem.tables[t]) for t in set(b.tables.values()))
+        assert few < many if a.name == "actor_train" else few == many
+
+
+def test_a_mixed_cluster_has_tables_of_each_kind() -> None:
+    prepared = problem_of(request(grpo(), "Qwen/Qwen3-1.7B", MIXED, workload=WORK, engine="any"))
+    rollout = prepared.problem.tasks[0]
+    by_mesh = {prepared.problem.meshes[m]: prepared.problem.tables[t] for m, t in rollout.tables.items()}
+    fast, slow = by_mesh[DeviceMesh(0, 8)], by_mesh[DeviceMesh(16, 8)]
+    assert fast.seconds.min() < slow.seconds.min()
+    assert len(prepared.problem.host_memory) * prepared.problem.devices_per_node == MIXED.n_devices
+    assert prepared.problem.memory[0] != prepared.problem.memory[-1]
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_more_in_flight_takes_longer_and_holds_the_mesh_less(staleness: int) -> None:
+    asked = replace(PPO_16, workload=replace(WORK, staleness=staleness))
+    prepared = problem_of(asked)
+    task = next(task for task in prepared.problem.tasks if task.name == "generate")
+    tables = [prepared.problem.tables[number] for number in set(task.tables.values())]
+    later = sum(int((table.latency > table.seconds).sum()) for table in tables)
+    assert (later > 0) == (staleness > 0)
+
+
+# --- couplings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_free_calls_folded_into_delays_leave_the_period_as_it_is(seed: int, staleness: int) -> None:
+    rng = random.Random(seed)
+    asked: PlanRequest = request(ppo() if seed % 2 else grpo(), workload=replace(WORK, staleness=staleness))
+    calls = asked.graph.calls
+    free = {n: rng.choice([0.0, rng.uniform(0, 40)]) for n, c in calls.items() if isinstance(c, Function | Advantage)}
+    held = {name: rng.uniform(1, 30) for name in asked.mesh_calls}
+    alone = Plan({}, {}, Hashes("", "", ""))
+    whole = event_graph(asked.graph, alone, staleness, free | held)
+    folded = {Dependency(p.source, p.target, p.distance, p.delay) for p in precedences(asked, free)} | {
+        Dependency(name, name, 1) for name in held
+    }
+    found = period(EventGraph(held, tuple(sorted(folded)))).seconds
+    assert max(found, free_floor(asked, free)) == pytest.approx(period(whole).seconds, rel=1e-9)
+
+
+def test_a_thousand_devices_take_a_second() -> None:
+    asked = request(
+        ppo(),
+        "meta-llama/Llama-3.1-70B",
+        cluster(nodes=128),
+        workload=Workload(512, 1, 512, 4096, 1024.0),
+        engine="any",
+    )
+    begun = time.process_time()
+    prepared = problem_of(asked)
+    assert time.process_time() - begun < 5.0  # half a second on an idle machine
+    assert all(task.tables for task in prepared.problem.tasks)

@@ -1,0 +1,99 @@
+"""Plans that were edited by hand: every reason why one can't run, with its place in the file."""
+
+import msgspec
+import pytest
+
+from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.plan import Plan, Turn
+from realgraph.planner.request import hashes
+from realgraph.planner.search import reprice, search
+from realgraph.planner.validate import validate
+from tests.planner_cases import cluster, ppo, request
+
+replace = msgspec.structs.replace
+
+
+def edited(plan: Plan, call: str, **changes: object) -> Plan:
+    allocation = plan.allocations[call]
+    layout_fields = {name: value for name, value in changes.items() if name in Layout.__struct_fields__}
+    rest = {name: value for name, value in changes.items() if name not in layout_fields}
+    changed = replace(allocation, layout=replace(allocation.layout, **layout_fields), **rest)
+    return replace(plan, allocations={**plan.allocations, call: changed})
+
+
+PPO = request(ppo(), "Qwen/Qwen3-0.6B")
+FOUND = search(PPO)
+LATE = tuple(Turn(name) for name in ("ref", "values", "actor_train", "critic_train", "generate"))
+
+
+@pytest.mark.parametrize(
+    ("plan", "path", "says"),
+    [
+        (edited(FOUND, "ref", tp=2, dp=4), "$.allocations.ref.layout.tp", "tensor parallelism"),
+        (edited(FOUND, "ref", dp=4), "$.allocations.ref.layout", "the mesh has 8 devices"),
+        (edited(FOUND, "ref", dp=0), "$.allocations.ref.layout.dp", "at least 1"),
+        (edited(FOUND, "ref", mesh=DeviceMesh(4, 8)), "$.allocations.ref.layout.mesh", "not all of the cluster's"),
+        (edited(FOUND, "generate", sharding="fsdp"), "$.allocations.generate.layout.sharding", "whole weights"),
+        (edited(FOUND, "generate", max_tokens_per_microbatch=10), "$.allocations.generate.max", "hold no sample"),
+        (edited(FOUND, "ref", max_tokens_per_microbatch=1 << 24), "$.allocations.ref", "GB on device 0"),
+        (edited(FOUND, "ref", residency="offloaded"), "$.allocations.ref.residency", "offload"),
+        (edited(FOUND, "actor_train", recompute=True), "$.allocations.actor_train.recompute", "gradient_checkpointing"),
+        (replace(FOUND, orders={**FOUND.orders, 3: FOUND.orders[3][1:]}), "$.orders.3", "'generate' is missing"),
+        (replace(FOUND, orders={**FOUND.orders, 9: ()}), "$.orders.9", "devices 0 to 7"),
+        (replace(FOUND, orders={**FOUND.orders, 0: (*FOUND.orders[0], Turn("ref"))}), "$.orders.0", "2 times"),
+        (replace(FOUND, orders={**FOUND.orders, 0: (*FOUND.orders[0], Turn("rf"))}), "$.orders.0", "'ref'?"),
+        (
+            replace(FOUND, orders={**FOUND.orders, 0: (Turn("generate", 1), *FOUND.orders[0][1:])}),
+            "$.orders.1",
+            "offset 0",
+        ),
+        (replace(FOUND, orders=dict.fromkeys(range(8), LATE)), "$.orders", "deadlocks: generate -> "),
+        (replace(FOUND, hashes=replace(FOUND.hashes, workload="x")), "$.hashes.workload", "another batch"),
+        (replace(FOUND, hashes=replace(FOUND.hashes, cluster="x")), "$.hashes.cluster", "another cluster"),
+        (replace(FOUND, format=99), "$.format", "format 99"),
+        (
+            replace(FOUND, allocations={k: v for k, v in FOUND.allocations.items() if k != "ref"}),
+            "$.allocations",
+            "'ref'",
+        ),
+        (
+            replace(FOUND, allocations={**FOUND.allocations, "reff": FOUND.allocations["ref"]}),
+            "$.allocations.reff",
+            "'ref'?",
+        ),
+        (
+            replace(FOUND, allocations={**FOUND.allocations, "reward": FOUND.allocations["ref"]}),
+            "$.allocations.reward",
+            "no devices",
+        ),
+    ],
+)
+def test_an_invalid_plan_is_refused_with_its_place(plan: Plan, path: str, says: str) -> None:
+    problems = validate(plan, PPO, "plan.json")
+    assert problems
+    assert any(str(p.where).startswith(f"plan.json: {path}") and says in str(p) for p in problems), problems
+
+
+def test_offsets_that_agree_are_valid_and_overlap_steps() -> None:
+    """The critic trains beside the next step's generation, which this cluster gives a half each."""
+    halves = {"generate": DeviceMesh(0, 4), "critic_train": DeviceMesh(4, 4)}
+    plan = FOUND
+    for name, mesh in halves.items():
+        plan = edited(plan, name, mesh=mesh, dp=4)
+    shared = (Turn("ref"), Turn("values"), Turn("actor_train"))
+    early = {d: (Turn("generate"), *shared) for d in range(4)}
+    late = {d: (Turn("critic_train", -1), *shared) for d in range(4, 8)}
+    plan = replace(plan, orders=early | late)
+    assert validate(plan, PPO) == ()
+    assert reprice(PPO, plan).period_seconds > 0
+
+
+def test_hashes_change_with_what_predictions_depend_on_and_with_nothing_else() -> None:
+    base = hashes(PPO)
+    train = PPO.graph.calls["actor_train"]
+    retuned = {**PPO.graph.calls, "actor_train": replace(train, lr=0.5, temperature=0.7)}
+    assert hashes(replace(PPO, graph=replace(PPO.graph, calls=retuned))) == base
+    doubled = {**PPO.graph.calls, "actor_train": replace(train, minibatches=2)}
+    assert hashes(replace(PPO, graph=replace(PPO.graph, calls=doubled))).graph != base.graph
+    assert hashes(replace(PPO, workload=replace(PPO.workload, staleness=1))).workload != base.workload
+    assert hashes(replace(PPO, cluster=cluster("H200"))).cluster != base.cluster
