@@ -26,6 +26,7 @@ from realgraph.planner.memory import (
     usable_bytes,
 )
 
+ASYNC_TP = replace(FSDP, tp_overlap=0.3)  # products and tensor-parallel traffic in slices, in turn
 TIMES = ("throughput_per_gpu", "throughput_total", "step_time")  # the first that a configuration has is compared
 SAME = "the same measurement in another unit"
 JEAN_ZAY_NIC_BYTES_PER_S = 6.25e9  # four Omni-Path links of 100 Gb/s for eight GPUs (BLOOM, arXiv:2211.05100, sec. 3.3)
@@ -147,7 +148,7 @@ def _least_recompute(case: Case) -> Case:
 def _layout(row: Row) -> Layout:
     axes = {axis: max(1, round(row.number(axis, 1))) for axis in ("tp", "pp", "cp", "ep")}
     dp = max(1, round(row.number("n_gpus")) // (axes["tp"] * axes["pp"] * axes["cp"]))
-    sharded = backend_of(row) is FSDP or bool(re.search(r"FSDP=[1-9]", row.notes))
+    sharded = backend_of(row).name == FSDP.name or bool(re.search(r"FSDP=[1-9]", row.notes))
     mesh = DeviceMesh(0, round(row.number("n_gpus")))
     return Layout(mesh, dp=dp, **axes, sharding="fsdp" if sharded else "replicated")
 
@@ -163,7 +164,9 @@ def backend_of(row: Row) -> Backend:
         return DEEPSPEED_2022
     if "2022" in row.source:
         return MEGATRON_2022
-    return MEGATRON if re.search(r"Megatron|nanotron|NeMo", row.system) else FSDP
+    if re.search(r"Megatron|nanotron|NeMo", row.system):
+        return MEGATRON
+    return ASYNC_TP if "asyncTP" in row.notes else FSDP
 
 
 def factors_of(row: Row, kind: str) -> Costs:
@@ -177,7 +180,7 @@ def factors_of(row: Row, kind: str) -> Costs:
 
 def family_of(engine: Backend) -> str:
     """The engine's family: Megatron and what was made of it, or FSDP."""
-    return "fsdp" if engine is FSDP else "megatron"
+    return "fsdp" if engine.name == FSDP.name else "megatron"
 
 
 def recompute_of(row: Row) -> Recompute:
@@ -197,7 +200,7 @@ def _seconds(case: Case) -> float:
     seconds = train_seconds(case.setting, case.work)
     if case.setting.engine is DEEPSPEED_2022 and re.search(r"02-2[0-4]", next(iter(case.rows.values())).notes):
         seconds *= SLOW_NUMA
-    if case.work.recompute != "selective" or case.setting.engine is not FSDP:
+    if case.work.recompute != "selective" or case.setting.engine.name != FSDP.name:
         return seconds
     return (seconds + train_seconds(case.setting, replace(case.work, recompute="full"))) / 2
 
@@ -220,7 +223,7 @@ def _speed(case: Case) -> Iterator[Prediction]:
 
 def footprint(case: Case) -> Footprint:
     """Bytes of the fullest device of a configuration, the runtime's own aside."""
-    if case.work.recompute != "selective" or case.setting.engine is not FSDP:
+    if case.work.recompute != "selective" or case.setting.engine.name != FSDP.name:
         return _footprint(case, case.work.recompute)
     parts = (_footprint(case, "selective"), _footprint(case, "full"))  # half-way, as seconds are
     return Footprint(*((getattr(parts[0], term) + getattr(parts[1], term)) // 2 for term in TERMS))

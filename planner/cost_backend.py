@@ -48,7 +48,7 @@ class Backend(Struct, frozen=True):
 # tensor-parallel traffic (Transformer Engine's user buffers).
 MEGATRON = Backend("megatron", tp_overlap=0.6, sum_bytes=0)
 # FSDP copies a layer's weights out of flat buffers, and kernels wait for gathers; gathers run beside compute.
-FSDP = Backend("fsdp", compute=1.1, distributed=False, dp_overlap=0.85, sum_bytes=0)
+FSDP = Backend("fsdp", compute=1.08, distributed=False, dp_overlap=0.85, sum_bytes=0)
 # Whole copies with an all-reduce of gradients after the last micro-batch, as this project's engine does.
 REPLICATED = Backend("replicated", distributed=False, dp_overlap=0.0, sum_bytes=12)
 # 2021 and 2022: attention by batched products and a fused softmax; no overlap of gradients; whole residuals on tp.
