@@ -32,7 +32,9 @@ class Problem(Struct, frozen=True, order=True):
 
 
 class ConfigError(Exception):
-    """All the problems found in one input. The command line prints them and exits with 2."""
+    """All the problems found in one input. The command line prints them and exits with `exit_code`."""
+
+    exit_code = 2
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems: tuple[Problem, ...] = tuple(dict.fromkeys(problems))

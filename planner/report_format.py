@@ -16,6 +16,11 @@ def seconds_text(seconds: float) -> str:
     )
 
 
+def rate_text(per_second: float) -> str:
+    """Three significant digits, thousands in full: `7.68`, `41.8`, `1,190`."""
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:#.3g}"
+
+
 def percent_text(share: float, digits: int = 0) -> str:
     """`96 %`; `0.2 %` with one digit."""
     return f"{share * 100:.{digits}f} %"

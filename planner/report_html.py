@@ -15,6 +15,7 @@ from realgraph.planner.report_format import (
     dollars_text,
     gap_text,
     percent_text,
+    rate_text,
     seconds_text,
     words,
 )
@@ -66,7 +67,7 @@ def _tiles(report: Report) -> Iterator[tuple[str, str]]:
     """The few numbers that matter most, and what they are."""
     plan, found = report.plan, report.findings
     yield seconds_text(plan.period_seconds), "period: seconds a step, predicted"
-    yield f"{report.samples_per_second:.3g}", "samples a second"
+    yield rate_text(report.samples_per_second), "samples a second"
     yield gap_text(plan.gap), f"proven gap; lower bound {seconds_text(plan.lower_bound_seconds)}"
     yield percent_text(report.bottleneck.load), f"load of devices {report.bottleneck.devices}"
     slower = [other for other in found.comparisons if other.period_seconds]

@@ -12,9 +12,12 @@ def price_of(
 ) -> Price | None:
     """Every device of the cluster is paid for all the time, busy or idle.
 
-    usd_per_device_hour: of every device; None: what devices.yaml says of each kind, and no price where one has none.
+    usd_per_device_hour: of every device; None: what devices.yaml says of each kind, and no price where one has none,
+    or for this machine's own processor.
     The run is `steps` periods; start, evaluations and checkpoints come on top.
     """
+    if cluster.is_cpu and usd_per_device_hour is None:
+        return None
     rates = [
         device_kind(group.kind).usd_per_hour if usd_per_device_hour is None else usd_per_device_hour
         for group in cluster.groups

@@ -207,10 +207,13 @@ def scaling_svg(sizes: Sequence[Size], target_seconds: float | None) -> str:
 
 
 def log_ticks(low: float, high: float) -> tuple[float, ...]:
-    """1, 2 and 5 times the powers of ten between the two; all that lie there, at most about a dozen."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    found = tuple(f * 10.0**p for p in range(first, last + 1) for f in (1, 2, 5) if low <= f * 10.0**p <= high)
-    return found if len(found) <= 12 else tuple(value for value in found if f"{value:.0e}".startswith("1"))
+    """Round numbers between the two: as few to a power of ten as give at least four, where that can be."""
+    powers = [10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
+    for factors in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
+        found = tuple(factor * power for power in powers for factor in factors if low <= factor * power <= high)
+        if len(found) >= 4:
+            return found
+    return found
 
 
 def pairs_svg(calls: Sequence[Measured]) -> str:

@@ -178,13 +178,13 @@ def _need_torch() -> None:
 
 
 def main() -> None:
-    """The console script. Exits with 2 on the user's mistakes, after printing all of them."""
+    """The console script. Exits with 2 on the user's mistakes, after printing all of them; `plan` has further codes."""
     try:
         app()
     except ConfigError as error:
         for problem in error.problems:
             print(problem, file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader of our output has ended, as `head` does
         sys.stderr.close()
         sys.exit(1)

@@ -146,7 +146,9 @@ def _dispatch(file: Path | None, overrides: list[str], problem: Path | None, opt
             raise _mistake("`plan diff` compares two plan files", "realgraph plan diff A.json B.json")
         diff_command(Path(overrides[0]), Path(overrides[1]), options.json_out)
     elif problem is not None:
-        raise _mistake("--problem is no part of this version", "")
+        from realgraph.plan_problem import problem_command
+
+        problem_command(problem, options)
     elif file is None:
         raise _mistake("which run?", "realgraph plan FILE; realgraph init writes a run file")
     else:

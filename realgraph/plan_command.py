@@ -3,45 +3,97 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 from rich.console import Console
 
 from realgraph.compose import Checked, check_run
+from realgraph.plan_beside import BESIDE_SECONDS, hints_of, other_plans, synchrony
 from realgraph.plan_console import console, write
+from realgraph.plan_explain import explained
 from realgraph.plan_facts import doubts_of, facts_of
-from realgraph.plan_options import PlanOptions
-from realgraph.plan_table import beside_parts, plan_parts
+from realgraph.plan_lengths import read_lengths
+from realgraph.plan_measured import measured_calls, read_run
+from realgraph.plan_options import PlanOptions, sizes_of
+from realgraph.plan_session import Budget, Session, session
+from realgraph.plan_sweep import sweep_json, swept, unreached
+from realgraph.plan_table import beside_parts, explain_parts, plan_parts
 from realgraph.planner.codec import plan_to_json
+from realgraph.planner.cost_table import CostTable, load_costs
 from realgraph.planner.plan import Plan
-from realgraph.planner.report import Findings, Report, report_of
+from realgraph.planner.report import Findings, Report, Size, report_of
 from realgraph.planner.report_html import page
+from realgraph.planner.report_price import price_of
+from realgraph.planner.report_text import cheapest
 from realgraph.planner.report_trace import trace_json
 from realgraph.planner.request import PlanRequest
-from realgraph.planning import plan_for, read_plan, request_for
+from realgraph.planner.robust import robust
+from realgraph.planner.search import search
+from realgraph.planning import Asked, read_plan, request_for
+
+
+class Made(Struct, frozen=True):
+    """The plan to show and what it was made for; `sizes` where several clusters were planned for."""
+
+    request: PlanRequest
+    plan: Plan
+    notes: tuple[str, ...] = ()
+    sizes: tuple[Size, ...] = ()
 
 
 def plan_command(file: Path, overrides: Sequence[str] = (), options: PlanOptions = PlanOptions()) -> Plan:
     """Plan the run in `file` and show the plan as the options ask. Raises ConfigError with every problem."""
     checked = check_run(file, overrides)
-    request = request_for(checked)
-    plan = plan_for(checked, request) if options.edited is None else read_plan(options.edited, request)
-    text = plan_to_json(plan)
-    if options.out is not None:
-        write(options.out, text)
-    if options.json_out:
-        print(text, end="")
-        return plan
-    report = _report(checked, request, plan)
-    if options.trace is not None:
-        write(options.trace, trace_json(report))
-    if options.html is not None:
-        write(options.html, page(report))
-    show(report, console())
-    return plan
+    request = asked_for(checked, options)
+    measured = measured_calls(read_run(options.run_dir)) if options.run_dir is not None else ()
+    with session(options, checked) as now:
+        made = now.find(lambda: _made(now, request, options))
+        now.progress.close()
+        if options.out is not None:
+            write(options.out, plan_to_json(made.plan))
+        if options.explain is not None:
+            _explain(checked, made, options)
+        elif options.json_out:
+            print(sweep_json(made.sizes, options.target) if made.sizes else plan_to_json(made.plan).rstrip("\n"))
+        else:
+            report = _report(checked, made, options)
+            _tell(now, replace(report, findings=replace(report.findings, measured=measured)), made, options)
+    if options.target is not None and made.sizes and cheapest(made.sizes, options.target) is None:
+        raise unreached(made.sizes, options.target)
+    return made.plan
+
+
+def asked_for(checked: Checked, options: PlanOptions) -> PlanRequest:
+    """What to plan for, with what the options change. Raises ConfigError."""
+    costs = load_costs(options.costs) if options.costs is not None else CostTable()
+    lengths = read_lengths(options.lengths) if options.lengths is not None else ()
+    request = request_for(checked, asked=Asked(options.engine or "auto", costs, lengths))
+    if options.colocated:
+        request = replace(request, constraints=replace(request.constraints, colocated=True))
+    return request
+
+
+def _made(now: Session, request: PlanRequest, options: PlanOptions) -> Made:
+    """The plan, by the way that the options ask for. Raises ConfigError."""
+    if options.devices is not None:
+        sizes = sizes_of(options.devices, request.cluster.devices_per_node)
+        found = swept(now, request, sizes, options.target)
+        return Made(found.request, found.plan, sizes=found.sizes)
+    if options.edited is not None:
+        return Made(request, read_plan(options.edited, request))
+    if options.robust:
+        steady = robust(request, now.limits)
+        return Made(request, steady.plan, (steady.text,))
+    return Made(request, search(request, now.limits))
+
+
+# --- showing it -------------------------------------------------------------------------------------------------------
 
 
 def print_plan(plan: Plan, checked: Checked, request: PlanRequest, console: Console) -> None:
     """The plan of a run that starts: everything that needs no further search."""
-    show(_report(checked, request, plan), console)
+    show(_report(checked, Made(request, plan), PlanOptions()), console)
 
 
 def show(report: Report, console: Console) -> None:
@@ -50,6 +102,50 @@ def show(report: Report, console: Console) -> None:
         console.print(part)
 
 
-def _report(checked: Checked, request: PlanRequest, plan: Plan) -> Report:
-    findings = Findings(doubts=tuple(doubts_of(checked, request)))
-    return report_of(request, plan, checked.name, facts_of(checked, request), findings)
+def _tell(now: Session, report: Report, made: Made, options: PlanOptions) -> None:
+    """The plan at once, what is searched beside it as it comes, then the files."""
+    out = console()
+    for part in plan_parts(report, out.width):
+        out.print(part)
+    if not options.brief:
+        report = _with_beside(now, report, made, options)
+        now.progress.close()
+    for part in beside_parts(report):
+        out.print(part)
+    if options.trace is not None:
+        write(options.trace, trace_json(report))
+    if options.html is not None:
+        write(options.html, page(report))
+
+
+def _with_beside(now: Session, report: Report, made: Made, options: PlanOptions) -> Report:
+    """The report with other plans, hints, and a word on synchrony, as far as time and patience last."""
+    budget = Budget(BESIDE_SECONDS)
+    now.progress.show("planning what stands beside it (Ctrl-C leaves it out)")
+    comparisons = tuple(other_plans(now, made.request, options.edited is not None))
+    hints = hints_of(now, made.request, made.plan, budget)
+    word = synchrony(now, made.request, made.plan)
+    notes = (*report.findings.notes, word) if word else report.findings.notes
+    return replace(report, findings=replace(report.findings, comparisons=comparisons, hints=hints, notes=notes))
+
+
+def _explain(checked: Checked, made: Made, options: PlanOptions) -> None:
+    assert options.explain is not None
+    found = explained(made.request, made.plan, options.explain)
+    if options.json_out:
+        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        return
+    out = console()
+    for part in explain_parts(_report(checked, made, options), options.explain, found):
+        out.print(part)
+
+
+def _report(checked: Checked, made: Made, options: PlanOptions) -> Report:
+    findings = Findings(
+        doubts=tuple(doubts_of(checked, made.request)),
+        notes=made.notes,
+        price=price_of(made.request.cluster, made.plan.period_seconds, checked.run.steps, options.price),
+        sweep=made.sizes,
+        target_seconds=options.target,
+    )
+    return report_of(made.request, made.plan, checked.name, facts_of(checked, made.request), findings)

@@ -39,8 +39,10 @@ class Progress:
             self._status.start()
 
     def close(self) -> None:
+        """Clear the line; the next `show` brings it back."""
         if self._status is not None and self._shown:
             self._status.stop()
+        self._shown = False
 
 
 @contextmanager

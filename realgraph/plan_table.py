@@ -19,6 +19,7 @@ from realgraph.planner.report_format import (
     dollars_text,
     layout_text,
     percent_text,
+    rate_text,
     seconds_text,
     words,
 )
@@ -42,12 +43,28 @@ def plan_parts(report: Report, width: int) -> Iterator[RenderableType]:
     yield allocation_table(report, width)
     yield from gantt(report.timeline)
     yield from bottleneck(report.bottleneck)
-    yield from memory(report)
+    yield from memory(report, width)
     yield Text()
     for note in report.findings.notes:
         yield Text.assemble(("note ", "bold"), note)
     for doubt in report.findings.doubts:
         yield Text.assemble(("doubt ", "bold yellow"), doubt)
+
+
+def explain_parts(report: Report, call: str, found: tuple[Option, ...]) -> Iterator[RenderableType]:
+    """The options of one call under the plan's head."""
+    yield from head(report)
+    allocation = report.plan.allocations[call]
+    seconds = seconds_text(allocation.seconds)
+    text = f"{call}: {layout_text(allocation.layout)}, {allocation.max_tokens_per_microbatch:,} tokens, {seconds}"
+    slack = next((row.slack_seconds for row in report.rows if row.call == call), 0.0)
+    critical = slack <= 1e-3 * report.plan.period_seconds
+    why = "on the critical circuit" if critical else f"may take {seconds_text(slack)} longer before a step does"
+    yield Text.assemble(("\nchosen ", "bold"), f"{text}; {why}\n")
+    if found:
+        yield options(found)
+    else:
+        yield Text("no other option fits its pins and constraints")
 
 
 def beside_parts(report: Report) -> Iterator[RenderableType]:
@@ -68,7 +85,7 @@ def head(report: Report) -> Iterator[Text]:
     plan = report.plan
     for i, (name, text) in enumerate(report.facts):
         yield Text.assemble((f"{name}: " if not i else f"{name} ", "bold"), text)
-    speed = f"{seconds_text(plan.period_seconds)} a step, {report.samples_per_second:.3g} samples/s"
+    speed = f"{seconds_text(plan.period_seconds)} a step, {rate_text(report.samples_per_second)} samples/s"
     latency = f", {seconds_text(plan.latency_seconds)} from start to end of one step" if plan.latency_seconds else ""
     yield Text.assemble(("period ", "bold"), f"{speed}{latency} (predicted, not measured)")
     yield Text.assemble(("lower bound ", "bold"), bound_text(plan))
@@ -88,7 +105,7 @@ def allocation_table(report: Report, width: int) -> Table:
     A narrow terminal gets fewer columns.
     """
     axes = axes_used(row.allocation.layout for row in report.rows)
-    table = _table("allocation")
+    table = titled("allocation")
     hidden = {name for name, least in LEAST_WIDTH.items() if width < least}
     for name in (name for name in columns(axes) if name not in hidden):
         table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=name != "devices")
@@ -158,7 +175,7 @@ def bottleneck(found: Bottleneck) -> Iterator[Text]:
     yield Text.assemble(("critical circuit ", "bold"), f"{chain} -> {found.circuit[0][0]}, {spans}")
 
 
-def memory(report: Report) -> Iterator[Text]:
+def memory(report: Report, width: int) -> Iterator[Text]:
     """The worst moment of each group of devices as a bar of its parts, the largest first, and what they are."""
     bars = [bar for bar in report.memory if bar.parts]
     names = [devices_text(bar.devices) for bar in bars]
@@ -170,15 +187,22 @@ def memory(report: Report) -> Iterator[Text]:
         moment = f" in {bar.call}" if bar.call else ""
         full = f"{bar.total_bytes / 1e9:.1f} of {bar.usable_bytes / 1e9:.1f} GB{moment}"
         yield Text.assemble((f"{name:<{label}} ", "dim"), _stack(parts, bar.usable_bytes), f" {full}", no_wrap=True)
-        legend = Text()
-        for i, part in enumerate(parts[:NAMED_PARTS]):
-            legend.append(SHADES[i % len(SHADES)], style=PART_COLOURS[part.kind])
-            legend.append(f" {part.label} {bytes_text(part.nbytes)}  ")
-        hidden = len(parts) - NAMED_PARTS
-        more = f"and {hidden} smaller part{'s' * (hidden > 1)}" if hidden > 0 else ""
-        yield Text.assemble(" " * (label + 1), legend, more)
+        yield from _legend(parts, label + 1, width)
     if bars:
         yield Text(" " * (label + 1) + "cyan: resident; yellow: of the call that runs; dots: free", style="dim")
+
+
+def _legend(parts: Sequence[MemoryPart], indent: int, width: int) -> Iterator[Text]:
+    """What the largest parts are, as many to a line as fit."""
+    named = [f"{part.label} {bytes_text(part.nbytes)}" for part in parts[:NAMED_PARTS]]
+    line = Text(" " * indent)
+    for i, (part, text) in enumerate(zip(parts, named, strict=False)):
+        if len(line) > indent and len(line) + len(text) + 2 > width:
+            yield line
+            line = Text(" " * indent)
+        line.append(SHADES[i % len(SHADES)], style=PART_COLOURS[part.kind]).append(f" {text}  ")
+    hidden = len(parts) - len(named)
+    yield line.append(f"and {hidden} smaller" if hidden > 0 else "")
 
 
 def _stack(parts: Sequence[MemoryPart], usable_bytes: int) -> Text:
@@ -195,7 +219,7 @@ def _stack(parts: Sequence[MemoryPart], usable_bytes: int) -> Text:
 
 def comparisons(report: Report) -> Table:
     """Other plans of the same run under the same costs."""
-    table = _table("beside it, at the same costs")
+    table = titled("beside it, at the same costs")
     table.add_column("plan")
     table.add_column("period", justify="right")
     table.add_column("against this", justify="right")
@@ -212,7 +236,7 @@ def comparisons(report: Report) -> Table:
 
 def hints(found: tuple[Hint, ...]) -> Table:
     """What a change would bring, each planned anew."""
-    table = _table("what if")
+    table = titled("what if")
     table.add_column("change")
     table.add_column("period", justify="right")
     table.add_column("samples/s", justify="right")
@@ -224,28 +248,25 @@ def hints(found: tuple[Hint, ...]) -> Table:
     return table
 
 
-def options(found: tuple[Option, ...], period_seconds: float) -> Table:
-    """The next-best options of one call, the best first. period_seconds: of the plan."""
-    table = _table("next-best options")
-    for name in ("layout", "tokens", "weights", "seconds", "period", "against this", "why not"):
-        table.add_column(name, justify="right" if name in ("tokens", "seconds", "period", "against this") else "left")
+def options(found: tuple[Option, ...]) -> Table:
+    """The next-best options of one call, the best first."""
+    table = titled("next-best options, the rest of the plan as it is")
+    table.add_column("layout")
+    for name in ("tokens", "seconds", "period"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("weights")
+    table.add_column("why not")
     for option in found:
         own = option.period_seconds
-        table.add_row(
-            layout_text(option.layout),
-            f"{option.tokens:,}",
-            option.notes,
-            seconds_text(option.seconds),
-            "-" if own is None else seconds_text(own),
-            "does not fit" if own is None else change_text(own / period_seconds) if period_seconds > 0 else "",
-            escape(option.reason),
-        )
+        period = "does not fit" if own is None else seconds_text(own)
+        numbers = (f"{option.tokens:,}", seconds_text(option.seconds), period)
+        table.add_row(layout_text(option.layout), *numbers, option.notes, escape(option.reason))
     return table
 
 
 def sweep(sizes: tuple[Size, ...], target_seconds: float | None) -> Table:
     """The scaling curve: period, speed-up per device, and the cheapest size that reaches the target."""
-    table = _table("cluster sizes")
+    table = titled("cluster sizes")
     for name in ("devices", "period", "bound", "device seconds", "efficiency"):
         table.add_column(name, justify="right")
     table.add_column("")
@@ -273,7 +294,7 @@ def sweep(sizes: tuple[Size, ...], target_seconds: float | None) -> Table:
 
 def measured(calls: tuple[Measured, ...]) -> Table:
     """Predicted against measured seconds of each call of a run."""
-    table = _table("predicted against measured")
+    table = titled("predicted against measured")
     table.add_column("call")
     for name in ("predicted", "measured", "spread", "predicted / measured", "steps"):
         table.add_column(name, justify="right")
@@ -290,7 +311,8 @@ def measured(calls: tuple[Measured, ...]) -> Table:
     return table
 
 
-def _table(title: str) -> Table:
+def titled(title: str) -> Table:
+    """An empty table in the style of a report."""
     return Table(
         title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
     )

@@ -36,17 +36,20 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def test_the_table_says_what_runs_where_and_what_bounds_it(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = plan_command(run_file)
+    plan = plan_command(run_file, options=PlanOptions(brief=True))
     said = capsys.readouterr().out
     for part in (
         "8 H100-SXM",
         "lower bound",
+        "proven",
         "rollout",
         "ref_logp",
         "0-3",
-        "4/1/1",
-        "4,000",
-        "replicated",
+        "x 4,000",
+        "dp/tp/pp",
+        "timeline of two periods",
+        "critical circuit",
+        "memory at the worst moment",
         "bottleneck",
         "200 (at",
     ):
@@ -62,7 +65,7 @@ def test_json_goes_out_comes_back_and_can_be_edited(run_file: Path, capsys: pyte
     raw = json.loads(out.read_text())
     raw["allocations"]["train"]["max_tokens_per_microbatch"] = 2048
     out.write_text(json.dumps(raw))
-    taken = plan_command(run_file, options=PlanOptions(edited=out))
+    taken = plan_command(run_file, options=PlanOptions(edited=out, brief=True))
     assert taken.allocations["train"].max_tokens_per_microbatch == 2048
     assert taken.allocations["train"].peak_bytes != plan.allocations["train"].peak_bytes  # predicted anew
     with pytest.raises(ConfigError, match="made for another batch"):
@@ -84,7 +87,7 @@ def test_a_plan_does_not_depend_on_learning_rates_or_expected_lengths(run_file: 
     [
         (["models.actor.path=Qwen/Qwen3-1.7b"], "did you mean 'Qwen/Qwen3-1.7B'"),
         (["cluster.kind=H100SXM"], "did you mean 'H100-SXM'"),
-        (["allocation.train={tp: 2}"], "tensor parallelism"),
+        (["allocation.train={tp: 3}"], "8 devices"),
         (["batch.max_new_tokens=50000"], "40960 positions"),
         (["models.actor.path=Qwen/Qwen3-235B-A22B"], "no plan fits"),
     ],
@@ -92,6 +95,11 @@ def test_a_plan_does_not_depend_on_learning_rates_or_expected_lengths(run_file: 
 def test_a_run_that_cannot_be_planned_is_refused(run_file: Path, overrides: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         plan_command(run_file, overrides)
+
+
+def test_what_the_installed_engines_lack_is_refused_where_they_are_asked_for(run_file: Path) -> None:
+    with pytest.raises(ConfigError, match="tensor parallelism"):
+        plan_command(run_file, ["allocation.train={tp: 2}"], PlanOptions(engine="installed"))
 
 
 def test_a_problem_of_the_planner_has_its_line_in_the_run_file(run_file: Path) -> None:
@@ -126,8 +134,8 @@ def test_the_hub_cache_is_where_huggingface_hub_has_it(environment: dict[str, st
 
 def test_planning_imports_no_torch(run_file: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from realgraph.plan_command import plan_command; "
-        f"plan_command(Path({str(run_file)!r})); "
+        "import sys; from pathlib import Path; from realgraph.plan_command import PlanOptions, plan_command; "
+        f"plan_command(Path({str(run_file)!r}), options=PlanOptions(brief=True)); "
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

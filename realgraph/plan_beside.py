@@ -1,0 +1,75 @@
+"""What is searched beside the plan: other plans of the same run, and what changes would bring."""
+
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from realgraph.graphs.errors import ConfigError
+from realgraph.plan_session import Budget, Session
+from realgraph.planner.constraints import Constraints
+from realgraph.planner.plan import Plan
+from realgraph.planner.problem import Solution
+from realgraph.planner.report import Comparison, Hint
+from realgraph.planner.report_format import change_text
+from realgraph.planner.request import PlanRequest
+from realgraph.planner.solve import solve
+from realgraph.planner.sweep import synchronous, what_if
+from realgraph.planner.tables import problem_of
+from realgraph.planner.wishes import wish_problems
+
+OTHER_SECONDS = 3.0  # of the search for one other plan
+HINT_SECONDS = 1.0  # of the search behind one hint
+BESIDE_SECONDS = 20.0  # of everything beside the plan
+WITHOUT = "without pins and constraints"  # a hint that stands among the other plans
+
+
+def other_plans(session: Session, request: PlanRequest, judged: bool) -> Iterator[Comparison]:
+    """The user's settings against free choice, and what this version's engines run. judged: the plan was given."""
+    pinned = bool(request.pins) or request.constraints != Constraints()
+    if judged:
+        yield _searched("best plan", "what the search finds under the run file's settings", session, request)
+    if pinned:
+        free = replace(request, pins={}, constraints=Constraints())
+        yield _searched("free choice", "without the run file's allocation and constraints", session, free)
+    if request.engine == "any":
+        installed = replace(request, engine="installed")
+        yield _searched("installed engines", "what `realgraph run` of this version plans with", session, installed)
+
+
+def _searched(name: str, note: str, session: Session, request: PlanRequest) -> Comparison:
+    """The least period of a request found in a short time; why there is none where none is."""
+    problems = wish_problems(request)
+    if problems:
+        return Comparison(name, None, problems[0].text)
+    problem = problem_of(request).problem
+    lost = [task.name for task in problem.tasks if not task.tables]
+    if lost:
+        return Comparison(name, None, f"{lost[0]} fits no device")
+    found = solve(problem, session.quick(OTHER_SECONDS))
+    if isinstance(found, Solution):
+        return Comparison(name, found.period, note)
+    return Comparison(name, None, "no plan fits the memory" if found.proven else "none was found in a short search")
+
+
+def hints_of(session: Session, request: PlanRequest, plan: Plan, budget: Budget) -> tuple[Hint, ...]:
+    """What changes would bring, each planned anew; none once Ctrl-C was pressed or the time is used up."""
+    if session.stop() or budget.left <= 0:
+        return ()
+    session.progress.show("planning what-if hints (Ctrl-C leaves them out)")
+    try:
+        found = what_if(request, plan, session.quick(min(HINT_SECONDS, budget.left)))
+    except ConfigError:
+        return ()
+    if session.stop():
+        return ()
+    return tuple(Hint(hint.text, hint.period, hint.gain) for hint in found if hint.text != WITHOUT)
+
+
+def synchrony(session: Session, request: PlanRequest, plan: Plan) -> str:
+    """Of an asynchronous run: how a synchronous one would do; '' for a synchronous run."""
+    if request.workload.staleness == 0 or session.stop():
+        return ""
+    found = synchronous(request, plan, session.quick(OTHER_SECONDS))
+    if found is None or found.period is None:
+        return ""
+    return f"{found.text}: {change_text(1 + found.gain)} samples/s, on-policy"

@@ -1,0 +1,158 @@
+"""What `realgraph plan` does besides planning one run: explain, sweep, robust, bare problems, and how it ends."""
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from realgraph import cli
+from realgraph.graphs.errors import ConfigError
+from realgraph.plan_command import plan_command
+from realgraph.plan_limits import interruptible
+from realgraph.plan_options import PlanOptions
+from realgraph.plan_session import NoPlanYet
+from realgraph.planner.codec import plan_from_json
+
+RUN = """
+graph: grpo
+models: {actor: {path: Qwen/Qwen3-1.7B, dtype: bfloat16}}
+params: {kl_coef: 0.01}
+data: {path: openai/gsm8k, columns: {prompt: question, answer: answer}, max_prompt_tokens: 256}
+batch: {groups: 64, max_new_tokens: 512, expected_new_tokens: 200}
+cluster: {devices: 8, kind: H100-SXM}
+steps: 200
+"""
+PROBLEM = Path(__file__).parent.parent / "docs" / "planning_problem.json"
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN)
+    return file
+
+
+def typed(*arguments: object, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Runs the console script in this process; returns its exit code."""
+    monkeypatch.setattr(sys, "argv", ["realgraph", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+def test_other_plans_and_hints_stand_beside_it(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    html = run_file.with_name("plan.html")
+    options = PlanOptions(html=html, trace=run_file.with_name("trace.json"), price=2.0)
+    plan = plan_command(run_file, ["allocation.ref_logp={devices: 4}"], options)
+    said = capsys.readouterr().out
+    for part in ("free choice", "installed engines", "what if", "16 devices", "staleness 1", "$2.00 per device"):
+        assert part in said, part
+        assert part in html.read_text().replace("What if", "what if") or part.startswith("$"), part
+    per_step = 8 * 2.0 * plan.period_seconds / 3600
+    assert f"${200 * per_step:.2f} for 200 steps" in said
+    assert json.loads(run_file.with_name("trace.json").read_text())["traceEvents"]
+
+
+def test_a_call_is_explained(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_command(run_file, options=PlanOptions(explain="train"))
+    said = capsys.readouterr().out
+    assert "chosen train" in said and "why not" in said
+    plan_command(run_file, options=PlanOptions(explain="train", json_out=True))
+    found = json.loads(capsys.readouterr().out)
+    assert len(found) > 1
+    periods = [one["period_seconds"] for one in found if one["period_seconds"] is not None]
+    assert periods == sorted(periods) and all(period >= plan.lower_bound_seconds * 0.999 for period in periods)
+    with pytest.raises(ConfigError, match="'reward' holds no devices"):
+        plan_command(run_file, options=PlanOptions(explain="reward"))
+    with pytest.raises(ConfigError, match="did you mean 'train'"):
+        plan_command(run_file, options=PlanOptions(explain="trian"))
+
+
+def test_a_sweep_names_the_cheapest_size_that_reaches_the_target(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("--devices", "2..8")
+    assert typed("plan", run_file, *sizes, "--json", monkeypatch=monkeypatch) == 0
+    curve = json.loads(capsys.readouterr().out)
+    periods = {size["devices"]: size["period_seconds"] for size in curve["sizes"]}
+    assert list(periods) == [2, 4, 8] and curve["cheapest"] is None
+    assert periods[2] > periods[4] > periods[8]
+    target = periods[4] * 1.01
+    out = run_file.with_name("plan.json")
+    ask = ("plan", run_file, *sizes, "--brief", "--out", out, "--target")
+    assert typed(*ask, target, monkeypatch=monkeypatch) == 0
+    assert "the least that reaches" in capsys.readouterr().out
+    assert len(plan_from_json(out.read_text()).orders) == 4
+    assert typed(*ask, periods[8] / 2, monkeypatch=monkeypatch) == 4
+    captured = capsys.readouterr()
+    assert "cluster sizes" in captured.out and "no size reaches" in captured.err
+
+
+def test_a_robust_plan_says_what_it_saves(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan_command(run_file, options=PlanOptions(robust=True, brief=True))
+    assert "regret" in capsys.readouterr().out
+
+
+def test_colocated_plans_put_every_call_on_all_devices(run_file: Path) -> None:
+    free = plan_command(run_file, options=PlanOptions(json_out=True))
+    plan = plan_command(run_file, options=PlanOptions(json_out=True, colocated=True))
+    assert {allocation.layout.mesh.n_devices for allocation in plan.allocations.values()} == {8}
+    assert plan.period_seconds >= free.lower_bound_seconds
+
+
+def test_a_bare_problem_is_solved(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed("plan", "--problem", PROBLEM, monkeypatch=monkeypatch) == 0
+    said = capsys.readouterr().out
+    assert "critical circuit" in said and "timeline of two periods" in said
+    assert typed("plan", "--problem", PROBLEM, "--json", monkeypatch=monkeypatch) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["feasible"] and answer["bound"] <= answer["period"]
+    assert typed("plan", "--problem", "/nowhere.json", monkeypatch=monkeypatch) == 2
+
+
+def test_a_bare_problem_without_a_plan_ends_with_4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = json.loads(PROBLEM.read_text()) | {"memory": 1000}
+    (tmp_path / "small.json").write_text(json.dumps(raw))
+    assert typed("plan", "--problem", tmp_path / "small.json", monkeypatch=monkeypatch) == 4
+    assert "no plan fits" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_ends_with_4_and_what_was_not_found_with_5(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    too_large = "models.actor.path=Qwen/Qwen3-235B-A22B"
+    assert typed("plan", run_file, too_large, "--brief", monkeypatch=monkeypatch) == 4
+    said = capsys.readouterr().err
+    assert said.startswith(f"{run_file}:7: $.cluster: no plan fits") and "hint:" in said
+    assert typed("plan", run_file, "--time-limit", "0", "--brief", monkeypatch=monkeypatch) in (0, 5)
+
+
+def test_ctrl_c_takes_what_was_found(run_file: Path) -> None:
+    large = ["cluster={nodes: 128, kind: H100-SXM, devices: 8}", "batch.groups=4096"]
+    ring = threading.Timer(0.6, os.kill, (os.getpid(), signal.SIGINT))
+    with interruptible():  # where the plan is found before, the signal shall not end the tests
+        ring.start()
+        code, plan = 0, None
+        try:
+            plan = plan_command(run_file, large, PlanOptions(brief=True))
+        except NoPlanYet as error:
+            code = error.exit_code
+        ring.join()
+    assert code == (0 if plan else 130)
+    assert plan is None or plan.stopped in ("interrupted", "proven")
+    assert plan is None or 0 < plan.lower_bound_seconds <= plan.period_seconds
+
+
+def test_lengths_change_what_is_expected(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = run_file.with_name("lengths.txt")
+    lengths.write_text("400\n420\n440\n")
+    long = plan_command(run_file, options=PlanOptions(lengths=lengths, brief=True))
+    said = capsys.readouterr().out
+    assert "420 (at most 512) new tokens expected" in said and "lengths of responses" not in said
+    assert long.period_seconds > plan_command(run_file, options=PlanOptions(json_out=True)).period_seconds
