@@ -1,56 +1,70 @@
 """Seconds of bringing trained weights to the copies that read them, for every pair of options. Cached by geometry."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
-from realgraph.planner.cluster import Cluster
 from realgraph.planner.cost import Setting
-from realgraph.planner.cost_move import reallocation_seconds
+from realgraph.planner.cost_move import Copies, copies_of, move_seconds, reallocation_seconds
 from realgraph.planner.cost_table import PhaseFactor
-from realgraph.planner.layout import DeviceMesh, Layout
-from realgraph.planner.pricing import Option
-from realgraph.planner.problem import Floats, Move
+from realgraph.planner.layout import DeviceMesh
+from realgraph.planner.pricing import Option, factors_of
+from realgraph.planner.problem import Floats, Ints, Move
 from realgraph.planner.request import PlanRequest
 
+STATE_BYTES = 12  # of a trained parameter in all, at least: what it is trained on has memory for it
+APART = 1 << 62  # added to the cuts of copies in host memory: nobody reads them in place
 
-class Place:
-    """A mesh with the options of one call there."""
 
-    def __init__(self, mesh: DeviceMesh, group: int, options: Sequence[Option]) -> None:
-        self.mesh, self.group, self.options = mesh, group, options
+class Place(Struct, frozen=True, eq=False):
+    """A mesh in a group of nodes, with the options of one call there."""
+
+    mesh: DeviceMesh
+    group: int
+    options: Sequence[Option]
 
 
 def move_matrix(request: PlanRequest, target: str, source: Place, there: Place) -> Floats:
-    """Seconds of [options of the source, options of the target]: 0 where a call reads the trained copy in place."""
-    column = np.array([moved_seconds(request, target, option, there) for option in there.options])
-    matrix = np.broadcast_to(column, (len(source.options), len(column))).copy()
-    if source.mesh == there.mesh:
-        for i, trained in enumerate(source.options):
-            for j, read in enumerate(there.options):
-                if in_place(trained, read):
-                    matrix[i, j] = 0.0
-    return matrix
+    """Seconds of [options of the source, options of the target]: 0 where nothing is to be moved."""
+    seconds = move_seconds(_copies(request, target, source), _copies(request, target, there))
+    return corrected(request, seconds)
 
 
-def in_place(trained: Option, read: Option) -> bool:
-    """Whether a call on the same mesh reads the trained copy itself: equal layouts, and states that stay there."""
-    if trained.candidate.residency == "offloaded":
-        return False
-    return _axes(trained.candidate.layout) == _axes(read.candidate.layout)
-
-
-def _axes(layout: Layout) -> tuple[object, ...]:
-    return (layout.dp, layout.tp, layout.pp, layout.ep, layout.cp, layout.sharding)
-
-
-def moved_seconds(request: PlanRequest, target: str, option: Option, there: Place) -> float:
-    """To one copy, whatever it comes from; corrected by what was measured."""
-    cluster: Cluster = request.cluster.groups[there.group]
-    factors = request.costs.factors if request.costs.kind in ("", cluster.kind) else None
-    setting = Setting(request.model(target), request.role(target), option.candidate.layout, cluster, factors)
+def corrected(request: PlanRequest, seconds: Floats) -> Floats:
+    """With what was measured of reallocations; what takes no time stays so."""
     found = request.costs.phases.get("reallocate", PhaseFactor())
-    return found.factor * reallocation_seconds(setting) + found.constant_seconds
+    return np.where(seconds > 0, found.factor * seconds + found.constant_seconds, 0.0)
+
+
+def _copies(request: PlanRequest, call: str, place: Place) -> Copies:
+    """The copies of the role of `call` that the options of a place stand for."""
+    cluster = request.cluster.groups[place.group]
+    layouts = [replace(option.candidate.layout, mesh=place.mesh) for option in place.options]
+    setting = Setting(request.model(call), request.role(call), layouts[0], cluster, factors_of(request, cluster))
+    found = copies_of(setting, layouts, request.cluster.first_of(place.group))
+    away = np.array([option.candidate.residency == "offloaded" for option in place.options])
+    cut: Ints = np.where(away, APART + np.arange(len(away)), found.cut)
+    return replace(found, cut=cut)
+
+
+def longest_moves(request: PlanRequest, call: str, place: Place) -> Floats:
+    """Per option of a call that reads trained weights, seconds that no move to it exceeds.
+
+    From other nodes; and where fewer devices train than receive, no faster than they can send.
+    """
+    cluster, model = request.cluster.groups[place.group], request.model(call)
+    params = model.n_params(request.role(call).head)
+    senders = max(1, int(STATE_BYTES * params / max(group.memory_bytes for group in request.cluster.groups)))
+    seconds = np.zeros(len(place.options))
+    for i, option in enumerate(place.options):
+        layout = replace(option.candidate.layout, mesh=place.mesh)
+        setting = Setting(model, request.role(call), layout, cluster, factors_of(request, cluster))
+        seconds[i] = reallocation_seconds(setting)
+        if request.cluster.nodes > 1 or request.cluster.more:
+            seconds[i] += setting.element * params / senders / (cluster.nic_bytes_per_s * setting.costs.nic)
+    return corrected(request, seconds)
 
 
 class Moves:
@@ -58,25 +72,28 @@ class Moves:
 
     def __init__(self, request: PlanRequest, places: Sequence[tuple[DeviceMesh, int]]) -> None:
         self._request, self._places = request, places
-        self._tables: dict[str, dict[int, Sequence[Option]]] = {}
+        self._options: dict[str, Mapping[int, Sequence[Option]]] = {}
         self._known: dict[tuple[object, ...], Floats] = {}
 
-    def add(self, call: str, options: dict[int, Sequence[Option]]) -> None:
+    def add(self, call: str, options: Mapping[int, Sequence[Option]]) -> None:
         """The options of a call on each mesh."""
-        self._tables[call] = options
+        self._options[call] = options
 
     def seconds(self, move: Move, source: int, target: int) -> Floats:
         """[options of the source there, options of the target there]."""
         (home, near), (mesh, group) = self._places[source], self._places[target]
-        key = (move.source, move.target, near, group, *_relation(home, mesh))
+        key = (move.source, move.target, near, group, *self._relation(home, mesh, near))
         if key not in self._known:
-            here = Place(home, near, self._tables[move.source][source])
-            there = Place(mesh, group, self._tables[move.target][target])
+            here = Place(home, near, self._options[move.source][source])
+            there = Place(mesh, group, self._options[move.target][target])
             self._known[key] = move_matrix(self._request, move.target, here, there)
         return self._known[key]
 
-
-def _relation(source: DeviceMesh, target: DeviceMesh) -> tuple[int, int, int]:
-    """Sizes, and where the two lie to each other as far as they meet."""
-    offset = target.first - source.first if source.meets(target) else source.n_devices
-    return (source.n_devices, target.n_devices, offset)
+    def _relation(self, source: DeviceMesh, target: DeviceMesh, group: int) -> tuple[int, ...]:
+        """Sizes, where the two lie to each other as far as they meet, and which nodes of one hold the other."""
+        per_node = self._request.cluster.groups[group].devices_per_node
+        offset = target.first - source.first if source.meets(target) else source.n_devices
+        ends = [(mesh.first // per_node, (mesh.devices.stop - 1) // per_node) for mesh in (source, target)]
+        (first, last), (begin, end) = ends
+        inside = begin <= first and last <= end
+        return (source.n_devices, target.n_devices, offset, int(inside))

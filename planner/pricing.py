@@ -10,8 +10,10 @@ from realgraph.graphs.spec import Generate, Inference, ModelCall, ModelRole, Tra
 from realgraph.planner import memory
 from realgraph.planner.cluster import Cluster
 from realgraph.planner.cost import Setting
+from realgraph.planner.cost_move import offload_seconds
 from realgraph.planner.cost_rollout import rollout_variants
 from realgraph.planner.cost_table import Phase, PhaseFactor
+from realgraph.planner.devices import Costs
 from realgraph.planner.layout import Layout
 from realgraph.planner.memory import Footprint
 from realgraph.planner.model_spec import ModelSpec
@@ -169,8 +171,7 @@ def timings(request: PlanRequest, call: str, candidate: Candidate, cluster: Clus
         seconds, error = measured
         return (Timing(seconds, seconds, running, error),)
     role = replace_recompute(request.role(call), candidate.recompute)
-    factors = request.costs.factors if request.costs.kind in ("", cluster.kind) else None
-    setting = Setting(request.model(call), role, candidate.layout, cluster, factors)
+    setting = Setting(request.model(call), role, candidate.layout, cluster, factors_of(request, cluster))
     more = _offload_seconds(request, call, candidate, cluster)
     if generates and request.workload.staleness > 0:
         work = generate_work(request, candidate.layout, candidate.tokens)
@@ -178,6 +179,11 @@ def timings(request: PlanRequest, call: str, candidate: Candidate, cluster: Clus
         return tuple(_corrected(request, call, Timing(v.seconds, v.latency, v.running), more) for v in streams)
     seconds = setting_seconds(request, call, setting, candidate.tokens)
     return (_corrected(request, call, Timing(seconds, seconds, running), more),)
+
+
+def factors_of(request: PlanRequest, cluster: Cluster) -> Costs | None:
+    """Measured efficiency factors of a group's kind of device; None: the shipped ones."""
+    return request.costs.factors if request.costs.kind in ("", cluster.kind) else None
 
 
 def _corrected(request: PlanRequest, call: str, timing: Timing, more: float) -> Timing:
@@ -207,4 +213,4 @@ def _offload_seconds(request: PlanRequest, call: str, candidate: Candidate, clus
         return 0.0
     trains = isinstance(request.graph.calls[call], Train)
     copy = (_trained if trains else _frozen)(request.model(call), request.role(call), candidate.layout, cluster.is_cpu)
-    return (2 if trains else 1) * copy.total / cluster.pcie_bytes_per_s
+    return (2 if trains else 1) * offload_seconds(cluster, copy.total)

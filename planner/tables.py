@@ -17,7 +17,7 @@ from realgraph.planner.couplings import free_floor, moves_of, precedences, reade
 from realgraph.planner.layout import DeviceMesh
 from realgraph.planner.memory import usable_bytes
 from realgraph.planner.meshes import Family, family
-from realgraph.planner.moves import Moves, Place, moved_seconds
+from realgraph.planner.moves import Moves, Place, longest_moves
 from realgraph.planner.options import free_seconds, is_trained
 from realgraph.planner.pins import Pin
 from realgraph.planner.pricing import Option, options_of
@@ -166,8 +166,7 @@ class _Tables:
             if isinstance(request.graph.calls[call], Train):
                 slack, bonus = self._for_readers(call, (group, mesh.n_devices), table)
                 return Rows(table, slack, bonus)
-            place = Place(mesh, group, options)
-            slack = np.array([moved_seconds(request, call, option, place) for option in options])
+            slack = longest_moves(request, call, Place(mesh, group, options))
             self._longest[call] = max(self._longest.get(call, 0.0), float(slack.max()))
             for option, number in zip(options, table.layout, strict=True):
                 spot = (call, group, mesh.n_devices, int(number))
