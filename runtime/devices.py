@@ -71,7 +71,7 @@ class Devices:
         lanes = self.turns.of(name, call.trainer)
         if not self.turns.idle(lanes):
             return False
-        if self.session is not None and name != self._program.generate:
+        if self.session is not None and not self._job.staleness and name != self._program.generate:
             held = {id(lane) for lane in self.turns.of(self._program.generate)}
             if any(id(lane) in held for lane in lanes):
                 return False
@@ -97,17 +97,22 @@ class Devices:
         self.turns.release(task.number)
         self._copies[task.call] = self.versions[self._program.calls[task.call].role]
 
+    def _set_session(self, step: int | None) -> None:
+        self.session = step
+        if self._job.staleness:
+            self.turns.streaming = None if step is None else Next(self._program.generate, step)
+
     def close_session(self, step: int) -> None:
         """The batch of `step` is there: a session opened for it or an earlier one has had its turn."""
         if self.session is not None and self.session <= step:
             self.turns.leave(self._program.generate, self.session)
-            self.session = None
+            self._set_session(None)
 
     def abandon_session(self, target: int) -> bool:
         """Close the session if the run now ends before its step; whether it did."""
         if self.session is None or self.session < target:
             return False
-        self.session = None
+        self._set_session(None)
         return True
 
     # --- turns --------------------------------------------------------------------------------------------------------
@@ -175,7 +180,7 @@ class Devices:
                 continue
             moved = True
             if head.call == self._program.generate:
-                self.session = head.step
+                self._set_session(head.step)
             else:
                 task = self._steps.start(head.call, head.step, self.versions, now)
                 self.turns.hold(lanes, task.number)

@@ -45,10 +45,15 @@ class _Lane:
 
 
 class Turns:
-    """The lanes of a plan, from `first_step` on. `unheld`, a call, never waits at a barrier: see `_head`."""
+    """The lanes of a plan, from `first_step` on. `unheld`, a call, never waits at a barrier: see `_head`.
+
+    streaming: the turn of a session whose samples may be some steps late. What comes after it in the lanes does not
+    wait for its end: the session stands still meanwhile, and goes on where nothing else can run.
+    """
 
     def __init__(self, orders: Mapping[int, Sequence[Turn]], first_step: int, unheld: str) -> None:
         self._unheld = (unheld, reallocation_node(unheld))
+        self.streaming: Next | None = None
         lanes: dict[tuple[Turn, ...], _Lane] = {}
         for device in sorted(orders):
             order = tuple(orders[device])
@@ -78,12 +83,22 @@ class Turns:
         if lane.position >= end:
             return None
         call, step = lane.at(lane.position)
+        if Next(call, step) == self.streaming:
+            return self._beside(lane, barrier, limit) or self.streaming
         if step <= barrier or call in self._unheld:
             return Next(call, step)
         for position in range(lane.position + 1, lane.end(barrier + 1)):
             call, step = lane.at(position)
             if step <= barrier and not lane.passed(position, limit):
                 return Next(call, step)
+        return None
+
+    def _beside(self, lane: _Lane, barrier: int, limit: int) -> Next | None:
+        """The turn that follows the stream's, up to the stream's next; None where its step waits at the barrier."""
+        for position in range(lane.position + 1, lane.position + len(lane.order)):
+            call, step = lane.at(position)
+            if not lane.passed(position, limit):
+                return Next(call, step) if step <= barrier else None
         return None
 
     def next(self, barrier: int, limit: int) -> list[Next]:

@@ -17,7 +17,7 @@ from tests.plan_clock import PlanClock
 
 ROOT = Path(__file__).parent.parent
 PPO, GRPO = "configs/ppo_llama3_8b_2x8h100.yaml", "configs/gsm8k_grpo_qwen3_1.7b_8xh100.yaml"
-STEPS = 45
+STEPS = 90
 
 
 def planned(config: str, *overrides: str) -> tuple[PlanRequest, Plan, Job]:
@@ -60,4 +60,4 @@ def test_the_scheduler_reaches_the_predicted_period(config: str, overrides: list
     extra = {name: value for name, value in seconds.items() if name not in plan.allocations}
     reached = PlanClock(job, extra).period()
     # a stream may have any number of sequences in flight, the planner's options have some
-    assert reached == pytest.approx(plan.period_seconds, rel=0.02 if staleness else 0.001), plan.orders
+    assert reached == pytest.approx(plan.period_seconds, rel=0.02 if staleness else 0.005), plan.orders
