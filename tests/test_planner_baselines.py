@@ -1,0 +1,111 @@
+"""Plans made by rules: they hold, none beats the optimum, and each is the best of its kind."""
+
+import random
+from collections.abc import Mapping
+from itertools import product
+
+import pytest
+from msgspec.structs import replace
+
+from realgraph.planner.baselines import Baseline, baselines_of, colocated, megatron, real_heuristic, symmetric
+from realgraph.planner.problem import Choice, SearchProblem
+from realgraph.planner.search import solved
+from realgraph.planner.symmetric import Shape, one_mesh, shaped_choices
+from realgraph.planner.tables import problem_of
+from realgraph.planner.whole_problem import whole_problem
+from realgraph.planner.workload import Workload
+from tests.planner_cases import cluster, grpo, ppo, request
+from tests.planner_oracles import (
+    brute_force,
+    every_choice,
+    fits,
+    least_period,
+    seconds_of_move,
+    table_of,
+    ties_hold,
+    violations,
+)
+from tests.planner_problems import Size, problem_of_seed
+
+SMALL = Size(tasks=(2, 5), choices=400)
+
+
+def shapes_of(problem: SearchProblem, seed: int) -> dict[int, Shape]:
+    rng = random.Random(seed)
+    numbers = sorted({int(number) for table in problem.tables for number in table.layout})
+    return {number: Shape(tp=rng.choice([1, 2]), pp=rng.choice([1, 2])) for number in numbers}
+
+
+def serial_seconds(problem: SearchProblem, choices: Mapping[str, Choice]) -> float:
+    """All calls and moves one after another."""
+    calls = sum(
+        float(table_of(problem, task, choices[task.name]).seconds[choices[task.name].option]) for task in problem.tasks
+    )
+    return calls + sum(seconds_of_move(problem, move, choices) for move in problem.moves)
+
+
+def check(problem: SearchProblem, found: Baseline) -> None:
+    assert fits(problem, found.choices) and ties_hold(problem, found.choices)
+    exact = least_period(problem, found.choices)
+    assert exact is not None and found.period == pytest.approx(exact[0], rel=1e-6)
+    assert violations(problem, found.choices, found.schedule.starts, found.period) == []
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_a_symmetric_plan_is_the_fastest_of_its_kind(seed: int) -> None:
+    problem = problem_of_seed(seed, SMALL)
+    shapes, mesh = shapes_of(problem, seed), one_mesh(problem)
+    found = symmetric(problem, shapes)
+    if mesh is None:
+        assert found is None
+        return
+    best = float("inf")
+    for row in product(*(every_choice(problem, task) for task in problem.tasks)):
+        choices = {task.name: choice for task, choice in zip(problem.tasks, row, strict=True)}
+        if any(choice.mesh != mesh for choice in row):
+            continue
+        of_role: dict[str, set[Shape]] = {}
+        for task in problem.tasks:
+            layout = int(table_of(problem, task, choices[task.name]).layout[choices[task.name].option])
+            of_role.setdefault(task.role, set()).add(shapes[layout])
+        one_each = all(len(kinds) == 1 for kinds in of_role.values())
+        if one_each and fits(problem, choices) and ties_hold(problem, choices):
+            best = min(best, serial_seconds(problem, choices))
+    chosen = shaped_choices(problem, shapes)
+    assert (chosen is None) == (best == float("inf"))
+    if chosen is not None and found is not None:
+        assert serial_seconds(problem, chosen) == pytest.approx(best)
+        check(problem, found)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_rule_beats_the_optimum(seed: int) -> None:
+    problem = problem_of_seed(seed, SMALL)
+    best = brute_force(problem)
+    shapes = shapes_of(problem, seed)
+    for found in (colocated(problem), real_heuristic(problem), symmetric(problem, shapes), megatron(problem, shapes)):
+        if found is not None:
+            assert best is not None and found.period >= best.period * (1 - 1e-6)
+            check(problem, found)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_rules_on_a_real_request(algorithm: str) -> None:
+    graph = ppo() if algorithm == "ppo" else grpo()
+    workload = Workload(128, 8, 512, 2048, 800.0)
+    asked = replace(request(graph, "Qwen/Qwen3-8B", cluster(nodes=2), workload=workload), engine="any")
+    prepared, best = solved(asked)
+    rules = baselines_of(prepared)
+    for found in (rules.symmetric, rules.colocated, rules.megatron, rules.real):
+        assert found is not None
+        assert found.period >= best.bound * (1 - 1e-9)
+    assert rules.colocated is not None and rules.symmetric is not None and rules.megatron is not None
+    assert rules.colocated.period <= rules.symmetric.period * 1.002
+    assert rules.symmetric.period <= rules.megatron.period * 1.000001
+
+
+def test_a_mixed_cluster_has_no_plan_on_all_devices() -> None:
+    mixed = replace(cluster(nodes=1), more=(cluster("A100-80", nodes=1),))
+    prepared = problem_of(replace(request(grpo(), "Qwen/Qwen3-1.7B", mixed), engine="any"))
+    assert whole_problem(prepared) is None
+    assert baselines_of(prepared).symmetric is None
