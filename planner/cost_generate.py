@@ -12,7 +12,7 @@ from realgraph.planner.cost_backend import Backend
 from realgraph.planner.cost_decode import SAME, DecodeStep, Precision, decode_step, engine_flops
 from realgraph.planner.cost_decode import decode_seconds as decode_seconds
 from realgraph.planner.cost_forward import forward_seconds
-from realgraph.planner.cost_overhead import rollout_dispatch_seconds
+from realgraph.planner.cost_overhead import pass_layer_seconds, rollout_dispatch_seconds
 from realgraph.planner.lengths import Floats, Lengths, lengths_of, shorter
 from realgraph.planner.occupancy import Occupancy, occupancy
 
@@ -119,9 +119,18 @@ def _phases(setting: Setting, work: GenerateWork) -> tuple[float, float]:
     share = work.samples / setting.layout.dp
     prompts = max(1, math.ceil(share / work.samples_per_group)) * work.prompt_tokens
     prefill = prefill_seconds(setting, work.precision, prompts, work.prompt_tokens)
+    if setting.cluster.is_cpu:
+        prefill += _refills(work, share) * setting.model.layers * pass_layer_seconds(setting.costs)
     step = decode_step(setting, work.precision)
     decode = _occupancy(setting, work).seconds(lambda running, age: step(running, work.prompt_tokens + age))
     return prefill, decode
+
+
+def _refills(work: GenerateWork, share: float) -> float:
+    """Steps of the CPU engine that take in prompts beside those that run, each a pass of its own: where lengths differ,
+    some slot is free at every step until nothing waits; where they are equal, all slots are free at once."""
+    waves = max(0.0, share / max(1, work.running) - 1)
+    return waves * (max(1.0, work.distribution.mean - PREFILL_DRAWS) if work.distribution.deviation else 1.0)
 
 
 def _occupancy(setting: Setting, work: GenerateWork) -> Occupancy:

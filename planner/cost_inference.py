@@ -9,7 +9,7 @@ from realgraph.planner.cost_layer import layer_costs
 from realgraph.planner.cost_overhead import dispatch_seconds
 from realgraph.planner.cost_pipeline import stage_layers
 from realgraph.planner.cost_states import exposed_seconds, state_costs
-from realgraph.planner.cost_train import TrainWork, fsdp_slowdown, hand_over_seconds, shared_prompts
+from realgraph.planner.cost_train import TrainWork, computed_on_cpu, fsdp_slowdown, hand_over_seconds
 
 
 def inference_seconds(setting: Setting, work: TrainWork) -> float:
@@ -36,8 +36,8 @@ def _cpu_inference_seconds(setting: Setting, work: TrainWork) -> float:
     layout = setting.layout
     per_device = math.ceil(work.tokens / layout.dp)
     count = max(1, math.ceil(per_device / work.microbatch_tokens))
-    computed = per_device / count * shared_prompts(setting, work, per_device / count)
-    forward = forward_seconds(setting, computed, work.sample_tokens / 2)
+    computed = computed_on_cpu(work, per_device / count)
+    forward = forward_seconds(setting, computed, work.sample_tokens / 2) + setting.costs.microbatch_seconds
     gathered = 0.0
     if layout.sharding == "fsdp":
         nbytes = setting.element * setting.model.n_params(setting.role.head)

@@ -42,15 +42,15 @@ def rollout_dispatch_seconds(costs: Costs, samples: float) -> float:
     return dispatch_seconds(costs, samples) + samples * costs.admission_seconds
 
 
-def computed_share(samples: float, groups: float, per_group: int, prompt_share: float) -> float:
-    """Share of a packed batch's tokens that pass through the projections where equal prompts are computed once.
+def computed_tokens(samples: float, groups: float, per_group: int, lengths: tuple[float, float]) -> float:
+    """Tokens of a packed micro-batch that pass through the projections of the CPU engine (runtime/sharing.py).
 
-    samples: of the micro-batch, drawn evenly from `groups` groups of `per_group`; prompt_share: of a sample's tokens
-    that are prompt. Expected distinct groups among them: groups x (1 - (1 - samples / (groups x per_group))^per_group).
-    Only the CPU engine shares prompts (runtime/sharing.py); elsewhere the share is 1.
+    samples: of the micro-batch, drawn evenly from `groups` groups of `per_group`; lengths: of the prompt, which is
+    computed once for all samples of a group in the micro-batch, and of a whole sample, whose last token nobody asks
+    for. Expected distinct groups: groups x (1 - (1 - samples / (groups x per_group))^per_group). What responses have in
+    common besides depends on the data and is left out.
     """
-    if per_group == 1 or samples <= 0:
-        return 1.0
+    prompt, whole = lengths
     drawn = min(1.0, samples / (groups * per_group))
-    distinct = max(1.0, groups * (1 - (1 - drawn) ** per_group))
-    return 1 - prompt_share * (1 - min(1.0, distinct / samples))
+    distinct = min(samples, max(1.0, groups * (1 - (1 - drawn) ** per_group)))
+    return distinct * prompt + samples * max(0.0, whole - prompt - 1)

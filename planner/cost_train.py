@@ -14,7 +14,7 @@ from realgraph.planner.cost import Setting
 from realgraph.planner.cost_comm import allreduce_seconds, collective_bytes_per_s, gather_seconds, latency_seconds
 from realgraph.planner.cost_forward import IMBALANCE, forward_seconds, layer_seconds
 from realgraph.planner.cost_layer import BACKWARD_ATTENTION, LayerCosts, layer_costs
-from realgraph.planner.cost_overhead import computed_share, dispatch_seconds, optimizer_bytes_per_s
+from realgraph.planner.cost_overhead import computed_tokens, dispatch_seconds, optimizer_bytes_per_s
 from realgraph.planner.cost_pipeline import MicroBatch, Schedule, pipeline_seconds
 from realgraph.planner.cost_states import REPLICATED_EXPOSED, exposed_seconds, state_costs
 from realgraph.planner.memory import master_bytes, shards
@@ -134,7 +134,7 @@ def _cpu_train_seconds(setting: Setting, work: TrainWork) -> float:
     count = steps * max(1, math.ceil(per_device / steps / work.microbatch_tokens))
     again = setting.role.gradient_checkpointing or work.recompute == "full"
     passes = 1 + setting.costs.backward + again
-    computed = per_device / count * shared_prompts(setting, work, per_device / count, steps)
+    computed = computed_on_cpu(work, per_device / count, steps)
     forward = forward_seconds(setting, computed, work.sample_tokens / 2)
     one = passes * forward + setting.costs.microbatch_seconds
     compute = fsdp_slowdown(setting) * one * count
@@ -143,13 +143,11 @@ def _cpu_train_seconds(setting: Setting, work: TrainWork) -> float:
     return work.epochs * (compute + _reduction_seconds(setting, count, steps) + states) + dispatched
 
 
-def shared_prompts(setting: Setting, work: TrainWork, tokens: float, steps: int = 1) -> float:
-    """Share of a micro-batch's `tokens` that are computed, where the engine computes equal prompts once."""
-    if not setting.cluster.is_cpu or work.samples_per_group == 1:
-        return 1.0
-    groups = work.tokens / work.sample_tokens / work.samples_per_group / steps
-    prompts = work.prompt_tokens / work.sample_tokens
-    return computed_share(tokens / work.sample_tokens, groups, work.samples_per_group, prompts)
+def computed_on_cpu(work: TrainWork, tokens: float, steps: int = 1) -> float:
+    """Of a micro-batch's `tokens`, those that the CPU engine computes: equal prompts once, last tokens never."""
+    samples, all_samples = tokens / work.sample_tokens, work.tokens / work.sample_tokens / steps
+    groups, lengths = all_samples / work.samples_per_group, (work.prompt_tokens, work.sample_tokens)
+    return computed_tokens(samples, groups, work.samples_per_group, lengths)
 
 
 def fsdp_slowdown(setting: Setting) -> float:
