@@ -19,6 +19,7 @@ from realgraph.planner.cost_decode import decode_seconds
 from realgraph.planner.cost_generate import GenerateWork, generate_seconds
 from realgraph.planner.cost_inference import inference_seconds
 from realgraph.planner.cost_overhead import collective_seconds
+from realgraph.planner.cost_table import Phase, PhaseFactor
 from realgraph.planner.cost_train import TrainWork, train_seconds
 from realgraph.planner.devices import Costs, device_kind
 from realgraph.planner.layout import DeviceMesh, Layout
@@ -36,16 +37,25 @@ from realgraph.planner.measurements import (
 from realgraph.planner.memory import DType
 from realgraph.planner.model_spec import ModelSpec
 
+FORWARD = ("elementwise", "pass_layer_seconds", "call_seconds", "microbatch_seconds")
+TRAINING = ("backward", "optimizer", "optimizer_step_seconds")
 STAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("matrix products", ("gemm", "gemm_tokens", "gemm_width")),
     ("copies", ("memory",)),
     ("attention", ("attention",)),
     ("collectives", ("link", "collective_seconds")),
-    ("forward passes", ("elementwise", "pass_layer_seconds", "call_seconds")),
-    ("training", ("backward", "microbatch_seconds", "optimizer", "optimizer_step_seconds")),
+    ("passes", (*FORWARD, *TRAINING)),
     ("decoding", ("kv", "step_seconds", "layer_seconds", "sequence_seconds")),
     ("rollouts", ("admission_seconds",)),
 )
+PHASES: dict[Phase, tuple[str, ...]] = {
+    "train": ("passes", "calls"),
+    "inference": ("passes", "calls"),
+    "generate": ("decoding", "rollouts", "calls"),
+    "reallocate": ("collectives",),
+}
+FORMULA_ERROR = 0.1  # natural log: how close a formula is expected to come to a case
+EXTRAPOLATION_ERROR = 0.1  # from the profile's small models to another
 
 
 class Stage(Struct, frozen=True):
@@ -88,8 +98,8 @@ def _stage(case: Case) -> str:
             return "attention"
         case Collective():
             return "collectives"
-        case Pass(train=train):
-            return "training" if train else "forward passes"
+        case Pass():
+            return "passes"
         case DecodeCase():
             return "decoding"
         case RolloutCase():
@@ -99,7 +109,21 @@ def _stage(case: Case) -> str:
 
 
 def _point(one: Measured, cluster: Cluster, dtype: DType) -> Point:
-    return Point(lambda costs: predicted_seconds(one.case, cluster, dtype, costs), one.seconds)
+    """What repeats of a case disagree about, its least seconds may be off by as well."""
+    error = math.hypot(FORMULA_ERROR, math.log1p(one.spread))
+    return Point(lambda costs: predicted_seconds(one.case, cluster, dtype, costs), one.seconds, error)
+
+
+def phase_errors(stages: Sequence[Stage]) -> dict[Phase, PhaseFactor]:
+    """No factor, but an error bar for each phase: what its stages' formulas miss on small models, and what a larger
+    model may add to that."""
+    found: dict[Phase, PhaseFactor] = {}
+    for phase, names in PHASES.items():
+        own = [stage for stage in stages if stage.name in names]
+        if own:
+            error = math.sqrt(sum(stage.error**2 for stage in own) + EXTRAPOLATION_ERROR**2)
+            found[phase] = PhaseFactor(error=error, count=sum(stage.count for stage in own))
+    return found
 
 
 def predicted_seconds(case: Case, cluster: Cluster, dtype: DType, costs: Costs) -> float:

@@ -17,7 +17,7 @@ from realgraph.planner.cluster import Cluster, ClusterSpec
 from realgraph.planner.cost_table import CostTable, costs_to_json
 from realgraph.planner.detect import probe
 from realgraph.planner.devices import Costs, device_kind
-from realgraph.planner.fit_profile import Profiled, Stage, profiled
+from realgraph.planner.fit_profile import Profiled, Stage, phase_errors, profiled
 from realgraph.planner.measurements import Measured, ProfileTask, cases_of
 from realgraph.planner.memory import DType
 from realgraph.planning import cluster_of
@@ -67,6 +67,7 @@ def profile_command(asked: Asked, out: Path) -> CostTable:
         name=platform.node(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         factors=found.costs,
+        phases=phase_errors(found.stages),
     )
     write_atomic(out, costs_to_json(table))
     print_profile(found, measured, cluster, console)

@@ -4,6 +4,8 @@ A call has to be sent, its samples gathered, packed and stored, rewards go to a 
 tell what a call costs from what a sample costs; a model that computes next to nothing leaves little else to see.
 """
 
+import math
+import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +24,7 @@ from realgraph.planner.calibrate import Point, fit_costs
 from realgraph.planner.cluster import Cluster
 from realgraph.planner.cost import Setting
 from realgraph.planner.devices import Costs
-from realgraph.planner.fit_profile import Stage
+from realgraph.planner.fit_profile import FORMULA_ERROR, Stage
 from realgraph.planner.measurements import toy_model
 from realgraph.planner.memory import DType
 from realgraph.planner.options import setting_seconds
@@ -33,7 +35,7 @@ from realgraph.runtime.observer import RunRecord, StepRecord
 
 GROUPS = (8, 64)  # of the two runs
 GROUP_SIZE = 4
-STEPS = 8
+STEPS = 12
 FIELDS = ("call_seconds", "sample_seconds")
 GPU_VOCABULARY = 16
 
@@ -61,7 +63,14 @@ class ShortRun(Struct, frozen=True):
 
     def least_seconds(self, call: str) -> float:
         """Of the call's quickest step: what disturbs a machine only ever makes it slower."""
-        return min(step.metrics[f"{call}/seconds"] for step in self.steps)
+        return min(self._seconds(call))
+
+    def spread(self, call: str) -> float:
+        """ln(median / least) of the call's seconds over the steps."""
+        return math.log(statistics.median(self._seconds(call)) / self.least_seconds(call))
+
+    def _seconds(self, call: str) -> list[float]:
+        return [step.metrics[f"{call}/seconds"] for step in self.steps]
 
 
 def overheads(costs: Costs, cluster: Cluster, dtype: DType) -> tuple[Costs, Stage]:
@@ -130,7 +139,7 @@ def _points(run: ShortRun) -> Iterator[Point]:
         def predict(costs: Costs, name: str = name, bare: Setting = bare, tokens: int = tokens) -> float:
             return setting_seconds(request, name, replace(bare, factors=costs), tokens)
 
-        yield Point(predict, run.least_seconds(name))
+        yield Point(predict, run.least_seconds(name), math.hypot(FORMULA_ERROR, run.spread(name)))
 
 
 def _function_seconds(run: ShortRun) -> float:
