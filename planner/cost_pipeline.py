@@ -43,7 +43,8 @@ def pipeline_seconds(one: MicroBatch, layers: int, stages: int, count: int, sche
     1F1B: the fullest stage works without pause between filling and draining the others (arXiv:2104.04473, sec. 2.2).
     Interleaved: stages hold `chunks` groups of layers, and filling takes 1 / chunks as long (ibid.). Zero-bubble:
     weights' gradients fill the pauses but for one forward and one backward of inputs less one of weights (ZB-H1,
-    arXiv:2401.10241, table 1), as far as there are micro-batches enough to fill them.
+    arXiv:2401.10241, table 1), as far as there is
+    enough of it: never faster than without.
     """
     layer = one.forward + one.backward
     if stages == 1:
@@ -56,6 +57,7 @@ def pipeline_seconds(one: MicroBatch, layers: int, stages: int, count: int, sche
         return steady + (groups - 1) * count * one.transfer + (stages - 1) * (mean / groups + 2 * one.transfer)
     filling = (stages - 1) * (mean + 2 * one.transfer)
     if schedule == "zero_bubble":
-        weights = layers * one.weights / stages
-        return max(steady + filling - 2 * (stages - 1) * weights, steady + filling - (count + stages - 1) * weights)
+        bare = MicroBatch(one.forward, one.backward - one.weights, 0.0, one.head, one.transfer)
+        least = pipeline_seconds(bare, layers, stages, count, "1f1b", chunks)
+        return max(least, steady + filling - 2 * (stages - 1) * layers * one.weights / stages)
     return steady + filling

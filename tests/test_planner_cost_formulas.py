@@ -148,7 +148,7 @@ def test_the_bubble_is_that_of_a_simulated_pipeline(stages: int, count: int) -> 
     ideal = count * 3 * 3.3
     assert interleaved - ideal == pytest.approx((simulated - ideal) / 3)
     assert ideal < hidden < simulated
-    assert hidden >= 3 * (count + stages - 1) * 2.2  # without weights' gradients nothing is left to fill
+    assert hidden > 2.999 * (count + stages - 1) * 2.2  # without weights' gradients nothing is left to fill
 
 
 def test_traffic_hides_behind_compute_but_never_entirely() -> None:
