@@ -22,13 +22,14 @@ from realgraph.planner.model_spec import ModelSpec
 # ones: NCCL's ring; nccl-tests on 8 A100 and 8 H100 reach half of their best rate at about 8 MB.
 RING_SECONDS = 5e-5
 # Between nodes: latency of small messages on two nodes, and of each further doubling of their number (a tree).
-NODES_SECONDS = 3e-5
+NODES_SECONDS = 4e-5
 NODE_HOP_SECONDS = 1.5e-5
 # The grouped kernels of experts reach less of the peak than one dense product: many small ones, unequal counts.
 EXPERT_EFFICIENCY = 0.8
 EXPERT_TILE = 128  # rows of a tile of such a kernel: the last one of each expert is half empty
 # Experts are read a slice at a time: few rows each, and slices of so many columns reach half of the memory's rate.
-EXPERT_WIDTH = 128
+EXPERT_WIDTH = 64
+EXPERT_LAYER_SECONDS = 3e-5  # of a layer's small kernels: routing, sorting tokens by expert, adding answers up
 
 
 class Precision(Struct, frozen=True):
@@ -114,13 +115,14 @@ def decode_step(setting: Setting, precision: Precision = SAME) -> DecodeStep:
     ranks = max(layout.ep, layout.tp)
     direct, ring = _allreduces(setting)
     hops, exchanged = _exchanges(setting)
+    experts_fixed = 0.0 if cluster.is_cpu else model.expert_layers * EXPERT_LAYER_SECONDS
     return DecodeStep(
         dense_read=weight * dense / layout.tp / (bandwidth * costs.memory),
         dense_token=2 * dense / layout.tp / rate,
         half=costs.gemm_tokens,
         cache_token=cache_bytes_per_token(setting, precision) / (bandwidth * costs.kv),
         attended=attention_flops(model) / layout.tp / (setting.flops * costs.attention),
-        fixed=costs.step_seconds + model.layers * costs.layer_seconds + hops,
+        fixed=costs.step_seconds + model.layers * costs.layer_seconds + hops + experts_fixed,
         sequence=costs.sequence_seconds + _elementwise_seconds(setting) + exchanged,
         direct=direct,
         ring=ring,

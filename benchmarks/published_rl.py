@@ -1,0 +1,224 @@
+"""What the cost model says of published speeds of generation, weight synchronisation and whole steps of RL systems."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from msgspec.structs import replace
+
+from benchmarks.published import Prediction, Row
+from benchmarks.published_shapes import cluster_of, model_of
+from benchmarks.published_steps import (
+    BF16,
+    MOST_RUNNING,
+    Batch,
+    Engines,
+    generate_work,
+    layout_of,
+    pass_seconds,
+    serving,
+    settings_of,
+    step_seconds,
+    sync_seconds,
+)
+from realgraph.planner.cluster import Cluster
+from realgraph.planner.cost import Setting
+from realgraph.planner.cost_decode import SAME, Precision, cache_bytes_per_token
+from realgraph.planner.cost_generate import GenerateWork, generate_seconds, generation
+from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.model_spec import ModelSpec, known_models
+
+PHASES = ("generate", "inference", "e2e", "weight_sync")
+FLOAT8 = Precision("float8", "float8")
+# TensorRT-LLM's benchmark: requests by prompt and response length, 99 % of what weights and buffers leave for the cache
+# in which every sequence reserves its whole length, and at most 4,096 sequences (its docs, perf-overview.md).
+SERVED = re.compile(r"ISL (\d+) OSL (\d+)")
+REQUESTS = {(128, 128): 30000, (128, 4096): 1500, (2048, 2048): 1500, (5000, 500): 1500, (20000, 2000): 1000}
+MANY_REQUESTS = 3000
+TRT_MOST_RUNNING = 4096
+TRT_CACHE_SHARE = 0.99
+TRT_BUFFER_BYTES = 3e9
+# NeMo-RL, examples/configs/recipes/llm/performance: problems of OpenMathInstruct-2 with a short prompt (the published
+# tokens a step less those generated leave 100 to 130 a sample), 512 samples an optimizer step, log-probs of the policy
+# and of the reference; asynchronous recipes generate on one half of the devices.
+NEMO_PROMPT = 115
+NEMO_TRAINED_AT_ONCE = 512
+NEMO_GROUP = 32
+# verl's recipes of DAPO on Qwen2.5-Math-7B: 512 prompts x 16 answers, 16 optimizer steps of 32 groups. Mean lengths are
+# not published; the time of its log-prob pass falls with the devices as 2,000 tokens a sample would (1,500 with answers
+# of up to 8,192).
+VERL_SAMPLES, VERL_GROUP, VERL_STEPS, VERL_PROMPT = 8192, 16, 16, 150
+VERL_MEAN = {8192: 1200.0, 28672: 1200.0}
+VERL_SPLIT = re.compile(r"(\d+):(\d+) \(rollout:train\)|\((\d+) gen\+(\d+) train")
+SILENT = (  # whose published steps lack what decides them
+    ("AReaL", "the mean length of answers, and which devices generate and which train, are not published"),
+    ("OpenRLHF", "lengths, batches and the placement of the four models are not published"),
+    ("DeepSpeed-Chat", "lengths and batches are not published, and its engine has no continuous batching"),
+)
+SHAPES = (
+    (r"^llama v3\.1 8b", "meta-llama/Llama-3.1-8B"),
+    (r"^llama v3\.1 70b", "meta-llama/Llama-3.1-70B"),
+    (r"^7b dense", "Qwen/Qwen2.5-7B"),
+    (r"^32b dense", "Qwen/Qwen2.5-32B"),
+    (r"^72b dense", "Qwen/Qwen2.5-72B"),
+    (r"^30b-a3b", "Qwen/Qwen3-30B-A3B"),
+)
+
+
+def predictions(rows: Sequence[Row]) -> Iterator[Prediction]:
+    """Of generation, inference, whole steps and weight synchronisation; rows of other phases are passed over."""
+    for row in rows:
+        found = _prediction(row) if row.phase in PHASES else ""
+        if isinstance(found, Prediction):
+            yield found
+
+
+def unpredicted(rows: Sequence[Row]) -> Iterator[tuple[Row, str]]:
+    """Rows of these phases that no prediction answers, each with the reason."""
+    for row in rows:
+        found = _prediction(row) if row.phase in PHASES else ""
+        if isinstance(found, str) and found:
+            yield row, found
+
+
+def _prediction(row: Row) -> Prediction | str:
+    silent = next((reason for system, reason in SILENT if row.system.startswith(system)), "")
+    if silent:
+        return silent
+    model, cluster = _shape(row), cluster_of(row)
+    if model is None:
+        return f"no shape known of {row.model}"
+    if cluster is None:
+        return f"no device kind for {row.gpu}"
+    if row.phase == "weight_sync":
+        seconds = sync_seconds(_sync_setting(row, model, cluster), "full broadcast" in row.notes)
+        return _told(row, model, "weight_sync", seconds)
+    derived = row.phase == "e2e" and row.metric == "throughput_per_gpu"
+    if derived or row.metric == "exposed_wait_for_gen":
+        return "follows from the step's seconds"
+    if row.phase == "generate" and SERVED.search(row.notes):
+        return _told(row, model, "generate", _served_tokens_per_second(row, model, cluster))
+    if row.system.startswith("verl"):
+        return _verl(row, model, cluster)
+    if row.phase == "e2e" and row.metric == "step_time":
+        return _step(row, model, cluster)
+    return "nothing known of the system's configuration"
+
+
+def _shape(row: Row) -> ModelSpec | None:
+    """The shape behind a row, by the last part of a Hub id too."""
+    for pattern, name in SHAPES:
+        if re.search(pattern, row.model, re.IGNORECASE):
+            return model_of(replace(row, model=name))
+    ids = (name for name in known_models() if name.split("/")[-1].lower() == row.model.lower())
+    return model_of(replace(row, model=next(ids, row.model)))
+
+
+def _told(row: Row, model: ModelSpec, phase: str, predicted: float) -> Prediction:
+    group = f"{row.source.split('@')[0].strip()} | {row.model} | {row.metric}"
+    family = "tensorrt-llm" if row.system.startswith("TensorRT-LLM") else "rl"
+    return Prediction(row, phase, group, row.number("value"), predicted, model.experts > 0, family)
+
+
+# --- generation -------------------------------------------------------------------------------------------------------
+
+
+def _served_tokens_per_second(row: Row, model: ModelSpec, cluster: Cluster) -> float:
+    """Output tokens a second, all requests at once, from the first prompt to the last token."""
+    lengths = SERVED.search(row.notes)
+    assert lengths is not None
+    prompt, new = int(lengths[1]), int(lengths[2])
+    tp = round(row.number("tp", 1)) or 1
+    precision = FLOAT8 if "FP8" in row.notes else SAME
+    setting = Setting(model, BF16, Layout(DeviceMesh(0, tp), tp=tp), cluster)
+    held = (1 if precision is FLOAT8 else 2) * model.n_params() / tp
+    room = TRT_CACHE_SHARE * (cluster.memory_bytes - held - TRT_BUFFER_BYTES)
+    running = int(room / (cache_bytes_per_token(setting, precision) * (prompt + new)))
+    most = TRT_MOST_RUNNING
+    if not row.system.startswith("TensorRT-LLM"):
+        setting, most = serving(setting), MOST_RUNNING
+    work = GenerateWork(
+        samples=REQUESTS.get((prompt, new), MANY_REQUESTS),
+        samples_per_group=1,
+        prompt_tokens=prompt,
+        mean_new_tokens=new,
+        max_new_tokens=new,
+        running=max(1, min(most, running)),
+        precision=precision,
+    )
+    found = generation(setting, work).tokens_per_second * max(1.0, row.number("n_gpus", tp) / tp)
+    return found / max(1.0, row.number("n_gpus", tp)) if "per_gpu" in row.metric else found
+
+
+def _sync_setting(row: Row, model: ModelSpec, cluster: Cluster) -> Setting:
+    ranks = re.search(r"rollout ranks (\d+)", row.notes)
+    devices = int(ranks[1]) if ranks else cluster.n_devices
+    tp = max(1, min(8, devices)) if model.n_params() > 3e10 else 1
+    return Setting(model, BF16, layout_of(max(devices, tp), tp), cluster)
+
+
+# --- whole steps ------------------------------------------------------------------------------------------------------
+
+
+def _step(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
+    """A step whose batch, lengths and layouts are all published, on a system in the manner of NeMo-RL."""
+    if "SUSPECT" in row.notes:
+        return "the printed batch does not agree with the printed throughput"
+    mean, tp = re.search(r"avg gen len (\d+)", row.notes), re.search(r"gen TP(\d+)", row.notes)
+    if mean is None or tp is None or not row.number("global_batch") or not row.number("seq_len"):
+        return "lengths, batch or the engine's layout are not published"
+    devices, samples = round(row.number("n_gpus")), round(row.number("global_batch"))
+    late = "1-step Off" in row.notes
+    if cluster.kind == "GB200":
+        cluster = replace(cluster, nic_bytes_per_s=cluster.link_bytes_per_s)  # NVLink joins the nodes of a rack
+    part = devices // 2 if late else devices
+    fp8 = "; FP8" in row.notes
+    longest = round(row.number("seq_len"))
+    engines = Engines(
+        generate=layout_of(part, int(tp[1])),
+        train=_train_layout(row, part),
+        colocated=not late,
+        memory_share=0.8 if late else 0.6,
+        precision=Precision("float8") if fp8 else SAME,
+        microbatch=longest,
+        fp8=fp8,
+    )
+    batch = Batch(
+        samples=samples,
+        per_group=NEMO_GROUP if samples == 2048 or "235B" in row.model else NEMO_GROUP // 2,
+        prompt=NEMO_PROMPT,
+        mean=float(mean[1]),
+        limit=longest - NEMO_PROMPT,
+        steps=max(1, samples // NEMO_TRAINED_AT_ONCE),
+        passes=2,
+        staleness=int(late),
+    )
+    return _told(row, model, "rl_step", step_seconds(model, cluster, engines, batch).whole)
+
+
+def _train_layout(row: Row, devices: int) -> Layout:
+    tp, pp, cp, ep = (max(1, round(row.number(axis, 1))) for axis in ("tp", "pp", "cp", "ep"))
+    return Layout(DeviceMesh(0, devices), dp=max(1, devices // (tp * pp * cp)), tp=tp, pp=pp, ep=ep, cp=cp)
+
+
+def _verl(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
+    longest = round(row.number("seq_len"))
+    if longest not in VERL_MEAN:
+        return "lengths are not published"
+    devices, split = round(row.number("n_gpus")), VERL_SPLIT.search(row.notes)
+    parts = [int(found) for found in split.groups() if found] if split else [devices, devices]
+    batch = Batch(VERL_SAMPLES, VERL_GROUP, VERL_PROMPT, VERL_MEAN[longest], longest, steps=VERL_STEPS)
+    engines = Engines(
+        generate=layout_of(parts[0]),
+        train=layout_of(parts[1], sharded="FSDP" in row.notes),
+        colocated=split is None,
+        microbatch=longest + 2048,
+    )
+    if split:
+        batch = replace(batch, staleness=1, passes=0 if "fully async" in row.notes else 1)
+    if row.metric == "generate_time":
+        setting, _ = settings_of(model, cluster, engines)
+        return _told(row, model, "generate", generate_seconds(setting, generate_work(setting, engines, batch)))
+    if row.metric == "old_log_prob_time":
+        _, setting = settings_of(model, cluster, engines)
+        return _told(row, model, "inference", pass_seconds(setting, engines, batch))
+    return _told(row, model, "rl_step", step_seconds(model, cluster, engines, batch).whole)

@@ -1,0 +1,213 @@
+"""A whole step of an RL system, from the planner's cost functions and one table of what lies between the calls."""
+
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import yaml
+from msgspec import Struct
+from msgspec.structs import replace
+
+from realgraph.graphs.spec import ModelRole
+from realgraph.planner.cluster import Cluster
+from realgraph.planner.cost import Setting
+from realgraph.planner.cost_backend import FSDP, MEGATRON
+from realgraph.planner.cost_decode import SAME, Precision, cache_bytes_per_token
+from realgraph.planner.cost_generate import GenerateWork, generate_seconds
+from realgraph.planner.cost_inference import inference_seconds
+from realgraph.planner.cost_rollout import rollout_variants
+from realgraph.planner.cost_train import TrainWork, microbatches, train_seconds
+from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.lengths import lengths_of
+from realgraph.planner.model_spec import ModelSpec
+
+BF16 = ModelRole(dtype="bfloat16")
+MOST_RUNNING = 1024  # sequences of one engine: vLLM's default on devices of 70 GB or more
+ENGINE_BYTES = 4_000_000_000  # activations, graphs and buffers of an engine
+STATE_BYTES = 14  # of a parameter's float32 master, two moments and bf16 weight: what a colocated step offloads
+
+
+class Glue(Struct, frozen=True, forbid_unknown_fields=True):
+    """published_glue.yaml: seconds and bytes; see there."""
+
+    engine_step_seconds: float
+    engine_sequence_seconds: float
+    engine_nodes_seconds: float
+    wake_seconds: float
+    host_bytes_per_s: float
+    sync_tensor_seconds: float
+    sync_bytes_per_s: float
+    sync_seconds: float
+    broadcast_bytes_per_s: float
+    padded_token_seconds: float
+    reward_seconds: float
+    reward_workers: int
+    step_seconds: float
+    microbatch_seconds: float
+
+
+@cache
+def glue() -> Glue:
+    """The shipped table."""
+    return msgspec.convert(yaml.safe_load(Path(__file__).with_name("published_glue.yaml").read_text("utf-8")), Glue)
+
+
+class Batch(Struct, frozen=True):
+    """Of one step: samples, their group, lengths in tokens, optimizer steps; forward passes besides training.
+
+    limit: of new tokens. staleness: 0 is synchronous. rewarded: answers are checked by rules on cores.
+    """
+
+    samples: int
+    per_group: int
+    prompt: float
+    mean: float
+    limit: int
+    steps: int = 1
+    passes: int = 1
+    staleness: int = 0
+    rewarded: bool = True
+
+
+class Engines(Struct, frozen=True):
+    """How a system runs a model: devices that generate and train (the same ones where `colocated`), both layouts.
+
+    memory_share: of a device's memory that the engine may use. precision: of the engine. microbatch: tokens. recompute:
+    whether whole layers are computed again. controller: whether one process holds the batch.
+    """
+
+    generate: Layout
+    train: Layout
+    colocated: bool
+    memory_share: float = 0.9
+    precision: Precision = SAME
+    microbatch: int = 8192
+    recompute: bool = True
+    fp8: bool = False
+    controller: bool = True
+
+
+class StepSeconds(Struct, frozen=True):
+    """Seconds of the parts of one step; whole: what is compared."""
+
+    generate: float
+    passes: float
+    train: float
+    sync: float
+    glue: float
+    whole: float
+
+
+def step_seconds(model: ModelSpec, cluster: Cluster, engines: Engines, batch: Batch) -> StepSeconds:
+    """One step. Colocated: all parts in turn, with engines put to sleep and states offloaded between them.
+
+    Disaggregated: generation streams within the staleness bound beside passes and training; the slower side counts, or
+    the circuit through both (planner/cost_rollout.py). Weights are synchronised in either case.
+    """
+    table = glue()
+    generate, train = settings_of(model, cluster, engines)
+    work = generate_work(generate, engines, batch)
+    passes = batch.passes * pass_seconds(train, engines, batch)
+    trained = update_seconds(train, engines, batch)
+    sync = sync_seconds(generate)
+    reward = batch.samples * table.reward_seconds / table.reward_workers if batch.rewarded else 0.0
+    fixed = table.step_seconds
+    if engines.colocated:
+        seconds = generate_seconds(generate, work)
+        states = STATE_BYTES * model.n_params() / engines.train.mesh.n_devices
+        switch = 2 * table.wake_seconds + 2 * states / table.host_bytes_per_s
+        between = reward + fixed + switch
+        return StepSeconds(seconds, passes, trained, sync, between, seconds + passes + trained + sync + between)
+    variants = rollout_variants(generate, replace(work, stall_seconds=sync), max(1, batch.staleness))
+    side = passes + trained + sync + fixed
+    bounds = [max(v.seconds, side, (v.latency + reward + side) / (1 + batch.staleness)) for v in variants]
+    best = min(range(len(variants)), key=bounds.__getitem__)
+    return StepSeconds(variants[best].seconds, passes, trained, sync, fixed, bounds[best])
+
+
+def settings_of(model: ModelSpec, cluster: Cluster, engines: Engines) -> tuple[Setting, Setting]:
+    """Of generation, with a serving engine's overheads, and of training."""
+    backend = FSDP if engines.train.sharding == "fsdp" else MEGATRON
+    train = Setting(model, BF16, engines.train, cluster, backend=backend)
+    own = replace(train.costs, microbatch_seconds=glue().microbatch_seconds)
+    return serving(Setting(model, BF16, engines.generate, cluster)), replace(train, factors=own)
+
+
+def serving(setting: Setting) -> Setting:
+    """The setting with the overheads of a serving engine in Python."""
+    table, layout = glue(), setting.layout
+    apart = layout.tp * layout.pp > setting.cluster.devices_per_node
+    step = table.engine_step_seconds + table.engine_nodes_seconds * apart
+    costs = replace(setting.costs, step_seconds=step, sequence_seconds=table.engine_sequence_seconds)
+    return replace(setting, factors=costs)
+
+
+def generate_work(setting: Setting, engines: Engines, batch: Batch) -> GenerateWork:
+    """The generate call, with as many sequences at once as the cache has room for."""
+    weight = 1 if engines.precision.weights == "float8" else 2
+    held = weight * setting.model.n_params() / engines.generate.tp
+    room = engines.memory_share * setting.cluster.memory_bytes - held - ENGINE_BYTES
+    lengths = lengths_of(batch.mean, batch.limit)
+    each = cache_bytes_per_token(setting, engines.precision) * (batch.prompt + 1.15 * lengths.mean_age)
+    running = max(1, min(MOST_RUNNING, int(room / each)))
+    return GenerateWork(
+        samples=batch.samples,
+        samples_per_group=batch.per_group,
+        prompt_tokens=batch.prompt,
+        mean_new_tokens=batch.mean,
+        max_new_tokens=batch.limit,
+        running=running,
+        precision=engines.precision,
+    )
+
+
+def pass_seconds(setting: Setting, engines: Engines, batch: Batch) -> float:
+    """One forward pass over the batch."""
+    work = train_work(engines, replace(batch, steps=1))
+    seconds = inference_seconds(setting, work) + microbatches(setting, work) * glue().microbatch_seconds
+    return seconds + controller_seconds(engines, batch)
+
+
+def update_seconds(setting: Setting, engines: Engines, batch: Batch) -> float:
+    """Training on the batch."""
+    return train_seconds(setting, train_work(engines, batch)) + controller_seconds(engines, batch)
+
+
+def controller_seconds(engines: Engines, batch: Batch) -> float:
+    """The padded batch through one process, for one call."""
+    padded = batch.samples * (batch.prompt + batch.limit)
+    return padded * glue().padded_token_seconds if engines.controller else 0.0
+
+
+def train_work(engines: Engines, batch: Batch) -> TrainWork:
+    """Packed samples; ranks get equal shares up to the longest sample."""
+    sample, lengths = batch.prompt + batch.mean, lengths_of(batch.mean, batch.limit)
+    return TrainWork(
+        tokens=round(batch.samples * sample),
+        sample_tokens=sample,
+        microbatch_tokens=max(1, engines.microbatch // engines.train.cp),
+        optimizer_steps=batch.steps,
+        recompute="full" if engines.recompute else "none",
+        longest_tokens=round(batch.prompt + lengths.expected_max(batch.samples / batch.steps)),
+        fp8=engines.fp8,
+    )
+
+
+def sync_seconds(setting: Setting, broadcast: bool = False) -> float:
+    """Trained weights to the engines: every tensor by itself, and the bytes that one device takes in, or the whole
+    model where one rank sends it to all."""
+    table, model, layout = glue(), setting.model, setting.layout
+    whole = setting.element * model.n_params()
+    moved = whole / table.broadcast_bytes_per_s if broadcast else whole / layout.tp / table.sync_bytes_per_s
+    return table.sync_seconds + tensors_of(model) * table.sync_tensor_seconds + moved
+
+
+def tensors_of(model: ModelSpec) -> int:
+    """Weight tensors as checkpoints name them: about nine a layer, and three an expert."""
+    return 9 * model.layers + 3 * model.expert_layers * model.experts + 3
+
+
+def layout_of(devices: int, tp: int = 1, pp: int = 1, sharded: bool = False) -> Layout:
+    """dp over what is left; sharded: fsdp over all."""
+    sharding = "fsdp" if sharded else "replicated"
+    return Layout(DeviceMesh(0, devices), dp=max(1, devices // (tp * pp)), tp=tp, pp=pp, sharding=sharding)
