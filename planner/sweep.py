@@ -19,6 +19,7 @@ from realgraph.planner.search import search
 
 QUICK = Limits(gap=0.01, seconds=3.0)  # of one of many searches
 STALENESS = (0, 1, 2, 4)
+MOST_GAP = 0.02  # of the search behind a hint
 LEAST_GAIN = 0.005  # of throughput: a smaller one is not worth a hint
 TOLERANCE = 0.01  # relative: synchronous is as good where it is no slower than this
 
@@ -85,20 +86,23 @@ def doubled(first: int, last: int) -> tuple[int, ...]:
 
 def what_if(request: PlanRequest, plan: Plan, limits: Limits = QUICK) -> tuple[Hint, ...]:
     """Changes with their predicted gain in samples a second, each from a search of its own; the best first."""
+    return tuple(sorted(hints(request, plan, limits), key=lambda hint: -hint.gain))
+
+
+def hints(request: PlanRequest, plan: Plan, limits: Limits = QUICK) -> Iterator[Hint]:
+    """The same one by one, as they are found. A search that ended far from its bound would mislead: it gives none."""
     base = request.workload.n_samples / plan.period_seconds
-    hints = []
     for text, changed in _variants(request, plan):
         try:
             found = search(changed, limits)
         except Infeasible:
-            hints.append(Hint(f"{text}: no plan fits", None, -1.0))
+            yield Hint(f"{text}: no plan fits", None, -1.0)
             continue
         except ConfigError:
             continue  # a pinned place that the changed cluster does not have: the variant can't be asked
         gain = changed.workload.n_samples / found.period_seconds / base - 1
-        if abs(gain) >= LEAST_GAIN:
-            hints.append(Hint(text, found.period_seconds, gain))
-    return tuple(sorted(hints, key=lambda hint: -hint.gain))
+        if abs(gain) >= LEAST_GAIN and found.gap <= max(MOST_GAP, limits.gap):
+            yield Hint(text, found.period_seconds, gain)
 
 
 def _variants(request: PlanRequest, plan: Plan) -> Iterator[tuple[str, PlanRequest]]:

@@ -13,13 +13,13 @@ from realgraph.planner.report import Comparison, Hint
 from realgraph.planner.report_format import change_text
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.solve import solve
-from realgraph.planner.sweep import synchronous, what_if
+from realgraph.planner.sweep import hints, synchronous
 from realgraph.planner.tables import problem_of
 from realgraph.planner.wishes import wish_problems
 
 OTHER_SECONDS = 3.0  # of the search for one other plan
 HINT_SECONDS = 1.0  # of the search behind one hint
-BESIDE_SECONDS = 20.0  # of everything beside the plan
+BESIDE_SECONDS = 12.0  # of everything beside the plan
 WITHOUT = "without pins and constraints"  # a hint that stands among the other plans
 
 
@@ -52,24 +52,27 @@ def _searched(name: str, note: str, session: Session, request: PlanRequest) -> C
 
 
 def hints_of(session: Session, request: PlanRequest, plan: Plan, budget: Budget) -> tuple[Hint, ...]:
-    """What changes would bring, each planned anew; none once Ctrl-C was pressed or the time is used up."""
-    if session.stop() or budget.left <= 0:
-        return ()
-    session.progress.show("planning what-if hints (Ctrl-C leaves them out)")
-    try:
-        found = what_if(request, plan, session.quick(min(HINT_SECONDS, budget.left)))
-    except ConfigError:
-        return ()
-    if session.stop():
-        return ()
-    return tuple(Hint(hint.text, hint.period, hint.gain) for hint in found if hint.text != WITHOUT)
+    """What changes would bring, each planned anew; those after Ctrl-C, or after the time is used up, are left out."""
+    found: list[Hint] = []
+    limits = session.quick(max(HINT_SECONDS, 2 * plan.search_seconds))
+    limits = replace(limits, stop=lambda: session.stop() or budget.left <= 0)
+    for hint in hints(request, plan, limits):
+        session.progress.show(f"what if: {hint.text} (Ctrl-C leaves the rest out)")
+        if hint.text != WITHOUT:
+            found.append(Hint(hint.text, hint.period, hint.gain))
+        if limits.stop():
+            break
+    return tuple(found)
 
 
 def synchrony(session: Session, request: PlanRequest, plan: Plan) -> str:
     """Of an asynchronous run: how a synchronous one would do; '' for a synchronous run."""
     if request.workload.staleness == 0 or session.stop():
         return ""
-    found = synchronous(request, plan, session.quick(OTHER_SECONDS))
+    try:
+        found = synchronous(request, plan, session.quick(OTHER_SECONDS))
+    except ConfigError:  # no synchronous plan in so short a time: nothing can be said
+        return ""
     if found is None or found.period is None:
         return ""
     return f"{found.text}: {change_text(1 + found.gain)} samples/s, on-policy"
