@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from realgraph.runtime.decode_graph import DecodeGraphs, decode_logits
 from realgraph.runtime.kv_cache import (
     CACHED_ATTENTION,
+    Alike,
     DecodePass,
     KVCache,
     PrefillPass,
@@ -143,8 +144,11 @@ class CachedModel:
         )
         return None
 
-    def decode(self, tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
-        """Logits [n, V] after the newest tokens [n], at positions [n], of slots 0 to n - 1; their keys are stored."""
+    def decode(
+        self, tokens: NDArray[np.int64], positions: NDArray[np.int64], states: NDArray[np.int64] | None = None
+    ) -> Tensor:
+        """Logits [n, V] after the newest tokens [n], at positions [n], of slots 0 to n - 1; their keys are stored.
+        states: [n], equal where slots hold equal tokens, which are then computed once where the walk can."""
         if self._graphs is not None:
             return self._graphs.logits(tokens.tolist(), positions.tolist())
         on_device = torch.from_numpy(positions).to(self.device)
@@ -155,5 +159,9 @@ class CachedModel:
         rollout_pass = DecodePass(self.cache, on_device, runs)
         newest = torch.from_numpy(tokens).to(self.device)
         if self._lean is not None:
-            return self._lean.logits(newest[:, None], on_device[:, None], rollout_pass)
+            if states is None or (alike := Alike.of(states)) is None:
+                return self._lean.logits(newest[:, None], on_device[:, None], rollout_pass)
+            rollout_pass.alike = alike
+            rows = alike.first
+            return self._lean.logits(newest[rows, None], on_device[rows, None], rollout_pass)[alike.place]
         return decode_logits(self._module, newest, on_device, rollout_pass)

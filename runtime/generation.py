@@ -79,6 +79,7 @@ class TorchRolloutEngine:
         self._settings = SettingsTable(slots, self._model.device)
         self._newest: NDArray[np.int64] = np.zeros(slots, np.int64)  # token a slot reads next
         self._position: NDArray[np.int64] = np.zeros(slots, np.int64)  # of that token
+        self._state: NDArray[np.int64] = np.zeros(slots, np.int64)  # equal numbers: equal tokens
 
     # --- the interface ------------------------------------------------------------------------------------------------
 
@@ -208,6 +209,7 @@ class TorchRolloutEngine:
         """Give free slots to waiting requests, first come first served, as far as this step's prefill goes."""
         length, tokens = self._length(), 0
         known = {s.key for s in self._running}
+        states: dict[tuple[int, ...], int] = {}
         while self._waiting:
             sequence = self._waiting[0]
             longer = max(length, self._round_up(len(sequence.tokens) + 1))
@@ -222,6 +224,8 @@ class TorchRolloutEngine:
             slot = len(self._running)
             self._settings.put(slot, sequence.request)
             self._newest[slot], self._position[slot] = sequence.tokens[-1], len(sequence.tokens) - 1
+            # running slots have smaller numbers: see _collect
+            self._state[slot] = states.setdefault(tuple(sequence.tokens), self._most_slots + len(states))
             self._running.append(sequence)
         self._reserve(length)
 
@@ -261,7 +265,8 @@ class TorchRolloutEngine:
         for slot, sequence in zip(to, [self._running[slot] for slot in source], strict=True):
             self._running[slot] = sequence
         self._settings.move(to, source)
-        self._newest[to] = self._newest[source]
+        for column in (self._newest, self._state):
+            column[to] = column[source]
         self._model.cache.copy(to, source, max(self._running[slot].cached for slot in to))
 
     # --- forward passes -----------------------------------------------------------------------------------------------
@@ -270,7 +275,8 @@ class TorchRolloutEngine:
         """[n, V] for the next token of each slot: decoded, or told by the prefill."""
         told = self._prefill()
         n = self._ready if told is not None else len(self._running)
-        parts = [self._model.decode(self._newest[:n], self._position[:n])] if n else []
+        columns = self._newest[:n], self._position[:n], self._state[:n]
+        parts = [self._model.decode(*columns)] if n else []
         return torch.cat([*parts, told]) if told is not None else parts[0]
 
     def _prefill(self) -> Tensor | None:
@@ -295,12 +301,10 @@ class TorchRolloutEngine:
         copies: dict[int, tuple[list[int], list[int]]] = {}  # by length: slots, donors
         for slot in followers:
             sequence, donor = self._running[slot], donors[self._running[slot].key]
+            most = min(len(sequence.request.prompt), len(sequence.tokens) - 1)
             if donor in told.at and self._running[donor].tokens == sequence.tokens:
-                told.at[slot] = told.at[donor]
-            left = slot not in told.at
-            sequence.cached = min(
-                len(sequence.request.prompt), len(sequence.tokens) - left, self._running[donor].cached
-            )
+                told.at[slot], most = told.at[donor], len(sequence.tokens)
+            sequence.cached = min(most, self._running[donor].cached)
             for column, number in zip(copies.setdefault(sequence.cached, ([], [])), (slot, donor), strict=True):
                 column.append(number)
         for length, (slots, sources) in copies.items():
@@ -357,6 +361,8 @@ class TorchRolloutEngine:
             self._forget()
             raise FloatingPointError(f"request {broken.request.id}: the model's logits are NaN")
         n = self._ready = len(self._running)
+        # numbered anew from 0, so that they never grow
+        self._state[:n] = np.unique(self._state[:n] * self._model.vocabulary + tokens, return_inverse=True)[1]
         self._newest[:n] = tokens
         self._position[:n] += 1
         for slot, (sequence, token, logprob) in enumerate(zip(self._running, tokens, logprobs, strict=True)):

@@ -11,11 +11,13 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig
 
 CACHED_ATTENTION = "realgraph_cached"
+_MOST_ALIKE = 0.8  # share of slots computed above which finding their rows costs what it saves
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,23 @@ class Pass(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Alike:
+    """Slots that hold equal tokens, of which one is computed. first: [k] the computed slots; place: [n] where among
+    them each slot's row is."""
+
+    first: Tensor
+    place: Tensor
+
+    @staticmethod
+    def of(states: NDArray[np.int64]) -> "Alike | None":
+        """states: [n], equal numbers for equal tokens. None where too few are equal to gain by it."""
+        found, first, place = np.unique(states, return_index=True, return_inverse=True)
+        if len(found) > _MOST_ALIKE * len(states):
+            return None
+        return Alike(torch.from_numpy(first), torch.from_numpy(place))
+
+
 class DecodePass:
     """One new token for each of the first n slots.
 
@@ -167,9 +186,16 @@ class DecodePass:
         slot_heads = torch.arange(n * heads, device=positions.device).view(n, heads)
         self._index = (slot_heads * cache.length + positions[:, None]).view(-1)
         self._masks: dict[int | None, list[Tensor]] = {}
+        self.alike: Alike | None = None
 
     def attend(self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], head: Head) -> Tensor:
-        """See Pass; q = 1."""
+        """See Pass; q = 1. Where slots are alike, one row for each kind comes in and goes out."""
+        if self.alike is not None:
+            query, key, value = (x.index_select(0, self.alike.place) for x in qkv)
+            return self._attend(layer, (query, key, value), head).index_select(0, self.alike.first)
+        return self._attend(layer, qkv, head)
+
+    def _attend(self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], head: Head) -> Tensor:
         query, key, value = qkv
         n, heads, _, dim = query.shape
         keys, values = self._cache.layers[layer].unbind(0)

@@ -17,11 +17,12 @@ from realgraph.runtime.cached_model import segments
 from realgraph.runtime.decode_graph import bucket
 from realgraph.runtime.engine import Completion, Request
 from realgraph.runtime.generation import Limits, TorchRolloutEngine
-from realgraph.runtime.lean_decode import lean_applies
+from realgraph.runtime.lean_decode import LeanDecoder, lean_applies
 from realgraph.runtime.slots import fill_gaps
 from tests import tiny
 
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+LOGITS = LeanDecoder.logits
 ARCHITECTURES = (*tiny.KINDS, "qwen2_sliding")
 
 
@@ -95,6 +96,33 @@ def test_greedy_equals_transformers_generate(name: str) -> None:
         )
         assert list(done[request.id].tokens) == expected[0, len(request.prompt) :].tolist()
         assert set(done[request.id].logprobs) == {0.0}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2"])
+def test_slots_of_equal_tokens_are_one_row_of_the_walk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples that go the same way for a while, over preemption and updates: their probabilities are their own."""
+    module, rows = model(name), []
+    monkeypatch.setattr(LeanDecoder, "logits", lambda *a: rows.append(len(a[1])) or LOGITS(*a))
+    for limits in (Limits(max_running=24), Limits(max_running=10, max_cache_tokens=256, prefill_tokens=16)):
+        engine = TorchRolloutEngine(module, limits)
+        wanted = [replace(r, temperature=0.25 * (r.id % 2)) for r in requests(random.Random(3), 24, 30, groups_of=6)]
+        engine.submit(wanted)
+        done: dict[int, Completion] = {}
+        for step in range(300):
+            done |= {c.id: c for c in engine.step()}
+            if step % 7 == 6:
+                engine.update(None, engine.version + 1)
+        assert len(done) == len(wanted)
+        for request in wanted:
+            if request.temperature:
+                assert_exact(module, request, done[request.id])
+            else:
+                expected = next(done[r.id] for r in wanted if r.prompt == request.prompt and not r.temperature)
+                n = min(len(expected.tokens), len(done[request.id].tokens))
+                assert done[request.id].tokens[:n] == expected.tokens[:n]
+    if name != "gemma2":
+        n_tokens = 2 * sum(len(completion.tokens) for completion in done.values())
+        assert sum(rows) < 0.8 * n_tokens
 
 
 @pytest.mark.parametrize("seed", range(4))
