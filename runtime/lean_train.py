@@ -26,8 +26,11 @@ def lean_trains(network: Any) -> bool:
     return lean_applies(network) and network.config.hidden_act == "silu" and not again
 
 
-def lean_hidden(model: Any, tokens: Tensor, positions: Tensor, segments: Segments) -> Tensor:
-    """[T, hidden], the final norm's output, for packed tokens [T] int64 at positions [T] (`segments.n_rows` of them).
+def lean_hidden(
+    model: Any, tokens: Tensor, positions: Tensor, segments: Segments, rows: Tensor | None = None
+) -> Tensor:
+    """The final norm's output for packed tokens [T] int64 at positions [T] (`segments.n_rows` of them): [T, hidden], or
+    [n, hidden] of the tokens that `rows` names ([n] int64), the only ones that then pass through the last MLP.
 
     Equal to `model(...).last_hidden_state[0]`, and its gradients, but for the order of float32 sums.
     """
@@ -36,9 +39,10 @@ def lean_hidden(model: Any, tokens: Tensor, positions: Tensor, segments: Segment
     half = cos.shape[-1] // 2
     # rotate_half(x) sin = roll(x) signed
     tables = cos[0][:, None], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)[:, None]
-    for module in model.layers:
+    last = len(model.layers) - 1
+    for number, module in enumerate(model.layers):
         layer = decoder_layer(module)
-        x = _attend(layer, x, tables, segments)
+        x = _attend(layer, x, (tables, rows if number == last else None), segments)
         both = _side_by_side(_normed(layer.mlp_norm, x), (layer.gate, layer.up))
         gated: Tensor = _Gate.apply(both)  # type: ignore[no-untyped-call]
         x = _add_linear(x, gated, layer.down)
@@ -46,9 +50,10 @@ def lean_hidden(model: Any, tokens: Tensor, positions: Tensor, segments: Segment
     return cast(Tensor, _RMSNorm.apply(x, norm.weight, norm.variance_epsilon))  # type: ignore[no-untyped-call]
 
 
-def _attend(layer: Layer, x: Tensor, tables: tuple[Tensor, Tensor], segments: Segments) -> Tensor:
-    """x [T, hidden] plus the layer's attention. tables: cos and signed sin, [T, 1, head_dim] each."""
-    dim = layer.head_dim
+def _attend(layer: Layer, x: Tensor, what: tuple[tuple[Tensor, Tensor], Tensor | None], segments: Segments) -> Tensor:
+    """x [T, hidden] plus the layer's attention. what: cos and signed sin, [T, 1, head_dim] each, and which rows of the
+    result are wanted (None: all)."""
+    (tables, rows), dim = what, layer.head_dim
     qkv = _side_by_side(_normed(layer.norm, x), (layer.q, layer.k, layer.v)).view(x.shape[0], -1, dim)
     heads, kv_heads = layer.q.out_features // dim, layer.k.out_features // dim
     turned, value = torch.split(qkv, [heads + kv_heads, kv_heads], 1)
@@ -62,7 +67,10 @@ def _attend(layer: Layer, x: Tensor, tables: tuple[Tensor, Tensor], segments: Se
     if window is not None and window >= segments.longest:
         window = None
     out = bucketed((query, key, value), segments, layer.head.scale, (window, None))
-    return _add_linear(x, out.reshape(x.shape[0], -1), layer.out)
+    out = out.reshape(x.shape[0], -1)
+    if rows is not None:
+        x, out = x.index_select(0, rows), out.index_select(0, rows)
+    return _add_linear(x, out, layer.out)
 
 
 def _normed(norm: Norm, x: Tensor) -> Tensor:

@@ -83,32 +83,37 @@ class PackedModel(nn.Module):
         """tokens, positions: [T] int64. Returns the fields of `Outputs`, as a dict so that FSDP sees the tensors."""
         if self.config._attn_implementation != PACKED:
             self.config._attn_implementation = PACKED  # a generator that shares the network may have left its own
-        shared = segments.shared
-        ids, at = (tokens, positions) if shared is None else (tokens[shared.kept], positions[shared.kept])
-        if ids.device.type == "cpu" and lean_trains(self.network):
-            hidden = lean_hidden(self.network.model, ids, at, segments)
-        else:
-            hidden = self.network.model(
-                input_ids=ids[None], position_ids=at[None], use_cache=False, segments=segments
-            ).last_hidden_state[0]
+        place = None if segments.shared is None else segments.shared.place
         if wants.output == "logprobs":
-            return self._logprobs(hidden, tokens, segments, wants)
-        first = segments.offsets[:-1].long()
+            return self._logprobs((tokens, positions), segments, wants)
         if wants.output == "scores":
             last = segments.offsets[1:].long() - 1
-            return {"scores": self._scalars(hidden[last if shared is None else shared.place[last]])}
-        states = self._scalars(hidden)
-        values = torch.roll(
-            states if shared is None else states[shared.place], 1
-        )  # the hidden state at t - 1 is the state before token t
-        return {"values": values.index_fill(0, first, 0.0)}
+            at = last if place is None else place[last]
+            return {"scores": self._scalars(self._states((tokens, positions), segments, at))}
+        every = torch.arange(segments.n_tokens, device=tokens.device) if place is None else place
+        states = self._scalars(self._states((tokens, positions), segments, every))
+        # the hidden state at t - 1 is the state before token t
+        return {"values": torch.roll(states, 1).index_fill(0, segments.offsets[:-1].long(), 0.0)}
+
+    def _states(self, row: tuple[Tensor, Tensor], segments: Segments, at: Tensor) -> Tensor:
+        """[n, hidden]: the final hidden states of the run tokens `at` ([n] int64, in any order, repeated or not).
+        row: tokens and positions, [T] each."""
+        tokens, positions = row if segments.shared is None else (x[segments.shared.kept] for x in row)
+        if tokens.device.type == "cpu" and lean_trains(self.network):
+            rows, place = torch.unique(at, return_inverse=True)
+            return lean_hidden(self.network.model, tokens, positions, segments, rows).index_select(0, place)
+        hidden: Tensor = self.network.model(
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, segments=segments
+        ).last_hidden_state[0]
+        return hidden[at]
 
     def _scalars(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n], in at least float32."""
         value: Tensor = self.network.score(hidden).squeeze(-1)
         return value.to(torch.promote_types(value.dtype, torch.float32))
 
-    def _logprobs(self, hidden: Tensor, tokens: Tensor, segments: Segments, wants: Wants) -> dict[str, Tensor]:
+    def _logprobs(self, row: tuple[Tensor, Tensor], segments: Segments, wants: Wants) -> dict[str, Tensor]:
+        tokens = row[0]
         counted = torch.ones_like(tokens, dtype=torch.bool) if wants.where is None else wants.where.clone()
         counted[segments.offsets[:-1].long()] = False  # the first token of a sample follows nothing
         about = counted.nonzero().squeeze(-1)
@@ -121,7 +126,7 @@ class PackedModel(nn.Module):
             wants.chunk_bytes,
         )
         before = about - 1 if segments.shared is None else segments.shared.place[about - 1]
-        logprobs, entropy = token_logprobs(hidden[before], tokens[about], readout)
+        logprobs, entropy = token_logprobs(self._states(row, segments, before), tokens[about], readout)
         found = {"logprobs": logprobs.new_zeros(tokens.shape).index_put((about,), logprobs)}
         if entropy is not None:
             found["entropy"] = entropy.new_zeros(tokens.shape).index_put((about,), entropy)

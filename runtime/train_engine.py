@@ -107,8 +107,8 @@ class TorchTrainEngine:
                 adam.masters.zero()
                 raise numerics_error(float(loss), float(norm), tally.blamed)
         limit = self.settings.optimizer.max_grad_norm
-        if limit is not None:
-            adam.masters.flat.mul_(min(1.0, limit / (float(norm) + 1e-6)))
+        if limit is not None and (clip := limit / (float(norm) + 1e-6)) < 1.0:
+            adam.masters.flat.mul_(clip)
         lr = call.lr * lr_factor(self.optimizer_steps, self.settings.optimizer, self.settings.total_steps)
         adam.step(lr)
         self.optimizer_steps += 1

@@ -24,6 +24,7 @@ from realgraph.runtime.parallel import Ranks
 from realgraph.runtime.protocol import Mean
 
 PROXIMAL_LOGPROBS = "proximal_logprobs"
+_NORM_CHUNK = 1024
 
 
 class NumericsError(FloatingPointError):
@@ -248,11 +249,19 @@ class Passes:
             self.ranks.add(flat)
         if unscale != 1.0:
             flat.mul_(unscale)
-        squares = torch.linalg.vector_norm(flat, dtype=torch.float64).square().cpu()
+        squares = _square_sum(flat).cpu()
         if self.sharded:
             self.ranks.add(squares)
         norm: Tensor = squares.sqrt()
         return norm
+
+
+def _square_sum(flat: Tensor) -> Tensor:
+    """The sum of squares, float64: of chunks in their own dtype first, as a float64 copy of all would cost more."""
+    n = flat.numel() // _NORM_CHUNK * _NORM_CHUNK
+    chunks = torch.linalg.vector_norm(flat[:n].view(-1, _NORM_CHUNK), dim=1).double()
+    rest: Tensor = torch.linalg.vector_norm(flat[n:], dtype=torch.float64)
+    return rest.square_().add_(chunks.square().sum())
 
 
 def _identity(batch: Packed, part: int, at: int) -> tuple[int, int]:
