@@ -24,6 +24,7 @@ LAYER_SECONDS = 1e-4  # of the tensors of a layer: metadata, and views of the re
 PCIE_EFFICIENCY = 0.9  # of the rate of pinned copies, which devices.yaml has
 HOST_BYTES_PER_S = 3e11  # of a GPU node's memory, that all its devices share: two sockets of eight DDR5 channels each
 WIRE_BYTES_PER_S = 2e9  # of one worker's TCP connection to another node: one thread's sockets
+IN_HOST = 1 << 62  # cuts from this number on stand for copies that wait in host memory
 MESSAGE_SECONDS = 1e-3  # of one gather of samples: headers, and waking up the receiving worker
 
 
@@ -32,7 +33,8 @@ class Copies(Struct, frozen=True, eq=False):
 
     nodes: first and last node of the mesh. per_node: devices of the mesh on one of them. device_bytes: of the weights
     on each device; node_bytes: of the distinct slices on one node; whole: of the model. cut: equal numbers stand for
-    equal layouts. link and nic: bytes per second of one device. fixed: seconds of any move.
+    equal layouts, numbers from IN_HOST on for copies in host memory. link, nic and host: bytes per second of one
+    device, to others of its node, to other nodes, and to its node's memory. fixed: seconds of any move.
     """
 
     mesh: DeviceMesh
@@ -45,6 +47,7 @@ class Copies(Struct, frozen=True, eq=False):
     whole: float
     link: float
     nic: float
+    host: float
     fixed: float
 
 
@@ -68,6 +71,7 @@ def copies_of(setting: Setting, layouts: Sequence[Layout], first_device: int = 0
         whole=whole,
         link=cluster.link_bytes_per_s * costs.link,
         nic=cluster.nic_bytes_per_s * costs.nic,
+        host=1 / offload_seconds(cluster, 1.0),
         fixed=collective_seconds(costs) + setting.model.layers * LAYER_SECONDS,
     )
 
@@ -88,9 +92,11 @@ def move_seconds(source: Copies, target: Copies) -> Floats:
     nic = min(source.nic, target.nic)
     network = np.maximum(far / target.per_node, far / source.mesh.n_devices) / nic
     covered = same_group and _covers(source.mesh, target.mesh)
-    mine = (source.device_bytes[:, None] >= source.whole) * covered
+    away = source.cut[:, None] >= IN_HOST
+    mine = (source.device_bytes[:, None] >= source.whole) * covered & ~away
     lacks = np.where(equal | mine, 0.0, target.device_bytes[None, :])
-    seconds = np.maximum(network, lacks / target.link) + lacks / BUCKET_BYTES * BUCKET_SECONDS
+    near = np.where(away, min(target.link, target.host), target.link)
+    seconds = np.maximum(network, lacks / near) + lacks / BUCKET_BYTES * BUCKET_SECONDS
     return np.where(lacks > 0, seconds + target.fixed, 0.0)
 
 

@@ -13,6 +13,7 @@ from realgraph.planner.cost import Setting
 from realgraph.planner.cost_move import (
     BUCKET_BYTES,
     BUCKET_SECONDS,
+    IN_HOST,
     copies_of,
     device_bytes,
     move_seconds,
@@ -95,6 +96,14 @@ def test_a_copy_in_place_costs_nothing() -> None:
     assert seconds(layout(0, 8), layout(0, 4)) == 0  # whole copies lie there already
     assert seconds(layout(0, 8, 8), layout(0, 8, 4)) > 0
     assert seconds(layout(0, 8), layout(8, 8)) > 0
+
+
+def test_what_waits_in_host_memory_comes_over_the_host_link() -> None:
+    whole = layout(0, 8)
+    copies = copies_of(at(whole), [whole])
+    away = replace(copies, cut=copies.cut + IN_HOST)
+    found = float(move_seconds(away, copies)[0, 0])
+    assert found > 2 * at(whole).model.n_params() / 50e9
 
 
 def test_nodes_get_each_byte_once_through_all_their_cards() -> None:
