@@ -21,6 +21,15 @@ class MicroBatch(Struct, frozen=True):
     transfer: float = 0.0
 
 
+class Pipeline(Struct, frozen=True):
+    """`layers` in `stages`, worked through in an order; chunks: groups of layers of a stage, where interleaved."""
+
+    layers: int
+    stages: int
+    schedule: Schedule = "1f1b"
+    chunks: int = 2
+
+
 def stage_layers(layers: int, stages: int, head: float) -> float:
     """Work of the fullest stage in layers, the last of them with a head worth `head` layers.
 
@@ -37,27 +46,27 @@ def stage_layers(layers: int, stages: int, head: float) -> float:
     return max(best, (layers + head) / stages)
 
 
-def pipeline_seconds(one: MicroBatch, layers: int, stages: int, count: int, schedule: Schedule, chunks: int) -> float:
+def pipeline_seconds(one: MicroBatch, pipeline: Pipeline, count: int) -> float:
     """`count` micro-batches forward and backward through `stages`.
 
     1F1B: the fullest stage works without pause between filling and draining the others (arXiv:2104.04473, sec. 2.2).
     Interleaved: stages hold `chunks` groups of layers, and filling takes 1 / chunks as long (ibid.). Zero-bubble:
     weights' gradients fill the pauses but for one forward and one backward of inputs less one of weights (ZB-H1,
-    arXiv:2401.10241, table 1), as far as there is
-    enough of it: never faster than without.
+    arXiv:2401.10241, table 1), as far as there is enough of it: never faster than without it.
     """
+    layers, stages = pipeline.layers, pipeline.stages
     layer = one.forward + one.backward
     if stages == 1:
         return count * (layers * layer + one.head)
     fullest = stage_layers(layers, stages, one.head / layer) * layer
     mean = (layers * layer + one.head) / stages
     steady = count * (fullest + 2 * one.transfer)
-    if schedule == "interleaved":
-        groups = max(1, min(chunks, layers // stages))
+    if pipeline.schedule == "interleaved":
+        groups = max(1, min(pipeline.chunks, layers // stages))
         return steady + (groups - 1) * count * one.transfer + (stages - 1) * (mean / groups + 2 * one.transfer)
     filling = (stages - 1) * (mean + 2 * one.transfer)
-    if schedule == "zero_bubble":
+    if pipeline.schedule == "zero_bubble":
         bare = MicroBatch(one.forward, one.backward - one.weights, 0.0, one.head, one.transfer)
-        least = pipeline_seconds(bare, layers, stages, count, "1f1b", chunks)
+        least = pipeline_seconds(bare, Pipeline(layers, stages), count)
         return max(least, steady + filling - 2 * (stages - 1) * layers * one.weights / stages)
     return steady + filling

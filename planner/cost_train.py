@@ -15,7 +15,7 @@ from realgraph.planner.cost_comm import allreduce_seconds, collective_bytes_per_
 from realgraph.planner.cost_forward import IMBALANCE, forward_seconds, layer_seconds
 from realgraph.planner.cost_layer import BACKWARD_ATTENTION, LayerCosts, layer_costs
 from realgraph.planner.cost_overhead import computed_tokens, dispatch_seconds, optimizer_bytes_per_s
-from realgraph.planner.cost_pipeline import MicroBatch, Schedule, pipeline_seconds
+from realgraph.planner.cost_pipeline import MicroBatch, Pipeline, Schedule, pipeline_seconds
 from realgraph.planner.cost_states import REPLICATED_EXPOSED, exposed_seconds, state_costs
 from realgraph.planner.memory import master_bytes, shards
 
@@ -65,7 +65,7 @@ def train_seconds(setting: Setting, work: TrainWork) -> float:
     per_micro = tokens / count
     layers = layer_costs(setting, work.fp8)
     one = _microbatch(setting, work, layers, per_micro)
-    passes = pipeline_seconds(one, setting.model.layers, layout.pp, count, work.schedule, work.chunks)
+    passes = pipeline_seconds(one, Pipeline(setting.model.layers, layout.pp, work.schedule, work.chunks), count)
     states = state_costs(setting)
     passes = passes * _spread(setting, work, tokens) + count * costs.microbatch_seconds
     passes += (count - 1) * states.accumulate

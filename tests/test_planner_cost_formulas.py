@@ -14,7 +14,7 @@ from realgraph.planner.cost import Setting
 from realgraph.planner.cost_comm import Link, axis_link, dispatch_seconds, gather_seconds
 from realgraph.planner.cost_forward import forward_seconds
 from realgraph.planner.cost_inference import inference_seconds
-from realgraph.planner.cost_pipeline import MicroBatch, pipeline_seconds, stage_layers
+from realgraph.planner.cost_pipeline import MicroBatch, Pipeline, pipeline_seconds, stage_layers
 from realgraph.planner.cost_states import exposed_seconds, local_params, state_costs
 from realgraph.planner.cost_train import TrainWork, microbatches, train_seconds
 from realgraph.planner.layout import DeviceMesh, Layout
@@ -142,9 +142,9 @@ def test_the_bubble_is_that_of_a_simulated_pipeline(stages: int, count: int) -> 
     one = MicroBatch(forward=1.0, backward=2.3, weights=1.1, head=0.0)
     layers = 3 * stages
     simulated = run_1f1b(one, layers, stages, count)
-    assert pipeline_seconds(one, layers, stages, count, "1f1b", 1) == pytest.approx(simulated)
-    interleaved = pipeline_seconds(one, layers, stages, count, "interleaved", 3)
-    hidden = pipeline_seconds(one, layers, stages, count, "zero_bubble", 1)
+    assert pipeline_seconds(one, Pipeline(layers, stages), count) == pytest.approx(simulated)
+    interleaved = pipeline_seconds(one, Pipeline(layers, stages, "interleaved", 3), count)
+    hidden = pipeline_seconds(one, Pipeline(layers, stages, "zero_bubble"), count)
     ideal = count * 3 * 3.3
     assert interleaved - ideal == pytest.approx((simulated - ideal) / 3)
     assert ideal < hidden < simulated

@@ -1,0 +1,130 @@
+"""The comparison with published measurements: shapes, statistics, calibration and what is compared."""
+
+import csv
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cost_model import calibrated, ranked, shared_factor, spearman, system_of, targets
+from benchmarks.published import Prediction, Row, read_rows
+from benchmarks.published_shapes import DEEPSEEK_V3, GLM_AIR, GPT_OSS, KIMI_K2, MIXTRAL, MOONLIGHT, cluster_of, model_of
+from benchmarks.published_train import predictions, unpredicted
+from realgraph.planner.model_spec import ModelSpec
+
+
+def row(**fields: str) -> Row:
+    blank = dict.fromkeys(Row.__struct_fields__, "")
+    common = {"source": "s", "system": "Megatron-LM", "model": "GPT-3 175B", "params_b": "175", "gpu": "A100-80GB"}
+    axes = {"n_gpus": "1024", "tp": "8", "pp": "16", "dp": "8", "seq_len": "2048", "global_batch": "1536"}
+    measured = {"micro_batch": "1", "phase": "train", "metric": "step_time", "value": "32", "unit": "s"}
+    return Row(**{**blank, **common, **axes, **measured, **fields})
+
+
+@pytest.mark.parametrize(
+    ("model", "billions", "active"),
+    [
+        (DEEPSEEK_V3, 671, 37),
+        (KIMI_K2, 1026, 32),
+        (MOONLIGHT, 16, 2.9),
+        (GPT_OSS, 116.8, 5.1),
+        (GLM_AIR, 106.9, 12),
+        (MIXTRAL, 46.7, 12.9),
+    ],
+)
+def test_shapes_have_their_published_number_of_parameters(model: ModelSpec, billions: float, active: float) -> None:
+    assert model.n_params() / 1e9 == pytest.approx(billions, rel=0.01)
+    embedding = (1 if model.tied else 2) * model.vocab * model.hidden
+    low, high = model.active_params() / 1e9, (model.active_params() + embedding) / 1e9
+    assert 0.95 * low <= active <= 1.08 * high
+
+
+@pytest.mark.parametrize(
+    ("name", "notes", "billions"),
+    [
+        ("LLAMA3.1_405B", "", 405.9),
+        ("Llama-3-8B", "", 8.03),
+        ("MPT-7b", "", 6.65),
+        ("GPT-181B", "250k/150k vocab; heads n/a; hidden 14336 layers 72", 181.2),
+        ("Qwen3_235B_a22B", "", 235.1),
+    ],
+)
+def test_names_and_notes_tell_shapes(name: str, notes: str, billions: float) -> None:
+    found = model_of(row(model=name, notes=notes, params_b=str(billions)))
+    assert found is not None
+    assert found.n_params() / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_machines_are_whole_nodes_of_a_known_kind() -> None:
+    machine = cluster_of(row(gpu="H100-96GB-HBM2e-500W", n_gpus="256"))
+    assert machine is not None
+    assert (machine.kind, machine.nodes, machine.memory_bytes) == ("H100-SXM", 32, 96 * 10**9)
+    assert machine.flops < 989e12
+    assert cluster_of(row(gpu="TPU-v5p")) is None
+
+
+def test_a_configuration_is_one_prediction_whatever_its_units() -> None:
+    rows = [
+        row(notes="full recompute, fp16", source="README (2022 snapshot)"),
+        row(notes="full recompute, fp16", source="README (2022 snapshot)", metric="hw_tflops_per_gpu", value="138"),
+        row(model="Nemotron-H", gpu="H100-80GB"),
+        row(gpu="TPU-v5p"),
+    ]
+    found = list(predictions(rows))
+    assert [one.phase for one in found] == ["train", "fits"]
+    assert found[0].predicted == pytest.approx(32, rel=0.12)
+    reasons = [reason for _, reason in unpredicted(rows)]
+    assert reasons == [
+        "the same measurement in another unit",
+        "no shape known of Nemotron-H",
+        "no device kind for TPU-v5p",
+    ]
+
+
+def test_rank_correlation_by_hand() -> None:
+    assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
+    assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
+    assert spearman([1, 2, 3], [1, 3, 2]) == pytest.approx(0.5)
+    assert spearman([1, 1, 2, 2], [1, 1, 2, 2]) == pytest.approx(1)
+    assert spearman([1, 1, 1], [1, 2, 3]) == 0
+
+
+def made(system: str, measured: float, predicted: float, unit: str = "s") -> Prediction:
+    return Prediction(row(system=system, unit=unit), "train", "g", measured, predicted, backend="b")
+
+
+def test_a_factor_comes_from_other_systems_only() -> None:
+    slow = [made("A", 20.0, 10.0 + i / 1e6) for i in range(50)] + [made("B", 20.0, 10.0) for _ in range(50)]
+    lone = made("C v1.2", 10.0, 10.0)
+    out = calibrated([*slow, lone, made("C v1.3", 1.0, 10.0)])
+    assert out[-2].predicted > 10  # A and B say that this engine is slower than predicted; the other C says nothing
+    assert out[-2].predicted == pytest.approx(10 * shared_factor([[math.log(2)] * 50] * 2), rel=1e-3)
+    rates = calibrated([*slow, made("C", 10.0, 10.0, "tokens/s")])
+    assert rates[-1].predicted < 10
+    assert system_of(lone.row) == "C"
+
+
+def test_systems_that_disagree_tell_little() -> None:
+    agreeing = shared_factor([[0.2] * 30, [0.2] * 30, [0.2] * 30])
+    split = shared_factor([[0.9] * 30, [-0.5] * 30, [0.2] * 30])
+    few = shared_factor([[0.2]])
+    assert shared_factor([]) == 1
+    assert 1 < split < few < agreeing <= math.exp(0.2)
+
+
+def test_repeated_measurements_of_a_setting_are_ranked_once_and_targets_say_what_failed() -> None:
+    found = [made("A", measured, predicted) for measured, predicted in [(1, 1), (2, 2), (3, 2), (9, 3), (4, 4), (5, 5)]]
+    order = ranked(found)
+    assert order == {"train: g": (5, pytest.approx(0.7))}
+    claims = {one.name: one.met for one in targets(list(zip(found, found, strict=True)), order)}
+    assert claims["order of 5: train: g"] is False
+    assert claims["dense training: median error of 6"] is True
+
+
+def test_a_file_without_a_column_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    with file.open("w", newline="") as lines:
+        writer = csv.writer(lines)
+        writer.writerow(["source", "system"])
+    with pytest.raises(ValueError, match="lacks the columns"):
+        list(read_rows(file))

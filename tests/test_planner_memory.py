@@ -1,0 +1,159 @@
+"""Bytes of layouts that cut a model: against papers' formulas, by hand, and monotone in devices and recomputation."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from realgraph.graphs.spec import ModelRole
+from realgraph.planner import memory
+from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.memory import Recompute, Running
+from realgraph.planner.model_spec import LatentAttention, ModelSpec
+from tests.planner_cases import cluster, known
+
+BF16 = ModelRole(trainable=True, dtype="bfloat16")
+MODELS = ("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen2.5-72B")
+GPT3 = ModelSpec("llama", 12288, 96, 96, 96, 128, 49152, 51200, True, 2048, mlp_matrices=2)
+
+
+def layout(dp: int = 1, tp: int = 1, pp: int = 1, ep: int = 1, cp: int = 1) -> Layout:
+    return Layout(DeviceMesh(0, dp * tp * pp * cp), dp=dp, tp=tp, pp=pp, ep=ep, cp=cp)
+
+
+@pytest.mark.parametrize(("tp", "score_bytes"), [(1, 0), (8, 0), (8, 5)])
+def test_activations_of_a_gpt_layer_are_near_the_papers_formula(tp: int, score_bytes: int) -> None:
+    """arXiv:2205.05198, eq. 4: s b h (34 + 5 a s / h) / t bytes, of which dropout's masks are 2."""
+    length, tokens = 2048, 2048
+    plain = Running(score_bytes=score_bytes, sample_tokens=length, fused=True)
+    two, one = (
+        memory.train_activations(replace(GPT3, layers=n), BF16, layout(tp=tp), tokens, plain).activations
+        for n in (12, 11)
+    )
+    formula = tokens * GPT3.hidden * (32 + score_bytes * GPT3.heads * length / GPT3.hidden) / tp
+    assert two - one == pytest.approx(formula, rel=0.03)
+
+
+def test_states_of_a_distributed_optimizer_by_hand() -> None:
+    """Llama 3.1 70B on tp 8, pp 4, dp 4: 20 of 80 layers and the head; 6 bytes a parameter, and 12 over 4."""
+    model = known("meta-llama/Llama-3.1-70B")
+    params = (20 * 855_654_400 + 128256 * 8192 + 8192 // 4) // 8
+    assert memory.local_params(model, BF16, layout(4, 8, 4)) == pytest.approx(params, rel=1e-6)
+    states = memory.trained_copy(model, BF16, layout(4, 8, 4))
+    expected = (2 * params, 4 * params, 3 * params)
+    assert (states.weights, states.gradients, states.optimizer) == pytest.approx(expected, rel=1e-6)
+    whole = memory.trained_copy(model, BF16, layout(4, 8, 4), distributed=False)
+    assert whole.total == pytest.approx(20 * params, rel=1e-6)
+    assert memory.frozen_copy(model, BF16, layout(4, 8, 4)).total == states.weights
+
+
+def test_experts_are_cut_by_expert_parallelism_alone() -> None:
+    model = known("Qwen/Qwen3-30B-A3B")
+    routed = model.routed_params()
+    rest = model.n_params() - routed
+    cut = memory.local_params(model, BF16, layout(dp=8, ep=8))
+    assert cut == pytest.approx(rest + routed / 8, rel=1e-6)
+    assert memory.local_params(model, BF16, layout(dp=4, tp=2, ep=4)) == pytest.approx(rest / 2 + routed / 4, rel=1e-3)
+
+
+def test_adapters_have_states_and_the_rest_only_weights() -> None:
+    """Rank 16 on all matrices of Llama 3.1 8B: 41,943,040 parameters, as PEFT prints them."""
+    model = known("meta-llama/Llama-3.1-8B")
+    assert memory.lora_params(model, 16) == 41_943_040
+    light = memory.trained_copy(model, BF16, layout(), lora_rank=16)
+    assert light.weights == 2 * model.n_params()
+    assert light.gradients + light.optimizer == pytest.approx(18 * 41_943_040, rel=1e-6)
+
+
+def test_logits_whole_or_in_chunks() -> None:
+    model = known("meta-llama/Llama-3.1-8B")
+    chunked = memory.train_activations(model, BF16, layout(), 16384)
+    whole = memory.train_activations(model, BF16, layout(), 16384, Running(logit_bytes=16))
+    assert chunked.logits == 16 * (1 << 24)
+    assert whole.logits == 16 * 16384 * 128256
+    assert whole.activations == chunked.activations
+    critic = replace(BF16, head="value")
+    assert memory.train_activations(model, critic, layout(), 16384).logits == 0
+
+
+def test_the_first_stage_keeps_more_micro_batches_than_the_last() -> None:
+    """pp 8, full recomputation: inputs of 12 layers of 8 micro-batches, one layer live."""
+    running = Running(recompute="full", fused=True)
+    stage = memory.train_activations(GPT3, BF16, layout(tp=8, pp=8), 2048, running)
+    inputs = 12 * 8 * 2 * 12288 // 8
+    live = 2 * memory.kept_bytes_per_token(GPT3, "bfloat16", fused=True) // 8
+    ends = 16 * 12288 // 8
+    assert stage.activations == pytest.approx(2048 * (inputs + live + ends), rel=1e-3)
+    few = memory.train_activations(GPT3, BF16, layout(tp=8, pp=8), 2048, replace(running, microbatches=2))
+    assert few.activations < stage.activations
+    chunks = memory.train_activations(GPT3, BF16, layout(tp=8, pp=8), 2048, replace(running, chunks=3))
+    assert chunks.activations > stage.activations
+    away = memory.train_activations(GPT3, BF16, layout(tp=8, pp=8), 2048, replace(running, offloaded=True))
+    assert away.activations == pytest.approx(2048 * (live + ends), rel=1e-3)
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(MODELS),
+    st.sampled_from((1, 2, 4, 8)),
+    st.sampled_from((1, 2, 4)),
+    st.sampled_from((1, 2, 8)),
+    st.sampled_from((2048, 16384)),
+)
+def test_more_devices_never_hold_more_each(name: str, tp: int, pp: int, dp: int, tokens: int) -> None:
+    model = known(name)
+    here = layout(dp=dp, tp=tp, pp=pp)
+    wider = [layout(2 * dp, tp, pp), layout(dp, 2 * tp, pp), layout(dp, tp, 2 * pp)]
+    for more in wider:
+        if memory.cuts_model(here) or not memory.cuts_model(more):
+            assert memory.trained_copy(model, BF16, more).total <= memory.trained_copy(model, BF16, here).total
+        assert memory.frozen_copy(model, BF16, more).total <= memory.frozen_copy(model, BF16, here).total
+    cut = memory.train_activations(model, BF16, layout(dp, 2 * tp, pp), tokens)
+    if memory.cuts_model(here):
+        assert cut.total <= memory.train_activations(model, BF16, here, tokens).total
+    assert memory.generation(model, BF16, layout(dp, 2 * tp), 1 << 18).total <= (
+        memory.generation(model, BF16, layout(dp, tp), 1 << 18).total
+    )
+
+
+@settings(deadline=None)
+@given(st.sampled_from(MODELS), st.sampled_from((1, 8)), st.sampled_from((1, 4)), st.sampled_from((2048, 16384)))
+def test_recomputation_saves_and_longer_micro_batches_cost(name: str, tp: int, pp: int, tokens: int) -> None:
+    model = known(name)
+    ways: tuple[Recompute, ...] = ("none", "selective", "full")
+
+    def held(recompute: Recompute, tokens: int) -> int:
+        return memory.train_activations(model, BF16, layout(tp=tp, pp=pp), tokens, Running(recompute)).total
+
+    none, selective, full = (held(way, tokens) for way in ways)
+    assert full < selective < none
+    assert all(held(way, 2 * tokens) > held(way, tokens) for way in ways)
+    light = replace(BF16, gradient_checkpointing=True)
+    assert memory.train_activations(model, light, layout(tp=tp, pp=pp), tokens).total == full
+
+
+def test_latent_attention_caches_one_latent_a_token() -> None:
+    """DeepSeek-V3 (arXiv:2412.19437): 671 billion parameters, 37 of them active; 576 elements a token and layer."""
+    model = ModelSpec(
+        "llama", 7168, 61, 128, 128, 128, 18432, 129280, False, 163840,
+        experts=256, experts_per_token=8, expert_intermediate=2048, expert_layers=58, shared_intermediate=2048,
+        latent=LatentAttention(1536, 512, 64, 128),
+    )  # fmt: skip
+    assert model.n_params() == pytest.approx(671e9, rel=0.001)
+    assert model.active_params() + model.vocab * model.hidden == pytest.approx(37e9, rel=0.02)
+    assert memory.kv_bytes_per_token(model, "bfloat16") == 61 * 576 * 2
+    wide = memory.generation(model, BF16, layout(tp=8), 4096).kv_cache
+    assert wide == 61 * 576 * 2 * 4096  # every tp rank keeps the whole latent
+
+
+def test_what_a_plan_may_fill_leaves_room_for_runtime_and_fragments() -> None:
+    gpu = cluster("H100-SXM", 8)
+    assert memory.usable_bytes(gpu) == round(0.94 * 85.5e9) - 1_500_000_000
+    assert memory.usable_bytes(replace(gpu, memory_bytes=1)) == 0
+    more = replace(gpu, memory_bytes=2 * gpu.memory_bytes)
+    assert memory.usable_bytes(more) > memory.usable_bytes(gpu)
+
+
+def test_a_footprint_names_its_largest_term() -> None:
+    both = memory.Footprint(weights=3, logits=2) + memory.Footprint(buckets=4, kv_cache=1)
+    assert (both.total, both.worst) == (10, "buckets")
