@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.plan_session import Budget, Session
+from realgraph.planner.baselines import baselines_of
 from realgraph.planner.constraints import Constraints
 from realgraph.planner.plan import Plan
 from realgraph.planner.problem import Solution
@@ -14,13 +15,30 @@ from realgraph.planner.report_format import change_text
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.solve import solve
 from realgraph.planner.sweep import hints, synchronous
-from realgraph.planner.tables import problem_of
+from realgraph.planner.tables import Prepared, problem_of
 from realgraph.planner.wishes import wish_problems
 
+RULE_SECONDS, RULE_GAP = 2.0, 0.002  # of the search for the best layouts under a rule
 OTHER_SECONDS = 3.0  # of the search for one other plan
 HINT_SECONDS = 1.0  # of the search behind one hint
 BESIDE_SECONDS = 12.0  # of everything beside the plan
 WITHOUT = "without pins and constraints"  # a hint that stands among the other plans
+
+
+def rules(session: Session, prepared: Prepared) -> tuple[Comparison, ...]:
+    """Plans that people make without a search, on the same option tables."""
+    if session.stop():
+        return ()
+    found = baselines_of(prepared, session.quick(RULE_SECONDS, RULE_GAP))
+    return tuple(
+        Comparison(name, None, f"{what}: none fits") if baseline is None else Comparison(name, baseline.period, what)
+        for name, baseline, what in (
+            ("symmetric", found.symmetric, "one layout per role for all its calls, on all devices; the best of them"),
+            ("colocated", found.colocated, "every call on all devices, each with the layout that suits it"),
+            ("Megatron's rule", found.megatron, "tp of a node, the fewest stages that fit, dp for the rest"),
+            ("ReaL-style heuristic", found.real, "its places for generation and training, the best layouts there"),
+        )
+    )
 
 
 def other_plans(session: Session, request: PlanRequest, judged: bool) -> Iterator[Comparison]:

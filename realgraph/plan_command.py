@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from realgraph.compose import Checked, check_run
-from realgraph.plan_beside import BESIDE_SECONDS, hints_of, other_plans, synchrony
+from realgraph.plan_beside import BESIDE_SECONDS, hints_of, other_plans, rules, synchrony
 from realgraph.plan_console import console, write
 from realgraph.plan_explain import explained
 from realgraph.plan_facts import doubts_of, facts_of
@@ -19,6 +19,7 @@ from realgraph.plan_options import PlanOptions, sizes_of
 from realgraph.plan_session import Budget, Session, session
 from realgraph.plan_sweep import sweep_json, swept, unreached
 from realgraph.plan_table import beside_parts, explain_parts, plan_parts
+from realgraph.planner.assembly import plan_of
 from realgraph.planner.codec import plan_to_json
 from realgraph.planner.cost_table import CostTable, load_costs
 from realgraph.planner.plan import Plan
@@ -29,7 +30,8 @@ from realgraph.planner.report_text import cheapest
 from realgraph.planner.report_trace import trace_json
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.robust import robust
-from realgraph.planner.search import search
+from realgraph.planner.search import solved
+from realgraph.planner.tables import Prepared, problem_of
 from realgraph.planning import Asked, read_plan, request_for
 
 
@@ -38,6 +40,7 @@ class Made(Struct, frozen=True):
 
     request: PlanRequest
     plan: Plan
+    prepared: Prepared | None = None
     notes: tuple[str, ...] = ()
     sizes: tuple[Size, ...] = ()
 
@@ -84,8 +87,9 @@ def _made(now: Session, request: PlanRequest, options: PlanOptions) -> Made:
         return Made(request, read_plan(options.edited, request))
     if options.robust:
         steady = robust(request, now.limits)
-        return Made(request, steady.plan, (steady.text,))
-    return Made(request, search(request, now.limits))
+        return Made(request, steady.plan, notes=(steady.text,))
+    prepared, solution = solved(request, now.limits)
+    return Made(request, plan_of(prepared, solution), prepared)
 
 
 # --- showing it -------------------------------------------------------------------------------------------------------
@@ -122,7 +126,10 @@ def _with_beside(now: Session, report: Report, made: Made, options: PlanOptions)
     """The report with other plans, hints, and a word on synchrony, as far as time and patience last."""
     budget = Budget(BESIDE_SECONDS)
     now.progress.show("planning what stands beside it (Ctrl-C leaves it out)")
-    comparisons = tuple(other_plans(now, made.request, options.edited is not None))
+    comparisons = (
+        *rules(now, made.prepared or problem_of(made.request)),
+        *other_plans(now, made.request, options.edited is not None),
+    )
     hints = hints_of(now, made.request, made.plan, budget)
     word = synchrony(now, made.request, made.plan)
     notes = (*report.findings.notes, word) if word else report.findings.notes
