@@ -1,14 +1,13 @@
 """Why no plan fits, and what would: wishes that clash, the worst moment in memory, changes proven by solving again."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import Train
-from realgraph.planner.changes import Change, changes, combined
+from realgraph.planner.changes import Change, Series, changes, combined, more_devices
 from realgraph.planner.choices import candidates
 from realgraph.planner.clashes import Wish, wishes_of
 from realgraph.planner.holdings import group_for, held_copies, peak_of
@@ -26,8 +25,8 @@ from realgraph.planner.wishes import named_meshes, wish_problems
 
 GB = 1e9
 ENOUGH = 1e9  # relative gap: the first plan that fits will do
-PROBE_SECONDS = 5.0  # of one question whether any plan fits
-MOST_CHANGES = 3  # that are offered
+PROBE_SECONDS = 2.0  # of one question whether any plan fits
+MOST_CHANGES = 3  # sorts of them that are offered, more devices aside
 
 
 class Infeasible(ConfigError):
@@ -51,8 +50,7 @@ def infeasible(request: PlanRequest, limits: Limits) -> Infeasible:
         bare = wish.without(bare)
     clash = _smallest(request, wishes, fits) if wishes and fits(bare) else ()
     tight = tightest(request)
-    offered = tuple(_mends(request, fits))
-    texts = tuple(change.text for change in offered)
+    texts = tuple(_mends(request, fits, bool(clash)))
     if clash:
         paths = tuple(wish.path for wish in clash)
         problems = [_clash_problem(wish, paths, texts) for wish in clash]
@@ -98,15 +96,33 @@ def _smallest(request: PlanRequest, wishes: Sequence[Wish], fits: Callable[[Plan
     return tuple(kept)
 
 
-def _mends(request: PlanRequest, fits: Callable[[PlanRequest], bool]) -> Iterator[Change]:
-    """The nearest change of each sort under which some plan fits."""
-    done: set[str] = set()
-    for change in changes(request):
-        if len(done) < MOST_CHANGES and change.sort not in done and fits(change.request):
-            done.add(change.sort)
-            yield change
-    if not done:
-        yield from islice((change for change in combined(request) if fits(change.request)), 1)
+def _mends(request: PlanRequest, fits: Callable[[PlanRequest], bool], clashing: bool) -> Iterator[str]:
+    """The smallest change of each sort under which some plan fits; without a clash more devices are one of them.
+
+    Where no single change is enough, the smallest of several at once.
+    """
+    found = 0
+    for series in changes(request):
+        change = _nearest(series, fits) if found < MOST_CHANGES else None
+        if change is not None:
+            found += 1
+            yield change.text
+    if clashing:
+        return
+    change = _nearest(more_devices(request), fits) or (None if found else _nearest(combined(request), fits))
+    if change is not None:
+        yield change.text
+
+
+def _nearest(series: Series, fits: Callable[[PlanRequest], bool]) -> Change | None:
+    """The first of the series that fits, by halving: what fits under one fits under all later ones."""
+    if not series or not fits(series[-1].request):
+        return None
+    low, high = 0, len(series) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(series[middle].request) else (middle + 1, high)
+    return series[low]
 
 
 # --- the worst moment -------------------------------------------------------------------------------------------------

@@ -1,0 +1,221 @@
+"""What the user wishes is kept, mistakes in it are named with their place, and wishes that clash are told apart."""
+
+import msgspec
+import pytest
+
+from realgraph.graphs.errors import ConfigError
+from realgraph.graphs.graph import Graph
+from realgraph.graphs.spec import ModelRole, Train
+from realgraph.planner.constraints import Constraints
+from realgraph.planner.layout import DeviceMesh
+from realgraph.planner.pins import Pin
+from realgraph.planner.plan import Plan
+from realgraph.planner.problem import Limits
+from realgraph.planner.request import PlanRequest
+from realgraph.planner.search import Infeasible, search
+from realgraph.planner.validate import validate
+from realgraph.planner.workload import Workload
+from tests.planner_cases import cluster, grpo, ppo, request
+
+replace = msgspec.structs.replace
+QUICK = Limits(gap=0.01, seconds=10.0)
+PPO = request(
+    ppo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), workload=Workload(256, 1, 512, 1024, 500.0), engine="any"
+)
+
+
+def planned(**wishes: object) -> Plan:
+    asked = replace(PPO, constraints=Constraints(**wishes))  # type: ignore[arg-type]
+    plan = search(asked, QUICK)
+    assert validate(plan, asked) == ()
+    return plan
+
+
+def test_calls_that_share_lie_on_one_mesh() -> None:
+    plan = planned(share=(("generate", "critic_train"), ("ref", "values")))
+    meshes = {name: allocation.layout.mesh for name, allocation in plan.allocations.items()}
+    assert meshes["generate"] == meshes["critic_train"]
+    assert meshes["ref"] == meshes["values"]
+
+
+def test_what_is_forbidden_is_not_chosen() -> None:
+    free = search(PPO, QUICK)
+    layout = free.allocations["actor_train"].layout
+    plan = planned(forbid={"actor_train": (Pin(tp=layout.tp), Pin(sharding="fsdp"))})
+    assert plan.allocations["actor_train"].layout.tp != layout.tp
+    assert plan.allocations["actor_train"].layout.sharding == "replicated"
+    assert plan.period_seconds >= free.lower_bound_seconds
+    moved = planned(forbid={"generate": (Pin(first=0),)})
+    assert moved.allocations["generate"].layout.mesh.first > 0
+
+
+def test_reserved_devices_stay_free() -> None:
+    plan = planned(reserve=4)
+    assert all(allocation.layout.mesh.devices.stop <= 12 for allocation in plan.allocations.values())
+    assert all(plan.orders[device] == () for device in range(12, 16))
+
+
+def test_colocated_calls_lie_on_all_devices_and_run_in_turn() -> None:
+    plan = planned(colocated=True)
+    assert {allocation.layout.mesh for allocation in plan.allocations.values()} == {DeviceMesh(0, 16)}
+    busy = sum(allocation.seconds for allocation in plan.allocations.values())
+    moved = sum(plan.reallocation_seconds.values())
+    assert busy + moved <= plan.period_seconds <= (busy + moved) * 1.01  # rewards and advantages beside
+    assert search(PPO, QUICK).lower_bound_seconds <= plan.period_seconds
+
+
+def test_a_memory_cap_is_kept_and_costs_time() -> None:
+    caps = [planned(memory_gb=gigabytes) for gigabytes in (75, 45)]
+    for plan, gigabytes in zip(caps, (75, 45), strict=True):
+        assert max(allocation.peak_bytes for allocation in plan.allocations.values()) <= gigabytes * 1e9
+    assert caps[0].lower_bound_seconds <= caps[1].period_seconds
+
+
+def test_without_offload_nothing_waits_in_host_memory() -> None:
+    plan = planned(offload=False)
+    assert all(allocation.residency != "offloaded" for allocation in plan.allocations.values())
+    assert all(allocation.host_bytes == 0 for allocation in plan.allocations.values())
+    tight = replace(PPO, constraints=Constraints(host_memory_gb=1e-3))
+    assert all(a.host_bytes == 0 for a in search(tight, QUICK).allocations.values())
+
+
+def test_every_axis_can_be_pinned_where_engines_do_not_matter() -> None:
+    pins = {
+        "generate": Pin(first=8, devices=8, tp=2),
+        "actor_train": Pin(devices=8, tp=4, pp=2, recompute=True, residency="resident"),
+        "ref": Pin(tp=8, residency="offloaded"),
+    }
+    asked = replace(PPO, pins=pins)
+    plan = search(asked, QUICK)
+    assert validate(plan, asked) == ()
+    for name, pin in pins.items():
+        allocation = plan.allocations[name]
+        layout = allocation.layout
+        assert pin.devices is None or layout.mesh == DeviceMesh(pin.first or 0, pin.devices)
+        for axis in ("dp", "tp", "pp"):
+            assert getattr(pin, axis) in (None, getattr(layout, axis))
+        assert pin.recompute in (None, allocation.recompute)
+        assert pin.residency is None or (allocation.residency == "offloaded") == (pin.residency == "offloaded")
+
+
+def test_gradient_checkpointing_is_forced_by_the_model_and_else_chosen() -> None:
+    models = {name: replace(role, gradient_checkpointing=True) for name, role in PPO.graph.models.items()}
+    forced = search(replace(PPO, graph=replace(PPO.graph, models=models)), QUICK)
+    assert all(forced.allocations[name].recompute for name in ("actor_train", "critic_train"))
+    long = replace(PPO.workload, max_new_tokens=8192)
+    whole = dict.fromkeys(("actor_train", "critic_train"), Pin(tp=1, pp=1))
+    small = replace(PPO, constraints=Constraints(memory_gb=50), workload=long, pins=whole)
+    assert any(allocation.recompute for allocation in search(small, QUICK).allocations.values())
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "path", "says"),
+    [
+        ({"constraints": Constraints(share=(("generate", "rf"),))}, "$.constraints.share[0]", "'ref'?"),
+        ({"constraints": Constraints(forbid={"trian": (Pin(tp=2),)})}, "$.constraints.forbid.trian", "no call"),
+        ({"constraints": Constraints(forbid={"ref": (Pin(),)})}, "$.constraints.forbid.ref[0]", "sets nothing"),
+        ({"constraints": Constraints(reserve=16)}, "$.constraints.reserve", "the cluster has 16"),
+        ({"constraints": Constraints(colocated=True, reserve=3)}, "$.constraints.colocated", "no mesh has all"),
+        ({"constraints": Constraints(share=(("generate", "reward"),))}, "$.constraints.share[0]", "holds no devices"),
+        ({"pins": {"ref": Pin(tp=3)}}, "$.allocation.ref", "tp 3"),
+        ({"pins": {"ref": Pin(pp=64)}}, "$.allocation.ref", "pp 64"),
+        ({"pins": {"ref": Pin(ep=2)}}, "$.allocation.ref", "experts"),
+        ({"pins": {"ref": Pin(first=12, devices=8)}}, "$.allocation.ref", "not all of the cluster's"),
+        (
+            {"pins": {"ref": Pin(residency="offloaded")}, "constraints": Constraints(offload=False)},
+            "$.allocation.ref",
+            "constraints.offload is false",
+        ),
+    ],
+)
+def test_a_wrong_wish_is_refused_at_its_place(changed: dict[str, object], path: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        search(replace(PPO, **changed), QUICK)
+    assert not isinstance(caught.value, Infeasible)
+    assert any(p.where.path == path and says in str(p) for p in caught.value.problems), caught.value
+
+
+# --- wishes that clash ------------------------------------------------------------------------------------------------
+
+
+def refused(asked: PlanRequest) -> Infeasible:
+    with pytest.raises(Infeasible) as caught:
+        search(asked, QUICK)
+    return caught.value
+
+
+def test_wishes_that_clash_are_named_and_no_others() -> None:
+    """Two pinned places against one shared mesh; the third wish has no part in it."""
+    pins = {"generate": Pin(first=0, devices=8), "critic_train": Pin(first=8, devices=8), "ref": Pin(tp=2)}
+    error = refused(replace(PPO, pins=pins, constraints=Constraints(share=(("generate", "critic_train"),))))
+    assert set(error.clash) == {"allocation.generate", "allocation.critic_train", "constraints.share[0]"}
+    assert {p.where.path for p in error.problems} >= {f"$.{path}" for path in error.clash}
+    assert error.exit_code == 4
+    for path in error.clash:  # a smallest set: without any one of them there is a plan
+        kept = {name: pin for name, pin in pins.items() if path != f"allocation.{name}"}
+        share = () if "share" in path else (("generate", "critic_train"),)
+        search(replace(PPO, pins=kept, constraints=Constraints(share=share)), QUICK)
+
+
+def test_a_batch_that_does_not_fit_is_told_with_sizes_that_do() -> None:
+    huge = replace(PPO, workload=replace(PPO.workload, max_tokens_per_microbatch=1 << 20))
+    error = refused(huge)
+    assert error.clash == ("batch.max_tokens_per_microbatch",)
+    size = int(error.changes[0].split(" to ")[1].split()[0])
+    search(replace(PPO, workload=replace(PPO.workload, max_tokens_per_microbatch=size)), QUICK)
+    if size * 2 < 1 << 20:
+        refused(replace(PPO, workload=replace(PPO.workload, max_tokens_per_microbatch=2 * size)))
+
+
+def test_too_few_devices_are_told_with_how_many_more_would_do() -> None:
+    asked = request(grpo(), "meta-llama/Llama-3.1-70B", cluster(), engine="any")
+    error = refused(asked)
+    assert error.clash == ()
+    said = str(error)
+    assert "GB of" in said
+    assert "on device 0" in said
+    change = next(change for change in error.changes if "more devices" in change)
+    nodes = int(change.split(": ")[1].split()[0])
+    assert search(replace(asked, cluster=cluster(nodes=nodes)), QUICK).period_seconds > 0
+
+
+def test_a_cap_below_the_weights_is_the_clash() -> None:
+    error = refused(replace(PPO, constraints=Constraints(memory_gb=2.0)))
+    assert error.clash == ("constraints.memory_gb",)
+
+
+# --- roles that are trained twice, or followed ------------------------------------------------------------------------
+
+
+def twice() -> Graph:
+    """PPO whose actor is trained by two calls, as with an auxiliary loss."""
+    base = ppo()
+    train = base.calls["actor_train"]
+    assert isinstance(train, Train)
+    calls = {**base.calls, "actor_again": replace(train, minibatches=2)}
+    edges = tuple(
+        replace(e, producer="actor_again") if e.producer == "actor_train" and e.role else e for e in base.edges
+    )
+    data = tuple(replace(e, consumer="actor_again") for e in base.edges if e.consumer == "actor_train")
+    return replace(base, calls=calls, edges=(*edges, *data))
+
+
+@pytest.mark.parametrize("engine", ["installed", "any"])
+def test_two_train_calls_of_a_role_have_one_layout(engine: str) -> None:
+    asked = replace(PPO, graph=twice(), engine=engine, models=dict.fromkeys(PPO.models, request(grpo()).model("train")))
+    plan = search(asked, QUICK)
+    assert validate(plan, asked) == ()
+    assert plan.allocations["actor_train"].layout == plan.allocations["actor_again"].layout
+
+
+def test_a_reference_that_follows_a_role_lies_where_that_is_trained() -> None:
+    graph = ppo()
+    models = {**graph.models, "ref": ModelRole(init="actor", ema_rate=0.01, dtype="bfloat16", path="x")}
+    edges = (*graph.edges, replace(graph.edges[-1], producer="actor_train", consumer="ref", role="ref", distance=1))
+    asked = replace(PPO, graph=replace(graph, models=models, edges=edges))
+    plan = search(asked, QUICK)
+    assert validate(plan, asked) == ()
+    assert plan.allocations["ref"].layout.mesh == plan.allocations["actor_train"].layout.mesh
