@@ -13,6 +13,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import asdict, replace
@@ -259,11 +260,15 @@ def _record(
     missing: Counter[tuple[str, str, str]],
 ) -> dict[str, object]:
     return {
-        "kinds": {name: asdict(one) for name, one in kinds.items()},
-        "systems": {name: asdict(one) for name, one in systems.items()},
-        "targets": [{**asdict(one), "met": one.met} for one in found],
+        "kinds": {name: _rounded(asdict(one)) for name, one in kinds.items()},
+        "systems": {name: _rounded(asdict(one)) for name, one in systems.items()},
+        "targets": [{**_rounded(asdict(one)), "met": one.met} for one in found],
         "not_predicted": [{"rows": n, "of": f"{a}, {b}", "reason": c} for (a, b, c), n in sorted(missing.items())],
     }
+
+
+def _rounded(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: round(value, 4) if isinstance(value, float) else value for name, value in values.items()}
 
 
 if __name__ == "__main__":

@@ -218,7 +218,9 @@ KINDS = (
     (r"a100.*40", "A100-40"),
     (r"a100", "A100-80"),
     (r"a800", "A800"),
+    (r"gb300", "GB300"),
     (r"gb200", "GB200"),
+    (r"b300", "B300"),
     (r"b200", "B200"),
     (r"h100.*pcie", "H100-PCIe"),
     (r"h100", "H100-SXM"),
@@ -228,6 +230,7 @@ KINDS = (
     (r"a6000", "RTX-A6000"),
     (r"mi300", "MI300X"),
 )
+NVL72 = 64  # devices of a rack that jobs use, all joined by NVLink
 HBM2E_BYTES_PER_S = 2.4e12  # the H100 with 96 GB of HBM2e has five stacks at 3.2 Gb/s a pin
 POWER_EXPONENT = 0.4  # of the clock in the power limit: power grows with the cube of it, less what does not scale
 
@@ -238,7 +241,7 @@ def cluster_of(row: Row) -> Cluster | None:
     kind = next((kind for pattern, kind in KINDS if re.search(pattern, name)), None)
     if kind is None:
         return None
-    per_node = min(count, 4 if kind == "GB200" else 8)
+    per_node = min(count, NVL72 if kind.startswith("GB") else 8)
     spec = ClusterSpec(nodes=-(-count // per_node), devices=per_node, kind=kind)
     found = resolve(spec, HOST)
     if "hbm2e" in name and kind == "H100-SXM":

@@ -43,7 +43,7 @@ ATTENTION = {
 GENERATIONS = {
     "ampere": ("A100-40", "A100-80", "A800", "RTX-A6000"),
     "hopper": ("H100-SXM", "H100-PCIe", "H200", "H800", "H20"),
-    "blackwell": ("B200", "GB200"),
+    "blackwell": ("B200", "GB200", "B300", "GB300"),
 }
 KERNELS = (  # what a system's software of that time used
     (r"llm-foundry", "triton"),
@@ -126,7 +126,7 @@ def _case(group: dict[str, Row]) -> Case | str:
         recompute=recompute_of(row),
         schedule="interleaved" if virtual and int(virtual[1]) > 1 else "1f1b",
         chunks=int(virtual[1]) if virtual else 2,
-        fp8=bool(re.search(r"fp8|float8", row.notes.lower())),
+        fp8=bool(re.search(r"fp8|float8|fp4", row.notes.lower())),
         imbalance=1.0,
     )
     lora = re.search(r"LoRA r=(\d+)", row.notes)
