@@ -168,12 +168,15 @@ def _engines(cluster: Cluster) -> tuple[Case, ...]:
         narrow, wide = toy_model(64, 2, 64), toy_model(192, 4, 64)
         sizes = [(model, n, parts) for model in (narrow, wide) for n, parts in ((8, 1), (48, 1), (48, 3))]
         sizes += [(narrow, 192, 1), (narrow, 192, 6)]
-        steps = [(narrow, 8, 32), (narrow, 128, 32), (wide, 1, 32), (wide, 8, 32), (wide, 64, 32), (wide, 128, 256)]
+        steps = [(narrow, 8, 32), (narrow, 128, 32), (wide, 1, 32), (wide, 8, 32), (wide, 64, 32), (wide, 32, 256)]
         rollouts = [RolloutCase(narrow, 16, 8, 8, 6, 64), RolloutCase(wide, 8, 4, 24, 12, 32)]
     else:
         narrow, wide = toy_model(1024, 4, 32768), toy_model(4096, 4, 32768)
         sizes = [(narrow, 8, 1), (narrow, 32, 1), (narrow, 32, 4), (wide, 8, 1), (wide, 16, 1), (wide, 16, 4)]
-        steps = [(wide, n, length) for n in (1, 8, 64, 256) for length in (512, 2048)] + [(narrow, 64, 512)]
+        steps = [(wide, n, length) for n in (1, 8, 64) for length in (512, 2048)] + [
+            (wide, 256, 512),
+            (narrow, 64, 512),
+        ]
         rollouts = [RolloutCase(narrow, 16, 8, 128, 64, 64), RolloutCase(wide, 8, 8, 512, 128, 64)]
     length = 16 if cluster.is_cpu else 512
     return (

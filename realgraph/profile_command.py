@@ -18,7 +18,7 @@ from realgraph.planner.cost_table import CostTable, costs_to_json
 from realgraph.planner.detect import probe
 from realgraph.planner.devices import Costs, device_kind
 from realgraph.planner.fit_profile import Profiled, Stage, phase_errors, profiled
-from realgraph.planner.measurements import Measured, ProfileTask, cases_of
+from realgraph.planner.measurements import HostLink, Measured, ProfileTask, cases_of
 from realgraph.planner.memory import DType
 from realgraph.planning import cluster_of
 from realgraph.profile_runs import overheads
@@ -114,7 +114,7 @@ def _error(text: str, hint: str) -> ConfigError:
 
 def print_profile(found: Profiled, measured: Sequence[Measured], cluster: Cluster, console: Console) -> None:
     """The factors beside the shipped ones, the fixed seconds, and how well they meet the measurements."""
-    console.print(_rates(found.costs, cluster))
+    console.print(_rates(found.costs, measured, cluster))
     console.print(_seconds(found.costs, cluster))
     console.print(_stages(found.stages))
     spread = sorted(one.spread for one in measured)[len(measured) // 2]
@@ -128,8 +128,8 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _rates(costs: Costs, cluster: Cluster) -> Table:
-    """Reached rates in the units of a data sheet."""
+def _rates(costs: Costs, measured: Sequence[Measured], cluster: Cluster) -> Table:
+    """Reached rates in the units of a data sheet. The host link has no factor of its own: it is shown only."""
     shipped = device_kind(cluster.kind).costs
     peaks = {
         "gemm": (cluster.flops / 1e12, "TFLOP/s"),
@@ -142,6 +142,10 @@ def _rates(costs: Costs, cluster: Cluster) -> Table:
     for name, what in RATES.items():
         share, (peak, unit) = float(asdict(costs)[name]), peaks[name]
         table.add_row(what, f"{share * peak:.3g} {unit}", f"{share:.2f}", f"{float(asdict(shipped)[name]):.2f}")
+    for one in measured:
+        if isinstance(one.case, HostLink):
+            rate, what = one.case.nbytes / one.seconds, "to the device" if one.case.to_device else "to the host"
+            table.add_row(f"copies {what}", f"{rate / 1e9:.3g} GB/s", f"{rate / cluster.pcie_bytes_per_s:.2f}", "-")
     return table
 
 

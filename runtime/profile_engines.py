@@ -26,6 +26,7 @@ from realgraph.runtime.train_engine import TorchTrainEngine
 from realgraph.runtime.train_passes import Settings
 
 DECODE_STEPS = 4  # timed in each round
+PREFILL_TOKENS = 4096  # that enter the cache in one step
 LR = 1e-9
 
 
@@ -93,20 +94,25 @@ class Engines:
     # --- generation ---------------------------------------------------------------------------------------------------
 
     def _engine(self, model: ModelSpec, running: int) -> TorchRolloutEngine:
-        return TorchRolloutEngine(self._model(model).network, Limits(max_running=running))
+        return TorchRolloutEngine(
+            self._model(model).network, Limits(max_running=running, prefill_tokens=PREFILL_TOKENS)
+        )
 
     def _decode(self, case: DecodeCase) -> Callable[[], float]:
-        """Sequences of one prompt, so that filling the cache is a copy; each round times a few steps near the asked
-        context."""
+        """Sequences that all differ, as the engine decodes equal ones once; each round times a few steps near the
+        asked context."""
         engine = self._engine(case.model, case.running)
         numbers = iter(range(1 << 40))
 
         def run() -> float:
-            prompt = tuple(range(1, 8)) * (case.context // 7 + 1)
             ids = [next(numbers) for _ in range(case.running)]
-            budget = DECODE_STEPS + 4
-            engine.submit([Request(i, prompt[: case.context], budget, seed=i) for i in ids])
-            engine.step()  # fills the cache
+            prompts = [own_prompt(place, case.context, case.model.vocab) for place in range(case.running)]
+            fills = -(-case.running * case.context // PREFILL_TOKENS) + 1
+            budget = fills + DECODE_STEPS + 1
+            engine.submit([Request(i, prompt, budget, seed=i) for i, prompt in zip(ids, prompts, strict=True)])
+            for _ in range(fills):  # the first sequences decode while the last ones enter the cache
+                if engine.running < case.running:
+                    engine.step()
             found = []
             for _ in range(DECODE_STEPS):
                 self._sync()
@@ -141,6 +147,11 @@ class Engines:
             return time.perf_counter() - began
 
         return run
+
+
+def own_prompt(number: int, length: int, vocab: int) -> tuple[int, ...]:
+    """A prompt of `length` tokens that no other `number` below vocab^2 has."""
+    return (number % vocab, number // vocab % vocab, *((number + 7 * i) % vocab for i in range(length)))[:length]
 
 
 def random_batch(case: Pass, device: torch.device) -> Packed:
