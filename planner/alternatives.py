@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from realgraph.planner.assembly import option_of
 from realgraph.planner.diagnose import shown_bytes
 from realgraph.planner.fixed import choices_of, pinned_to
-from realgraph.planner.layout import Layout
+from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.plan import Plan
 from realgraph.planner.pricing import Option
 from realgraph.planner.problem import Choice
@@ -17,7 +17,8 @@ from realgraph.planner.request import PlanRequest
 from realgraph.planner.solve import evaluate
 from realgraph.planner.tables import Prepared, problem_of
 
-MOST = 12  # that are shown
+MOST_LAYOUTS = 8  # that are shown on the call's own mesh
+MOST_SIZES = 6  # of meshes of other sizes or places, each with its best layout
 MOST_TRIED = 200  # of which the exact period is found
 SAME = 1e-6  # relative: periods closer than this are equal
 
@@ -47,7 +48,7 @@ def alternatives(request: PlanRequest, plan: Plan, call: str) -> tuple[Alternati
         return ()
     found = [_judged(prepared, {**chosen, call: choice}, call, plan) for choice in _tried(prepared, chosen, call)]
     found.sort(key=lambda one: (one.period is None, one.period or one.seconds, one.seconds))
-    return tuple(_distinct(found))[:MOST]
+    return tuple(_distinct(found, plan.allocations[call].layout.mesh))
 
 
 def _tried(prepared: Prepared, chosen: dict[str, Choice], call: str) -> list[Choice]:
@@ -134,12 +135,16 @@ def _reason(prepared: Prepared, choices: dict[str, Choice], call: str, plan: Pla
     return "its copy of the weights and what else lies there do not fit together, or the host's memory is full"
 
 
-def _distinct(found: Sequence[Alternative]) -> Iterator[Alternative]:
-    """Each layout on each size of mesh once, with its best."""
+def _distinct(found: Sequence[Alternative], own: DeviceMesh) -> Iterator[Alternative]:
+    """Each layout on the call's own mesh once, with its best; of every other size of mesh the best."""
     seen: set[tuple[object, ...]] = set()
+    counts = {True: 0, False: 0}
     for one in found:
-        layout = one.layout
-        key = (layout.mesh.n_devices, layout.dp, layout.tp, layout.pp, layout.ep, layout.cp, layout.sharding)
-        if key not in seen:
-            seen.add(key)
-            yield one
+        layout, here = one.layout, one.layout.mesh == own
+        axes = (layout.dp, layout.tp, layout.pp, layout.ep, layout.cp, layout.sharding)
+        key = (here, *axes) if here else (here, layout.mesh.n_devices)
+        if key in seen or counts[here] >= (MOST_LAYOUTS if here else MOST_SIZES):
+            continue
+        seen.add(key)
+        counts[here] += 1
+        yield one

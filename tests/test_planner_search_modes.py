@@ -1,0 +1,147 @@
+"""Beside the best plan: what a call could be instead, other clusters and settings, steadiness, synchronous runs."""
+
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import pytest
+
+from realgraph.planner.alternatives import alternatives
+from realgraph.planner.constraints import Constraints
+from realgraph.planner.cost_table import CostTable, PhaseFactor
+from realgraph.planner.pins import Pin
+from realgraph.planner.problem import Limits, Solution
+from realgraph.planner.robust import erring, robust, scenario
+from realgraph.planner.search import Infeasible, present, search, solved
+from realgraph.planner.solve import evaluate
+from realgraph.planner.sweep import doubled, larger_memory, resize, sweep, synchronous, what_if
+from realgraph.planner.validate import validate
+from realgraph.planner.workload import Workload
+from tests.planner_cases import cluster, grpo, ppo, request
+
+replace = msgspec.structs.replace
+QUICK = Limits(gap=0.005, seconds=10.0)
+WORK = Workload(256, 1, 512, 1024, 500.0)
+PPO = request(ppo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), workload=WORK, engine="any")
+
+
+@pytest.mark.parametrize("engine", ["installed", "any"])
+@pytest.mark.parametrize("call", ["generate", "ref", "actor_train"])
+def test_no_alternative_beats_the_plan_by_more_than_the_gap_and_each_says_why(call: str, engine: str) -> None:
+    asked = replace(PPO, engine=engine, models=dict.fromkeys(PPO.models, request(grpo()).model("train")))
+    plan = search(asked, QUICK)
+    found = alternatives(asked, plan, call)
+    assert len(found) >= 3
+    own = plan.allocations[call].layout
+    for one in found:
+        assert one.reason
+        if one.period is None:
+            assert "GB" in one.reason or "fit" in one.reason or "in place" in one.reason
+            continue
+        assert one.period >= plan.lower_bound_seconds * (1 - 1e-6)
+        pinned = Pin(
+            first=one.layout.mesh.first,
+            devices=one.layout.mesh.n_devices,
+            dp=one.layout.dp,
+            tp=one.layout.tp,
+            pp=one.layout.pp,
+            sharding=one.layout.sharding,
+        )
+        assert search(replace(asked, pins={call: pinned}), QUICK).lower_bound_seconds <= one.period * (1 + 1e-6)
+    assert any(one.layout.mesh != own.mesh for one in found)
+    assert any(one.layout.mesh == own.mesh for one in found)
+
+
+def test_present_settings_are_priced_beside_the_best() -> None:
+    pins = {"actor_train": Pin(tp=8), "generate": Pin(tp=8)}
+    mine, best = present(PPO, pins, QUICK), search(PPO, QUICK)
+    assert mine.allocations["generate"].layout.tp == 8
+    assert best.lower_bound_seconds <= mine.period_seconds
+
+
+def test_a_sweep_gives_a_plan_or_a_reason_for_each_size() -> None:
+    asked = request(grpo(), "meta-llama/Llama-3.1-70B", cluster(nodes=8), workload=WORK, engine="any")
+    found = sweep(asked, doubled(8, 64), QUICK)
+    assert [size.devices for size in found] == [8, 16, 32, 64]
+    assert found[0].plan is None
+    assert "no plan fits" in found[0].reason
+    plans = [size.plan for size in found if size.plan is not None]
+    assert plans
+    for smaller, larger in pairwise(plans):
+        assert larger.lower_bound_seconds <= smaller.period_seconds * (1 + 1e-9)  # more devices are never worse
+    assert resize(asked.cluster, 4).n_devices == 4
+    with pytest.raises(ValueError, match="whole nodes"):
+        resize(asked.cluster, 12)
+
+
+def test_hints_are_searches_of_their_own_and_sorted_by_gain() -> None:
+    asked = replace(PPO, pins={"generate": Pin(tp=8)})
+    plan = search(asked, QUICK)
+    hints = what_if(asked, plan, QUICK)
+    assert [hint.gain for hint in hints] == sorted((hint.gain for hint in hints), reverse=True)
+    texts = {hint.text: hint for hint in hints}
+    assert "32 devices" in texts
+    assert texts["32 devices"].gain > 0
+    assert any("batch.groups 512" in text for text in texts)
+    assert any(text.startswith("staleness") for text in texts)
+    free = texts.get("without pins and constraints")
+    assert free is None or free.period == pytest.approx(search(replace(PPO, pins={}), QUICK).period_seconds, rel=0.02)
+    larger = larger_memory(PPO.cluster)
+    assert larger is not None
+    assert larger.memory_bytes > PPO.cluster.memory_bytes
+
+
+def test_staleness_never_costs_and_synchronous_is_compared_with_it() -> None:
+    asked = replace(PPO, workload=replace(WORK, staleness=2))
+    plan, before = search(asked, QUICK), search(PPO, QUICK)
+    assert plan.lower_bound_seconds <= before.period_seconds * (1 + 1e-9)
+    hint = synchronous(asked, plan, QUICK)
+    assert hint is not None
+    assert hint.period is not None
+    assert hint.gain == pytest.approx(plan.period_seconds / hint.period - 1)
+    assert ("as good as" in hint.text) == (hint.gain >= -0.01)
+    assert synchronous(PPO, before, QUICK) is None
+
+
+def test_a_robust_plan_regrets_no_more_than_the_nominal_one_and_is_drawn_alike_for_a_seed() -> None:
+    found = robust(PPO, QUICK)
+    assert found.expected_regret <= found.nominal_expected_regret + 1e-12
+    assert 0 <= found.expected_regret <= found.worst_regret
+    assert found.candidates >= 1
+    assert validate(found.plan, PPO) == ()
+    assert found.plan.period_seconds <= 1.05 * found.nominal.period_seconds
+    again = robust(PPO, QUICK)
+    assert (again.expected_regret, again.plan.allocations) == (found.expected_regret, found.plan.allocations)
+    assert "regret" in found.text
+
+
+def test_errors_scale_every_phase_and_nothing_else() -> None:
+    sure = {phase: PhaseFactor(error=1e-12) for phase in ("train", "inference", "generate", "reallocate")}
+    asked = replace(PPO, costs=CostTable(phases=sure))  # type: ignore[arg-type]
+    prepared, solution = solved(asked, QUICK)
+    drawn = scenario(asked, np.random.default_rng(0))
+    same = erring(prepared, msgspec.structs.replace(drawn, exponents=dict.fromkeys(drawn.exponents, 0.0)))
+    schedule = evaluate(same, solution.choices)
+    assert schedule is not None
+    assert schedule.period == pytest.approx(solution.period, rel=1e-6)
+    twice = msgspec.structs.replace(
+        drawn, factors=dict.fromkeys(drawn.factors, 2.0), exponents=dict.fromkeys(drawn.exponents, 0.0)
+    )
+    slower = evaluate(erring(prepared, twice), solution.choices)
+    assert slower is not None
+    assert slower.period == pytest.approx(2 * solution.period, rel=0.01)  # free calls keep their seconds
+    assert isinstance(solution, Solution)
+
+
+def test_measured_phases_and_calls_replace_predictions() -> None:
+    base = search(PPO, QUICK)
+    slow = replace(PPO, costs=CostTable(phases={"generate": PhaseFactor(factor=3.0, error=0.07)}))
+    plan = search(slow, QUICK)
+    assert plan.period_seconds > base.period_seconds
+    assert plan.allocations["generate"].error == 0.07
+    assert plan.hashes.costs != base.hashes.costs
+
+
+def test_what_does_not_fit_is_an_error_of_its_own() -> None:
+    with pytest.raises(Infeasible):
+        search(replace(PPO, constraints=Constraints(memory_gb=1.0)), QUICK)
