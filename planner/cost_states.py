@@ -35,7 +35,7 @@ def state_costs(setting: Setting) -> StateCosts:
     Experts are cut over ep ranks of the dp copies and reduced between those that hold the same ones.
     """
     layout, engine = setting.layout, setting.engine
-    dense, routed = local_params(setting)
+    dense, routed = stage_params(setting)
     trained = trained_share(setting)
     ranks = layout.dp * layout.cp
     stride = layout.tp
@@ -72,7 +72,7 @@ def _optimizer_seconds(setting: Setting, params: float) -> float:
     )
 
 
-def local_params(setting: Setting) -> tuple[float, float]:
+def stage_params(setting: Setting) -> tuple[float, float]:
     """Parameters of one device's part of a copy, before dp cuts them: all but routed experts, and routed experts.
 
     Experts lie whole on one of the ep ranks, or are cut by tp like the rest.

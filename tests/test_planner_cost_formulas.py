@@ -15,7 +15,7 @@ from realgraph.planner.cost_comm import Link, axis_link, dispatch_seconds, gathe
 from realgraph.planner.cost_forward import forward_seconds
 from realgraph.planner.cost_inference import inference_seconds
 from realgraph.planner.cost_pipeline import MicroBatch, Pipeline, pipeline_seconds, stage_layers
-from realgraph.planner.cost_states import exposed_seconds, local_params, state_costs
+from realgraph.planner.cost_states import exposed_seconds, stage_params, state_costs
 from realgraph.planner.cost_train import TrainWork, microbatches, train_seconds
 from realgraph.planner.layout import DeviceMesh, Layout
 from tests.planner_cases import cluster, known
@@ -181,7 +181,7 @@ def test_states_of_a_megatron_layout_by_hand() -> None:
     model = known("meta-llama/Llama-3.1-70B")
     layout = Layout(DeviceMesh(0, 128), dp=4, tp=8, pp=4)
     point = Setting(model, BF16, layout, cluster("H100-SXM", 8, 16))
-    dense, routed = local_params(point)
+    dense, routed = stage_params(point)
     assert (dense, routed) == (pytest.approx(model.n_params() / 32), 0)
     costs = state_costs(point)
     assert costs.step == pytest.approx(6 * dense * 3 / 4 / 40e9, rel=0.01)
