@@ -43,6 +43,7 @@ TRT_BUFFER_BYTES = 3e9
 NEMO_PROMPT = 115
 NEMO_TRAINED_AT_ONCE = 512
 NEMO_GROUP = 32
+NVL72_PER_NODE = 4
 # verl's recipes of DAPO on Qwen2.5-Math-7B: 512 prompts x 16 answers, 16 optimizer steps of 32 groups. Mean lengths are
 # not published; the time of its log-prob pass falls with the devices as 2,000 tokens a sample would (1,500 with answers
 # of up to 8,192).
@@ -168,8 +169,10 @@ def _step(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
         return "lengths, batch or the engine's layout are not published"
     devices, samples = round(row.number("n_gpus")), round(row.number("global_batch"))
     late = "1-step Off" in row.notes
-    if cluster.kind == "GB200":
-        cluster = replace(cluster, nic_bytes_per_s=cluster.link_bytes_per_s)  # NVLink joins the nodes of a rack
+    if cluster.kind.startswith("GB"):  # an engine starts a process a node, though NVLink joins the nodes of a rack
+        nodes = max(1, devices // NVL72_PER_NODE)
+        near, far = min(devices, NVL72_PER_NODE), cluster.link_bytes_per_s
+        cluster = replace(cluster, nodes=nodes, devices_per_node=near, nic_bytes_per_s=far)
     part = devices // 2 if late else devices
     fp8 = "; FP8" in row.notes
     longest = round(row.number("seq_len"))

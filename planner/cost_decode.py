@@ -19,8 +19,8 @@ from realgraph.planner.memory import element_bytes, kv_bytes_per_token
 from realgraph.planner.model_spec import ModelSpec
 
 # Small messages: every rank reads the others' whole buffers once (custom all-reduce kernels of serving engines). Large
-# ones: NCCL's ring; nccl-tests on 8 A100 and 8 H100 reach half of their best rate at about 8 MB.
-RING_SECONDS = 5e-5
+# ones: NCCL's ring; nccl-tests on 8 A100 reach about 105 GB/s at 8 MB, less than half of their best rate.
+RING_SECONDS = 7e-5
 # Between nodes: latency of small messages on two nodes, and of each further doubling of their number (a tree).
 NODES_SECONDS = 4e-5
 NODE_HOP_SECONDS = 1.5e-5
@@ -107,7 +107,7 @@ def decode_step(setting: Setting, precision: Precision = SAME) -> DecodeStep:
     model, layout, cluster, costs = setting.model, setting.layout, setting.cluster, setting.costs
     bandwidth, width = cluster.memory_bytes_per_s, model.hidden / layout.tp
     weight = 1 if precision.weights == "float8" else setting.element
-    rate = engine_flops(setting, precision) * costs.gemm * width / (width + costs.gemm_width)
+    rate = engine_flops(setting, precision) * costs.gemm * costs.sustained * width / (width + costs.gemm_width)
     experts = model.experts if model.expert_layers else 0
     slices = model.expert_intermediate / (1 if layout.ep > layout.tp else layout.tp)
     routed = model.expert_layers * model.expert_params()

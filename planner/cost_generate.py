@@ -2,6 +2,7 @@
 lengths, down to the few long sequences at the end of a batch."""
 
 import math
+from functools import lru_cache
 
 import numpy as np
 from msgspec import Struct
@@ -18,8 +19,8 @@ from realgraph.planner.occupancy import Occupancy, occupancy
 
 PREFILL_TOKENS = 8192  # prompt tokens that enter one forward pass, as serving engines chunk prompts by default
 PREFILL_DRAWS = 1.0  # tokens of a sample that the CPU engine's prefill tells, so that no decode step has to
-# Engines that serve run forward passes without overlap of collectives, and norms and residuals whole on every rank.
-SERVING = Backend("serving", tp_overlap=0.0, sequence_parallel=False)
+# Switches of these kinds' servers add up inside the network (NCCL's NVLS algorithm, NCCL 2.17 release notes).
+REDUCING_SWITCHES = ("H100-SXM", "H200", "H800", "H20", "B200", "GB200")
 FEW = 0.1  # of the largest number of running sequences: what counts as the tail of a batch
 
 
@@ -101,10 +102,25 @@ def prefill_seconds(setting: Setting, precision: Precision, tokens: float, promp
         return 0.0
     flops = setting.cluster.flops * engine_flops(setting, precision) / setting.flops
     headless = replace(setting.role, head="value")
-    engine = replace(setting, role=headless, cluster=replace(setting.cluster, flops=flops), backend=SERVING)
+    engine = replace(setting, role=headless, cluster=replace(setting.cluster, flops=flops), backend=_serving(setting))
     count = max(1.0, tokens / PREFILL_TOKENS)
     one = forward_seconds(engine, tokens / count, prompt / 2)
     return one * (count + setting.layout.pp - 1) / setting.layout.pp
+
+
+@lru_cache(maxsize=64)
+def _server(tp_overlap: float) -> Backend:
+    return Backend("serving", tp_overlap=tp_overlap, sequence_parallel=False)
+
+
+def _serving(setting: Setting) -> Backend:
+    """Engines that serve run forward passes without overlap, with norms and residuals whole on every rank.
+
+    Of a ring's 2 (n - 1) / n buffers of traffic a reducing switch leaves (n + 1) / n.
+    """
+    n = setting.layout.tp
+    inside = 2 < n <= setting.cluster.devices_per_node and setting.cluster.kind in REDUCING_SWITCHES
+    return _server(1 - (n + 1) / (2 * (n - 1)) if inside else 0.0)
 
 
 def read_seconds(setting: Setting, step: DecodeStep, running: Floats, context: Floats) -> Floats:
