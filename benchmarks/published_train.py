@@ -27,7 +27,9 @@ from realgraph.planner.memory import (
 )
 
 ASYNC_TP = replace(FSDP, tp_overlap=0.3)  # products and tensor-parallel traffic in slices, in turn
-TIMES = ("throughput_per_gpu", "throughput_total", "step_time")  # the first that a configuration has is compared
+EIGHT_N = "hw_tflops_per_gpu"  # operations counted as 8 a parameter and token: with all layers computed again
+# The first of these that a configuration has is compared.
+TIMES = ("throughput_per_gpu", "throughput_total", "step_time", EIGHT_N)
 SAME = "the same measurement in another unit"
 JEAN_ZAY_NIC_BYTES_PER_S = 6.25e9  # four Omni-Path links of 100 Gb/s for eight GPUs (BLOOM, arXiv:2211.05100, sec. 3.3)
 
@@ -209,16 +211,22 @@ def _speed(case: Case) -> Iterator[Prediction]:
     metric = next((metric for metric in TIMES if metric in case.rows), None)
     if metric is None:
         return
-    row, seconds = case.rows[metric], _seconds(case)
-    per_second = case.work.tokens / seconds
-    predicted = {
-        "throughput_per_gpu": per_second / case.setting.layout.mesh.n_devices,
-        "throughput_total": per_second,
-        "step_time": seconds,
-    }[metric]
+    row = case.rows[metric]
     group = f"{row.source.split('@')[0].split(' L')[0]} | {row.model} | {metric}"
-    moe = case.setting.model.experts > 0
-    yield Prediction(row, "train", group, row.number("value"), predicted, moe, family_of(case.setting.engine))
+    predicted = _in_unit(case, row, _seconds(case))
+    moe, family = case.setting.model.experts > 0, family_of(case.setting.engine)
+    yield Prediction(row, "train", group, row.number("value"), predicted, moe, family)
+
+
+def _in_unit(case: Case, row: Row, seconds: float) -> float:
+    """Seconds of a step as the row's metric and unit have it."""
+    work, devices = case.work, case.setting.layout.mesh.n_devices
+    if row.metric == "step_time":
+        return seconds * (1000 if row.unit == "ms" else 1)
+    if row.metric == EIGHT_N:
+        return 8 * case.setting.model.n_params() * work.tokens / seconds / devices / 1e12
+    amount = work.tokens / work.sample_tokens if row.unit.startswith(("sample", "seq")) else work.tokens
+    return amount / seconds / (devices if row.metric == "throughput_per_gpu" else 1)
 
 
 def footprint(case: Case) -> Footprint:
