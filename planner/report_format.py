@@ -10,10 +10,10 @@ RARE_AXES = ("cp", "ep")  # named only where one is above 1
 
 
 def seconds_text(seconds: float) -> str:
-    """Three significant digits: `67.3 s`, `0.104 s`, `1,204 s`."""
-    return (
-        f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:#.3g} s" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
-    )
+    """Three significant digits: `1,204 s`, `67.3 s`, `0.104 s`, `68.4 ms`, `20.0 us`; `0 s`."""
+    if seconds >= 0.1:
+        return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:#.3g} s"
+    return f"{seconds * 1e3:#.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:#.3g} us" if seconds > 0 else "0 s"
 
 
 def rate_text(per_second: float) -> str:
@@ -45,8 +45,10 @@ def bytes_text(nbytes: float) -> str:
 
 
 def count_text(n_params: float) -> str:
-    """`8.03B`, `596M`."""
-    return f"{n_params / 1e9:.3g}B" if n_params >= 1e8 else f"{n_params / 1e6:.3g}M"
+    """`8.03B`, `596M`, `18.1K`."""
+    if n_params >= 1e8:
+        return f"{n_params / 1e9:.3g}B"
+    return f"{n_params / 1e6:.3g}M" if n_params >= 1e5 else f"{n_params / 1e3:.3g}K"
 
 
 def dollars_text(usd: float) -> str:

@@ -11,7 +11,7 @@ from realgraph.planner.constraints import Constraints
 from realgraph.planner.plan import Plan
 from realgraph.planner.problem import Solution
 from realgraph.planner.report import Comparison, Hint
-from realgraph.planner.report_format import change_text
+from realgraph.planner.report_format import change_text, gap_text
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.solve import solve
 from realgraph.planner.sweep import hints, synchronous
@@ -19,6 +19,8 @@ from realgraph.planner.tables import Prepared, problem_of
 from realgraph.planner.wishes import wish_problems
 
 RULE_SECONDS, RULE_GAP = 2.0, 0.002  # of the search for the best layouts under a rule
+PROVEN = 0.05  # of a gap: a larger one proves little
+NEARLY = 0.01  # longer by less: a simpler plan is worth it
 OTHER_SECONDS = 3.0  # of the search for one other plan
 HINT_SECONDS = 1.0  # of the search behind one hint
 BESIDE_SECONDS = 12.0  # of everything beside the plan
@@ -94,3 +96,19 @@ def synchrony(session: Session, request: PlanRequest, plan: Plan) -> str:
     if found is None or found.period is None:
         return ""
     return f"{found.text}: {change_text(1 + found.gain)} samples/s, on-policy"
+
+
+def simpler(request: PlanRequest, plan: Plan, comparisons: tuple[Comparison, ...]) -> str:
+    """Whether placing every call on all devices, which has less to go wrong, is as good; '' where it is worse."""
+    if len({allocation.layout.mesh for allocation in plan.allocations.values()}) == 1:
+        if request.constraints.colocated or plan.gap > PROVEN:
+            return ""
+        return f"every call on the same devices: no other placement is more than {gap_text(plan.gap)} faster, proven"
+    for other in comparisons:
+        if other.name == "colocated" and other.period_seconds is not None:
+            excess = other.period_seconds / plan.period_seconds - 1
+            if excess <= NEARLY:
+                return (
+                    f"every call on all devices (--colocated) is simpler and takes {gap_text(max(0.0, excess))} longer"
+                )
+    return ""

@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from realgraph.compose import Checked, check_run
-from realgraph.plan_beside import BESIDE_SECONDS, hints_of, other_plans, rules, synchrony
+from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.plan_beside import BESIDE_SECONDS, hints_of, other_plans, rules, simpler, synchrony
 from realgraph.plan_console import console, write
 from realgraph.plan_explain import explained
 from realgraph.plan_facts import doubts_of, facts_of
@@ -23,7 +24,7 @@ from realgraph.planner.assembly import plan_of
 from realgraph.planner.codec import plan_to_json
 from realgraph.planner.cost_table import CostTable, load_costs
 from realgraph.planner.plan import Plan
-from realgraph.planner.report import Findings, Report, Size, report_of
+from realgraph.planner.report import Findings, Measured, Report, Size, report_of
 from realgraph.planner.report_html import page
 from realgraph.planner.report_price import price_of
 from realgraph.planner.report_text import cheapest
@@ -47,6 +48,9 @@ class Made(Struct, frozen=True):
 
 def plan_command(file: Path, overrides: Sequence[str] = (), options: PlanOptions = PlanOptions()) -> Plan:
     """Plan the run in `file` and show the plan as the options ask. Raises ConfigError with every problem."""
+    if options.target is not None and options.devices is None:
+        where = Where("command line", path="--target")
+        raise ConfigError([Problem(where, "a target chooses among cluster sizes", "add --devices 8..1024", "target")])
     checked = check_run(file, overrides)
     request = asked_for(checked, options)
     measured = measured_calls(read_run(options.run_dir)) if options.run_dir is not None else ()
@@ -55,13 +59,17 @@ def plan_command(file: Path, overrides: Sequence[str] = (), options: PlanOptions
         now.progress.close()
         if options.out is not None:
             write(options.out, plan_to_json(made.plan))
+        report = _report(checked, made, options, measured)
         if options.explain is not None:
-            _explain(checked, made, options)
+            _explain(report, made, options)
         elif options.json_out:
             print(sweep_json(made.sizes, options.target) if made.sizes else plan_to_json(made.plan).rstrip("\n"))
         else:
-            report = _report(checked, made, options)
-            _tell(now, replace(report, findings=replace(report.findings, measured=measured)), made, options)
+            report = _tell(now, report, made, options)
+        if options.trace is not None:
+            write(options.trace, trace_json(report))
+        if options.html is not None:
+            write(options.html, page(report))
     if options.target is not None and made.sizes and cheapest(made.sizes, options.target) is None:
         raise unreached(made.sizes, options.target)
     return made.plan
@@ -106,8 +114,8 @@ def show(report: Report, console: Console) -> None:
         console.print(part)
 
 
-def _tell(now: Session, report: Report, made: Made, options: PlanOptions) -> None:
-    """The plan at once, what is searched beside it as it comes, then the files."""
+def _tell(now: Session, report: Report, made: Made, options: PlanOptions) -> Report:
+    """The plan at once, then what is searched beside it; returns the whole report."""
     out = console()
     for part in plan_parts(report, out.width):
         out.print(part)
@@ -116,10 +124,7 @@ def _tell(now: Session, report: Report, made: Made, options: PlanOptions) -> Non
         now.progress.close()
     for part in beside_parts(report):
         out.print(part)
-    if options.trace is not None:
-        write(options.trace, trace_json(report))
-    if options.html is not None:
-        write(options.html, page(report))
+    return report
 
 
 def _with_beside(now: Session, report: Report, made: Made, options: PlanOptions) -> Report:
@@ -132,27 +137,28 @@ def _with_beside(now: Session, report: Report, made: Made, options: PlanOptions)
     )
     hints = hints_of(now, made.request, made.plan, budget)
     word = synchrony(now, made.request, made.plan)
-    notes = (*report.findings.notes, word) if word else report.findings.notes
+    notes = (*report.findings.notes, *filter(None, (word, simpler(made.request, made.plan, comparisons))))
     return replace(report, findings=replace(report.findings, comparisons=comparisons, hints=hints, notes=notes))
 
 
-def _explain(checked: Checked, made: Made, options: PlanOptions) -> None:
+def _explain(report: Report, made: Made, options: PlanOptions) -> None:
     assert options.explain is not None
     found = explained(made.request, made.plan, options.explain)
     if options.json_out:
         print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
         return
     out = console()
-    for part in explain_parts(_report(checked, made, options), options.explain, found):
+    for part in explain_parts(report, options.explain, found):
         out.print(part)
 
 
-def _report(checked: Checked, made: Made, options: PlanOptions) -> Report:
+def _report(checked: Checked, made: Made, options: PlanOptions, measured: tuple[Measured, ...] = ()) -> Report:
     findings = Findings(
         doubts=tuple(doubts_of(checked, made.request)),
         notes=made.notes,
         price=price_of(made.request.cluster, made.plan.period_seconds, checked.run.steps, options.price),
         sweep=made.sizes,
         target_seconds=options.target,
+        measured=measured,
     )
     return report_of(made.request, made.plan, checked.name, facts_of(checked, made.request), findings)

@@ -45,8 +45,6 @@ def plan_parts(report: Report, width: int) -> Iterator[RenderableType]:
     yield from bottleneck(report.bottleneck)
     yield from memory(report, width)
     yield Text()
-    for note in report.findings.notes:
-        yield Text.assemble(("note ", "bold"), note)
     for doubt in report.findings.doubts:
         yield Text.assemble(("doubt ", "bold yellow"), doubt)
 
@@ -70,6 +68,9 @@ def explain_parts(report: Report, call: str, found: tuple[Option, ...]) -> Itera
 def beside_parts(report: Report) -> Iterator[RenderableType]:
     """What was found beside the plan: other plans, hints, cluster sizes, a run's measurements."""
     found = report.findings
+    for note in found.notes:
+        yield Text.assemble(("note ", "bold"), note)
+    yield Text()
     if found.comparisons:
         yield comparisons(report)
     if found.hints:
@@ -185,7 +186,7 @@ def memory(report: Report, width: int) -> Iterator[Text]:
     for name, bar in zip(names, bars, strict=True):
         parts = sorted(bar.parts, key=lambda part: -part.nbytes)
         moment = f" in {bar.call}" if bar.call else ""
-        full = f"{bar.total_bytes / 1e9:.1f} of {bar.usable_bytes / 1e9:.1f} GB{moment}"
+        full = f"{bytes_text(bar.total_bytes)} of {bytes_text(bar.usable_bytes)}{moment}"
         yield Text.assemble((f"{name:<{label}} ", "dim"), _stack(parts, bar.usable_bytes), f" {full}", no_wrap=True)
         yield from _legend(parts, label + 1, width)
     if bars:

@@ -130,7 +130,12 @@ def test_two_plan_files_are_compared(
     assert (change["subject"], change["what"]) == ("critic_train", "micro-batches")
     assert typed("plan", "diff", files[0], files[0], monkeypatch=monkeypatch) == 0
     assert "no difference" in capsys.readouterr().out
-    for words, says in ((["diff", files[0]], "two plan files"), ([], "which run?"), (["diff", *files, "x"], "two")):
+    for words, says in (
+        (["x.yaml", "--target", "3"], "add --devices"),
+        (["diff", files[0]], "two plan files"),
+        ([], "which run?"),
+        (["diff", *files, "x"], "two"),
+    ):
         assert typed("plan", *words, monkeypatch=monkeypatch) == 2
         assert says in capsys.readouterr().err
 
