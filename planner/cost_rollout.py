@@ -67,7 +67,8 @@ class _Stream(Struct, frozen=True, eq=False):
 def rollout_variants(setting: Setting, work: GenerateWork, staleness: int) -> tuple[Variant, ...]:
     """The batch as a whole; and for a staleness bound above 0, streams with fewer and fewer sequences in flight.
 
-    No stream has more in flight than the bound admits were training to take no time.
+    No stream has more in flight than the bound admits were training to take no time. What is no faster than another in
+    both seconds and latency is left out, the batch too.
     """
     seconds = generate_seconds(setting, work)
     groups = work.samples / work.samples_per_group
@@ -79,7 +80,16 @@ def rollout_variants(setting: Setting, work: GenerateWork, staleness: int) -> tu
     share = work.samples / setting.layout.dp
     most = min(float(work.running), (staleness + 0.5) * share * stream.lengths.mean / stream.longest_of_group)
     levels = {max(1, round(most * RATIO**level)) for level in range(LEVELS)}
-    return (batch, *(_variant(stream, level) for level in sorted(levels, reverse=True)))
+    found = [batch, *(_variant(stream, level) for level in sorted(levels, reverse=True))]
+    return tuple(
+        one for i, one in enumerate(found) if not any(_beats(other, one, j < i) for j, other in enumerate(found))
+    )
+
+
+def _beats(one: Variant, other: Variant, first: bool) -> bool:
+    """Whether `one` is as good in both, and better in one or before `other` in the list."""
+    as_good = one.seconds <= other.seconds and one.latency <= other.latency
+    return as_good and (first or (one.seconds, one.latency) != (other.seconds, other.latency))
 
 
 def stream_seconds(setting: Setting, work: GenerateWork, staleness: int, running: int) -> Variant:

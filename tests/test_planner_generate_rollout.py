@@ -155,15 +155,18 @@ def test_staleness_0_is_the_batch_as_a_whole() -> None:
 
 def test_fewer_in_flight_hold_the_mesh_for_longer_and_end_sooner() -> None:
     point, work = setting(4), GenerateWork(2048, 8, 16.0, 600.0, 4096, 512)
-    batch, *streams = rollout_variants(point, work, 4)
-    assert len(streams) > 3
+    variants = rollout_variants(point, work, 4)
+    assert len(variants) > 3
+    by_seconds = sorted(variants, key=lambda one: one.seconds)
+    for faster, slower in pairwise(by_seconds):
+        assert faster.seconds < slower.seconds and faster.latency > slower.latency  # none is better in both
+    streams = [stream_seconds(point, work, 4, running) for running in (512, 256, 128, 64)]
     for more, fewer in pairwise(streams):
-        assert fewer.running < more.running
         assert fewer.groups_in_flight < more.groups_in_flight
-    assert streams[0].seconds < batch.seconds  # no tail
-    assert streams[-1].seconds > streams[0].seconds
+        assert fewer.seconds > more.seconds
+    assert streams[0].seconds < generate_seconds(point, work)  # no tail
     assert streams[-1].latency < streams[0].latency
-    assert all(stream.groups_in_flight <= 4.5 * 256 * 1.01 for stream in streams)
+    assert all(one.groups_in_flight <= 4.5 * 256 * 1.01 for one in variants if one.staleness)
 
 
 def test_a_bound_that_admits_more_is_never_slower() -> None:
