@@ -39,13 +39,14 @@ from realgraph.planner.model_spec import ModelSpec
 
 FORWARD = ("elementwise", "pass_layer_seconds", "call_seconds", "microbatch_seconds")
 TRAINING = ("backward", "optimizer", "optimizer_step_seconds")
+DECODING = ("kv", "step_seconds", "layer_seconds", "sequence_seconds")
 STAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("matrix products", ("gemm", "gemm_tokens", "gemm_width")),
     ("copies", ("memory",)),
     ("attention", ("attention",)),
     ("collectives", ("link", "collective_seconds")),
     ("passes", (*FORWARD, *TRAINING)),
-    ("decoding", ("kv", "step_seconds", "layer_seconds", "sequence_seconds")),
+    ("decoding", DECODING),
     ("rollouts", ("admission_seconds",)),
 )
 PHASES: dict[Phase, tuple[str, ...]] = {

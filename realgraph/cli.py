@@ -162,12 +162,16 @@ def profile(
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer repeats: a rougher table in a third of the time.")
     ] = False,
+    sglang: Annotated[
+        str | None,
+        typer.Option("--sglang", metavar="URL", help="A running SGLang server: its decode steps, not the engine's."),
+    ] = None,
 ) -> None:
     """Measure this machine for the planner: realgraph plan FILE --costs costs.json. Takes at most 5 minutes."""
     _need_torch()
     from realgraph.profile_command import Asked, profile_command
 
-    profile_command(Asked(file, tuple(overrides or ()), devices, quick), out)
+    profile_command(Asked(file, tuple(overrides or ()), devices, quick, sglang), out)
 
 
 def _need_torch() -> None:

@@ -22,6 +22,7 @@ from realgraph.planner.measurements import HostLink, Measured, ProfileTask, case
 from realgraph.planner.memory import DType
 from realgraph.planning import cluster_of
 from realgraph.profile_runs import overheads
+from realgraph.profile_sglang import open_server, sglang_costs
 from realgraph.runtime.profile_launch import measure
 from realgraph.runtime.run_folder import write_atomic
 
@@ -43,12 +44,16 @@ MEANINGS = {
 
 
 class Asked(Struct, frozen=True):
-    """What to measure. file, overrides: a run whose machine it is; None: this machine, with `devices` of it."""
+    """What to measure. file, overrides: a run whose machine it is; None: this machine, with `devices` of it.
+
+    sglang: the URL of a running server, whose decode steps then stand for the embedded engine's.
+    """
 
     file: Path | None = None
     overrides: tuple[str, ...] = ()
     devices: int | None = None
     quick: bool = False
+    sglang: str | None = None
 
 
 def profile_command(asked: Asked, out: Path) -> CostTable:
@@ -59,9 +64,13 @@ def profile_command(asked: Asked, out: Path) -> CostTable:
     console.print(
         f"measuring {cluster.devices_per_node} x {cluster.kind} in {dtype}, all at once: some minutes at most"
     )
+    served = None if asked.sglang is None else open_server(asked.sglang)  # to refuse it before minutes of work
     rounds = QUICK_ROUNDS if asked.quick else ROUNDS
     measured = measure(ProfileTask(cases_of(cluster), cluster, dtype, rounds))
     found = with_overheads(profiled(measured, cluster, dtype), cluster, dtype)
+    if served is not None:
+        costs, stage = sglang_costs(found.costs, served, cluster)
+        found = Profiled(costs, (*found.stages, stage))
     table = CostTable(
         kind=cluster.kind,
         name=platform.node(),
@@ -95,8 +104,8 @@ def machine_of(asked: Asked) -> tuple[Cluster, DType]:
     if not cluster.is_cpu and here < cluster.devices_per_node:
         text = f"the run's nodes have {cluster.devices_per_node} {cluster.kind}, this machine has {here} GPUs"
         raise _error(text, "measure on a node of the run's cluster")
-    dtypes = sorted({role.dtype for role in checked.graph.models.values()})
-    return cluster, dtypes[0] if len(dtypes) == 1 else "bfloat16"
+    dtypes: set[DType] = {role.dtype for role in checked.graph.models.values()}
+    return cluster, dtypes.pop() if len(dtypes) == 1 else "bfloat16"
 
 
 def _check_room(out: Path) -> None:

@@ -1,0 +1,113 @@
+"""Decode steps over SGLang's HTTP interface, against a stand-in that sleeps: the arithmetic and the errors, no more."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realgraph.graphs.errors import ConfigError
+from realgraph.planner.cluster import ClusterSpec
+from realgraph.planner.detect import Probe, resolve
+from realgraph.planner.devices import device_kind
+from realgraph.planner.measurements import config_json, toy_model
+from realgraph.profile_sglang import open_server, prompt, sglang_costs, step_seconds
+
+NODE = resolve(ClusterSpec(kind="H100-SXM", devices=2), Probe(cores=2, host_memory_bytes=8_000_000_000))
+MODEL = toy_model(1024, 4, 32768)
+BASE, PER_SEQUENCE = 4e-4, 4e-6  # seconds of the stand-in's decode step
+
+
+class StandIn(ThreadingHTTPServer):
+    """Answers as SGLang does; `args` is its /get_server_info."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.model = model
+        self.args: dict[str, Any] = {"tp_size": 2, "max_req_input_len": 600}
+        self.missing = 0  # tokens that an answer lacks
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    @property
+    def stand_in(self) -> StandIn:
+        assert isinstance(self.server, StandIn)
+        return self.server
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing on the screen."""
+
+    def _answer(self, value: object, status: int = 200) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(value).encode())
+
+    def do_GET(self) -> None:
+        known: dict[str, Any] = {"/get_model_info": {"model_path": str(self.stand_in.model)}}
+        known["/get_server_info"] = self.stand_in.args
+        self._answer(known.get(self.path, {}), 200 if self.path in known else 404)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        new, running = body["sampling_params"]["max_new_tokens"], len(body["input_ids"])
+        time.sleep(0.01 + new * (BASE + PER_SEQUENCE * running))
+        self._answer([{"meta_info": {"completion_tokens": new - self.stand_in.missing}} for _ in range(running)])
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[StandIn]:
+    (tmp_path / "config.json").write_text(json.dumps(config_json(MODEL, "bfloat16")))
+    found = StandIn(tmp_path)
+    thread = threading.Thread(target=found.serve_forever, daemon=True)
+    thread.start()
+    yield found
+    found.shutdown()
+    thread.join()
+    found.server_close()
+
+
+def problem(url: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        open_server(url)
+    return str(raised.value.problems[0])
+
+
+def test_a_step_is_what_longer_answers_take_longer(server: StandIn) -> None:
+    found = open_server(server.url + "/")
+    assert (found.model, found.tp, found.longest) == (MODEL, 2, 600)
+    for running in (1, 64):
+        assert step_seconds(found, running, 16) == pytest.approx(BASE + PER_SEQUENCE * running, rel=0.5)
+
+
+def test_the_server_s_steps_take_the_place_of_the_engine_s(server: StandIn) -> None:
+    start = device_kind("H100-SXM").costs
+    costs, stage = sglang_costs(start, open_server(server.url), NODE)
+    assert stage.count == 4  # contexts of 4,096 do not fit this server
+    assert stage.error < 0.5
+    assert costs.gemm == start.gemm
+    assert costs.step_seconds != start.step_seconds
+
+
+def test_what_can_t_be_measured_is_told(server: StandIn) -> None:
+    assert "no SGLang server answers /get_model_info" in problem("http://127.0.0.1:9")
+    server.args = {"tp_size": 2, "dp_size": 2}
+    assert "replicas" in problem(server.url)
+    server.args = {"quantization": "awq"}
+    assert "'awq'" in problem(server.url)
+    server.args = {"quantization": "fp8", "kv_cache_dtype": "fp8_e5m2"}
+    assert open_server(server.url).precision.weights == "float8"
+    server.missing = 1
+    with pytest.raises(ConfigError) as raised:
+        step_seconds(open_server(server.url), 2, 16)
+    assert "answers of [0]" in str(raised.value.problems[0])
+
+
+def test_prompts_share_no_beginning() -> None:
+    beginnings = {prompt(number, 16)[0] for number in range(256)}
+    assert len(beginnings) == 256
+    assert len(prompt(3, 512)) == 512
