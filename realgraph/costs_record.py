@@ -13,17 +13,18 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
+from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.spec import Generate, Inference, Train
-from realgraph.planner.calibrate import phase_factors
+from realgraph.planner.calibrate import merge, phase_factors
 from realgraph.planner.cost import Setting
-from realgraph.planner.cost_table import CostTable, MeasuredCall, Phase, PhaseFactor, costs_to_json
+from realgraph.planner.cost_table import CostTable, MeasuredCall, Phase, PhaseFactor, costs_to_json, load_costs
 from realgraph.planner.events import reallocation_node
 from realgraph.planner.lengths import quantiles
 from realgraph.planner.options import setting_seconds
 from realgraph.planner.plan import Plan
 from realgraph.planner.request import PlanRequest, call_hashes
-from realgraph.runtime.observer import RunEnded, RunRecord, StepRecord
+from realgraph.runtime.observer import RunEnded, RunRecord, RunStarted, StepRecord
 from realgraph.runtime.run_folder import write_atomic
 
 WARM_UP_STEPS = 2  # left out, where more than twice as many follow; else all but the first
@@ -41,22 +42,42 @@ class Planned(Struct, frozen=True):
 
 
 class CostsFile:
-    """An observer that writes the table of a run's costs when the run ends, in whatever way. Owns the step records."""
+    """An observer that writes the table of a run's costs when the run ends, in whatever way. Owns the step records.
+
+    A resumed run adds to the table that it finds.
+    """
 
     def __init__(self, planned: Planned, path: Path) -> None:
         self._planned, self._path = planned, path
         self._steps: list[StepRecord] = []
+        self._before: CostTable | None = None
 
     def observe(self, record: RunRecord) -> None:
-        if isinstance(record, StepRecord):
-            self._steps.append(record)
-        elif isinstance(record, RunEnded):
-            table = costs_of(self._planned, self._steps, datetime.now(UTC))
-            if table is not None:
-                write_atomic(self._path, costs_to_json(table))
+        match record:
+            case RunStarted(first_step=first) if first and self._path.is_file():
+                self._before = _readable(self._path)
+            case StepRecord():
+                self._steps.append(record)
+            case RunEnded():
+                self._write(costs_of(self._planned, self._steps, datetime.now(UTC)))
+            case _:
+                pass
+
+    def _write(self, table: CostTable | None) -> None:
+        if table is not None:
+            whole = table if self._before is None else merge([self._before, table])
+            write_atomic(self._path, costs_to_json(whole))
 
     def close(self) -> None:
         """Nothing is held open."""
+
+
+def _readable(path: Path) -> CostTable | None:
+    """What the run has left before; None where another version wrote it: a resumed run begins anew then."""
+    try:
+        return load_costs(path)
+    except ConfigError:
+        return None
 
 
 def costs_of(planned: Planned, steps: Sequence[StepRecord], now: datetime) -> CostTable | None:

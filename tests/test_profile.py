@@ -20,7 +20,7 @@ from realgraph.planner.request import call_hashes
 from realgraph.planner.workload import Workload
 from realgraph.profile_command import Asked, profile_command
 from realgraph.running import prepare
-from realgraph.runtime.observer import RunEnded, StepRecord
+from realgraph.runtime.observer import RunEnded, RunStarted, StepRecord
 from realgraph.runtime.profile_launch import measure
 from tests.runs import GRPO, finish, home, merged, records, write_run
 
@@ -106,6 +106,25 @@ def test_the_file_is_written_when_the_run_ends_in_whatever_way(home: Path, tmp_p
     observer.observe(RunEnded(4, "worker 1 was killed by SIGKILL", False))
     assert load_costs(tmp_path).calls
     observer.close()
+
+
+def test_a_resumed_run_adds_to_its_table(home: Path, tmp_path: Path) -> None:
+    def go_on(first: int, seconds: list[float]) -> None:
+        observer = CostsFile(planned(home), tmp_path / COSTS_FILE)
+        observer.observe(RunStarted("planned", "grpo", 9, first, str(tmp_path), ()))
+        for step in steps(seconds):
+            observer.observe(step)
+        observer.observe(RunEnded(first + len(seconds), "stopped", True))
+
+    go_on(0, [9.0, 1.0, 1.0])
+    go_on(3, [9.0, 4.0, 4.0])
+    assert [call.count for call in load_costs(tmp_path).calls] == [4, 4]
+    assert [call.seconds for call in load_costs(tmp_path).calls] == pytest.approx([2.0, 4.0])
+    go_on(6, [9.0])
+    assert [call.count for call in load_costs(tmp_path).calls] == [4, 4]
+    (tmp_path / COSTS_FILE).write_text('{"format": 0}')
+    go_on(6, [9.0, 4.0])
+    assert [call.count for call in load_costs(tmp_path).calls] == [1, 1]
 
 
 # --- profile ----------------------------------------------------------------------------------------------------------
