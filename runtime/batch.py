@@ -35,11 +35,9 @@ class Packed:
 
     def positions(self) -> Tensor:
         """[T] int64: 0, 1, ... within each sample."""
-        return (
-            torch.cat([torch.arange(n, device=self.tokens.device) for n in self.lengths])
-            if self.lengths
-            else self.tokens.new_zeros(0)
-        )
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+        return (torch.arange(len(starts)) - starts).to(self.tokens.device)
 
     def sample_index(self) -> Tensor:
         """[T] int64: which sample (0 ... N-1) each token belongs to."""
@@ -54,6 +52,8 @@ class Packed:
 
     def select(self, indices: Sequence[int]) -> "Packed":
         """The samples at these positions, in this order."""
+        if list(indices) == list(range(self.n_samples)):
+            return self
         lengths = list(self.lengths)
         token_pieces = {name: torch.split(value, lengths) for name, value in self.token_keys.items()}
         tokens, mask = torch.split(self.tokens, lengths), torch.split(self.mask, lengths)
