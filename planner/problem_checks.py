@@ -184,6 +184,7 @@ def _reallocation(entry: ReallocationSpec, calls: Mapping[str, CallSpec], path: 
     if (source.role or source.name) != (target.role or target.name):
         yield path, f"{entry.source!r} and {entry.target!r} are of different roles", "give both calls the same `role`"
     rows, columns = len(source.options), len(target.options)
+    yield from _in_place(entry, (rows, columns), path)
     numbers = sum(isinstance(row, float) for row in entry.seconds)
     if numbers == len(entry.seconds):
         if numbers != columns:
@@ -199,6 +200,19 @@ def _reallocation(entry: ReallocationSpec, calls: Mapping[str, CallSpec], path: 
             if isinstance(row, tuple) and len(row) != columns:
                 text = f"{len(row)} numbers for the {columns} options of {entry.target!r}"
                 yield f"{path}.seconds[{i}]", text, "one number per option of the target"
+
+
+def _in_place(entry: ReallocationSpec, size: tuple[int, int], path: str) -> Iterator[Wrong]:
+    rows, columns = size
+    if isinstance(entry.in_place, bool):
+        return
+    if len(entry.in_place) != columns:
+        text = f"{len(entry.in_place)} lists for the {columns} options of {entry.target!r}"
+        yield f"{path}.in_place", text, "one list per option of the target"
+    for i, numbers in enumerate(entry.in_place):
+        if max(numbers, default=0) >= rows:
+            text = f"{max(numbers)} is none of the {rows} options of {entry.source!r}, 0 to {rows - 1}"
+            yield f"{path}.in_place[{i}]", text, "options are counted from 0"
 
 
 def _circuits(spec: ProblemFile) -> Iterator[Wrong]:

@@ -1,8 +1,10 @@
 """Any search problem as a problem file, so that other planners can be measured on the same numbers. Chooses nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 
 import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 
 from realgraph.planner.problem import Floats, Move, SearchProblem, SearchTask
@@ -18,13 +20,17 @@ class Rows(Struct, frozen=True):
     stop: int
 
 
-def problem_spec(problem: SearchProblem, name: str = "") -> ProblemFile:
-    """The file of a problem: one option for all meshes of a table, unless moves tell its meshes apart."""
+def problem_spec(problem: SearchProblem, name: str = "", by_table: bool = False) -> ProblemFile:
+    """The file of a problem: one option for all meshes of a table, unless moves tell its meshes apart.
+
+    by_table: the caller vouches that moves depend on two tables and on whether the meshes are one, as those of a
+    cluster of one kind do; else every pair of meshes is looked at, which takes long on large clusters.
+    """
     listed = {task.name: _by_table(problem, task) for task in problem.tasks}
-    moves = _moves(problem, listed, in_place=True)
+    moves = _moves(problem, listed, (True, by_table))
     if moves is None:
         listed = {task.name: _by_mesh(problem, task) for task in problem.tasks}
-        moves = _moves(problem, listed, in_place=False)
+        moves = _moves(problem, listed, (False, False))
         assert moves is not None, "with each mesh by itself every matrix of moves can be written down"
     host = problem.host_memory
     return ProblemFile(
@@ -89,43 +95,79 @@ def _call(problem: SearchProblem, task: SearchTask, listed: Sequence[Rows]) -> C
 
 
 def _moves(
-    problem: SearchProblem, listed: dict[str, list[Rows]], in_place: bool
+    problem: SearchProblem, listed: dict[str, list[Rows]], how: tuple[bool, bool]
 ) -> tuple[ReallocationSpec, ...] | None:
     """None where the seconds of two options depend on more than the options and whether the copy is read in place."""
     found = []
     for move in problem.moves:
-        matrix = _matrix(problem, move, (listed[move.source], listed[move.target]), in_place)
+        ends = (listed[move.source], listed[move.target])
+        free = _free(problem, move, ends, how[1]) if how[0] else None
+        matrix = _matrix(problem, move, ends, (free, how[1]))
         if matrix is None:
             return None
         columns = matrix[0].tolist()
         rows = columns if (matrix == matrix[0]).all() else [tuple(row) for row in matrix.tolist()]
+        in_place: bool | tuple[tuple[int, ...], ...] = False
+        if free is not None and free.any():
+            in_place = tuple(tuple(np.flatnonzero(column).tolist()) for column in free.T)
         found.append(ReallocationSpec(move.source, move.target, tuple(rows), move.distance, in_place))
     return tuple(found)
 
 
+def _free(
+    problem: SearchProblem, move: Move, ends: tuple[Sequence[Rows], Sequence[Rows]], by_table: bool
+) -> npt.NDArray[np.bool_]:
+    """[options of the source, options of the target]: whether the two take no time on a mesh that both lie on."""
+    sources, targets = ends
+    free = np.zeros((sources[-1].stop, targets[-1].stop), np.bool_)
+    for left, right in product(sources, targets):
+        for source, target in _pairs(left.meshes, right.meshes, by_table):
+            if source == target:
+                free[left.start : left.stop, right.start : right.stop] |= (
+                    problem.move_seconds(move, source, target) == 0
+                )
+    return free
+
+
 def _matrix(
-    problem: SearchProblem, move: Move, ends: tuple[Sequence[Rows], Sequence[Rows]], in_place: bool
+    problem: SearchProblem,
+    move: Move,
+    ends: tuple[Sequence[Rows], Sequence[Rows]],
+    how: tuple[npt.NDArray[np.bool_] | None, bool],
 ) -> Floats | None:
     """Seconds of [options of the source, options of the target]; None where one entry would need two numbers.
 
-    in_place: what lies on one mesh under an equal layout is 0 by rule and needs no number.
+    how: what takes no time in place and needs no number, if that is told apart; and whether one pair of meshes, and one
+    mesh that is both, speak for all of two tables.
     """
-    sources, targets = ends
+    (sources, targets), (free, by_table) = ends, how
     matrix = np.full((sources[-1].stop, targets[-1].stop), np.nan)
-    for left in sources:
-        for right in targets:
-            block = matrix[left.start : left.stop, right.start : right.stop]
-            here, there = (problem.tables[part.table].layout for part in (left, right))
-            equal = here[:, None] == there[None, :]
-            for source in left.meshes:
-                for target in right.meshes:
-                    seconds = problem.move_seconds(move, source, target)
-                    if in_place and source == target:
-                        if (seconds[equal] != 0).any():
-                            return None
-                        seconds = np.where(equal, np.nan, seconds)
-                    if (~np.isnan(seconds) & ~np.isnan(block) & (seconds != block)).any():
-                        return None
-                    block[:] = np.where(np.isnan(seconds), block, seconds)
-    matrix[np.isnan(matrix)] = 0.0
+    for left, right in product(sources, targets):
+        block = matrix[left.start : left.stop, right.start : right.stop]
+        for source, target in _pairs(left.meshes, right.meshes, by_table):
+            seconds = problem.move_seconds(move, source, target)
+            if free is not None and source == target:
+                here = free[left.start : left.stop, right.start : right.stop]
+                if (seconds[here] != 0).any():
+                    return None
+                seconds = np.where(here, np.nan, seconds)
+            if (~np.isnan(seconds) & ~np.isnan(block) & (seconds != block)).any():
+                return None
+            block[:] = np.where(np.isnan(seconds), block, seconds)
+    for column in matrix.T:  # what is only ever read in place may have any number: that of its column
+        known = column[~np.isnan(column)]
+        column[np.isnan(column)] = known[0] if len(known) else 0.0
     return matrix
+
+
+def _pairs(left: Sequence[int], right: Sequence[int], by_table: bool) -> Iterator[tuple[int, int]]:
+    """All pairs of meshes, or one of two meshes and one of a mesh with itself."""
+    if not by_table:
+        yield from product(left, right)
+        return
+    both = sorted(set(left) & set(right))
+    if both:
+        yield both[0], both[0]
+    apart = next(((one, two) for one, two in product(left[:2], right[:2]) if one != two), None)
+    if apart is not None:
+        yield apart

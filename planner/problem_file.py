@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
@@ -29,7 +30,7 @@ from realgraph.planner.problem import (
     move_name,
 )
 from realgraph.planner.problem_checks import has_ranks, n_nodes, problems_of, refusals
-from realgraph.planner.problem_spec import PROBLEM_FORMAT, CallSpec, OptionSpec, ProblemFile
+from realgraph.planner.problem_spec import PROBLEM_FORMAT, CallSpec, OptionSpec, ProblemFile, ReallocationSpec
 from realgraph.planner.problem_symmetry import symmetric_tree
 
 UNLIMITED = 1 << 60  # bytes
@@ -89,13 +90,14 @@ class FileMoves:
     def __init__(self, spec: ProblemFile, columns: Mapping[str, Columns], rows: Mapping[tuple[str, int], Ints]) -> None:
         self._entries = {(entry.source, entry.target): entry for entry in spec.reallocations}
         self._seconds = {ends: np.array(entry.seconds, np.float64) for ends, entry in self._entries.items()}
-        self._columns, self._rows = columns, rows
+        self._free = {ends: _free(entry, columns) for ends, entry in self._entries.items() if entry.in_place}
+        self._rows = rows
         self._known: dict[tuple[str, str, bytes, bytes, bool], Floats] = {}
 
     def __call__(self, move: Move, source: int, target: int) -> Floats:
         ends = (move.source, move.target)
         here, there = self._rows[move.source, source], self._rows[move.target, target]
-        in_place = self._entries[ends].in_place and source == target
+        in_place = ends in self._free and source == target
         key = (*ends, here.tobytes(), there.tobytes(), in_place)
         if key not in self._known:
             self._known[key] = self._matrix(ends, (here, there), in_place)
@@ -108,9 +110,19 @@ class FileMoves:
         else:
             found = given[np.ix_(here, there)]
         if in_place:
-            left, right = self._columns[ends[0]].layout[here], self._columns[ends[1]].layout[there]
-            found[left[:, None] == right[None, :]] = 0.0
+            found[self._free[ends][np.ix_(here, there)]] = 0.0
         return found
+
+
+def _free(entry: ReallocationSpec, columns: Mapping[str, Columns]) -> npt.NDArray[np.bool_]:
+    """[options of the source, options of the target]: what takes no time on one mesh."""
+    left, right = columns[entry.source].layout, columns[entry.target].layout
+    if isinstance(entry.in_place, bool):
+        return np.equal.outer(left, right)
+    free = np.zeros((len(left), len(right)), np.bool_)
+    for target, sources in enumerate(entry.in_place):
+        free[list(sources), target] = True
+    return free
 
 
 def build_problem(spec: ProblemFile) -> FileProblem:

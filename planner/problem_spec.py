@@ -70,14 +70,15 @@ class ReallocationSpec(Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     seconds: a row for each option of the source, in it a number for each option of the target; or one number for each
     option of the target, whatever the source. Both meshes are held that long; at 0 nothing is brought.
-    in_place: 0 where both lie on one mesh under an equal layout, whatever `seconds` says.
+    in_place: what takes no time where both lie on one mesh, whatever `seconds` says: options of equal layouts where it
+    is true; or for each option of the target the numbers of the source's options, from 0, that it reads in place.
     """
 
     source: str
     target: str
     seconds: tuple[tuple[Seconds, ...] | Seconds, ...]
     distance: Annotated[int, Meta(ge=0)] = 1
-    in_place: bool = False
+    in_place: bool | tuple[tuple[Annotated[int, Meta(ge=0)], ...], ...] = False
 
 
 class TieSpec(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

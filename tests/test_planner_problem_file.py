@@ -169,6 +169,8 @@ MISTAKES = [
     (moved(seconds=[[1.0, 1.0]] * 2), "$.reallocations[0].seconds", "2 rows for the 1 options of 'train'"),
     (moved(seconds=[1.0]), "$.reallocations[0].seconds", "1 numbers for the 2 options of 'generate'"),
     (moved(seconds=[1.0, [1.0, 1.0]]), "$.reallocations[0].seconds", "numbers stand beside rows"),
+    (moved(in_place=[[0]]), "$.reallocations[0].in_place", "1 lists for the 2 options of 'generate'"),
+    (moved(in_place=[[0], [1]]), "$.reallocations[0].in_place[1]", "1 is none of the 1 options of 'train'"),
     (moved(distance=0), "$.edges", "generate -> train -> generate waits for itself"),
     (small(reallocations=small()["reallocations"] * 2), "$.reallocations[1].target", "gets weights twice"),
     (small(ties=[{"calls": ["generate", "trai"]}]), "$.ties[0].calls[1]", "no call is named 'trai'"),
@@ -222,6 +224,14 @@ def test_layouts_are_equal_where_ranks_and_sharding_are() -> None:
     assert len(set(layout.tolist())) == 5
     (move,) = read.problem.moves
     assert read.problem.move_seconds(move, 0, 0).tolist() == [[0, 0, 1, 1, 1, 1]]
+
+
+def test_what_is_read_in_place_may_be_listed() -> None:
+    whole = moved(seconds=[[2.0, 3.0]], in_place=[[], [0]])
+    whole["calls"][0]["options"][1] = option()
+    read = read_problem(json.dumps(whole))
+    (move,) = read.problem.moves
+    assert read.problem.move_seconds(move, 0, 0).tolist() == [[2.0, 0.0]]
 
 
 def test_equal_options_share_a_table() -> None:
