@@ -22,6 +22,7 @@ from realgraph.runtime.engine import Request
 from realgraph.runtime.generation import Limits, TorchRolloutEngine
 from realgraph.runtime.models import PackedModel, Start, build
 from realgraph.runtime.parallel import Ranks
+from realgraph.runtime.profile_files import model_folder
 from realgraph.runtime.train_engine import TorchTrainEngine
 from realgraph.runtime.train_passes import Settings
 
@@ -30,17 +31,12 @@ PREFILL_TOKENS = 4096  # that enter the cache in one step
 LR = 1e-9
 
 
-def model_folder(models: Path, model: ModelSpec) -> Path:
-    """Where the config.json of a model of the profile lies."""
-    return models / f"{model.hidden}x{model.layers}"
-
-
 class Engines:
     """The engines of one worker, by model."""
 
-    def __init__(self, dtype: DType, ranks: Ranks, models: Path) -> None:
+    def __init__(self, dtype: DType, ranks: Ranks, folder: Path) -> None:
         self._role = ModelRole(trainable=True, dtype=dtype)
-        self._ranks, self._models = ranks, models
+        self._ranks, self._folder = ranks, folder
         self._built: dict[ModelSpec, PackedModel] = {}
 
     def once(self, case: Case) -> bool:
@@ -62,7 +58,7 @@ class Engines:
     def _model(self, model: ModelSpec) -> PackedModel:
         if model not in self._built:
             start = Start(self._ranks.device, seed=0)
-            self._built[model] = build(self._role, str(model_folder(self._models, model)), start)
+            self._built[model] = build(self._role, str(model_folder(self._folder, model)), start)
         return self._built[model]
 
     def _sync(self) -> None:

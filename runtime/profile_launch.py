@@ -2,23 +2,13 @@
 
 import asyncio
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.planner.measurements import (
-    DecodeCase,
-    Measured,
-    Pass,
-    ProfileTask,
-    RolloutCase,
-    config_json,
-    merged,
-)
+from realgraph.planner.measurements import Measured, ProfileTask, merged
 from realgraph.runtime.curve import make_keys
 from realgraph.runtime.launch import Fleet, LaunchError, WorkerBoot, describe_exit, start_workers
+from realgraph.runtime.profile_files import read_points, write_task
 
 PRELOAD = ("torch", "transformers")
 ENTRY = "realgraph.runtime.profile_worker:main"
@@ -30,27 +20,13 @@ def measure(task: ProfileTask, threads: int = 1) -> tuple[Measured, ...]:
     """Run the cases on all devices of this node at once. Raises ConfigError where a worker fails or is late."""
     with tempfile.TemporaryDirectory(prefix="realgraph-profile-") as name:
         folder = Path(name)
-        _write(task, folder)
+        write_task(task, folder)
         try:
             asyncio.run(_run(folder, task, threads))
         except LaunchError as error:
             raise _failed(f"the workers could not be started: {error}") from error
-        points = [_read(folder, worker) for worker in range(task.cluster.devices_per_node)]
+        points = [read_points(folder, worker) for worker in range(task.cluster.devices_per_node)]
     return merged(points)
-
-
-def _write(task: ProfileTask, folder: Path) -> None:
-    """The task and the models' shapes, in files that workers look for."""
-    (folder / "task.json").write_bytes(msgspec.json.encode(task))
-    for case in task.cases:
-        if isinstance(case, Pass | DecodeCase | RolloutCase):
-            place = folder / "models" / f"{case.model.hidden}x{case.model.layers}"
-            place.mkdir(parents=True, exist_ok=True)
-            (place / "config.json").write_bytes(msgspec.json.encode(config_json(case.model, task.dtype)))
-
-
-def _read(folder: Path, worker: int) -> Sequence[Measured]:
-    return msgspec.json.decode((folder / f"points-{worker}.json").read_bytes(), type=tuple[Measured, ...])
 
 
 async def _run(folder: Path, task: ProfileTask, threads: int) -> None:

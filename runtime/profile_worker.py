@@ -11,43 +11,35 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
 import torch
 from torch._C._distributed_c10d import FileStore
 
 from realgraph.planner.layout import DeviceMesh
 from realgraph.planner.measurements import Case, Collective, Measured, ProfileTask
 from realgraph.runtime.launch import WorkerBoot
-from realgraph.runtime.parallel import Collectives, Member, Ranks
+from realgraph.runtime.models import DTYPES
+from realgraph.runtime.parallel import Collectives, Member
 from realgraph.runtime.profile_engines import Engines
+from realgraph.runtime.profile_files import read_task, rendezvous_file, write_points
 from realgraph.runtime.profile_kernels import collective, kernel
 from realgraph.runtime.resources import pick_device
 
-ENTRY = f"{__name__}:main"
-TASK, MODELS, STORE = "task.json", "models", "store"
 DEADLINE_SECONDS = 120.0  # of one case: the others wait that long for a worker
 KERNEL_SECONDS = 0.02  # of repeats of one small case in a round
 MOST_REPEATS = 20
-WARM_SECONDS = 0.2
-
-
-def points_file(folder: Path, worker: int) -> Path:
-    """Where a worker writes what it measured."""
-    return folder / f"points-{worker}.json"
 
 
 def main(boot: WorkerBoot) -> None:
     """The worker's process."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     folder = Path(boot.log).parent
-    task = msgspec.json.decode((folder / TASK).read_bytes(), type=ProfileTask)
+    task = read_task(folder)
     device = torch.device("cpu") if task.cluster.is_cpu else pick_device(boot.worker)
-    store = FileStore(str(folder / STORE), boot.n_workers) if boot.n_workers > 1 else None
+    store = FileStore(str(rendezvous_file(folder)), boot.n_workers) if boot.n_workers > 1 else None
     member = Member(boot.worker, boot.n_workers, device, DEADLINE_SECONDS)
     collectives = Collectives(member, store, _meshes(task, boot.n_workers), one_host=True)
-    bench = Bench(task, collectives, boot.worker, boot.n_workers, folder / MODELS)
-    found = bench.run()
-    points_file(folder, boot.worker).write_bytes(msgspec.json.encode(found))
+    found = Bench(task, collectives, folder).run()
+    write_points(found, folder, boot.worker)
     collectives.close()
     sys.exit(0)
 
@@ -61,12 +53,11 @@ def _meshes(task: ProfileTask, n_workers: int) -> set[DeviceMesh]:
 class Bench:
     """The cases of one task on one worker."""
 
-    def __init__(self, task: ProfileTask, collectives: Collectives, worker: int, n_workers: int, models: Path) -> None:
-        self._task, self._collectives, self._worker = task, collectives, worker
+    def __init__(self, task: ProfileTask, collectives: Collectives, folder: Path) -> None:
+        self._task, self._collectives = task, collectives
         self._device = collectives.member.device
-        self._all: Ranks = collectives.ranks(DeviceMesh(0, n_workers))
-        self._dtype = getattr(torch, task.dtype)
-        self._engines = Engines(task.dtype, self._all, models)
+        self._all = collectives.ranks(DeviceMesh(0, collectives.member.n_workers))
+        self._engines = Engines(task.dtype, self._all, folder)
 
     def run(self) -> list[Measured]:
         """Round by round, so that what disturbs the machine for a while disturbs all cases alike; the first round
@@ -90,11 +81,11 @@ class Bench:
     def _prepare(self, case: Case) -> Callable[[], float]:
         """A function that runs the case once and returns its seconds."""
         if isinstance(case, Collective):
-            first = self._worker // case.ranks * case.ranks
+            first = self._collectives.member.worker // case.ranks * case.ranks
             ranks = self._collectives.ranks(DeviceMesh(first, case.ranks))
             return self._timed(collective(case, ranks))
         engine = self._engines.prepare(case)
-        return engine if engine is not None else self._timed(kernel(case, self._device, self._dtype))
+        return engine if engine is not None else self._timed(kernel(case, self._device, DTYPES[self._task.dtype]))
 
     def _timed(self, run: Callable[[], object]) -> Callable[[], float]:
         cuda = self._device.type == "cuda"
