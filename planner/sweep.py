@@ -93,6 +93,8 @@ def hints(request: PlanRequest, plan: Plan, limits: Limits = QUICK) -> Iterator[
     """The same one by one, as they are found. A search that ended far from its bound would mislead: it gives none."""
     base = request.workload.n_samples / plan.period_seconds
     for text, changed in _variants(request, plan):
+        if limits.stop():
+            return
         try:
             found = search(changed, limits)
         except Infeasible:

@@ -45,6 +45,8 @@ def rules(session: Session, prepared: Prepared) -> tuple[Comparison, ...]:
 
 def other_plans(session: Session, request: PlanRequest, judged: bool) -> Iterator[Comparison]:
     """The user's settings against free choice, and what this version's engines run. judged: the plan was given."""
+    if session.stop():
+        return
     pinned = bool(request.pins) or request.constraints != Constraints()
     if judged:
         yield _searched("best plan", "what the search finds under the run file's settings", session, request)
@@ -80,8 +82,6 @@ def hints_of(session: Session, request: PlanRequest, plan: Plan, budget: Budget)
         session.progress.show(f"what if: {hint.text} (Ctrl-C leaves the rest out)")
         if hint.text != WITHOUT:
             found.append(Hint(hint.text, hint.period, hint.gain))
-        if limits.stop():
-            break
     return tuple(found)
 
 

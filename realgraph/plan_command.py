@@ -119,7 +119,7 @@ def _tell(now: Session, report: Report, made: Made, options: PlanOptions) -> Rep
     out = console()
     for part in plan_parts(report, out.width):
         out.print(part)
-    if not options.brief:
+    if not (options.brief or now.stop()):
         report = _with_beside(now, report, made, options)
         now.progress.close()
     for part in beside_parts(report):
