@@ -2,7 +2,8 @@
 
 A step gives each of b running sequences one token. It reads the weights that some of them touch, or multiplies them,
 whichever takes longer; it reads the keys and values of every sequence; tensor-parallel ranks add their parts up twice a
-layer in messages so small that latency rules. Rates in units per second, sizes in bytes; arrays go through as arrays.
+layer in messages so small that latency rules. Steps that wait for memory keep the full clock. Rates in units per
+second, sizes in bytes; arrays go through as arrays.
 """
 
 import math
@@ -107,7 +108,7 @@ def decode_step(setting: Setting, precision: Precision = SAME) -> DecodeStep:
     model, layout, cluster, costs = setting.model, setting.layout, setting.cluster, setting.costs
     bandwidth, width = cluster.memory_bytes_per_s, model.hidden / layout.tp
     weight = 1 if precision.weights == "float8" else setting.element
-    rate = engine_flops(setting, precision) * costs.gemm * costs.sustained * width / (width + costs.gemm_width)
+    rate = engine_flops(setting, precision) * costs.gemm * width / (width + costs.gemm_width)
     experts = model.experts if model.expert_layers else 0
     slices = model.expert_intermediate / (1 if layout.ep > layout.tp else layout.tp)
     routed = model.expert_layers * model.expert_params()

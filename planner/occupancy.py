@@ -73,7 +73,7 @@ def occupancy(lengths: Lengths, samples: float, slots: int, replicas: int) -> Oc
 
 def _at_once(lengths: Lengths, samples: float, replicas: int) -> Occupancy:
     """Every sequence starts at step 0: n S(u) of them run at step u."""
-    knots = np.unique(np.array((0.0, *lengths.tokens)))
+    knots = _grid(lengths)
     steps, middle = np.diff(knots), (knots[1:] + knots[:-1]) / 2
     alive = lengths.survival(middle)
     gone = samples * np.log1p(-np.minimum(alive, SURE))
@@ -88,6 +88,13 @@ def _spread(steps: Floats, deviation: Floats, tokens: float) -> Floats:
     `tokens`, the deviation of their sum: deviations at different steps do not all go together."""
     whole = float(np.dot(steps, deviation))
     return deviation * (tokens / whole if whole else 0.0)
+
+
+@lru_cache(maxsize=64)
+def _grid(lengths: Lengths) -> Floats:
+    """Steps between which a phase is taken to be even: the knots of the lengths, and enough others between them."""
+    even = np.linspace(0.0, lengths.longest, PHASES + 1)
+    return np.unique(np.concatenate([even, np.array(lengths.tokens)]))
 
 
 def _while_any(running: Floats, alone: Floats) -> Floats:
@@ -162,7 +169,7 @@ def _drain(lengths: Lengths, cohorts: tuple[Floats, Floats], slots: int, replica
     """The slots empty: cohorts of given sizes that are so old when the queue is empty, and what is left of the first
     ones, the oldest. Both from the last admitted to the first."""
     ages, sizes = cohorts
-    knots = np.unique(np.array((0.0, *lengths.tokens)))
+    knots = _grid(lengths)
     middle = (knots[1:] + knots[:-1]) / 2
     since = middle[:, None] + ages[None, :]
     alive = lengths.survival(since)

@@ -73,10 +73,10 @@ def test_every_token_is_decoded_by_some_running_sequence(lengths: Lengths, sampl
     """On one replica the steps times what runs are all tokens: what is counted besides is one sequence that lasts."""
     shape = occupancy(lengths, float(samples), slots, 1)
     tokens = float(np.dot(shape.alone, shape.running))
-    assert tokens >= samples * lengths.mean * 0.9
-    assert tokens <= samples * lengths.mean * 1.1 + lengths.longest
+    assert tokens >= samples * lengths.mean * 0.95
+    assert tokens <= samples * lengths.mean * 1.06 + lengths.longest
     assert float(shape.running.max()) <= max(1, min(samples, slots)) + 1e-9
-    assert float(shape.alone.sum()) >= samples * lengths.mean / slots * 0.9
+    assert float(shape.alone.sum()) >= samples * lengths.mean / slots * 0.95
 
 
 def test_more_replicas_wait_longer() -> None:
