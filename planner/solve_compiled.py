@@ -16,6 +16,7 @@ Ints = npt.NDArray[np.int64]
 
 F = TypeVar("F", bound=Callable[..., object])
 
+ZERO = np.int64(0)  # a first value whose type is that of later ones: numba compiles for the literal 0 too
 NONE = -1e18  # seconds of a longest path where there is no path
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realgraph.planner.solve_compiled import Ints, compiled
+from realgraph.planner.solve_compiled import ZERO, Ints, compiled
 from realgraph.planner.solve_instance import Instance
 
 MOST = 1 << 62
@@ -107,7 +107,7 @@ def _sort(values: Ints, count: int) -> None:
 def memory_fits(instance: Instance, needs: Needs) -> bool:
     """Whether all that has a place fits; fills `room` and `resident_room` of these tasks."""
     n = len(instance.role)
-    count = 0
+    count = ZERO
     for i in range(n):
         needs.room[i] = MOST
         needs.resident_room[i] = MOST
@@ -161,7 +161,7 @@ def _hosts_fit(instance: Instance, needs: Needs) -> bool:
     """Whether what waits in the memory of nodes fits there."""
     n = len(instance.role)
     nodes = instance.host_memory.shape[1]
-    count = 0
+    count = ZERO
     for i in range(n):
         if needs.mesh[i] >= 0:
             first = instance.first[needs.mesh[i]] // instance.per_node

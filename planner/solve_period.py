@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realgraph.planner.solve_compiled import NONE, Floats, Ints, compiled, entry
+from realgraph.planner.solve_compiled import NONE, ZERO, Floats, Ints, compiled, entry
 
 DEPTH = 64  # pairs that a search may have branched on at once
 TOLERANCE = 1e-10  # of a period: what counts as met
@@ -99,7 +99,7 @@ def feasible(net: Net, period: float, budget: int) -> int:
         return 0
     for p in range(net.size[2]):
         net.fixed[0, p] = FREE
-    depth = 0
+    depth = ZERO
     while True:
         branch = _propagate(net, period, depth)
         budget -= 1
@@ -180,7 +180,7 @@ def _propagate(net: Net, period: float, depth: int) -> int:
     paths, fixed = net.paths[depth], net.fixed[depth]
     while True:
         changed = False
-        best, fewest = -1, FREE
+        best, fewest = ZERO - 1, FREE
         for p in range(net.size[2]):
             if fixed[p] != FREE:
                 continue

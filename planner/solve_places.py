@@ -167,10 +167,13 @@ def no_tree() -> Tree:
 
 
 @compiled
-def places(instance: Instance, tree: Tree, allowed: Mask, task: int, mesh: Ints, found: Ints) -> int:
-    """Fills `found` with meshes that `task` may take, and says how many; `mesh` has the places so far, -1 for none."""
+def places(instance: Instance, tree: Tree, allowed: Mask, task: int, mesh: Ints, single: bool, found: Ints) -> int:
+    """Fills `found` with meshes that `task` may take, and says how many; `mesh` has the places so far, -1 for none.
+
+    single: the task has one mesh only, which may lie anywhere.
+    """
     count = 0
-    if len(tree.first) == 0 or _single(allowed, task):
+    if len(tree.first) == 0 or single:
         for m in range(allowed.shape[1]):
             if allowed[task, m]:
                 found[count] = m
@@ -201,15 +204,6 @@ def places(instance: Instance, tree: Tree, allowed: Mask, task: int, mesh: Ints,
             stack[top] = child
             top += 1
     return count
-
-
-@compiled
-def _single(allowed: Mask, task: int) -> bool:
-    count = 0
-    for m in range(allowed.shape[1]):
-        if allowed[task, m]:
-            count += 1
-    return count <= 1
 
 
 @compiled

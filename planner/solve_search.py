@@ -1,18 +1,34 @@
 """The search itself: passes of branch and bound with falling tolerance, each of which proves a bound. Owns the clock.
 
 A pass with tolerance e looks for plans of a period below (best known) / (1 + e). What it finds tightens the limit at
-once; when it ends, no plan of a smaller period is left.
+once; when it ends, no plan of a smaller period is left. While a pass finds nothing for long, neighbourhoods of the best
+plan are searched: a few tasks get new meshes, and all get new options.
 """
 
+import random
 import time
-from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 
-from realgraph.planner.evaluate import fits, schedule, timing
-from realgraph.planner.problem import Choice, Limits, Schedule, SearchProblem, Solution, Stopped, Unsolved
-from realgraph.planner.solve_bound import Prices, ascend, conditioned, first_prices, priced, rows_of
+from realgraph.planner.evaluate import fits, schedule, ties_hold, timing
+from realgraph.planner.layout import DeviceMesh
+from realgraph.planner.problem import (
+    Choice,
+    Limits,
+    Move,
+    OptionTable,
+    Precedence,
+    Schedule,
+    SearchProblem,
+    SearchTask,
+    Solution,
+    Stopped,
+    Unsolved,
+)
+from realgraph.planner.solve_bound import ascend, conditioned, first_prices, priced, rows_of
 from realgraph.planner.solve_compiled import Floats
 from realgraph.planner.solve_instance import instance_of
 from realgraph.planner.solve_memory import new_needs
@@ -27,13 +43,21 @@ from realgraph.planner.solve_meshes import (
     new_walk,
     remember,
 )
-from realgraph.planner.solve_options import choose, new_choosing
+from realgraph.planner.solve_lists import new_lists
+from realgraph.planner.solve_options import FOUND, PAUSED, UNDECIDED, choose, new_choosing
 from realgraph.planner.solve_period import new_net
-from realgraph.planner.solve_places import no_tree, tree_of
+from realgraph.planner.solve_places import Mask, Tree, no_tree, tree_of
 
 TOLERANCES = (0.5, 0.3, 0.2, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01, 0.005)
-SLICE = 1000  # nodes between two looks at the clock
-OPTIONS_SLICE = 4000  # of the second level
+QUICK = 0.1  # seconds: after a pass that was shorter the next tolerance but one follows
+SLICE = 500  # placements between two looks at the clock
+OPTIONS_SLICE = 1000  # of the second level
+PATIENCE = 50_000  # placements and options without a better plan, after which neighbourhoods are searched
+NEARBY = 10_000  # placements and options looked at in one neighbourhood
+ROUND = 12  # neighbourhoods
+STEPS, MORE_STEPS = 150, 12  # of the ascent of prices: at the root, and with one task on meshes of one table
+Line = npt.NDArray[np.bool_]
+LONG = 20  # slices after which a placement with too many options is put off
 
 
 class Incumbent(Struct, frozen=True):
@@ -41,6 +65,27 @@ class Incumbent(Struct, frozen=True):
 
     choices: dict[str, Choice]
     schedule: Schedule
+
+
+class Space(Struct, frozen=True, eq=False):
+    """Where one walk looks: the meshes left to each task, their symmetries, and prices under the limit."""
+
+    allowed: Mask
+    tree: Tree
+    costs: Costs
+
+
+@lru_cache(maxsize=1)
+def warm() -> None:
+    """Compiles or loads all machine code, before any clock runs."""
+    table = OptionTable(np.ones(1), np.ones(1), *(np.ones(1, np.int64) for _ in range(5)))
+    tasks = (SearchTask("train", "role", True, {0: 0}), SearchTask("read", "role", False, {0: 0}))
+    memory = np.full(1, 100, np.int64)
+    edges = (Precedence("read", "train", 0),)
+    moves = (Move("train", "read", 1),)
+    meshes = (DeviceMesh(0, 1),)
+    problem = SearchProblem(1, 1, memory, memory, meshes, (table,), tasks, edges, moves, lambda *_: np.ones((1, 1)))
+    Search(problem, Limits()).run()
 
 
 class Halt(Exception):
@@ -58,17 +103,19 @@ class Search:
         arcs = len(self.instance.arc_source)
         self.net = new_net(n + len(problem.moves), arcs + 2 * len(problem.moves))
         self.needs = new_needs(n)
-        most = int(np.diff(self.instance.begin).max(initial=1))
-        self.choosing = new_choosing(n, most, arcs)
+        self.lists = new_lists(n, int(np.diff(self.instance.begin).max(initial=1)), arcs)
+        self.choosing = new_choosing(n, arcs)
         self.moves = new_moves(1 << 12)
         self.known_moves = 0
         self.matrices: dict[tuple[int, int, int], Floats] = {}
-        self.walk = new_walk(n, meshes)
-        self.everywhere = self._shared_places(self.instance.tables >= 0)
+        self.walk, self.near_walk = new_walk(n, meshes), new_walk(n, meshes)
+        self.everywhere = self._shared(self.instance.tables >= 0)
         self.best: Incumbent | None = None
         self.bound = problem.floor_seconds
         self.nodes = 0
-        self.prices: list[Prices] = []
+        self.put_off: list[list[int]] = []
+        self.undecided = False
+        self.rng = random.Random(limits.seed)
 
     # --- what the caller sees -----------------------------------------------------------------------------------------
 
@@ -79,6 +126,8 @@ class Search:
             self._passes()
         except Halt:
             stopped = "interrupted" if self.limits.stop() else "time limit"
+        if stopped == "proven" and self.undecided:
+            stopped = "exhausted"
         seconds = time.monotonic() - self.began
         if self.best is None:
             reason = "no choice of meshes and options fits" if stopped == "proven" else "no plan was found in time"
@@ -111,76 +160,132 @@ class Search:
     def _passes(self) -> None:
         self._pass(None)
         last = max(1e-7, 0.999 * self.limits.gap)
-        for tolerance in (*(t for t in TOLERANCES if t > last), last):
-            if self.best is None:
-                return
-            if self.best.schedule.period / self.bound - 1 > tolerance if self.bound > 0 else True:
+        left = [tolerance for tolerance in TOLERANCES if tolerance > last] + [last]
+        while left and self.best is not None:
+            tolerance = left.pop(0)
+            if self.best.schedule.period > self.bound * (1 + tolerance):
+                before = time.monotonic()
                 self._pass(tolerance)
+                if len(left) > 1 and time.monotonic() - before < QUICK:
+                    left.pop(0)
 
     def _limit(self, tolerance: float | None) -> float:
         """The period that is asked for."""
         if self.best is not None:
             return self.best.schedule.period / (1 + (tolerance or 0.0))
-        seconds = sum(float(self.instance.latency.max(initial=0.0)) for _ in self.problem.tasks)
-        return 50 * (seconds + float(self.instance.arc_delay.sum()) + self.problem.floor_seconds) + 1.0
+        longest = len(self.problem.tasks) * float(self.instance.latency.max(initial=0.0))
+        return 50 * (longest + float(self.instance.arc_delay.sum()) + self.problem.floor_seconds) + 1.0
 
     def _pass(self, tolerance: float | None) -> None:
         """Looks at every placement under the limit; without a tolerance only until some plan is found."""
-        limit = self._limit(tolerance)
-        allowed, costs = self._priced(limit)
-        if allowed is None or costs is None:
-            self._prove(limit)
+        space = self._space(self._limit(tolerance))
+        if space is None:
+            self._prove(self._limit(tolerance))
             return
-        tree = tree_of(self.problem, allowed) or no_tree()
-        walk = self.walk
-        self._restart(walk, allowed)
-        while True:
-            limit = self._limit(tolerance)
-            before = int(walk.nodes[0])
-            status = advance(self.instance, tree, allowed, costs, walk, self.needs, self.moves, self.net, limit, SLICE)
-            self.nodes += int(walk.nodes[0]) - before
-            self._look_up()
-            if status == MISSING:
-                self._learn_moves()
-            elif status == LEAF:
-                self._leaf(tolerance)
-                if tolerance is None and self.best is not None:
-                    return
-            elif status == DONE:
+        self._restart(self.walk, space.allowed)
+        for i in range(len(self.problem.tasks)):
+            self.lists.fastest[i], self.lists.soonest[i], _ = self._least(i, space.allowed[i])
+        patience, since, best = PATIENCE, 0, self.best
+        while self._limit(tolerance) > self.bound:
+            before = self._effort()
+            status = self._step(self.walk, space, tolerance)
+            if status == DONE or (tolerance is None and self.best is not None):
                 break
-        if self.best is not None:
+            since = since + self._effort() - before if self.best is best else 0
+            if since > patience and self.best is not None:
+                found = self._neighbourhoods(space, max(1e-3, (tolerance or 0.0) / 4))
+                patience, since = PATIENCE if found else 2 * patience, 0
+            best = self.best
+        for meshes in self.put_off:
+            self._leaf(meshes, tolerance, patient=True)
+        self.put_off.clear()
+        if not self.undecided and (tolerance is not None or self.best is None):
             self._prove(self._limit(tolerance))
 
-    def _priced(self, limit: float) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.bool_]] | None, Costs | None]:
-        """The places left to each task under the limit, and tables of prices."""
-        allowed = self.everywhere.copy()
-        for _ in range(2):
-            rows = rows_of(self.instance, allowed, limit)
-            if rows is None:
-                return None, None
-            best = ascend(rows, first_prices(rows), limit, 150)
-            if self.best is not None:
-                self._prove(min(best.bound, limit))
-            if best.bound > limit:
-                return None, None
-            self.prices = [best, *self.prices[:0]]
-            sets = [first_prices(rows), best]
-            for task in range(len(self.problem.tasks)):
-                for table in np.unique(rows.table[rows.task == task]):
-                    sets.append(ascend(conditioned(rows, task, int(table)), best, limit, 12))
-            found = priced(self.instance, rows, sets)
-            total = found.free.sum(axis=1) - found.spent
-            excess = (total[:, None, None] - found.free[:, :, None] + found.table - limit).max(axis=0)
-            over = excess > 1e-9 * limit
-            for task in range(len(self.problem.tasks)):
-                tables = np.flatnonzero(over[task])
-                allowed[task] &= ~np.isin(self.instance.tables[task], tables)
-            allowed = self._shared_places(allowed)
-            if not allowed.any(axis=1).all():
-                return None, None
-        return allowed, Costs(found.table, found.free, found.spent)
+    def _effort(self) -> int:
+        """Placements and options looked at."""
+        return self.nodes + int(self.choosing.nodes[0])
 
-    def _shared_places(self, allowed):  # type: ignore[no-untyped-def]
+    def _step(self, walk: Walk, space: Space, tolerance: float | None) -> int:
+        """One slice of a walk, and what it asks for."""
+        before = int(walk.nodes[0])
+        limit = self._limit(tolerance)
+        status = advance(
+            self.instance,
+            space.tree,
+            space.allowed,
+            space.costs,
+            walk,
+            self.needs,
+            self.lists,
+            self.moves,
+            self.net,
+            limit,
+            SLICE,
+        )
+        self.nodes += int(walk.nodes[0]) - before
+        self._look_up()
+        if status == MISSING:
+            self._learn_moves()
+        elif status == LEAF:
+            self._leaf(walk.mesh.tolist(), tolerance, patient=False)
+        return status
+
+    def _neighbourhoods(self, space: Space, least_gain: float) -> bool:
+        """New meshes for a few tasks at a time, the others where the best plan has them; whether a plan was better."""
+        before = self.best
+        for _ in range(ROUND):
+            assert self.best is not None
+            names = [task.name for task in self.problem.tasks]
+            count = min(len(names), self.rng.choice((2, 3, 3, 4)))
+            free = set(self.rng.sample(range(len(names)), count))
+            allowed = space.allowed.copy()
+            for i, name in enumerate(names):
+                mesh = self.best.choices[name].mesh
+                leads = {int(self.instance.leader[j]) for j in free}
+                if int(self.instance.leader[i]) not in leads:
+                    allowed[i] = False
+                    allowed[i, mesh] = True
+            self._restart(self.near_walk, allowed)
+            stop = self._effort() + NEARBY
+            near = Space(allowed, space.tree, space.costs)
+            while self._effort() < stop and self._step(self.near_walk, near, least_gain) != DONE:
+                pass
+        return self.best is not before
+
+    # --- the space of a pass ------------------------------------------------------------------------------------------
+
+    def _space(self, limit: float) -> Space | None:
+        """Places and prices under the limit; None where prices alone forbid it."""
+        allowed = self.everywhere
+        rows = rows_of(self.instance, allowed, limit)
+        if rows is None:
+            return None
+        start = first_prices(rows)
+        best = ascend(rows, start, min(limit, 3 * max(start.bound, 1e-9)), STEPS)
+        self._prove(min(best.bound, limit))
+        if best.bound > limit:
+            return None
+        target = min(limit, 3 * max(best.bound, 1e-9))
+        sets = [start, best]
+        for task in range(len(self.problem.tasks)):
+            tables = np.unique(rows.table[rows.task == task])
+            if len(tables) > 1:
+                sets += [ascend(conditioned(rows, task, int(table)), best, target, MORE_STEPS) for table in tables]
+        found = priced(self.instance, rows, sets)
+        total = found.free.sum(axis=1) - found.spent
+        excess = (total[:, None, None] - found.free[:, :, None] + found.table - limit).max(axis=0)
+        allowed = allowed.copy()
+        for task in range(len(self.problem.tasks)):
+            over = np.flatnonzero(excess[task] > 1e-9 * limit)
+            allowed[task] &= ~np.isin(self.instance.tables[task], over)
+        allowed = self._shared(allowed)
+        if not allowed.any(axis=1).all():
+            return None
+        tree = tree_of(self.problem, allowed) or no_tree()
+        return Space(allowed, tree, Costs(found.table, found.free, found.spent))
+
+    def _shared(self, allowed: Mask) -> Mask:
         """Tied tasks may lie only where all of them may."""
         shared = allowed.copy()
         for i, leader in enumerate(self.instance.leader):
@@ -189,35 +294,32 @@ class Search:
             shared[i] &= shared[leader]
         return shared
 
-    def _restart(self, walk: Walk, allowed) -> None:  # type: ignore[no-untyped-def]
-        instance = self.instance
-        n = len(self.problem.tasks)
-        area = np.zeros(n)
-        for i in range(n):
-            seconds, latency, work = [], [], []
-            for table in np.unique(instance.tables[i][allowed[i]]):
-                options = slice(instance.begin[table], instance.begin[table + 1])
-                size = instance.size[allowed[i] & (instance.tables[i] == table)].min()
-                seconds.append(instance.seconds[options].min())
-                latency.append(instance.latency[options].min())
-                work.append(size * instance.seconds[options].min())
-            walk.fastest[i], walk.soonest[i], area[i] = min(seconds), min(latency), min(work)
-        choosers = allowed.sum(axis=1) > 1
-        rank = [
-            (
-                bool(choosers[instance.leader[i]]),
-                -max(area[instance.leader == instance.leader[i]]),
-                int(instance.leader[i]),
-                i,
-            )
-            for i in range(n)
-        ]
-        walk.order[:] = [entry[3] for entry in sorted(rank)]
+    def _restart(self, walk: Walk, allowed: Mask) -> None:
+        """The walk at its beginning. Tasks with one mesh come first, then those with most work; tied ones together."""
+        leader = self.instance.leader
+        work = np.array([self._least(i, allowed[i])[2] for i in range(len(leader))])
+        walk.places[:] = allowed.sum(axis=1)
+
+        def rank(task: int) -> tuple[bool, float, int, int]:
+            first = int(leader[task])
+            return bool(walk.places[first] > 1), -float(work[leader == first].max()), first, task
+
+        walk.order[:] = sorted(range(len(leader)), key=rank)
         walk.mesh[:] = -1
         walk.count[:] = -1
         walk.depth[0] = 0
 
-    # --- leaves -------------------------------------------------------------------------------------------------------
+    def _least(self, task: int, allowed: Line) -> tuple[float, float, float]:
+        """Least seconds, latency and device seconds of a task on the meshes left to it."""
+        instance = self.instance
+        tables, places = np.unique(instance.tables[task][allowed], return_index=True)
+        sizes = instance.size[np.flatnonzero(allowed)[places]].tolist()
+        options = [slice(int(instance.begin[table]), int(instance.begin[table + 1])) for table in tables]
+        seconds = [float(instance.seconds[rows].min(initial=np.inf)) for rows in options]
+        latency = min(float(instance.latency[rows].min(initial=np.inf)) for rows in options)
+        return min(seconds), latency, min(size * least for size, least in zip(sizes, seconds, strict=True))
+
+    # --- placements ---------------------------------------------------------------------------------------------------
 
     def _matrix(self, move: int, source: int, target: int) -> Floats:
         key = (move, source, target)
@@ -233,46 +335,57 @@ class Search:
             move, source = divmod(rest, meshes)
             if 2 * self.known_moves > len(self.moves.keys):
                 larger = new_moves(4 * len(self.moves.keys))
-                for old, seconds in zip(self.moves.keys, self.moves.seconds, strict=True):
+                for old, seconds in zip(self.moves.keys.tolist(), self.moves.seconds.tolist(), strict=True):
                     if old >= 0:
-                        remember(larger, int(old), float(seconds))
+                        remember(larger, old, seconds)
                 self.moves = larger
             remember(self.moves, key, float(self._matrix(move, source, target).min()))
             self.known_moves += 1
 
-    def _leaf(self, tolerance: float | None) -> None:
-        """Chooses options on the meshes of the walk, again and again while the period falls."""
-        meshes = self.walk.mesh.copy()
-        flat: list[Floats] = [np.zeros(1)]
-        at = 1
-        for arc, move in enumerate(self.instance.arc_move):
-            if move >= 0:
-                matrix = self._matrix(
-                    int(move), int(meshes[self.instance.arc_source[arc]]), int(meshes[self.instance.arc_target[arc]])
+    def _leaf(self, meshes: list[int], tolerance: float | None, patient: bool) -> None:
+        """Chooses options on these meshes, again and again while the period falls."""
+        moves = self._flat_moves(meshes)
+        status = FOUND
+        while status == FOUND:
+            self.needs.mesh[:] = meshes
+            limit = self._limit(tolerance)
+            if limit <= self.bound:
+                return
+            slices, status = 0, PAUSED
+            self.choosing.depth[0] = -1
+            while status == PAUSED:
+                status = choose(
+                    self.instance, self.needs, self.lists, self.choosing, moves, self.net, limit, OPTIONS_SLICE
                 )
+                self._look_up()
+                slices += 1
+                if status == PAUSED and slices >= LONG and not patient:
+                    self.put_off.append(meshes)
+                    return
+            if status == UNDECIDED:
+                self.undecided = True
+            elif status == FOUND and not self._accept():
+                return
+
+    def _flat_moves(self, meshes: list[int]) -> Floats:
+        """The matrices of all moves between these meshes, one after the other."""
+        instance, flat, at = self.instance, [np.zeros(1)], 1
+        for arc, move in enumerate(instance.arc_move.tolist()):
+            if move >= 0:
+                source, target = int(instance.arc_source[arc]), int(instance.arc_target[arc])
+                matrix = self._matrix(move, meshes[source], meshes[target])
                 self.choosing.move_begin[arc], self.choosing.move_columns[arc] = at, matrix.shape[1]
                 flat.append(matrix.ravel())
                 at += matrix.size
-        moves = np.concatenate(flat)
-        budget = OPTIONS_SLICE
-        while True:
-            self.needs.mesh[:] = meshes
-            status = choose(self.instance, self.needs, self.choosing, moves, self.net, self._limit(tolerance), budget)
-            self._look_up()
-            if status == 0:
-                return
-            if status == -1:
-                budget *= 4
-                continue
-            if not self._accept():
-                return
+        return np.concatenate(flat)
 
     def _accept(self) -> bool:
+        """Whether the plan that was found is better than the best; it is then the best."""
         choices = {
             task.name: Choice(int(mesh), int(self.instance.number[option]))
             for task, mesh, option in zip(self.problem.tasks, self.needs.mesh, self.needs.option, strict=True)
         }
-        assert fits(self.problem, choices)
+        assert fits(self.problem, choices) and ties_hold(self.problem, choices), "the search and the rules disagree"
         found = schedule(self.problem, timing(self.problem, choices))
         if found is None or (self.best is not None and found.period >= self.best.schedule.period * (1 - 1e-9)):
             return False
