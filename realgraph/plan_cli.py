@@ -10,103 +10,79 @@ from realgraph.graphs.errors import ConfigError, Problem, Where
 if TYPE_CHECKING:
     from realgraph.plan_options import PlanOptions
 
-OUTPUT, SEARCH, ABOUT = "What is shown", "How it searches", "What it reads"
-
 EPILOG = (
     "Exit codes: 0 a plan was found (also where Ctrl-C or the time limit ended the search); 1 the reader of the output "
     "went away; 2 a mistake in the run file, a file or the command line; 4 proven: no plan fits, or no size of "
     "--devices reaches --target; 5 the time limit ended the search before a plan was found; 130 interrupted before one."
 )
+MINUTE = 60.0
+
+
+def _shown(name: str, text: str, metavar: str | None = None, least: float | None = None) -> object:
+    return typer.Option(name, help=text, metavar=metavar, min=least, rich_help_panel="What is shown")
+
+
+def _read(name: str, text: str, metavar: str | None = None) -> object:
+    return typer.Option(name, help=text, metavar=metavar, rich_help_panel="What it reads")
+
+
+def _searched(name: str, text: str, metavar: str | None = None, least: float | None = None) -> object:
+    return typer.Option(name, help=text, metavar=metavar, min=least, rich_help_panel="How it searches")
+
+
+File = Annotated[Path | None, typer.Argument(metavar="[FILE | diff A B]", help="Run file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[PATH=VALUE]...", help="Overrides, such as staleness=4", show_default=False),
+]
+Json = Annotated[bool, _shown("--json", "Print the answer as JSON.")]
+Out = Annotated[Path | None, _shown("--out", "Write the plan to this file as well.")]
+Html = Annotated[Path | None, _shown("--html", "Write a page that needs no network.")]
+Trace = Annotated[Path | None, _shown("--trace", "Write the timeline for ui.perfetto.dev.")]
+Explain = Annotated[str | None, _shown("--explain", "The call's next-best options.", "CALL")]
+Price = Annotated[float | None, _shown("--price", "Of one device for an hour; default: its kind's.", "USD", 0)]
+Brief = Annotated[bool, _shown("--brief", "Leave out other plans and what-if hints.")]
+RunDir = Annotated[Path | None, _read("--run", "Compare with what this run measured.", "DIR")]
+Edited = Annotated[Path | None, _read("--plan", "Judge this plan, and show the best beside it.")]
+Costs = Annotated[Path | None, _read("--costs", "Measured costs: a table, or a finished run.")]
+Lengths = Annotated[Path | None, _read("--lengths", "Lengths of responses: a file, or a finished run.")]
+Bare = Annotated[Path | None, _read("--problem", "Solve this bare problem (JSON) instead of a run.")]
+Devices = Annotated[str | None, _searched("--devices", "Plan for each of these cluster sizes.", "8..1024")]
+Target = Annotated[
+    float | None, _searched("--target", "With --devices: the cheapest size for this period.", "SECONDS", 0)
+]
+Robust = Annotated[bool, _searched("--robust", "Choose the plan that errors of the costs hurt least.")]
+Colocated = Annotated[bool, _searched("--colocated", "Every call on all devices.")]
+Engine = Annotated[
+    Literal["installed", "any"] | None,
+    _searched("--engine", "Layouts that this version runs, or all; default: any on GPUs."),
+]
+TimeLimit = Annotated[float, _searched("--time-limit", "Of the search.", "SECONDS", 0)]
+Seed = Annotated[int, _searched("--seed", "Of the search.", None, 0)]
 
 
 def plan(
-    file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE | diff A B]", help="Run file.", show_default=False)
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[PATH=VALUE]...", help="Overrides, such as staleness=4", show_default=False),
-    ] = None,
-    json_out: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.", rich_help_panel=OUTPUT)] = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Write the plan to this file as well.", rich_help_panel=OUTPUT)
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", help="Write a page that needs no network.", rich_help_panel=OUTPUT)
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option("--trace", help="Write the timeline for ui.perfetto.dev.", rich_help_panel=OUTPUT)
-    ] = None,
-    explain: Annotated[
-        str | None,
-        typer.Option("--explain", metavar="CALL", help="The call's next-best options.", rich_help_panel=OUTPUT),
-    ] = None,
-    price: Annotated[
-        float | None,
-        typer.Option(
-            "--price",
-            metavar="USD",
-            min=0,
-            help="Of one device for an hour; default: its kind's.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    brief: Annotated[
-        bool, typer.Option("--brief", help="Leave out other plans and what-if hints.", rich_help_panel=OUTPUT)
-    ] = False,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option("--run", metavar="DIR", help="Compare with what this run measured.", rich_help_panel=ABOUT),
-    ] = None,
-    edited: Annotated[
-        Path | None,
-        typer.Option("--plan", help="Judge this plan, and show the best beside it.", rich_help_panel=ABOUT),
-    ] = None,
-    costs: Annotated[
-        Path | None,
-        typer.Option("--costs", help="Measured costs: a table, or a finished run.", rich_help_panel=ABOUT),
-    ] = None,
-    lengths: Annotated[
-        Path | None,
-        typer.Option("--lengths", help="Lengths of responses: a file, or a finished run.", rich_help_panel=ABOUT),
-    ] = None,
-    problem: Annotated[
-        Path | None,
-        typer.Option("--problem", help="Solve this bare problem (JSON) instead of a run.", rich_help_panel=ABOUT),
-    ] = None,
-    devices: Annotated[
-        str | None,
-        typer.Option(
-            "--devices", metavar="8..1024", help="Plan for each of these cluster sizes.", rich_help_panel=SEARCH
-        ),
-    ] = None,
-    target: Annotated[
-        float | None,
-        typer.Option(
-            "--target",
-            metavar="SECONDS",
-            min=0,
-            help="With --devices: the cheapest size for this period.",
-            rich_help_panel=SEARCH,
-        ),
-    ] = None,
-    robust: Annotated[
-        bool,
-        typer.Option("--robust", help="Choose the plan that errors of the costs hurt least.", rich_help_panel=SEARCH),
-    ] = False,
-    colocated: Annotated[
-        bool, typer.Option("--colocated", help="Every call on all devices.", rich_help_panel=SEARCH)
-    ] = False,
-    engine: Annotated[
-        Literal["installed", "any"] | None,
-        typer.Option(
-            "--engine", help="Layouts that this version runs, or all; default: any on GPUs.", rich_help_panel=SEARCH
-        ),
-    ] = None,
-    time_limit: Annotated[
-        float, typer.Option("--time-limit", metavar="SECONDS", min=0, help="Of the search.", rich_help_panel=SEARCH)
-    ] = 60.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the search.", rich_help_panel=SEARCH)] = 0,
+    file: File = None,
+    overrides: Overrides = None,
+    json_out: Json = False,
+    out: Out = None,
+    html: Html = None,
+    trace: Trace = None,
+    explain: Explain = None,
+    price: Price = None,
+    brief: Brief = False,
+    run_dir: RunDir = None,
+    edited: Edited = None,
+    costs: Costs = None,
+    lengths: Lengths = None,
+    problem: Bare = None,
+    devices: Devices = None,
+    target: Target = None,
+    robust: Robust = False,
+    colocated: Colocated = False,
+    engine: Engine = None,
+    time_limit: TimeLimit = MINUTE,
+    seed: Seed = 0,
 ) -> None:
     """Choose what runs where: a table of allocations, a timeline, memory, and the proven distance from the best plan.
 
@@ -148,6 +124,8 @@ def _dispatch(file: Path | None, overrides: list[str], problem: Path | None, opt
     elif problem is not None:
         from realgraph.plan_problem import problem_command
 
+        if file is not None:
+            raise _mistake("--problem takes no run file", f"leave {file} out")
         problem_command(problem, options)
     elif file is None:
         raise _mistake("which run?", "realgraph plan FILE; realgraph init writes a run file")
