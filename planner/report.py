@@ -5,9 +5,11 @@ plans, what-if hints, a sweep) is handed in as `Findings`.
 """
 
 from collections.abc import Mapping
+from math import sqrt
 
 from msgspec import Struct
 
+from realgraph.graphs.graph import Graph
 from realgraph.planner.events import EventGraph
 from realgraph.planner.layout import Layout
 from realgraph.planner.plan import Allocation, Plan
@@ -128,7 +130,8 @@ class Findings(Struct, frozen=True):
 
 
 class Report(Struct, frozen=True):
-    """Of one plan. facts: lines of (name, text) that say what was planned."""
+    """Of one plan. facts: lines of (name, text) that say what was planned. error: relative standard error of the period
+    from those of its calls, 0 where none is known."""
 
     title: str
     facts: tuple[tuple[str, str], ...]
@@ -140,6 +143,7 @@ class Report(Struct, frozen=True):
     timeline: Timeline
     memory: tuple[MemoryBar, ...]
     bottleneck: Bottleneck
+    error: float
     findings: Findings
 
     @property
@@ -154,6 +158,7 @@ def report_of(
     events = events_of(request, plan)
     tasks = tasks_of(request.graph, plan, events)
     shown = timeline(tasks, plan.period_seconds, plan.bottleneck, request.cluster.n_devices)
+    found = bottleneck_of(plan, events, shown)
     return Report(
         title=title,
         facts=facts,
@@ -164,7 +169,8 @@ def report_of(
         rows=tuple(_rows(request, plan, slacks(events, plan.period_seconds))),
         timeline=shown,
         memory=memory_bars(request, plan),
-        bottleneck=bottleneck_of(plan, events, shown),
+        bottleneck=found,
+        error=error_of(request.graph, plan, found),
         findings=findings,
     )
 
@@ -199,6 +205,17 @@ def bottleneck_of(plan: Plan, events: EventGraph, shown: Timeline) -> Bottleneck
     call, longest = max(circuit, key=lambda node: node[1])
     sentence = _sentence((call, longest), plan.period_seconds * tokens, (load, devices, len(busiest.devices)))
     return Bottleneck(sentence, call, circuit, tokens, load, devices)
+
+
+def error_of(graph: Graph, plan: Plan, found: Bottleneck) -> float:
+    """Of the seconds on the critical circuit: calls of one kind err together, kinds independently of each other."""
+    off: dict[Kind, float] = {}
+    for name, seconds in found.circuit:
+        if name in plan.allocations:
+            kind = kind_of(graph, name)
+            off[kind] = off.get(kind, 0.0) + seconds * plan.allocations[name].error
+    total = sum(seconds for _, seconds in found.circuit)
+    return sqrt(sum(one**2 for one in off.values())) / total if total > 0 else 0.0
 
 
 def _sentence(node: tuple[str, float], total: float, busiest: tuple[float, str, int]) -> str:

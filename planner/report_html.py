@@ -29,7 +29,7 @@ from realgraph.planner.report_svg import (
     shade,
     timeline_svg,
 )
-from realgraph.planner.report_text import batches_text, bound_text, cheapest, weights_text
+from realgraph.planner.report_text import batches_text, bound_text, cheapest, predicted_text, weights_text
 
 NUMBERS = (
     "micro-batches",
@@ -66,7 +66,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
 def _tiles(report: Report) -> Iterator[tuple[str, str]]:
     """The few numbers that matter most, and what they are."""
     plan, found = report.plan, report.findings
-    yield seconds_text(plan.period_seconds), "period: seconds a step, predicted"
+    yield seconds_text(plan.period_seconds), f"period: seconds a step, {predicted_text(report)}"
     yield rate_text(report.samples_per_second), "samples a second"
     yield gap_text(plan.gap), f"proven gap; lower bound {seconds_text(plan.lower_bound_seconds)}"
     yield percent_text(report.bottleneck.load), f"load of devices {report.bottleneck.devices}"
@@ -88,7 +88,7 @@ def _sections(report: Report) -> Iterator[str]:
     if any(lane.bars for lane in report.timeline.lanes):
         kinds = dict.fromkeys(bar.kind for lane in report.timeline.lanes for bar in lane.bars)
         legend = _legend([*((kind, kind) for kind in kinds), ("ink", "edge below: on the critical circuit")])
-        yield _section("Two periods", f'<div class="wide">{timeline_svg(report.timeline)}</div>{legend}')
+        yield _section("Timeline: two periods", f'<div class="wide">{timeline_svg(report.timeline)}</div>{legend}')
     yield _section("Allocation", _allocation(report))
     if any(bar.parts for bar in report.memory):
         yield _section("Memory at the worst moment", _memory(report))

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from realgraph.planner.plan import Plan
-from realgraph.planner.report import Row, Size
-from realgraph.planner.report_format import gap_text, seconds_text
+from realgraph.planner.report import Report, Row, Size
+from realgraph.planner.report_format import gap_text, percent_text, seconds_text
 
 STOPPED = {
     "proven": "the gap was proven",
@@ -12,6 +12,11 @@ STOPPED = {
     "interrupted": "it was interrupted",
     "exhausted": "nothing was left to try",
 }
+
+
+def predicted_text(report: Report) -> str:
+    """What kind of number the period is."""
+    return f"predicted, ± {percent_text(report.error)}" if report.error else "predicted, not measured"
 
 
 def bound_text(plan: Plan) -> str:

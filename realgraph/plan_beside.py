@@ -32,11 +32,15 @@ def rules(session: Session, prepared: Prepared) -> tuple[Comparison, ...]:
     if session.stop():
         return ()
     found = baselines_of(prepared, session.quick(RULE_SECONDS, RULE_GAP))
+    everywhere = [baseline for baseline in (found.colocated, found.symmetric) if baseline is not None]
+    colocated = min(
+        everywhere, key=lambda baseline: baseline.period, default=None
+    )  # the symmetric one is colocated too
     return tuple(
         Comparison(name, None, f"{what}: none fits") if baseline is None else Comparison(name, baseline.period, what)
         for name, baseline, what in (
             ("symmetric", found.symmetric, "one layout per role for all its calls, on all devices; the best of them"),
-            ("colocated", found.colocated, "every call on all devices, each with the layout that suits it"),
+            ("colocated", colocated, "every call on all devices, each with the layout that suits it"),
             ("Megatron's rule", found.megatron, "tp of a node, the fewest stages that fit, dp for the rest"),
             ("ReaL-style heuristic", found.real, "its places for generation and training, the best layouts there"),
         )

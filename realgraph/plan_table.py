@@ -24,7 +24,7 @@ from realgraph.planner.report_format import (
     words,
 )
 from realgraph.planner.report_memory import MemoryPart
-from realgraph.planner.report_text import batches_text, bound_text, cheapest, weights_text
+from realgraph.planner.report_text import batches_text, bound_text, cheapest, predicted_text, weights_text
 
 CELLS = 16  # of a drawn cluster
 MEMORY_CELLS = 40  # of a full device
@@ -88,7 +88,7 @@ def head(report: Report) -> Iterator[Text]:
         yield Text.assemble((f"{name}: " if not i else f"{name} ", "bold"), text)
     speed = f"{seconds_text(plan.period_seconds)} a step, {rate_text(report.samples_per_second)} samples/s"
     latency = f", {seconds_text(plan.latency_seconds)} from start to end of one step" if plan.latency_seconds else ""
-    yield Text.assemble(("period ", "bold"), f"{speed}{latency} (predicted, not measured)")
+    yield Text.assemble(("period ", "bold"), f"{speed}{latency} ({predicted_text(report)})")
     yield Text.assemble(("lower bound ", "bold"), bound_text(plan))
     price = report.findings.price
     if price is not None:

@@ -80,6 +80,17 @@ def test_the_critical_circuit_adds_up_to_the_period(seed: int) -> None:
     assert found.call in found.sentence and found.call == max(found.circuit, key=lambda node: node[1])[0]
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_error_of_the_period_is_between_those_of_its_calls(seed: int) -> None:
+    rng = random.Random(seed)
+    asked, plan = varied(seed)
+    assert report(asked, plan).error == 0
+    errors = {name: rng.uniform(0.05, 0.3) for name in plan.allocations}
+    changed = {name: msgspec.structs.replace(a, error=errors[name]) for name, a in plan.allocations.items()}
+    found = report(asked, msgspec.structs.replace(plan, allocations=changed))
+    assert 0 < found.error <= max(errors[name] for name, _ in found.bottleneck.circuit if name in errors)
+
+
 def test_a_colocated_plan_keeps_its_devices_busy() -> None:
     shown = report(*colocated())
     (lane,) = shown.timeline.lanes
