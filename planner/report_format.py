@@ -27,7 +27,9 @@ def percent_text(share: float, digits: int = 0) -> str:
 
 
 def gap_text(gap: float) -> str:
-    """A small share that matters: `0.13 %`, `3.4 %`, `28 %`."""
+    """A small share that matters: `0 %`, `0.13 %`, `3.4 %`, `28 %`."""
+    if abs(gap) < 5e-5:
+        return "0 %"
     return percent_text(gap, 2 if gap < 0.01 else 1 if gap < 0.1 else 0)
 
 

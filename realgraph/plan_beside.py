@@ -104,6 +104,8 @@ def synchrony(session: Session, request: PlanRequest, plan: Plan) -> str:
 
 def simpler(request: PlanRequest, plan: Plan, comparisons: tuple[Comparison, ...]) -> str:
     """Whether placing every call on all devices, which has less to go wrong, is as good; '' where it is worse."""
+    if len(plan.allocations) < 2:
+        return ""
     if len({allocation.layout.mesh for allocation in plan.allocations.values()}) == 1:
         if request.constraints.colocated or plan.gap > PROVEN:
             return ""

@@ -169,7 +169,7 @@ def test_numbers_are_written_as_people_read_them() -> None:
     texts = {1204.4: "1,204 s", 67.29: "67.3 s", 0.1044: "0.104 s", 0.0684: "68.4 ms", 0.00002: "20.0 us", 0: "0 s"}
     assert {value: seconds_text(value) for value in texts} == texts
     assert [change_text(value) for value in (1.14, 0.968, 1.0001)] == ["+14 %", "-3.2 %", "equal"]
-    assert [gap_text(value) for value in (0.0013, 0.034, 0.28)] == ["0.13 %", "3.4 %", "28 %"]
+    assert [gap_text(value) for value in (0.0, 0.0013, 0.034, 0.28)] == ["0 %", "0.13 %", "3.4 %", "28 %"]
     assert devices_text([0, 1, 2, 8, 10, 9]) == "0-2, 8-10" and devices_text([3]) == "3"
 
 
