@@ -19,7 +19,9 @@ LADDER_GPU = (1024, 2048, 4096, 8192, 16384, 32768)
 CACHE_RUNGS = 6  # sizes of a generate call's cache, each half of the one before
 MOST_STAGES = 32  # of a pipeline that trains
 MOST_FORWARD_STAGES = 4  # of one that only infers
-CONTEXT_TOKENS = 4096  # of a sample on each context-parallel rank, at least
+CONTEXT_TOKENS = 8192  # of a sample on each context-parallel rank, at least
+EXPERT_RANKS = (1, 4, 8, 16, 32, 64)  # that experts may be spread over
+FORWARD_LADDER = (8192, 32768)  # sizes of micro-batches that only infer, beside the longest sample
 WIDE_TP = 4  # nodes that one generating replica may span where no node holds the weights
 FULL = 0.6  # of a node's memory: weights beyond it make a replica span nodes
 
@@ -135,7 +137,7 @@ def _context_ranks(request: PlanRequest, call: str, devices: int) -> list[int]:
 def _with_experts(request: PlanRequest, call: str, layout: Layout) -> Iterator[Layout]:
     """The layout, its expert-parallel kin, and its sharded one; experts are spread over data-parallel ranks."""
     model, pinned = request.model(call), request.pins.get(call, Pin()).ep
-    sizes = [pinned] if pinned else [1 << i for i in range(7)]
+    sizes = (pinned,) if pinned else EXPERT_RANKS
     for ep in sizes:
         if ep == 1 or (model.experts and model.experts % ep == 0 and layout.dp % ep == 0):
             yield Layout(layout.mesh, dp=layout.dp, tp=layout.tp, pp=layout.pp, ep=ep, cp=layout.cp)
@@ -160,13 +162,16 @@ def token_ladder(request: PlanRequest, call: str, layout: Layout, cluster: Clust
     longest = sample_tokens(request)
     if fixed:
         return (fixed,)
-    ladder = sorted({longest, *(size for size in _ladder(cluster) if size > longest)})
+    ladder = sorted({longest, *(size for size in _ladder(request, call, cluster) if size > longest)})
     enough = [size for size in ladder if size >= share * longest]
     return tuple(reversed([size for size in ladder if not enough or size <= enough[0]]))
 
 
-def _ladder(cluster: Cluster) -> tuple[int, ...]:
-    return LADDER_CPU if cluster.is_cpu else LADDER_GPU
+def _ladder(request: PlanRequest, call: str, cluster: Cluster) -> tuple[int, ...]:
+    if cluster.is_cpu:
+        return LADDER_CPU
+    wide = request.engine == "any" and isinstance(request.graph.calls[call], Inference)
+    return FORWARD_LADDER if wide else LADDER_GPU
 
 
 def _cache_ladder(request: PlanRequest, share: int) -> tuple[int, ...]:

@@ -7,7 +7,15 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.planner.cost import Setting
-from realgraph.planner.cost_move import Copies, copies_of, move_seconds, reallocation_seconds
+from realgraph.planner.cost_move import (
+    IN_HOST,
+    Copies,
+    copies_of,
+    device_bytes,
+    move_seconds,
+    offload_seconds,
+    reallocation_seconds,
+)
 from realgraph.planner.cost_table import PhaseFactor
 from realgraph.planner.layout import DeviceMesh
 from realgraph.planner.pricing import Option, factors_of
@@ -15,7 +23,6 @@ from realgraph.planner.problem import Floats, Ints, Move
 from realgraph.planner.request import PlanRequest
 
 STATE_BYTES = 12  # of a trained parameter in all, at least: what it is trained on has memory for it
-APART = 1 << 62  # added to the cuts of copies in host memory: nobody reads them in place
 
 
 class Place(Struct, frozen=True, eq=False):
@@ -45,14 +52,14 @@ def _copies(request: PlanRequest, call: str, place: Place) -> Copies:
     setting = Setting(request.model(call), request.role(call), layouts[0], cluster, factors_of(request, cluster))
     found = copies_of(setting, layouts, request.cluster.first_of(place.group))
     away = np.array([option.candidate.residency == "offloaded" for option in place.options])
-    cut: Ints = np.where(away, APART + np.arange(len(away)), found.cut)
+    cut: Ints = np.where(away, IN_HOST + np.arange(len(away)), found.cut)
     return replace(found, cut=cut)
 
 
 def longest_moves(request: PlanRequest, call: str, place: Place) -> Floats:
     """Per option of a call that reads trained weights, seconds that no move to it exceeds.
 
-    From other nodes; and where fewer devices train than receive, no faster than they can send.
+    From other nodes, or out of host memory; and where fewer devices train than receive, no faster than they can send.
     """
     cluster, model = request.cluster.groups[place.group], request.model(call)
     params = model.n_params(request.role(call).head)
@@ -61,10 +68,28 @@ def longest_moves(request: PlanRequest, call: str, place: Place) -> Floats:
     for i, option in enumerate(place.options):
         layout = replace(option.candidate.layout, mesh=place.mesh)
         setting = Setting(model, request.role(call), layout, cluster, factors_of(request, cluster))
-        seconds[i] = reallocation_seconds(setting)
+        loaded = offload_seconds(cluster, device_bytes(setting, layout)) if request.engine == "any" else 0.0
+        seconds[i] = reallocation_seconds(setting) + loaded
         if request.cluster.nodes > 1 or request.cluster.more:
             seconds[i] += setting.element * params / senders / (cluster.nic_bytes_per_s * setting.costs.nic)
     return corrected(request, seconds)
+
+
+def held_seconds(request: PlanRequest, call: str, place: Place) -> Floats:
+    """Per option of a train call, seconds that a move may save because the copy lies on some of the target's nodes.
+
+    Infinite where every device holds the whole model, so that a copy on the same devices costs nothing.
+    """
+    cluster, model = request.cluster.groups[place.group], request.model(call)
+    found = _copies(request, call, place)
+    whole = found.device_bytes >= found.whole
+    setting = Setting(
+        model, request.role(call), place.options[0].candidate.layout, cluster, factors_of(request, cluster)
+    )
+    near = found.node_bytes / cluster.devices_per_node / (cluster.nic_bytes_per_s * setting.costs.nic)
+    if request.cluster.nodes == 1 and not request.cluster.more:
+        near = np.zeros(len(whole))
+    return np.where(whole, np.inf, corrected(request, near))
 
 
 class Moves:

@@ -1,6 +1,7 @@
 """What a call has to do in one step, and its seconds by the formulas: lengths, batches, sequences that run at once."""
 
 import math
+from functools import lru_cache
 from typing import Literal
 
 from msgspec import Struct
@@ -14,6 +15,7 @@ from realgraph.planner.cost_train import TrainWork, train_seconds
 from realgraph.planner.layout import Layout
 from realgraph.planner.lengths import lengths_of
 from realgraph.planner.request import PlanRequest
+from realgraph.planner.workload import Workload
 
 MAX_RUNNING = 128  # sequences that decode at once on a GPU: the embedded engine's own bound
 MAX_RUNNING_CPU = 256  # on a CPU
@@ -101,7 +103,16 @@ def _packed_work(request: PlanRequest, tokens: int, steps: int = 1, epochs: int 
         epochs=epochs,
         prompt_tokens=mean_prompt_tokens(request),
         samples_per_group=request.workload.samples_per_group,
+        longest_tokens=longest_expected(request.workload),
     )
+
+
+@lru_cache(maxsize=256)
+def longest_expected(workload: Workload) -> int:
+    """Tokens of the longest sample that a batch is expected to have."""
+    lengths = lengths_of(workload.mean_new_tokens, workload.max_new_tokens, workload.lengths)
+    prompt = workload.prompt_tokens if workload.mean_prompt_tokens is None else workload.mean_prompt_tokens
+    return math.ceil(prompt + lengths.expected_max(workload.n_samples))
 
 
 def running_sequences(request: PlanRequest, layout: Layout, kv_tokens: int) -> int:

@@ -59,6 +59,15 @@ class Option(Struct, frozen=True):
     error: float = 0.0
 
 
+class Timing(Struct, frozen=True):
+    """Seconds that a call holds its mesh, seconds until its outputs are there, sequences that decode at once."""
+
+    seconds: float
+    latency: float
+    running: int = 0
+    error: float = 0.0
+
+
 def phase_of(call: ModelCall) -> Phase:
     """The phase whose measured factor applies."""
     match call:
@@ -72,8 +81,16 @@ def phase_of(call: ModelCall) -> Phase:
             raise ValueError("free calls have no phase")
 
 
-def options_of(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> Iterator[Option]:
-    """The rows of one candidate, none where it can't fit an empty device of `cluster`, its group of nodes."""
+Timed = dict[tuple[Layout, int, bool], tuple[Timing, ...]]
+
+
+def options_of(
+    request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster, timed: Timed | None = None
+) -> Iterator[Option]:
+    """The rows of one candidate, none where it can't fit an empty device of `cluster`, its group of nodes.
+
+    timed: of one call on one mesh, what was found for the same candidate under other residencies.
+    """
     held = holding(request, call, candidate, cluster)
     resident, active = held.resident.total, held.active.total
     if resident + active > memory.usable_bytes(cluster):
@@ -82,7 +99,13 @@ def options_of(request: PlanRequest, call: str, candidate: Candidate, cluster: C
         active, shared = active + ELSEWHERE, ELSEWHERE
     else:
         shared = held.shared
-    for timing in timings(request, call, candidate, cluster):
+    known: Timed = {} if timed is None else timed
+    key = (candidate.layout, candidate.tokens, candidate.recompute)
+    if key not in known:
+        known[key] = formula_timings(request, call, candidate, cluster)
+    more = _offload_seconds(request, call, candidate, cluster)
+    for base in known[key]:
+        timing = corrected(request, call, candidate, base, more)
         yield Option(
             candidate=candidate,
             seconds=timing.seconds,
@@ -150,35 +173,18 @@ def replace_recompute(role: ModelRole, recompute: bool) -> ModelRole:
 # --- seconds ----------------------------------------------------------------------------------------------------------
 
 
-class Timing(Struct, frozen=True):
-    """Seconds that a call holds its mesh, seconds until its outputs are there, sequences that decode at once."""
-
-    seconds: float
-    latency: float
-    running: int = 0
-    error: float = 0.0
-
-
-def timings(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> tuple[Timing, ...]:
-    """By the formulas, corrected by what was measured; several where a generate call may have more or less in flight.
-
-    Where this very call was measured under this layout and workload, its measured seconds stand.
-    """
+def formula_timings(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> tuple[Timing, ...]:
+    """By the formulas alone; several where a generate call may have more or less in flight."""
     generates = isinstance(request.graph.calls[call], Generate)
-    running = running_sequences(request, candidate.layout, candidate.tokens) if generates else 0
-    measured = _measured(request, call, candidate)
-    if measured is not None:
-        seconds, error = measured
-        return (Timing(seconds, seconds, running, error),)
     role = replace_recompute(request.role(call), candidate.recompute)
     setting = Setting(request.model(call), role, candidate.layout, cluster, factors_of(request, cluster))
-    more = _offload_seconds(request, call, candidate, cluster)
     if generates and request.workload.staleness > 0:
         work = generate_work(request, candidate.layout, candidate.tokens)
         streams = rollout_variants(setting, work, request.workload.staleness)[:STREAMS]
-        return tuple(_corrected(request, call, Timing(v.seconds, v.latency, v.running), more) for v in streams)
+        return tuple(Timing(v.seconds, v.latency, v.running) for v in streams)
     seconds = setting_seconds(request, call, setting, candidate.tokens)
-    return (_corrected(request, call, Timing(seconds, seconds, running), more),)
+    running = running_sequences(request, candidate.layout, candidate.tokens) if generates else 0
+    return (Timing(seconds, seconds, running),)
 
 
 def factors_of(request: PlanRequest, cluster: Cluster) -> Costs | None:
@@ -186,8 +192,14 @@ def factors_of(request: PlanRequest, cluster: Cluster) -> Costs | None:
     return request.costs.factors if request.costs.kind in ("", cluster.kind) else None
 
 
-def _corrected(request: PlanRequest, call: str, timing: Timing, more: float) -> Timing:
-    """With `more` seconds of offloading, and the phase's measured factor."""
+def corrected(request: PlanRequest, call: str, candidate: Candidate, timing: Timing, more: float) -> Timing:
+    """With `more` seconds of offloading and the phase's measured factor.
+
+    Where this very call was measured under this layout and workload, its measured seconds stand.
+    """
+    measured = _measured(request, call, candidate)
+    if measured is not None:
+        return Timing(measured[0], measured[0], timing.running, measured[1])
     phase = phase_of(request.graph.calls[call])
     found = request.costs.phases.get(phase, PhaseFactor())
     seconds = found.factor * (timing.seconds + more) + found.constant_seconds

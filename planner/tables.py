@@ -17,11 +17,11 @@ from realgraph.planner.couplings import free_floor, moves_of, precedences, reade
 from realgraph.planner.layout import DeviceMesh
 from realgraph.planner.memory import usable_bytes
 from realgraph.planner.meshes import Family, family
-from realgraph.planner.moves import Moves, Place, longest_moves
+from realgraph.planner.moves import Moves, Place, held_seconds, longest_moves
 from realgraph.planner.options import free_seconds, is_trained
 from realgraph.planner.pins import Pin
-from realgraph.planner.pricing import Option, options_of
-from realgraph.planner.problem import Floats, Ints, OptionTable, SearchProblem, SearchTask
+from realgraph.planner.pricing import Option, Timed, options_of
+from realgraph.planner.problem import Ints, OptionTable, SearchProblem, SearchTask
 from realgraph.planner.pruning import Rows, kept_rows
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.wishes import named_meshes
@@ -110,6 +110,7 @@ def node_bytes(request: PlanRequest, group: Cluster) -> int:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 Key = tuple[str, int, int]  # call, group of nodes, devices
+Spot = tuple[str, int, int, int]  # reader, group of nodes, devices, number of a layout
 
 
 class _Tables:
@@ -121,7 +122,7 @@ class _Tables:
         self.tables: list[tuple[Option, ...]] = []
         self.layouts: dict[tuple[object, ...], int] = {}
         self._longest: dict[str, float] = {}  # reader -> seconds of its longest move
-        self._saved: dict[tuple[str, int, int, int], int] = {}  # reader, group, devices, layout -> bytes of its copy
+        self._saved: dict[Spot, tuple[int, int]] = {}  # bytes of a reader's copy, and of all it needs while it runs
 
     def on_meshes(self, call: str) -> dict[int, int]:
         """Number of a mesh -> number of the call's table there."""
@@ -145,17 +146,20 @@ class _Tables:
     def _options(self, call: str, group: int, size: int) -> tuple[Option, ...]:
         request, cluster = self._request, self._request.cluster.groups[group]
         mesh = DeviceMesh(request.cluster.first_of(group), size)
+        timed: Timed = {}
         found = [
             option
             for candidate in candidates(request, call, mesh, cluster)
-            for option in options_of(request, call, candidate, cluster)
+            for option in options_of(request, call, candidate, cluster, timed)
         ]
         for option in found:
             self.layouts.setdefault(layout_key(option), len(self.layouts))
         if not found:
             return ()
         kept = kept_rows(self._rows(call, group, found))
-        return tuple(found) if call == self._whole else tuple(found[i] for i in kept)
+        options = tuple(found) if call == self._whole else tuple(found[i] for i in kept)
+        self._remember(call, group, size, options)
+        return options
 
     def _rows(self, call: str, group: int, options: Sequence[Option]) -> Rows:
         """With what a row's layout means for other calls of its role, where there are any."""
@@ -164,26 +168,41 @@ class _Tables:
         table = option_table(options, self.layouts)
         if is_trained(request, role):
             if isinstance(request.graph.calls[call], Train):
-                slack, bonus = self._for_readers(call, (group, mesh.n_devices), table)
-                return Rows(table, slack, bonus)
+                return self._train_rows(call, Place(mesh, group, options), table)
             slack = longest_moves(request, call, Place(mesh, group, options))
             self._longest[call] = max(self._longest.get(call, 0.0), float(slack.max()))
-            for option, number in zip(options, table.layout, strict=True):
-                spot = (call, group, mesh.n_devices, int(number))
-                kept = 0 if option.candidate.home else max(option.nbytes[0], option.nbytes[2])
-                self._saved[spot] = max(self._saved.get(spot, 0), kept)
             return Rows(table, slack)
         alone = len(readers(request, role)) == 1
-        return Rows(table) if alone else Rows(table, np.zeros(len(table)), table.resident)
+        return Rows(table) if alone else Rows(table, np.zeros(len(table)), bonus=table.resident)
 
-    def _for_readers(self, call: str, place: tuple[int, int], table: OptionTable) -> tuple[Floats, Ints]:
-        """Of a train call's rows: the longest moves to all readers, and bytes that readers save by reading in place."""
-        names, (group, size) = readers(self._request, self._request.graph.role(call)), place
-        slack = np.full(len(table), sum(self._longest.get(name, 0.0) for name in names))
-        bonus = np.zeros(len(table), dtype=np.int64)
+    def _train_rows(self, call: str, place: Place, table: OptionTable) -> Rows:
+        """What the layouts of a train call mean for the calls that read the trained weights.
+
+        A copy that is read in place, or lies whole on each device, may save whole moves; any other what its nodes hold.
+        States in host memory may cost a whole move more.
+        """
+        request, spot = self._request, (place.group, place.mesh.n_devices)
+        names = readers(request, request.graph.role(call))
+        most = sum(self._longest.get(name, 0.0) for name in names)
+        edge = held_seconds(request, call, place) * len(names)
+        bonus, beside = np.zeros(len(table), dtype=np.int64), np.zeros(len(table), dtype=np.int64)
         for i, number in enumerate(table.layout):
-            bonus[i] = sum(self._saved.get((name, group, size, int(number)), 0) for name in names)
-        return slack, bonus
+            copies = [self._saved.get((name, *spot, int(number))) for name in names]
+            shared = [one for one in copies if one is not None]
+            bonus[i] = sum(nbytes for nbytes, _ in shared)
+            beside[i] = max((nbytes for _, nbytes in shared), default=0)
+            edge[i] = most if shared else min(most, float(edge[i]))
+        away = np.array([option.candidate.residency == "offloaded" for option in place.options])
+        return Rows(table, np.where(away, most, 0.0), edge, bonus, beside)
+
+    def _remember(self, call: str, group: int, size: int, options: Sequence[Option]) -> None:
+        """Of what is kept for a call that reads weights: what it needs, and would save by sharing the trained copy."""
+        for option in options:
+            spot = (call, group, size, self.layouts[layout_key(option)])
+            resident, active, shared = option.nbytes
+            own = (0, active - shared) if option.candidate.home else (max(resident, shared), resident + active)
+            known = self._saved.get(spot, (0, 0))
+            self._saved[spot] = (max(known[0], own[0]), max(known[1], own[1]))
 
 
 def layout_key(option: Option) -> tuple[object, ...]:
