@@ -33,16 +33,26 @@ ALLOCATIONS = st.builds(
     seconds=SECONDS,
     peak_bytes=COUNTS,
     worst_term=WORDS,
+    latency_seconds=SECONDS,
+    microbatches=COUNTS,
+    running=COUNTS,
+    host_bytes=COUNTS,
+    error=SECONDS,
 )
 PLANS = st.builds(
     Plan,
     allocations=st.dictionaries(WORDS, ALLOCATIONS, max_size=4),
     orders=st.dictionaries(st.integers(0, 2000), st.lists(st.builds(Turn, WORDS, st.integers(-3, 3))).map(tuple)),
-    hashes=st.builds(Hashes, WORDS, WORDS, WORDS),
+    hashes=st.builds(Hashes, WORDS, WORDS, WORDS, WORDS),
     period_seconds=SECONDS,
     lower_bound_seconds=SECONDS,
     scope=WORDS,
     bottleneck=st.lists(WORDS).map(tuple),
+    latency_seconds=SECONDS,
+    starts=st.dictionaries(WORDS, st.floats(allow_nan=False, allow_infinity=False), max_size=4),
+    reallocation_seconds=st.dictionaries(WORDS, SECONDS, max_size=3),
+    stopped=WORDS,
+    search_seconds=SECONDS,
 )
 
 

@@ -159,3 +159,40 @@ def test_an_order_against_the_data_is_an_empty_circuit_and_is_named() -> None:
     assert stuck is not None
     assert show_circuit(stuck).startswith("generate -> ")
     assert show_circuit(stuck).endswith(" -> generate")
+
+
+def test_what_reads_late_outputs_waits_for_them_and_the_mesh_does_not() -> None:
+    """A generate session that streams holds its mesh for 30 s, and its samples are complete after 50 s."""
+    meshes = {name: DeviceMesh(i, 1) for i, name in enumerate(PPO_SECONDS)}
+    orders = {i: (Turn(name),) for i, name in enumerate(PPO_SECONDS)}
+    plan = ppo_plan(meshes, orders)
+    late = msgspec.structs.replace(plan.allocations["generate"], latency_seconds=50.0)
+    streaming = msgspec.structs.replace(plan, allocations={**plan.allocations, "generate": late})
+    assert ppo_period(streaming, 0) == 50 + 5 + 25
+    assert ppo_period(streaming, 1) == 40  # half of the same circuit, which holds two tokens
+    assert ppo_period(streaming, 2) == 30  # the mesh itself
+    after = {**orders, 0: (Turn("generate"), Turn("ref", -1))}
+    del after[1]
+    shared = msgspec.structs.replace(streaming.allocations["ref"], layout=Layout(DeviceMesh(0, 1)))
+    both = msgspec.structs.replace(streaming, allocations={**streaming.allocations, "ref": shared}, orders=after)
+    assert ppo_period(both, 4) == 30 + 5  # a session begins before the last one's samples are scored
+
+
+def test_a_reallocation_holds_the_devices_whose_orders_name_it() -> None:
+    """The copy that generates is refreshed in 2 s; named in the trainer's order too, it takes them from the trainer."""
+    meshes = {name: DeviceMesh(i, 1) for i, name in enumerate(PPO_SECONDS)}
+    orders = {i: (Turn(name),) for i, name in enumerate(PPO_SECONDS)}
+    implied = msgspec.structs.replace(ppo_plan(meshes, orders), reallocation_seconds={"generate": 2.0})
+
+    def named(seconds: float, ahead: int) -> Plan:
+        move = Turn("reallocate:generate", ahead)
+        taken = {**orders, 0: (move, Turn("generate", ahead)), 3: (move, Turn("actor_train"))}
+        return msgspec.structs.replace(implied, orders=taken, reallocation_seconds={"generate": seconds})
+
+    for staleness, expected in ((0, 62), (1, 32), (4, 32)):
+        assert ppo_period(implied, staleness) == expected
+        assert ppo_period(named(2.0, staleness), staleness) == expected
+    slow = named(20.0, 4)
+    assert ppo_period(slow, 4) == 50  # generation and its reallocation share a device; training and it another: 45
+    ordered = msgspec.structs.replace(slow, orders={**slow.orders, 0: (Turn("generate", 4),)})
+    assert ppo_period(ordered, 4) == 45

@@ -2,14 +2,20 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from realgraph.graphs.errors import ConfigError
-from realgraph.planner.cluster import Cluster, ClusterSpec
+from realgraph.planner.cluster import Cluster, ClusterSpec, NodesSpec
 from realgraph.planner.detect import Gpu, Probe, probe, resolve
 from realgraph.planner.layout import DeviceMesh
 from realgraph.planner.meshes import mesh_fault
-from tests.planner_cases import MACHINE, cluster
+from realgraph.planner.problem import Limits
+from realgraph.planner.search import search
+from realgraph.planner.validate import validate
+from tests.planner_cases import MACHINE, cluster, ppo, request
+
+replace = msgspec.structs.replace
 
 
 def test_meshes_are_aligned_powers_of_two_or_whole_nodes() -> None:
@@ -68,6 +74,44 @@ def test_a_driver_name_is_one_kind(name: str, kind: str) -> None:
 def test_an_unclear_cluster_is_refused(spec: ClusterSpec, machine: Probe, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         resolved(spec, machine)
+
+
+def test_further_nodes_are_their_kind_s_own() -> None:
+    spec = ClusterSpec(2, 8, "H100-SXM", more=(NodesSpec(3, "A100-80"), NodesSpec(1, "H20", 4, memory_gb=90)))
+    mixed = resolved(spec)
+    assert mixed.n_devices == 16 + 24 + 4
+    assert [(group.kind, group.nodes, group.devices_per_node) for group in mixed.groups] == [
+        ("H100-SXM", 2, 8),
+        ("A100-80", 3, 8),
+        ("H20", 1, 4),
+    ]
+    assert [mixed.first_of(i) for i in range(3)] == [0, 16, 40]
+    assert mixed.groups[2].memory_bytes == 90 * 10**9
+    assert mixed.groups[1] == replace(resolved(ClusterSpec(3, 8, "A100-80")), more=())
+
+
+@pytest.mark.parametrize(
+    ("spec", "path", "says"),
+    [
+        (ClusterSpec(1, 8, "H100-SXM", more=(NodesSpec(1, "cpu"),)), "$.cluster.more[0].kind", "do not share"),
+        (ClusterSpec(1, 8, "H100-SXM", more=(NodesSpec(1, "A100"),)), "$.cluster.more[0].kind", "did you mean"),
+        (ClusterSpec(kind="cpu", more=(NodesSpec(1, "H200"),)), "$.cluster.more[0].kind", "do not share"),
+    ],
+)
+def test_further_nodes_that_make_no_sense_are_refused(spec: ClusterSpec, path: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(spec)
+    assert any(p.where.path == path and says in str(p) for p in caught.value.problems), caught.value
+
+
+def test_a_mixed_cluster_is_planned_within_and_across_its_kinds() -> None:
+    mixed = resolved(ClusterSpec(1, 8, "H100-SXM", more=(NodesSpec(1, "A100-80"),)))
+    asked = request(ppo(), "meta-llama/Llama-3.1-8B", mixed, engine="any")
+    plan = search(asked, Limits(gap=0.01, seconds=10.0))
+    assert validate(plan, asked) == ()
+    alone = search(replace(asked, cluster=resolved(ClusterSpec(1, 8, "H100-SXM"))), Limits(gap=0.01, seconds=10.0))
+    assert plan.lower_bound_seconds <= alone.period_seconds * (1 + 1e-9)
+    assert any(allocation.layout.mesh.first >= 8 for allocation in plan.allocations.values())
 
 
 SMI = {

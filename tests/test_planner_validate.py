@@ -3,12 +3,15 @@
 import msgspec
 import pytest
 
+from realgraph.planner.constraints import Constraints
+from realgraph.planner.cost_table import CostTable, PhaseFactor
 from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.pins import Pin
 from realgraph.planner.plan import Plan, Turn
 from realgraph.planner.request import hashes
 from realgraph.planner.search import reprice, search
 from realgraph.planner.validate import validate
-from tests.planner_cases import cluster, ppo, request
+from tests.planner_cases import cluster, grpo, ppo, request
 
 replace = msgspec.structs.replace
 
@@ -97,3 +100,61 @@ def test_hashes_change_with_what_predictions_depend_on_and_with_nothing_else() -
     assert hashes(replace(PPO, graph=replace(PPO.graph, calls=doubled))).graph != base.graph
     assert hashes(replace(PPO, workload=replace(PPO.workload, staleness=1))).workload != base.workload
     assert hashes(replace(PPO, cluster=cluster("H200"))).cluster != base.cluster
+
+
+# --- reallocations in the orders --------------------------------------------------------------------------------------
+
+APART = request(grpo(), pins={"rollout": Pin(first=0, devices=4), "train": Pin(first=4, devices=4)})
+MOVING = search(APART)
+MOVE = Turn("reallocate:rollout", 0)
+
+
+def without_moves(plan: Plan) -> Plan:
+    kept = {d: tuple(turn for turn in order if turn.call != MOVE.call) for d, order in plan.orders.items()}
+    return replace(plan, orders=kept)
+
+
+def test_a_plan_may_leave_reallocations_out_of_its_orders() -> None:
+    assert all(any(turn.call == MOVE.call for turn in order) for order in MOVING.orders.values())
+    assert validate(MOVING, APART) == ()
+    bare = without_moves(MOVING)
+    assert validate(bare, APART) == ()
+    assert reprice(APART, bare).period_seconds <= MOVING.period_seconds * (1 + 1e-9)
+    assert reprice(APART, MOVING).reallocation_seconds == MOVING.reallocation_seconds
+
+
+@pytest.mark.parametrize(
+    ("orders", "path", "says"),
+    [
+        ({5: (Turn("train"),)}, "$.orders.5", "both meshes of the reallocation have this device"),
+        ({5: (MOVE, MOVE, Turn("train"))}, "$.orders.5", "2 times"),
+        ({5: (Turn("reallocate:train"), MOVE, Turn("train"))}, "$.orders.5", "where none are needed"),
+        ({5: (Turn("reallocate:rollout", 3), Turn("train"))}, "$.orders.5", "offset 3"),
+    ],
+)
+def test_a_reallocation_in_the_wrong_place_is_refused(
+    orders: dict[int, tuple[Turn, ...]], path: str, says: str
+) -> None:
+    problems = validate(replace(MOVING, orders=MOVING.orders | orders), APART, "plan.json")
+    assert any(str(p.where).startswith(f"plan.json: {path}") and says in str(p) for p in problems), problems
+
+
+def test_a_table_of_costs_that_changed_is_told_and_a_missing_one_is_not() -> None:
+    costs = CostTable(name="here", phases={"train": PhaseFactor(factor=2.0)})
+    plan = search(replace(APART, costs=costs))
+    assert validate(plan, APART) == ()
+    assert validate(plan, replace(APART, costs=costs)) == ()
+    other = replace(APART, costs=replace(costs, name="elsewhere"))
+    assert [p.where.path for p in validate(plan, other)] == ["$.hashes.costs"]
+
+
+def test_the_wide_space_validates_what_installed_engines_refuse() -> None:
+    wide = request(grpo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), engine="any", pins={"train": Pin(tp=4, pp=2)})
+    plan = search(wide)
+    assert validate(plan, wide) == ()
+    problems = validate(plan, replace(wide, engine="installed"), "plan.json")
+    assert {"$.allocations.train.layout.tp", "$.allocations.train.layout.pp"} <= {p.where.path for p in problems}
+    full = replace(plan.allocations["train"], residency="offloaded")
+    tiny = replace(wide, constraints=Constraints(host_memory_gb=1.0))
+    told = validate(replace(plan, allocations={**plan.allocations, "train": full}), tiny)
+    assert any("wait in the memory of node" in p.text for p in told), told
