@@ -65,7 +65,7 @@ def schedule(problem: SearchProblem, timed: Timing) -> Schedule | None:
     if not np.isfinite(period):
         return None
     names = [node.name for node in timed.nodes]
-    members = [names[i] for i in circuit[: list(circuit).index(-1)]][::-1]
+    members = [names[i] for i in circuit[: circuit.tolist().index(-1)]][::-1]
     first = min(range(len(members)), key=lambda i: names.index(members[i]), default=0)
     early = _early(problem, timed, starts, period)
     return Schedule(period, dict(zip(names, early, strict=True)), tuple(members[first:] + members[:first]))

@@ -2,24 +2,21 @@
 
 Let tasks of a clique Q never overlap, and let E be other tasks that overlap none of Q. Of N devices in a period T,
     sum of t_i over Q + sum of (n_j t_j) / N over E <= T,
-and of memory V in all, for each task i with `active` bytes a_i on its n_i devices, all resident bytes r being there too,
+and of memory V in all, for each task i with `active` bytes a_i on its n_i devices beside all resident bytes r,
     (sum of n_j r_j + n_i a_i) / V <= 1.
-Any weighting of these rows (weights of the first kind summing to 1) is a bound on T that is a sum over tasks of the least
-that an option costs: a table of costs per task and option table. The best weights come from a subgradient ascent.
+Any weighting of these rows (weights of the first kind summing to 1) is a bound on T that is a sum over tasks of the
+least that an option costs: a table of costs per task and option table. The best weights come from a subgradient ascent.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import combinations
+from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
-from realgraph.planner.solve_compiled import Floats, Ints
+from realgraph.planner.solve_compiled import Floats, Ints, Mask
 from realgraph.planner.solve_instance import Instance
 
 MOST_CLIQUES = 96
-Mask = npt.NDArray[np.bool_]
 
 
 class Rows(Struct, frozen=True, eq=False):
@@ -118,12 +115,13 @@ def _copies(instance: Instance, task: int) -> int:
 def costs(rows: Rows, cliques: Floats, memory: Floats) -> Floats:
     """Of each option, under weights."""
     inside, beside = cliques @ rows.inside, cliques @ rows.beside
-    return (
+    found: Floats = (
         rows.seconds * inside[rows.task]
         + rows.area * beside[rows.task]
         + rows.resident * memory.sum()
         + rows.active * memory[rows.task]
     )
+    return found
 
 
 def ascend(rows: Rows, start: Prices, target: float, steps: int) -> Prices:
@@ -170,7 +168,8 @@ def _on_simplex(values: Floats) -> Floats:
     falling = np.sort(values)[::-1]
     excess = (np.cumsum(falling) - 1.0) / np.arange(1, len(values) + 1)
     theta = excess[np.flatnonzero(falling > excess)[-1]]
-    return np.maximum(0.0, values - theta)
+    nearest: Floats = np.maximum(0.0, values - theta)
+    return nearest
 
 
 def first_prices(rows: Rows) -> Prices:
@@ -208,7 +207,3 @@ def conditioned(rows: Rows, task: int, table: int) -> Rows:
     fields = {name: getattr(rows, name)[keep] for name in ("task", "table", "seconds", "area", "resident", "active")}
     begin = np.searchsorted(fields["task"], np.arange(len(rows.begin)))
     return Rows(**fields, begin=begin.astype(np.int64), inside=rows.inside, beside=rows.beside)
-
-
-def pairs(items: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return combinations(items, 2)

@@ -1,11 +1,9 @@
-"""How the search's inner loops are compiled: with numba, once per machine; the machine code is kept beside the sources.
+"""How the search's inner loops are compiled: with numba, once per machine; machine code is kept beside the sources."""
 
-A compiled function holds the code of those that it calls, and numba looks at its own file alone to see whether what it
-kept is still true. So the stamp of every compiled file is joined to the key of each.
-"""
-
+import hashlib
 from collections.abc import Callable
-from typing import TypeVar, cast
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
@@ -13,11 +11,31 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 F = TypeVar("F", bound=Callable[..., object])
 
-ZERO = np.int64(0)  # a first value whose type is that of later ones: numba compiles for the literal 0 too
+ZERO = cast(int, np.int64(0))  # a first value with the type of later ones: numba compiles for the literal 0 too
 NONE = -1e18  # seconds of a longest path where there is no path
+
+
+def _digest() -> str:
+    """Of the sources of all compiled functions."""
+    texts = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("solve_*.py"))]
+    return hashlib.sha256(b"".join(texts)).hexdigest()
+
+
+_STAMP = _digest()
+
+
+def _compile(function: F, options: dict[str, object]) -> F:
+    """A compiled function holds the code of those that it calls, but numba looks at its own file alone to see whether
+    what it kept is still good. So the digest of all files takes the place of that file's time and size."""
+    made: Any = cast(Any, numba.njit)(cache=True, nogil=True, error_model="numpy", no_cfunc_wrapper=True, **options)(
+        function
+    )
+    made._cache._cache_file._source_stamp = _STAMP
+    return cast(F, made)
 
 
 def compiled(function: F) -> F:
@@ -25,12 +43,9 @@ def compiled(function: F) -> F:
 
     It may allocate nothing: without counted references its arrays are the caller's.
     """
-    bare = numba.njit(
-        cache=True, nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False
-    )
-    return cast(F, bare(function))
+    return _compile(function, {"no_cpython_wrapper": True, "_nrt": False})
 
 
 def entry(function: F) -> F:
     """The same for a function that Python calls; it releases the interpreter's lock, so that other threads go on."""
-    return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function))
+    return _compile(function, {})

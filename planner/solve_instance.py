@@ -1,4 +1,4 @@
-"""A search problem as arrays for the compiled functions. Nothing is lost but options that others are never worse than."""
+"""A search problem as arrays for the compiled functions. Only options that another is at least as good as are lost."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -16,7 +16,7 @@ class Lists(NamedTuple):
     """Of tasks with a mesh the options that are left; of the others what is known of all of them."""
 
     options: Ints  # [tasks, most options]: numbers, the fastest first
-    count: Ints  # [tasks]
+    left: Ints  # [tasks]: how many
     fastest: Floats  # [tasks]: least seconds of a task without a mesh
     soonest: Floats  # [tasks]: and its least latency
     moved: Floats  # [precedences and moves]: least seconds of a move, 0 where none may be needed
@@ -27,7 +27,7 @@ class Lists(NamedTuple):
 def new_lists(tasks: int, options: int, arcs: int) -> Lists:
     return Lists(
         options=np.zeros((tasks, options), np.int64),
-        count=np.zeros(tasks, np.int64),
+        left=np.zeros(tasks, np.int64),
         fastest=np.zeros(tasks),
         soonest=np.zeros(tasks),
         moved=np.zeros(arcs),
@@ -40,14 +40,14 @@ def new_lists(tasks: int, options: int, arcs: int) -> Lists:
 def fill(instance: Instance, needs: Needs, lists: Lists, limit: float) -> None:
     """All options within the limit."""
     for i in range(len(instance.role)):
-        lists.count[i] = 0
+        lists.left[i] = 0
         if needs.mesh[i] >= 0:
             table = instance.tables[i, needs.mesh[i]]
             for o in range(instance.begin[table], instance.begin[table + 1]):
                 if instance.seconds[o] > limit:
                     break
-                lists.options[i, lists.count[i]] = o
-                lists.count[i] += 1
+                lists.options[i, lists.left[i]] = o
+                lists.left[i] += 1
 
 
 @compiled
@@ -59,14 +59,14 @@ def filter_memory(instance: Instance, needs: Needs, lists: Lists) -> bool:
         if needs.mesh[i] < 0 or needs.option[i] >= 0:
             continue
         home, kept = at_home(instance, needs, i), ZERO
-        for c in range(lists.count[i]):
+        for c in range(lists.left[i]):
             o = lists.options[i, c]
             active = instance.active[o] - (instance.shared[o] if home > 0 else 0)
             resident = instance.resident[o]
             if resident + active <= needs.room[i] and resident <= needs.resident_room[i]:
                 lists.options[i, kept] = o
                 kept += 1
-        lists.count[i] = kept
+        lists.left[i] = kept
         if kept == 0:
             return False
     return True
@@ -80,7 +80,7 @@ def fits(instance: Instance, needs: Needs, lists: Lists) -> bool:
             continue
         home = at_home(instance, needs, i)
         resident = active = host = 1 << 62
-        count = 1 if needs.option[i] >= 0 else lists.count[i]
+        count = 1 if needs.option[i] >= 0 else lists.left[i]
         for c in range(count):
             o = needs.option[i] if needs.option[i] >= 0 else lists.options[i, c]
             resident = min(resident, instance.resident[o])
@@ -106,7 +106,7 @@ def in_time(instance: Instance, needs: Needs, lists: Lists, net: Net, limit: flo
             seconds, latency = instance.seconds[needs.option[i]], instance.latency[needs.option[i]]
         elif needs.mesh[i] >= 0:
             seconds, latency = instance.seconds[lists.options[i, 0]], 1e300
-            for c in range(lists.count[i]):
+            for c in range(lists.left[i]):
                 latency = min(latency, instance.latency[lists.options[i, c]])
         net.seconds[i] = seconds
         for a in range(len(instance.arc_source)):
@@ -239,10 +239,10 @@ def _apart_from_all(instance: Instance, needs: Needs, net: Net, device: int, nod
         arc = net.k[node, node]
         source, target = instance.arc_source[arc], instance.arc_target[arc]
         return bool(_on(instance, needs, source, device) or _on(instance, needs, target, device))
+    apart = True
     for j in range(n):
-        if _on(instance, needs, j, device) and net.apart[j, node] == 0:
-            return False
-    return True
+        apart &= not _on(instance, needs, j, device) or net.apart[j, node] == 1
+    return apart
 
 
 @compiled
@@ -250,7 +250,7 @@ def _cheapest(instance: Instance, needs: Needs, lists: Lists, task: int, total: 
     """The option of least seconds and priced bytes, and what it costs. total: the sum of all prices."""
     home, copies = at_home(instance, needs, task), _copies(instance, needs, task)
     cheapest, cost = ZERO - 1, -NONE
-    for c in range(1 if needs.option[task] >= 0 else lists.count[task]):
+    for c in range(1 if needs.option[task] >= 0 else lists.left[task]):
         o = needs.option[task] if needs.option[task] >= 0 else lists.options[task, c]
         active = instance.active[o] - (instance.shared[o] if home > 0 else 0)
         own = instance.seconds[o] + total * instance.resident[o] / copies + lists.price[task] * active
@@ -261,7 +261,7 @@ def _cheapest(instance: Instance, needs: Needs, lists: Lists, task: int, total: 
 
 @compiled
 def _active(instance: Instance, needs: Needs, task: int, option: int) -> int:
-    return instance.active[option] - (instance.shared[option] if at_home(instance, needs, task) > 0 else 0)
+    return int(instance.active[option]) - (instance.shared[option] if at_home(instance, needs, task) > 0 else 0)
 
 
 @compiled

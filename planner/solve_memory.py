@@ -1,7 +1,7 @@
 """Compiled: whether what lies on devices and nodes fits, and the room that is left to each task there.
 
-Meshes are intervals, so what lies on a device changes only where a mesh begins or ends. A task whose option isn't chosen
-yet counts with the least that it may need, so a `no` is final.
+Meshes are intervals, so what lies on a device changes only where a mesh begins or ends. A task whose option isn't
+chosen yet counts with the least that it may need, so a `no` is final.
 """
 
 from typing import NamedTuple
@@ -28,8 +28,16 @@ class Needs(NamedTuple):
 
 
 def new_needs(tasks: int) -> Needs:
-    rows = [np.full(tasks, -1, np.int64) for _ in range(2)] + [np.zeros(tasks, np.int64) for _ in range(5)]
-    return Needs(*rows, breaks=np.zeros(4 * tasks + 2, np.int64))
+    return Needs(
+        mesh=np.full(tasks, -1, np.int64),
+        option=np.full(tasks, -1, np.int64),
+        resident=np.zeros(tasks, np.int64),
+        active=np.zeros(tasks, np.int64),
+        host=np.zeros(tasks, np.int64),
+        room=np.zeros(tasks, np.int64),
+        resident_room=np.zeros(tasks, np.int64),
+        breaks=np.zeros(4 * tasks + 2, np.int64),
+    )
 
 
 @compiled
@@ -57,7 +65,7 @@ def least(values: Ints, first: int, end: int) -> int:
     level = 0
     while (2 << level) <= end - first:
         level += 1
-    return min(values[level, first], values[level, end - (1 << level)])
+    return int(min(values[level, first], values[level, end - (1 << level)]))
 
 
 @compiled
@@ -76,7 +84,7 @@ def _counted(instance: Instance, needs: Needs, task: int) -> int:
 
     Those with a chosen option count exactly; the others nothing beside one that may hold their copy.
     """
-    nbytes = needs.resident[task]
+    nbytes = int(needs.resident[task])
     if instance.frozen[task] == 0:
         return nbytes
     for other in range(len(instance.role)):

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realgraph.planner.solve_compiled import ZERO, Floats, Ints, compiled, entry
+from realgraph.planner.solve_compiled import ZERO, Floats, Ints, Mask, compiled, entry
 from realgraph.planner.solve_instance import Instance
 from realgraph.planner.solve_lists import Lists, fill, filter_memory, in_time
 from realgraph.planner.solve_memory import Needs
 from realgraph.planner.solve_period import Net
-from realgraph.planner.solve_places import Mask, Tree, places
+from realgraph.planner.solve_places import Tree, places
 
 DONE, LEAF, MISSING, PAUSED = 0, 1, 2, 3
 CUT, KEPT, UNKNOWN = 0, 1, 2
@@ -35,7 +35,7 @@ class Walk(NamedTuple):
     mesh: Ints  # [tasks], -1 for none
     found: Ints  # [tasks, meshes]: places of each depth, the most promising first
     score: Floats  # [meshes]: scratch
-    count: Ints  # [tasks]: how many places; -1 where they weren't looked for yet
+    many: Ints  # [tasks]: how many places; -1 where they weren't looked for yet
     at: Ints  # [tasks]: the next one
     depth: Ints  # [1]
     nodes: Ints  # [1]
@@ -56,7 +56,7 @@ def new_walk(tasks: int, meshes: int) -> Walk:
         mesh=np.full(tasks, -1, np.int64),
         found=np.zeros((tasks, meshes), np.int64),
         score=np.zeros(meshes),
-        count=np.full(tasks, -1, np.int64),
+        many=np.full(tasks, -1, np.int64),
         at=np.zeros(tasks, np.int64),
         depth=np.zeros(1, np.int64),
         nodes=np.zeros(1, np.int64),
@@ -117,12 +117,12 @@ def advance(
             walk.depth[0] -= 1
             return LEAF
         task = walk.order[depth]
-        if walk.count[depth] < 0:
+        if walk.many[depth] < 0:
             walk.mesh[task] = -1
-            walk.count[depth] = _rank(instance, tree, allowed, costs, walk, task, limit)
+            walk.many[depth] = _rank(instance, tree, allowed, costs, walk, task, limit)
             walk.at[depth] = 0
-        if walk.at[depth] >= walk.count[depth]:
-            walk.count[depth] = -1
+        if walk.at[depth] >= walk.many[depth]:
+            walk.many[depth] = -1
             walk.mesh[task] = -1
             walk.depth[0] -= 1
             continue
@@ -139,7 +139,7 @@ def advance(
         if verdict == KEPT:
             walk.depth[0] += 1
             if depth + 1 < n:
-                walk.count[depth + 1] = -1
+                walk.many[depth + 1] = -1
         else:
             walk.mesh[task] = -1
     return DONE

@@ -63,7 +63,7 @@ def choose(
         depth = state.depth[0]
         task = state.order[depth]
         state.at[depth] += 1
-        if state.at[depth] >= lists.count[task]:
+        if state.at[depth] >= lists.left[task]:
             needs.option[task] = -1
             state.depth[0] -= 1
             continue
@@ -110,9 +110,9 @@ def _tied(instance: Instance, needs: Needs, task: int) -> bool:
     """Whether the task's layout is that of the tasks tied to it that have one."""
     for other in range(len(instance.role)):
         option = needs.option[other]
-        if instance.tied[other] == instance.tied[task] and option >= 0:
-            if instance.layout[option] != instance.layout[needs.option[task]]:  # noqa: SIM102: `and` reads option -1
-                return False
+        tied = instance.tied[other] == instance.tied[task] and option >= 0
+        if tied and instance.layout[option] != instance.layout[needs.option[task]]:
+            return False
     return True
 
 
@@ -127,7 +127,7 @@ def _filter_seconds(
     if _moves_in_time(instance, needs, lists, state, moves, net, limit) == 0:
         return False
     for i in range(len(instance.role)):
-        low, high = ZERO, lists.count[i] - 1
+        low, high = ZERO, lists.left[i] - 1
         while low < high:
             middle = (low + high + 1) // 2
             needs.option[i] = lists.options[i, middle]
@@ -140,7 +140,7 @@ def _filter_seconds(
         if low > 0 or _moves_in_time(instance, needs, lists, state, moves, net, limit) != 0:
             ready = instance.latency[needs.option[i]]
         kept = ZERO
-        for c in range(lists.count[i]):
+        for c in range(lists.left[i]):
             o = lists.options[i, c]
             needs.option[i] = o
             if c > low and instance.latency[o] >= late:
@@ -152,7 +152,7 @@ def _filter_seconds(
             lists.options[i, kept] = o
             kept += 1
         needs.option[i] = -1
-        lists.count[i] = kept
+        lists.left[i] = kept
         if kept == 0:
             return False
     return True
@@ -167,7 +167,7 @@ def _sort_tasks(instance: Instance, lists: Lists, state: Choosing) -> None:
             before = state.order[at - 1]
             if instance.trains[before] > instance.trains[i]:
                 break
-            if instance.trains[before] == instance.trains[i] and lists.count[before] <= lists.count[i]:
+            if instance.trains[before] == instance.trains[i] and lists.left[before] <= lists.left[i]:
                 break
             state.order[at] = before
             at -= 1
@@ -185,9 +185,9 @@ def _moves_in_time(
         source, target = instance.arc_source[a], instance.arc_target[a]
         left, right = needs.option[source], needs.option[target]
         fewest = 1e300
-        for c in range(1 if left >= 0 else lists.count[source]):
+        for c in range(1 if left >= 0 else lists.left[source]):
             row = instance.number[left if left >= 0 else lists.options[source, c]] * state.move_columns[a]
-            for d in range(1 if right >= 0 else lists.count[target]):
+            for d in range(1 if right >= 0 else lists.left[target]):
                 column = instance.number[right if right >= 0 else lists.options[target, d]]
                 fewest = min(fewest, moves[state.move_begin[a] + row + column])
             if fewest <= 0.0:

@@ -1,9 +1,10 @@
 """Compiled: whether tasks on meeting meshes can be kept apart in a given period, and the exact period where they are.
 
-Nodes are tasks and moves. An arc says s_b >= s_a + cost - tokens T. A pair of nodes that share a device has an integer k:
+Nodes are tasks and moves. An arc says s_b >= s_a + cost - tokens T. A pair of nodes on one device has an integer k:
     s_j >= s_i + d_i - k T    and    s_i >= s_j + d_j - (1 - k) T.
 For a fixed T the arcs are difference constraints: they can be met iff no circuit is longer than 0, and the longest
-paths leave each pair an interval of k. A depth-first search over the pairs decides.
+paths leave each pair an interval of k. A depth-first search over the pairs decides. An arc to a node that the source
+does not wait for never binds: the one and all that waits for it can run whole periods later.
 """
 
 from math import ceil, floor
@@ -29,6 +30,7 @@ class Net(NamedTuple):
     left: Ints  # [pairs]: i
     right: Ints  # j
     apart: Ints  # [nodes, nodes]: 1: never at one time, be it by a pair or by the arcs
+    linked: Ints  # [nodes, nodes]: 1: each waits for the other, as `feasible` found
     k: Ints  # [nodes, nodes]: in, what to try first; out, the integers found
     paths: Floats  # [DEPTH, nodes, nodes]: scratch, longest paths
     fixed: Ints  # [DEPTH, pairs]: scratch, k or FREE
@@ -38,8 +40,6 @@ class Net(NamedTuple):
 
 
 FREE = 1 << 30
-AWAY = 100  # periods by which a task that nothing waits for may lie behind
-FAR = 1 << 20  # a number of periods that no schedule spans
 
 
 def new_net(nodes: int, arcs: int) -> Net:
@@ -55,6 +55,7 @@ def new_net(nodes: int, arcs: int) -> Net:
         left=np.zeros(pairs, np.int64),
         right=np.zeros(pairs, np.int64),
         apart=np.zeros((nodes, nodes), np.int64),
+        linked=np.zeros((nodes, nodes), np.int64),
         k=np.zeros((nodes, nodes), np.int64),
         paths=np.zeros((DEPTH, nodes, nodes)),
         fixed=np.zeros((DEPTH, max(1, pairs)), np.int64),
@@ -171,6 +172,12 @@ def _close(net: Net, period: float) -> bool:
         if paths[i, i] > limit or net.seconds[i] > period + limit:
             return False
         paths[i, i] = 0.0
+    for i in range(n):
+        for j in range(i + 1, n):
+            linked = paths[i, j] > NONE / 2 and paths[j, i] > NONE / 2
+            net.linked[i, j] = net.linked[j, i] = 1 if linked else 0
+            if not linked:
+                paths[i, j] = paths[j, i] = NONE
     return True
 
 
@@ -210,23 +217,16 @@ def _heavier(net: Net, one: int, two: int) -> bool:
 def _range(net: Net, period: float, paths: Floats, p: int) -> tuple[int, int]:
     """The first and last k that no circuit forbids.
 
-    Where no path leads from one to the other, shifting one and all that waits for it by whole periods changes no
-    meeting: one k stands for all, if it leaves room for what else may have to lie between the two.
+    Where no path joins the two, shifting one and all that is joined to it changes no meeting: one k stands for all.
     """
     i, j = net.left[p], net.right[p]
     there, back = paths[i, j], paths[j, i]
     limit = TOLERANCE * 4
     if (net.seconds[i] + net.seconds[j]) / period > 1 + limit:
         return 1, 0
-    if there < NONE / 2 and back < NONE / 2:
-        return 0, 0
-    first = int(ceil((net.seconds[i] + max(back, -FAR * period)) / period - limit))
-    last = int(floor(1 - (net.seconds[j] + max(there, -FAR * period)) / period + limit))
-    if back < NONE / 2:
-        return last - AWAY, last - AWAY
     if there < NONE / 2:
-        return first + AWAY, first + AWAY
-    return first, last
+        return 0, 0
+    return ceil((net.seconds[i] + back) / period - limit), floor(1 - (net.seconds[j] + there) / period + limit)
 
 
 @compiled
@@ -265,7 +265,7 @@ def _next(net: Net, depth: int) -> bool:
     """Whether the frame has a further k; it is then the one to try."""
     frame = net.frame[depth]
     frame[2] += 1
-    return frame[2] <= frame[4] - frame[3]
+    return bool(frame[2] <= frame[4] - frame[3])
 
 
 @compiled
@@ -308,7 +308,7 @@ def fixed_period(net: Net, least: float, starts: Floats, circuit: Ints) -> float
     period = least
     circuit[0] = -1
     while True:
-        cost, tokens = _longest(net, period, starts, circuit)
+        cost, tokens = _longest(net, period, fixed, starts, circuit)
         if tokens == 0 and cost == 0.0:
             break
         if tokens <= 0:
@@ -320,8 +320,11 @@ def fixed_period(net: Net, least: float, starts: Floats, circuit: Ints) -> float
 
 
 @compiled
-def _longest(net: Net, period: float, starts: Floats, circuit: Ints) -> tuple[float, int]:
-    """Longest paths from everywhere; the cost and tokens of a circuit longer than 0, left in `circuit`; 0, 0: none."""
+def _longest(net: Net, period: float, arcs: int, starts: Floats, circuit: Ints) -> tuple[float, int]:
+    """Longest paths from everywhere; the cost and tokens of a circuit longer than 0, left in `circuit`; 0, 0: none.
+
+    arcs: how many are the problem's own. Of those only the ones between linked nodes can lie on a circuit.
+    """
     n = net.size[0]
     via = net.via
     limit = TOLERANCE * period + 1e-15
@@ -331,6 +334,8 @@ def _longest(net: Net, period: float, starts: Floats, circuit: Ints) -> tuple[fl
     for _ in range(n + 1):
         last = -1
         for e in range(net.size[1]):
+            if e < arcs and net.source[e] != net.target[e] and net.linked[net.source[e], net.target[e]] == 0:
+                continue
             reached = starts[net.source[e]] + net.cost[e] - net.tokens[e] * period
             if reached > starts[net.target[e]] + limit:
                 starts[net.target[e]] = reached

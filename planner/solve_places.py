@@ -8,15 +8,12 @@ no mesh is a run of some of the children, else the reversal.
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from realgraph.planner.problem import Block, SearchProblem
-from realgraph.planner.solve_compiled import Ints, compiled
+from realgraph.planner.solve_compiled import Ints, Mask, compiled
 from realgraph.planner.solve_instance import Instance
 
 NO_SYMMETRY, REVERSAL, PERMUTATION = 0, 1, 2
-
-Mask = npt.NDArray[np.bool_]
 
 
 class Tree(NamedTuple):
@@ -110,22 +107,18 @@ def _name_shapes(
             branch.symmetry = PERMUTATION
         elif below == below[::-1] and runs == mirrored:
             branch.symmetry = REVERSAL
-    memory: tuple[int, ...] = ()
-    if not branch.children:
-        devices = slice(block.first, block.first + block.n_devices)
-        memory = tuple(np.unique(problem.memory[devices], return_index=True)[0].tolist())
-        if len(memory) > 1:
-            memory = tuple(problem.memory[devices].tolist())
-    nodes = slice(
-        block.first // problem.devices_per_node, -(-(block.first + block.n_devices) // problem.devices_per_node)
-    )
-    host = problem.host_memory[nodes]
-    hosts = (int(host.min()), int(host.max())) if len(host) else ()
-    place = block.first % problem.devices_per_node if block.n_devices < problem.devices_per_node else 0
-    aligned = tuple(host.tolist()) if len(hosts) and hosts[0] != hosts[1] else hosts
-    del place
-    key = (block.n_devices, seen(branch.mesh), tuple(sorted(runs.items())), below, memory, aligned)
+    devices = problem.memory[block.first : block.first + block.n_devices]
+    first = block.first // problem.devices_per_node
+    nodes = problem.host_memory[first : -(-(block.first + block.n_devices) // problem.devices_per_node)]
+    memory = () if branch.children else _values(devices)
+    key = (block.n_devices, seen(branch.mesh), tuple(sorted(runs.items())), below, memory, _values(nodes))
     branch.shape = shapes.setdefault(key, len(shapes))
+
+
+def _values(values: Ints) -> tuple[int, ...]:
+    """All of them, but where all are equal one."""
+    distinct = np.unique(values)
+    return tuple((distinct if len(distinct) < 2 else values).tolist())
 
 
 def _flat(root: _Branch) -> Tree:

@@ -10,7 +10,6 @@ import time
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
 from realgraph.planner.evaluate import fits, schedule, ties_hold, timing
@@ -29,8 +28,9 @@ from realgraph.planner.problem import (
     Unsolved,
 )
 from realgraph.planner.solve_bound import ascend, conditioned, first_prices, priced, rows_of
-from realgraph.planner.solve_compiled import Floats
+from realgraph.planner.solve_compiled import Floats, Mask
 from realgraph.planner.solve_instance import instance_of
+from realgraph.planner.solve_lists import new_lists
 from realgraph.planner.solve_memory import new_needs
 from realgraph.planner.solve_meshes import (
     DONE,
@@ -43,10 +43,9 @@ from realgraph.planner.solve_meshes import (
     new_walk,
     remember,
 )
-from realgraph.planner.solve_lists import new_lists
 from realgraph.planner.solve_options import FOUND, PAUSED, UNDECIDED, choose, new_choosing
 from realgraph.planner.solve_period import new_net
-from realgraph.planner.solve_places import Mask, Tree, no_tree, tree_of
+from realgraph.planner.solve_places import Tree, no_tree, tree_of
 
 TOLERANCES = (0.5, 0.3, 0.2, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01, 0.005)
 QUICK = 0.1  # seconds: after a pass that was shorter the next tolerance but one follows
@@ -56,7 +55,6 @@ PATIENCE = 50_000  # placements and options without a better plan, after which n
 NEARBY = 10_000  # placements and options looked at in one neighbourhood
 ROUND = 12  # neighbourhoods
 STEPS, MORE_STEPS = 150, 12  # of the ascent of prices: at the root, and with one task on meshes of one table
-Line = npt.NDArray[np.bool_]
 LONG = 20  # slices after which a placement with too many options is put off
 
 
@@ -306,10 +304,10 @@ class Search:
 
         walk.order[:] = sorted(range(len(leader)), key=rank)
         walk.mesh[:] = -1
-        walk.count[:] = -1
+        walk.many[:] = -1
         walk.depth[0] = 0
 
-    def _least(self, task: int, allowed: Line) -> tuple[float, float, float]:
+    def _least(self, task: int, allowed: Mask) -> tuple[float, float, float]:
         """Least seconds, latency and device seconds of a task on the meshes left to it."""
         instance = self.instance
         tables, places = np.unique(instance.tables[task][allowed], return_index=True)

@@ -1,0 +1,145 @@
+"""The search against brute force on small problems, its answers as event graphs, its bound while it is under way."""
+
+import random
+from collections.abc import Iterator, Mapping
+from itertools import count
+
+import msgspec
+import pytest
+
+from realgraph.planner.events import Dependency, EventGraph, period
+from realgraph.planner.problem import Choice, Limits, SearchProblem, Solution, Unsolved
+from realgraph.planner.solve import evaluate, orders, slacks, solve
+from tests.planner_oracles import brute_force, every_choice, fits, least_period, nodes_of, ties_hold, violations
+from tests.planner_problems import problem_of_seed
+
+
+def some_choices(problem: SearchProblem, seed: int) -> dict[str, Choice]:
+    rng = random.Random(seed)
+    return {task.name: rng.choice(every_choice(problem, task)) for task in problem.tasks}
+
+
+def solved(seeds: range, gap: float = 0.0) -> Iterator[tuple[int, SearchProblem, Solution]]:
+    for seed in seeds:
+        problem = problem_of_seed(seed)
+        found = solve(problem, Limits(gap=gap))
+        if isinstance(found, Solution):
+            yield seed, problem, found
+
+
+def event_graph_of(problem: SearchProblem, solution: Solution, longer: Mapping[str, float]) -> EventGraph:
+    """The orders of all devices and the problem's own precedences; `longer`: further seconds of some nodes."""
+    nodes, edges = nodes_of(problem, solution.choices)
+    names = [node.name for node in nodes]
+    found = {
+        Dependency(names[i], names[j], tokens, seconds - nodes[i].seconds) for i, j, seconds, tokens in edges if i != j
+    }
+    for order in set(orders(problem, solution).values()):
+        for before, after in zip(order, order[1:] + order[:1], strict=True):
+            wraps = 1 if after is order[0] else 0
+            found.add(Dependency(before.call, after.call, wraps + after.offset - before.offset))
+    found |= {Dependency(name, name, 1) for name in names}
+    seconds = {node.name: node.seconds + longer.get(node.name, 0.0) for node in nodes}
+    return EventGraph(seconds, tuple(sorted(found)))
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_fixed_choices_have_the_period_that_an_enumeration_of_all_orders_finds(block: int) -> None:
+    for seed in range(100 * block, 100 * block + 100):
+        problem = problem_of_seed(seed)
+        choices = some_choices(problem, seed)
+        found = evaluate(problem, choices)
+        expected = least_period(problem, choices) if fits(problem, choices) and ties_hold(problem, choices) else None
+        assert (found is None) == (expected is None), seed
+        if found is not None and expected is not None:
+            assert found.period == pytest.approx(expected[0], rel=1e-7), seed
+            assert violations(problem, choices, found.starts, found.period) == [], seed
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_the_best_plan_is_that_of_brute_force(block: int) -> None:
+    for seed in range(1000 + 40 * block, 1040 + 40 * block):
+        problem = problem_of_seed(seed)
+        found, best = solve(problem, Limits(gap=0.0)), brute_force(problem)
+        if isinstance(found, Unsolved):
+            assert found.proven and best is None, seed
+            continue
+        assert best is not None and found.stopped == "proven", seed
+        assert found.period == pytest.approx(best.period, rel=1e-6), seed
+        assert found.bound <= best.period * (1 + 1e-7), seed
+        assert violations(problem, found.choices, found.starts, found.period) == [], seed
+
+
+def test_symmetric_places_change_no_optimum() -> None:
+    for seed in range(60):
+        problem = problem_of_seed(seed)
+        if problem.tree is not None:
+            found = solve(problem, Limits(gap=0.0))
+            plain = solve(msgspec.structs.replace(problem, tree=None), Limits(gap=0.0))
+            assert isinstance(found, Solution) == isinstance(plain, Solution), seed
+            if isinstance(found, Solution) and isinstance(plain, Solution):
+                assert found.period == pytest.approx(plain.period, rel=1e-6), seed
+
+
+def test_orders_make_an_event_graph_with_the_plans_period() -> None:
+    for seed, problem, found in solved(range(60)):
+        at_least = problem.floor_seconds
+        circuit = period(event_graph_of(problem, found, {}))
+        assert max(circuit.seconds, at_least) == pytest.approx(found.period, rel=1e-6), seed
+
+
+def test_every_device_has_the_turns_of_what_holds_it() -> None:
+    for seed, problem, found in solved(range(40)):
+        turns = orders(problem, found)
+        for node in nodes_of(problem, found.choices)[0]:
+            held = {device for mesh in node.meshes for device in mesh.devices}
+            listed = {device for device, order in turns.items() if node.name in {turn.call for turn in order}}
+            assert listed == held, (seed, node.name)
+
+
+def test_a_task_may_be_longer_by_its_slack_and_by_no_more() -> None:
+    for seed, problem, found in solved(range(40)):
+        for name, seconds in slacks(problem, found).items():
+            same = period(event_graph_of(problem, found, {name: seconds * (1 - 1e-6)})).seconds
+            assert same <= found.period * (1 + 1e-6), (seed, name)
+            more = period(event_graph_of(problem, found, {name: seconds + 1e-3 * found.period})).seconds
+            assert more > found.period, (seed, name)
+
+
+def test_what_is_critical_is_a_circuit_without_slack() -> None:
+    for seed, problem, found in solved(range(40)):
+        slack = slacks(problem, found)
+        assert all(slack[name] <= 1e-6 * found.period for name in found.critical), seed
+        assert found.critical or found.period == pytest.approx(problem.floor_seconds), seed
+
+
+@pytest.mark.parametrize("looks", [1, 3, 6, 12, 25])
+def test_a_stopped_search_has_a_bound_that_holds(looks: int) -> None:
+    for seed in range(25):
+        problem = problem_of_seed(seed)
+        best, counter = brute_force(problem), count()
+        found = solve(problem, Limits(gap=0.0, stop=lambda counter=counter: next(counter) >= looks))  # type: ignore[misc]
+        if best is None:
+            assert isinstance(found, Unsolved), seed
+        else:
+            assert found.bound <= best.period * (1 + 1e-7), seed
+        if isinstance(found, Solution):
+            assert violations(problem, found.choices, found.starts, found.period) == [], seed
+
+
+def test_progress_only_improves_and_ends_at_the_answer() -> None:
+    for seed in range(30):
+        seen: list[tuple[float, float]] = []
+        problem = problem_of_seed(seed)
+        found = solve(problem, Limits(progress=lambda period, bound, seen=seen: seen.append((period, bound))))  # type: ignore[misc]
+        if isinstance(found, Solution):
+            assert seen == sorted(seen, key=lambda entry: (-entry[0], entry[1])), seed
+            assert seen[-1][0] == found.period, seed
+
+
+def test_the_same_seed_gives_the_same_plan() -> None:
+    for seed in range(20):
+        problem = problem_of_seed(seed)
+        first, second = solve(problem, Limits(seed=3)), solve(problem, Limits(seed=3))
+        if isinstance(first, Solution) and isinstance(second, Solution):
+            assert (first.choices, first.starts, first.nodes) == (second.choices, second.starts, second.nodes), seed
