@@ -154,7 +154,7 @@ def _explain(report: Report, made: Made, options: PlanOptions) -> None:
 
 def _report(checked: Checked, made: Made, options: PlanOptions, measured: tuple[Measured, ...] = ()) -> Report:
     findings = Findings(
-        doubts=tuple(doubts_of(checked, made.request)),
+        doubts=tuple(doubts_of(checked, made.request, made.plan)),
         notes=made.notes,
         price=price_of(made.request.cluster, made.plan.period_seconds, checked.run.steps, options.price),
         sweep=made.sizes,

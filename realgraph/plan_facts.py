@@ -2,11 +2,15 @@
 
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from realgraph.compose import Checked
 from realgraph.planner.cluster import Cluster
 from realgraph.planner.memory import usable_bytes
+from realgraph.planner.plan import Plan
 from realgraph.planner.report_format import bytes_text, count_text
 from realgraph.planner.request import PlanRequest
+from realgraph.planner.validate import validate
 from realgraph.planner.workload import Workload
 
 
@@ -34,8 +38,13 @@ def _nodes(group: Cluster) -> str:
     return f"{nodes} ({bytes_text(group.memory_bytes)} each, {usable_bytes(group) / 1e9:.1f} usable)"
 
 
-def doubts_of(checked: Checked, request: PlanRequest) -> Iterator[str]:
-    """What the predictions rest on that nobody has measured."""
+def doubts_of(checked: Checked, request: PlanRequest, plan: Plan) -> Iterator[str]:
+    """What the predictions rest on that nobody has measured, and whether this version can run the plan at all."""
+    if request.engine == "any":
+        missing = validate(plan, replace(request, engine="installed"))
+        if missing:
+            why = missing[0].text.partition(";")[0]
+            yield f"the engines of this version can't run this plan ({why}): --engine installed plans what they can"
     costs, workload = request.costs, request.workload
     if not costs.phases and not costs.calls and costs.factors is None:
         yield "no measured costs: the shipped factors were fitted to published speeds of other systems (--costs TABLE)"
