@@ -111,6 +111,8 @@ def _slower(period: float, option: Option, plan: Plan, call: str) -> str:
 
 
 def _difference(seconds: float) -> str:
+    if abs(seconds) < 5e-7:
+        return "too"
     return f"{seconds:.3g} s more" if seconds > 0 else f"{-seconds:.3g} s less"
 
 
