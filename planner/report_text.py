@@ -36,7 +36,7 @@ def weights_text(row: Row) -> str:
         parts.append("copy")
     elif allocation.residency == "offloaded":
         parts.append("offloaded")
-    if allocation.recompute:
+    if allocation.recompute and row.kind == "train":
         parts.append("recompute")
     return ", ".join(parts)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import re
 from itertools import pairwise
@@ -11,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from realgraph.plan_command import show
-from realgraph.plan_gantt import lane_text
+from realgraph.plan_gantt import MOST_LANES, Gantt, lane_text
 from realgraph.plan_table import mesh_picture
 from realgraph.planner.events import period
 from realgraph.planner.plan import Plan, Turn
@@ -21,6 +22,7 @@ from realgraph.planner.report_format import change_text, devices_text, gap_text,
 from realgraph.planner.report_html import page
 from realgraph.planner.report_price import price_of
 from realgraph.planner.report_schedule import slacks
+from realgraph.planner.report_svg import CHARACTER, fitting, log_ticks, ticks
 from realgraph.planner.report_trace import trace_json
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.search import events_of
@@ -179,3 +181,33 @@ def test_a_price_counts_every_device_all_the_time() -> None:
     assert price is not None
     assert price.per_step == pytest.approx(64 * plan.period_seconds / 3600 * 2)
     assert price.per_run == pytest.approx(300 * price.per_step)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_axes_have_a_handful_of_round_numbers_within_them(seed: int) -> None:
+    rng = random.Random(seed)
+    most = 10 ** rng.uniform(-3, 6)
+    shown = ticks(most)
+    assert shown[0] == 0 and shown[-1] <= most * 1.001 and 4 <= len(shown) <= 9
+    assert all(f"{tick / 10 ** math.floor(math.log10(tick)):.2f}".rstrip("0")[-1] in ".12345678" for tick in shown[1:])
+    low = 10 ** rng.uniform(-3, 3)
+    high = low * 10 ** rng.uniform(0.2, 5)
+    between = log_ticks(low, high)
+    assert list(between) == sorted(set(between)) and all(low <= tick <= high for tick in between)
+    assert len(between) <= 16
+
+
+def test_labels_never_reach_beyond_their_bars() -> None:
+    for width in range(0, 300, 7):
+        assert len(fitting("reallocate:generate", width)) * CHARACTER <= width
+
+
+def test_a_plan_in_many_pieces_is_cut_off_with_a_count() -> None:
+    shown = everything()
+    lanes = tuple(
+        msgspec.structs.replace(shown.timeline.lanes[0], devices=(device,)) for device in range(0, 2 * MOST_LANES, 2)
+    )
+    many = msgspec.structs.replace(shown.timeline, lanes=(*lanes, *shown.timeline.lanes))
+    console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(Gantt(many))
+    assert "2 more groups with 64 devices" in console.export_text()
