@@ -18,7 +18,7 @@ from realgraph.planner.workload import Workload
 from tests.planner_cases import cluster, grpo, ppo, request
 
 replace = msgspec.structs.replace
-QUICK = Limits(gap=0.01, seconds=10.0)
+QUICK = Limits(gap=0.2, seconds=10.0)
 PPO = request(
     ppo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), workload=Workload(256, 1, 512, 1024, 500.0), engine="any"
 )
