@@ -75,7 +75,7 @@ def rows_of(instance: Instance, allowed: Mask, period: float) -> Rows | None:
         for table in np.unique(instance.tables[i][allowed[i]]):
             meshes = np.flatnonzero(allowed[i] & (instance.tables[i] == table))
             size = int(instance.size[meshes].min())
-            rows = np.arange(instance.begin[table], instance.begin[table + 1])
+            rows = np.arange(int(instance.begin[table]), int(instance.begin[table + 1]))
             rows = rows[instance.seconds[rows] <= period]
             tasks += [i] * len(rows)
             tables += [int(table)] * len(rows)

@@ -101,22 +101,22 @@ def in_time(instance: Instance, needs: Needs, lists: Lists, net: Net, limit: flo
     n = len(instance.role)
     clear(net, n)
     for i in range(n):
-        seconds, latency = lists.fastest[i], lists.soonest[i]
+        seconds, latency = float(lists.fastest[i]), float(lists.soonest[i])
         if needs.option[i] >= 0:
-            seconds, latency = instance.seconds[needs.option[i]], instance.latency[needs.option[i]]
+            seconds, latency = float(instance.seconds[needs.option[i]]), float(instance.latency[needs.option[i]])
         elif needs.mesh[i] >= 0:
-            seconds, latency = instance.seconds[lists.options[i, 0]], 1e300
+            seconds, latency = float(instance.seconds[lists.options[i, 0]]), 1e300
             for c in range(lists.left[i]):
-                latency = min(latency, instance.latency[lists.options[i, c]])
+                latency = min(latency, float(instance.latency[lists.options[i, c]]))
         net.seconds[i] = seconds
         for a in range(len(instance.arc_source)):
             if instance.arc_source[a] != i:
                 continue
-            target, tokens = instance.arc_target[a], instance.arc_tokens[a]
+            target, tokens = int(instance.arc_target[a]), int(instance.arc_tokens[a])
             if instance.arc_move[a] < 0 or lists.moved[a] <= 0.0:
                 add_arc(net, i, target, latency + instance.arc_delay[a], tokens)
             else:
-                node = net.size[0]
+                node = int(net.size[0])
                 net.size[0] = node + 1
                 net.seconds[node] = lists.moved[a]
                 net.k[node, node] = a
@@ -133,11 +133,11 @@ def _add_pairs(instance: Instance, needs: Needs, net: Net) -> None:
     """Pairs of nodes that share a device, but for those that no schedule lets overlap. A move holds both its meshes."""
     n = len(needs.mesh)
     for j in range(net.size[0]):
-        j_source = j if j < n else instance.arc_source[net.k[j, j]]
-        j_target = j if j < n else instance.arc_target[net.k[j, j]]
+        j_source = j if j < n else int(instance.arc_source[net.k[j, j]])
+        j_target = j if j < n else int(instance.arc_target[net.k[j, j]])
         for i in range(j):
-            i_source = i if i < n else instance.arc_source[net.k[i, i]]
-            i_target = i if i < n else instance.arc_target[net.k[i, i]]
+            i_source = i if i < n else int(instance.arc_source[net.k[i, i]])
+            i_target = i if i < n else int(instance.arc_target[net.k[i, i]])
             if j < n and instance.exclusive[i, j] == 1:
                 net.apart[i, j] = net.apart[j, i] = 1
             elif (
@@ -175,7 +175,7 @@ def _crowded(instance: Instance, needs: Needs, lists: Lists, net: Net, limit: fl
     for i in range(n):
         if needs.mesh[i] < 0:
             continue
-        device = instance.first[needs.mesh[i]]
+        device = int(instance.first[needs.mesh[i]])
         earlier = False  # the same tasks may lie on another task's first device
         for j in range(i):
             earlier |= needs.mesh[j] >= 0 and instance.first[needs.mesh[j]] == device
@@ -237,7 +237,7 @@ def _apart_from_all(instance: Instance, needs: Needs, net: Net, device: int, nod
     n = len(needs.mesh)
     if node >= n:
         arc = net.k[node, node]
-        source, target = instance.arc_source[arc], instance.arc_target[arc]
+        source, target = int(instance.arc_source[arc]), int(instance.arc_target[arc])
         return bool(_on(instance, needs, source, device) or _on(instance, needs, target, device))
     apart = True
     for j in range(n):

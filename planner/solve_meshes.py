@@ -116,7 +116,7 @@ def advance(
         if depth == n:
             walk.depth[0] -= 1
             return LEAF
-        task = walk.order[depth]
+        task = int(walk.order[depth])
         if walk.many[depth] < 0:
             walk.mesh[task] = -1
             walk.many[depth] = _rank(instance, tree, allowed, costs, walk, task, limit)

@@ -61,7 +61,7 @@ def choose(
         if budget <= 0:
             return PAUSED
         depth = state.depth[0]
-        task = state.order[depth]
+        task = int(state.order[depth])
         state.at[depth] += 1
         if state.at[depth] >= lists.left[task]:
             needs.option[task] = -1

@@ -196,9 +196,9 @@ def _propagate(net: Net, period: float, depth: int) -> int:
                 return -2
             if first == last:
                 fixed[p] = first
-                i, j = net.left[p], net.right[p]
-                _extend(paths, net.size[0], i, j, net.seconds[i] - first * period)
-                _extend(paths, net.size[0], j, i, net.seconds[j] - (1 - first) * period)
+                i, j = int(net.left[p]), int(net.right[p])
+                _extend(paths, int(net.size[0]), i, j, float(net.seconds[i] - first * period))
+                _extend(paths, int(net.size[0]), j, i, float(net.seconds[j] - (1 - first) * period))
                 changed = True
             elif last - first < fewest or (last - first == fewest and _heavier(net, p, best)):
                 best, fewest = p, last - first
@@ -271,7 +271,7 @@ def _next(net: Net, depth: int) -> bool:
 @compiled
 def _descend(net: Net, period: float, depth: int) -> None:
     """The state of the next depth: that of this one with the frame's pair fixed at its k."""
-    n, frame = net.size[0], net.frame[depth]
+    n, frame = int(net.size[0]), net.frame[depth]
     for i in range(n):
         for j in range(n):
             net.paths[depth + 1, i, j] = net.paths[depth, i, j]
@@ -282,10 +282,10 @@ def _descend(net: Net, period: float, depth: int) -> None:
         k = frame[3] + frame[2] - 1
         if k >= frame[1]:
             k += 1
-    i, j = net.left[frame[0]], net.right[frame[0]]
+    i, j = int(net.left[frame[0]]), int(net.right[frame[0]])
     net.fixed[depth + 1, frame[0]] = k
-    _extend(net.paths[depth + 1], n, i, j, net.seconds[i] - k * period)
-    _extend(net.paths[depth + 1], n, j, i, net.seconds[j] - (1 - k) * period)
+    _extend(net.paths[depth + 1], n, i, j, float(net.seconds[i] - k * period))
+    _extend(net.paths[depth + 1], n, j, i, float(net.seconds[j] - (1 - k) * period))
 
 
 # --- the period of fixed integers -------------------------------------------------------------------------------------
@@ -300,9 +300,9 @@ def fixed_period(net: Net, least: float, starts: Floats, circuit: Ints) -> float
     """
     fixed = net.size[1]
     for p in range(net.size[2]):
-        i, j = net.left[p], net.right[p]
-        add_arc(net, i, j, net.seconds[i], net.k[i, j])
-        add_arc(net, j, i, net.seconds[j], 1 - net.k[i, j])
+        i, j = int(net.left[p]), int(net.right[p])
+        add_arc(net, i, j, float(net.seconds[i]), int(net.k[i, j]))
+        add_arc(net, j, i, float(net.seconds[j]), int(1 - net.k[i, j]))
     for i in range(net.size[0]):
         add_arc(net, i, i, net.seconds[i], 1)
     period = least
@@ -345,10 +345,10 @@ def _longest(net: Net, period: float, arcs: int, starts: Floats, circuit: Ints) 
             return 0.0, 0
     for _ in range(n):  # walk back into the circuit
         last = net.source[via[last]]
-    cost, tokens, at, node = 0.0, 0, 0, last
+    cost, tokens, at, node = 0.0, ZERO, 0, last
     while True:
-        cost += net.cost[via[node]]
-        tokens += net.tokens[via[node]]
+        cost += float(net.cost[via[node]])
+        tokens += int(net.tokens[via[node]])
         circuit[at] = node
         at += 1
         node = net.source[via[node]]

@@ -180,7 +180,7 @@ def places(instance: Instance, tree: Tree, allowed: Mask, task: int, mesh: Ints,
         if tree.mesh[block] >= 0 and allowed[task, tree.mesh[block]]:
             found[count] = tree.mesh[block]
             count += 1
-        begin, end = tree.child[block], tree.child[block + 1]
+        begin, end = int(tree.child[block]), int(tree.child[block + 1])
         if begin == end:
             continue
         mirrored = tree.symmetry[block] == REVERSAL and _is_mirrored(instance, tree, mesh, begin, end)

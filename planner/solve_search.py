@@ -55,6 +55,7 @@ PATIENCE = 50_000  # placements and options without a better plan, after which n
 NEARBY = 10_000  # placements and options looked at in one neighbourhood
 ROUND = 12  # neighbourhoods
 STEPS, MORE_STEPS = 150, 12  # of the ascent of prices: at the root, and with one task on meshes of one table
+FEW = 14.0  # logarithm of a number of placements that are looked at faster than prices are found for each table
 LONG = 20  # slices after which a placement with too many options is put off
 
 
@@ -260,15 +261,17 @@ class Search:
         if rows is None:
             return None
         start = first_prices(rows)
-        best = ascend(rows, start, min(limit, 3 * max(start.bound, 1e-9)), STEPS)
+        small = float(np.log(allowed.sum(axis=1)).sum()) < FEW
+        best = ascend(rows, start, min(limit, 3 * max(start.bound, 1e-9)), MORE_STEPS if small else STEPS)
         self._prove(min(best.bound, limit))
         if best.bound > limit:
             return None
         target = min(limit, 3 * max(best.bound, 1e-9))
         sets = [start, best]
         for task in range(len(self.problem.tasks)):
+            self._look_up()
             tables = np.unique(rows.table[rows.task == task])
-            if len(tables) > 1:
+            if len(tables) > 1 and not small:
                 sets += [ascend(conditioned(rows, task, int(table)), best, target, MORE_STEPS) for table in tables]
         found = priced(self.instance, rows, sets)
         total = found.free.sum(axis=1) - found.spent
