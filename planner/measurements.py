@@ -102,8 +102,8 @@ class Measured(Struct, frozen=True):
 
 
 class ProfileTask(Struct, frozen=True):
-    """What the workers of a profile do, in this order, `rounds` times; `budget_seconds` ends it early, after a whole
-    round. dtype: of weights and activations."""
+    """What the workers of a profile do, in this order, `rounds` times and more while the least seconds still fall;
+    `budget_seconds` ends it, after a whole round. dtype: of weights and activations."""
 
     cases: tuple[Case, ...]
     cluster: Cluster

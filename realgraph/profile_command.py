@@ -27,6 +27,7 @@ from realgraph.runtime.profile_launch import measure
 from realgraph.runtime.run_folder import write_atomic
 
 ROUNDS, QUICK_ROUNDS = 9, 3
+BUSY_SPREAD = 0.25  # of repeats: more than an idle machine shows
 RATES = {"gemm": "matrix products", "attention": "attention", "memory": "memory", "kv": "cache", "link": "link"}
 MEANINGS = {
     "step_seconds": "a decode step",
@@ -128,6 +129,8 @@ def print_profile(found: Profiled, measured: Sequence[Measured], cluster: Cluste
     console.print(_stages(found.stages))
     spread = sorted(one.spread for one in measured)[len(measured) // 2]
     console.print(f"repeats of one case differ by {spread:.0%} in the median; the least seconds count")
+    if spread > BUSY_SPREAD:
+        console.print("[yellow]the machine was busy with other work: measure again when it is not[/]")
 
 
 def _table(*columns: str) -> Table:

@@ -24,7 +24,7 @@ from realgraph.runtime.models import PackedModel, Start, build
 from realgraph.runtime.parallel import Ranks
 from realgraph.runtime.profile_files import model_folder
 from realgraph.runtime.train_engine import TorchTrainEngine
-from realgraph.runtime.train_passes import Settings
+from realgraph.runtime.train_passes import Passes, Settings
 
 DECODE_STEPS = 4  # timed in each round
 PREFILL_TOKENS = 4096  # that enter the cache in one step
@@ -38,6 +38,7 @@ class Engines:
         self._role = ModelRole(trainable=True, dtype=dtype)
         self._ranks, self._folder = ranks, folder
         self._built: dict[ModelSpec, PackedModel] = {}
+        self._engines: dict[ModelSpec, TorchTrainEngine] = {}
 
     def once(self, case: Case) -> bool:
         """Whether a case is long enough, or repeats by itself, to be timed once a round."""
@@ -61,6 +62,13 @@ class Engines:
             self._built[model] = build(self._role, str(model_folder(self._folder, model)), start)
         return self._built[model]
 
+    def _trained(self, model: ModelSpec) -> TorchTrainEngine:
+        """One engine a model: its masters and moments are several times the model."""
+        if model not in self._engines:
+            settings = Settings(optimizer=Optimizer())
+            self._engines[model] = TorchTrainEngine(self._role, self._model(model), self._ranks, settings)
+        return self._engines[model]
+
     def _sync(self) -> None:
         if self._ranks.device.type == "cuda":
             torch.cuda.synchronize()
@@ -69,13 +77,14 @@ class Engines:
 
     def _pass(self, case: Pass) -> Callable[[], float]:
         tokens = case.samples * case.length // case.microbatches
-        settings = Settings(max_tokens_per_microbatch=tokens, optimizer=Optimizer() if case.train else None)
-        engine = TorchTrainEngine(self._role, self._model(case.model).requires_grad_(case.train), self._ranks, settings)
+        settings = Settings(max_tokens_per_microbatch=tokens, optimizer=Optimizer())
+        engine = self._trained(case.model)
+        passes = Passes(self._role, engine.model, self._ranks, settings)
         batch = random_batch(case, self._ranks.device)
         call = Train(model="actor", lr=LR, loss=Loss(terms={"policy": PolicyGradient()}))
 
         def run() -> float:
-            engine.model.requires_grad_(case.train)
+            engine.passes = passes
             self._sync()
             began = time.perf_counter()
             if case.train:

@@ -9,6 +9,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from realgraph.runtime.resources import pick_device
 DEADLINE_SECONDS = 120.0  # of one case: the others wait that long for a worker
 KERNEL_SECONDS = 0.02  # of repeats of one small case in a round
 MOST_REPEATS = 20
+SETTLED, SETTLED_ROUNDS = 0.05, 3  # relative; of the last rounds
 
 
 def main(boot: WorkerBoot) -> None:
@@ -61,22 +63,24 @@ class Bench:
 
     def run(self) -> list[Measured]:
         """Round by round, so that what disturbs the machine for a while disturbs all cases alike; the first round
-        warms up and is left out."""
+        warms up and is left out. On a busy machine there are more rounds, until the least seconds fall no more."""
         began = time.monotonic()
         seconds: list[list[float]] = [[] for _ in self._task.cases]
         runs = [self._prepare(case) for case in self._task.cases]
-        for number in range(self._task.rounds + 1):
+        for number in count():
             for case, run, found in zip(self._task.cases, runs, seconds, strict=True):
                 least = self._measure(run, self._engines.once(case))
                 if number:
                     found.append(least)
-            if number and self._late(time.monotonic() - began):
+            if number and self._enough(seconds, time.monotonic() - began):
                 break
         return [_measured(case, found) for case, found in zip(self._task.cases, seconds, strict=True)]
 
-    def _late(self, seconds: float) -> bool:
-        """Whether the time is up; all workers say the same."""
-        return bool(self._all.collect(torch.tensor([seconds])).max() > self._task.budget_seconds)
+    def _enough(self, found: Sequence[Sequence[float]], seconds: float) -> bool:
+        """Whether the time is up, or all rounds are done and no case still falls; all workers say the same."""
+        falls = len(found[0]) < self._task.rounds or any(still_falls(one) for one in found)
+        told = self._all.collect(torch.tensor([seconds, float(falls)])).amax(0)
+        return bool(told[0] > self._task.budget_seconds) or not bool(told[1])
 
     def _prepare(self, case: Case) -> Callable[[], float]:
         """A function that runs the case once and returns its seconds."""
@@ -111,6 +115,12 @@ class Bench:
         repeats = int(self._all.collect(torch.tensor([repeats])).min())
         found += [run() for _ in range(repeats)]
         return min(found)
+
+
+def still_falls(seconds: Sequence[float]) -> bool:
+    """Whether the last rounds have brought the least seconds down by more than next to nothing."""
+    before = seconds[:-SETTLED_ROUNDS]
+    return bool(before) and min(seconds) < (1 - SETTLED) * min(before)
 
 
 def _measured(case: Case, seconds: Sequence[float]) -> Measured:

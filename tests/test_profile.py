@@ -22,6 +22,7 @@ from realgraph.profile_command import Asked, profile_command
 from realgraph.running import prepare
 from realgraph.runtime.observer import RunEnded, RunStarted, StepRecord
 from realgraph.runtime.profile_launch import measure
+from realgraph.runtime.profile_worker import still_falls
 from tests.runs import GRPO, finish, home, merged, records, write_run
 
 __all__ = ["home"]
@@ -178,3 +179,12 @@ def test_mistakes_are_told_before_anything_is_measured(home: Path, tmp_path: Pat
 def test_an_empty_table_is_no_measurement() -> None:
     assert CostTable().factors is None
     assert CostTable().calls == ()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "falls"),
+    [([1.0], False), ([1.0, 1.0, 1.0], False), ([2.0, 1.0, 1.0, 1.0], True), ([1.0, 2.0, 2.0, 0.97], False)],
+)
+def test_rounds_go_on_while_the_least_seconds_fall(seconds: list[float], falls: bool) -> None:
+    assert still_falls(seconds) is falls
+    assert not still_falls([*seconds, 2.0, 2.0, 2.0])
