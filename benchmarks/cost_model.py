@@ -64,9 +64,12 @@ def system_of(row: Row) -> str:
 
 
 def calibrated(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """Each prediction times the factor of its phase and family, learned from the rows of all other systems."""
+    """Each prediction times the factor of its phase and family, learned from the rows of all other systems.
+
+    A row that was predicted under assumptions teaches nothing: its error may be the assumption's.
+    """
     ratios: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for one in (one for one in predictions if one.phase not in UNSCALED):
+    for one in (one for one in predictions if one.phase not in UNSCALED and not one.assumed):
         ratios[one.phase, one.backend][system_of(one.row)].append(math.log(seconds_ratio(one)))
     out = []
     for one in predictions:
@@ -232,9 +235,36 @@ def main() -> None:
     console.print(_table("per device kind and phase: relative error", kinds))
     console.print(_table("per system and phase: relative error", systems))
     console.print(_claims(found))
+    for line in (*_assumptions(pairs), *_repeats(plain)):
+        console.print(line)
     for (system, metric, reason), count in sorted(missing.items()):
         console.print(f"not predicted: {count} x {system}, {metric}: {reason}")
     RESULTS.write_text(json.dumps(_record(kinds, systems, found, missing), indent=1) + "\n", encoding="utf-8")
+
+
+def _assumptions(pairs: Sequence[tuple[Prediction, Prediction]]) -> Iterator[str]:
+    """Each row that was predicted under assumptions."""
+    for one, two in pairs:
+        if one.assumed:
+            row = one.row
+            mode = row.notes.split(";")[0] if row.system.startswith("AReaL") else ""
+            where = f"{row.system}, {row.model}, {row.n_gpus} x {row.gpu} {mode}".rstrip()
+            yield f"assumed: {where}: {_compared(one, two).strip()} {row.unit}: {one.assumed}"
+
+
+def _repeats(plain: Sequence[Prediction]) -> Iterator[str]:
+    """How far measurements of settings that the model can't tell apart differ: no order of theirs is right."""
+    alike: dict[tuple[str, float], list[float]] = defaultdict(list)
+    for one in plain:
+        if one.phase not in UNSCALED:
+            alike[one.group, one.predicted].append(one.measured)
+    spreads: dict[str, list[float]] = defaultdict(list)
+    for (group, _), values in alike.items():
+        if len(values) > 1:
+            spreads[group].append(max(values) / min(values) - 1)
+    for group, found in sorted(spreads.items()):
+        times = f"{len(found)} settings of {group}: up to {max(found):.1%} apart"
+        yield f"measured again: {times}; ranked once, by the median"
 
 
 def _missing(rows: Sequence[Row], plain: Sequence[Prediction]) -> Counter[tuple[str, str, str]]:
@@ -249,8 +279,16 @@ def _print_rows(console: Console, pairs: Sequence[tuple[Prediction, Prediction]]
     for one, two in pairs:
         row = one.row
         where = f"{row.system} {row.model} {row.gpu} n{row.n_gpus} tp{row.tp} pp{row.pp} dp{row.dp} s{row.seq_len}"
-        numbers = f"{one.measured:10.4g} {one.predicted:10.4g} {one.predicted / one.measured - 1:+7.1%}"
-        console.print(f"{one.phase:9} {numbers} {two.predicted / two.measured - 1:+7.1%} {row.metric} {where}")
+        console.print(f"{one.phase:9} {_compared(one, two)} {row.metric} {where}")
+
+
+def _compared(one: Prediction, two: Prediction) -> str:
+    """Measured, predicted, and both relative errors; of whether a configuration fits, yes or no."""
+    if one.phase == "fits":
+        said = ["fits" if value else "fails" for value in (one.measured, one.predicted)]
+        return f"{said[0]:>10} {said[1]:>10} {'':15}"
+    errors = (found.predicted / found.measured - 1 for found in (one, two))
+    return f"{one.measured:10.4g} {one.predicted:10.4g} " + " ".join(f"{value:+7.1%}" for value in errors)
 
 
 def _record(

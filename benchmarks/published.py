@@ -43,6 +43,7 @@ class Prediction(Struct, frozen=True):
 
     phase: train, generate, inference, rl_step, weight_sync, memory or fits. Of `fits`: 1.0 for yes, 0.0 for no.
     moe: whether the model has experts. backend: the engine's family, whose rows of other systems calibrate this one.
+    assumed: what the source leaves out and is assumed instead.
     """
 
     row: Row
@@ -52,6 +53,7 @@ class Prediction(Struct, frozen=True):
     predicted: float
     moe: bool = False
     backend: str = ""
+    assumed: str = ""
 
 
 def read_rows(file: Path) -> Iterator[Row]:

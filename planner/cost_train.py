@@ -116,7 +116,7 @@ def _traffic_seconds(setting: Setting, one: MicroBatch, count: int, passes: floa
     if layout.sharding == "fsdp":
         rounds = count if layout.pp == 1 else 1  # stages keep gathered weights for all micro-batches of a step
         traffic = rounds * (2 * costs.gather + costs.scatter)
-        return exposed_seconds(traffic, passes, engine.dp_overlap)
+        return exposed_seconds(traffic, passes, engine.dp_overlap, engine.exposed)
     last = one.backward * setting.model.layers / layout.pp
     return exposed_seconds(costs.step, last, engine.dp_overlap, REPLICATED_EXPOSED)
 

@@ -1,0 +1,161 @@
+"""Steps of RL systems whose sources leave out something that decides them: what is assumed instead, and from where.
+
+Nothing here is set by the measured value. Each prediction carries its assumptions; the report prints them.
+"""
+
+import re
+
+import numpy as np
+from msgspec.structs import replace
+
+from benchmarks.published import Row
+from benchmarks.published_steps import (
+    BF16,
+    Batch,
+    Engines,
+    generate_work,
+    glue,
+    layout_of,
+    pass_seconds,
+    serving,
+    step_seconds,
+    sync_seconds,
+    update_seconds,
+)
+from realgraph.planner.cluster import Cluster
+from realgraph.planner.cost import Setting
+from realgraph.planner.cost_backend import FSDP_2023
+from realgraph.planner.cost_generate import generate_seconds
+from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.lengths import lengths_of
+from realgraph.planner.model_spec import ModelSpec
+
+Told = tuple[float, str]  # in the row's unit, and what is assumed
+
+# --- AReaL, blogs of v0.2 and v0.3, arXiv:2505.24298 ------------------------------------------------------------------
+
+# v0.2, "Rollout Strategy": 512 questions x 16 answers of at most 27K tokens, of which fewer than 5 % were cut; four
+# minibatches, which the hours' table counts as steps. No critic and no KL term: one pass of log-probs.
+AREAL_BATCH = Batch(samples=8192, per_group=16, prompt=150, mean=0.0, limit=27648, steps=4)
+AREAL_CUT = 0.05
+AREAL_STALENESS = 4
+AREAL_MICROBATCH = 32768
+# Trainers of its benchmark folder, v0.3.0: pipeline stages and tp by billions of parameters; engines of one device, of
+# eight for 32B. Asynchronous: engines on three quarters of the devices (paper, sec. 7.1).
+# Synchronous: on one half, training on the other, in turn (v0.2's configuration of 128 devices).
+AREAL_TRAINERS = ((4.0, 2, 1, 1), (10.0, 4, 1, 1), (1e9, 8, 2, 8))
+AREAL_SHARE = {"async": 0.75, "sync": 0.5}
+AREAL_STEPS = re.compile(r"hours_for_(\d+)_ppo_steps")
+
+
+def areal(row: Row, model: ModelSpec, cluster: Cluster) -> Told | str:
+    """Hours of so many PPO steps."""
+    counted = AREAL_STEPS.fullmatch(row.metric)
+    mode = re.match(r"(sync|async)\b", row.notes)
+    if counted is None or mode is None:
+        return "neither a table of hours nor synchronous or asynchronous"
+    devices = round(row.number("n_gpus"))
+    stages, tp, engine = next(found[1:] for found in AREAL_TRAINERS if model.n_params() < found[0] * 1e9)
+    part = round(devices * AREAL_SHARE[mode[1]]) // engine * engine
+    left = (devices - part) // (stages * tp) * stages * tp
+    if not part or not left:
+        return "fewer devices than its layouts need"
+    engines = Engines(
+        generate=layout_of(part, engine),
+        train=layout_of(left, tp, stages),
+        colocated=False,
+        memory_share=0.8,
+        microbatch=AREAL_MICROBATCH,
+        controller=False,
+    )
+    mean = mean_with_cut(AREAL_BATCH.limit, AREAL_CUT)
+    batch = replace(AREAL_BATCH, mean=mean, staleness=AREAL_STALENESS if mode[1] == "async" else 0)
+    seconds = step_seconds(model, cluster, engines, batch).whole
+    said = (
+        f"mean answer {mean:,.0f} tokens ({AREAL_CUT:.0%} cut at {AREAL_BATCH.limit:,}), a batch is four steps, "
+        f"{part} devices generate and {left} train (pp{stages} tp{tp})"
+    )
+    return seconds * float(counted[1]) / AREAL_BATCH.steps / 3600, said
+
+
+def mean_with_cut(limit: int, share: float) -> float:
+    """Mean tokens of log-normal lengths of which `share` reach the limit, by bisection."""
+    low, high = 1.0, float(limit)
+    for _ in range(40):
+        middle = (low + high) / 2
+        cut = float(lengths_of(middle, limit).survival(np.array([limit - 1.0]))[0])
+        low, high = (middle, high) if cut < share else (low, middle)
+    return (low + high) / 2
+
+
+# --- OpenRLHF and DeepSpeed-Chat, as OpenRLHF's authors measured both -------------------------------------------------
+
+# benchmark/README.md of 2024: prompts and answers of up to 1,024 tokens, all taken to be as long, as DeepSpeed-Chat's
+# benchmark settings want it; 1,024 samples, 128 an optimizer step; reward model and critic as large as the actor;
+# reference, reward, actor, critic and engines on 1 : 1 : 2 : 2 : 2 eighths of the devices; states of Adam on the host.
+CHAT_BATCH = Batch(samples=1024, per_group=1, prompt=1024, mean=1024.0, limit=1024, steps=8, rewarded=False)
+CHAT_MICROBATCH = 4 * 2048
+EIGHTHS_SMALL, EIGHTHS_LARGE = 1, 2
+ENGINE_FILL = 0.45  # of a device's memory that an engine's weights may take: tp is the least that keeps to it
+CPU_ADAM_SECONDS = 2.6e-10  # of a parameter on one host's cores (ZeRO-Offload, arXiv:2101.06840, table 4: 10 billion)
+# DeepSpeed-Chat generates without continuous batching, layer by layer from Python, on all devices: samples at once on a
+# device by billions of parameters (the same table), and a layer's launches where nothing hides them.
+CHAT_RUNNING = ((10.0, 8), (1e9, 2))
+EAGER_LAYER_SECONDS = 1.0e-3
+
+
+def openrlhf(model: ModelSpec, cluster: Cluster) -> Told:
+    """Seconds of one PPO batch: engines, then four passes side by side, then actor and critic side by side."""
+    devices = cluster.n_devices
+    small, large = (max(1, devices * eighths // 8) for eighths in (EIGHTHS_SMALL, EIGHTHS_LARGE))
+    room = ENGINE_FILL * cluster.memory_bytes
+    tp = next((n for n in (1, 2, 4, 8) if 2 * model.n_params() / n <= room), 8)
+    engines = _chat_engines(max(large, tp), tp, large)
+    generating = serving(Setting(model, BF16, engines.generate, cluster))
+    seconds = generate_seconds(generating, generate_work(generating, engines, CHAT_BATCH))
+    frozen = replace(engines, train=layout_of(small, sharded=True))
+    passes = pass_seconds(_trained(model, cluster, frozen.train), frozen, CHAT_BATCH)
+    training = update_seconds(_trained(model, cluster, engines.train), engines, CHAT_BATCH)
+    fixed = sync_seconds(generating, "one_rank") + glue().step_seconds
+    said = (
+        f"prompts and answers of 1,024 tokens, 128 samples an optimizer step, {small} devices each for reference and "
+        f"reward, {large} each for actor, critic and engines (tp{tp})"
+    )
+    return seconds + passes + training + _host_adam(model, cluster, large) + fixed, said
+
+
+def deepspeed_chat(model: ModelSpec, cluster: Cluster) -> Told:
+    """Seconds of one PPO batch: every model on all devices, one after the other."""
+    devices = cluster.n_devices
+    running = next(most for billions, most in CHAT_RUNNING if model.n_params() < billions * 1e9)
+    engines = _chat_engines(devices, 1, devices)
+    setting = Setting(model, BF16, engines.generate, cluster)
+    eager = replace(setting, factors=replace(setting.costs, layer_seconds=EAGER_LAYER_SECONDS))
+    seconds = generate_seconds(eager, replace(generate_work(eager, engines, CHAT_BATCH), running=running))
+    trained = _trained(model, cluster, engines.train)
+    passes = 4 * pass_seconds(trained, engines, CHAT_BATCH)
+    training = 2 * (update_seconds(trained, engines, CHAT_BATCH) + _host_adam(model, cluster, devices))
+    said = f"prompts and answers of 1,024 tokens, 128 samples an optimizer step, {running} samples at once on a device"
+    return seconds + passes + training + glue().step_seconds, said
+
+
+def _chat_engines(generate: int, tp: int, train: int) -> Engines:
+    return Engines(
+        generate=layout_of(generate, tp),
+        train=layout_of(train, sharded=True),
+        colocated=False,
+        microbatch=CHAT_MICROBATCH,
+        controller=False,
+    )
+
+
+def _trained(model: ModelSpec, cluster: Cluster, layout: Layout) -> Setting:
+    """ZeRO-3 moves what FSDP moves; both are of 2023."""
+    return Setting(model, BF16, replace(layout, mesh=DeviceMesh(0, layout.mesh.n_devices)), cluster, backend=FSDP_2023)
+
+
+def _host_adam(model: ModelSpec, cluster: Cluster, devices: int) -> float:
+    """Optimizer steps on the hosts: gradients down and weights up in 16 bits, and Adam on all their cores."""
+    hosts = max(1.0, devices / cluster.devices_per_node)
+    moved = 4 * model.n_params() / devices / cluster.pcie_bytes_per_s
+    return CHAT_BATCH.steps * (CPU_ADAM_SECONDS * model.n_params() / hosts + moved)
