@@ -22,7 +22,7 @@ from realgraph.planner.lengths import quantiles
 from realgraph.planner.model_spec import ModelSpec, load_model_spec
 from realgraph.planner.plan import Plan
 from realgraph.planner.request import PlanRequest
-from realgraph.planner.search import reprice, search
+from realgraph.planner.search import Infeasible, reprice, search
 from realgraph.planner.validate import validate
 from realgraph.planner.workload import Workload
 
@@ -173,9 +173,12 @@ def cluster_of(spec: ClusterSpec) -> Cluster:
 
 
 def plan_for(checked: Checked, request: PlanRequest) -> Plan:
-    """The planner's choice. Raises ConfigError, placed in the user's files."""
+    """The planner's choice. Raises ConfigError, `Infeasible` where no plan fits, placed in the user's files."""
     try:
         return search(request)
+    except Infeasible as error:
+        problems = [_placed(checked, problem) for problem in error.problems]
+        raise Infeasible(problems, error.clash, error.changes) from None
     except ConfigError as error:
         raise ConfigError(_placed(checked, problem) for problem in error.problems) from None
 
