@@ -69,7 +69,8 @@ def _tiles(report: Report) -> Iterator[tuple[str, str]]:
     yield seconds_text(plan.period_seconds), f"period: seconds a step, {predicted_text(report)}"
     yield rate_text(report.samples_per_second), "samples a second"
     yield gap_text(plan.gap), f"proven gap; lower bound {seconds_text(plan.lower_bound_seconds)}"
-    yield percent_text(report.bottleneck.load), f"load of devices {report.bottleneck.devices}"
+    busiest = report.bottleneck.devices
+    yield percent_text(report.bottleneck.load), f"load of device{'s' * (not busiest.isdigit())} {busiest}"
     slower = [other for other in found.comparisons if other.period_seconds]
     if slower and slower[0].period_seconds:
         yield change_text(slower[0].period_seconds / plan.period_seconds), f"period of the {slower[0].name} plan"
@@ -160,7 +161,7 @@ def _memory(report: Report) -> str:
         largest = sorted(bar.parts, key=lambda part: -part.nbytes)[:LARGEST]
         parts = [(shade(part, bar.parts), f"{part.label} {bytes_text(part.nbytes)}") for part in largest]
         while_text = f", while {bar.call} runs" if bar.call else ""
-        head = f"devices {devices_text(bar.devices)}{while_text}: {bytes_text(bar.total_bytes)}"
+        head = f"device{'s' * (len(bar.devices) > 1)} {devices_text(bar.devices)}{while_text}: {bytes_text(bar.total_bytes)}"
         legends.append(_legend(parts, f"<b>{escape(head)}</b>"))
     return f'<div class="wide">{memory_svg(bars)}</div>{"".join(legends)}'
 

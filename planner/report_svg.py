@@ -17,6 +17,7 @@ LANE, GAP, AXIS = 40, 10, 26
 CHARACTER = 7.0  # width of one, roughly
 SHADES = 4  # of resident and of active memory
 MOST_LANES = 40
+MILLISECONDS_BELOW = 0.5  # seconds that a timeline shows
 
 
 def svg(width: float, height: float, parts: Sequence[str], label: str) -> str:
@@ -76,7 +77,8 @@ def _time_axis(timeline: Timeline, scale: float, bottom: float) -> Iterator[str]
     for moment in ticks(timeline.window_seconds):
         x = LABEL + moment * scale
         yield _line((x, AXIS - 6, x, bottom - GAP), "line")
-        yield _text(x, 12, f"{moment:g} s", "soft mid")
+        text = f"{moment * 1e3:g} ms" if timeline.window_seconds < MILLISECONDS_BELOW else f"{moment:g} s"
+        yield _text(x, 12, text, "soft mid")
     yield _text(WIDTH, 12, "idle", "soft end")
 
 
