@@ -161,7 +161,8 @@ def _memory(report: Report) -> str:
         largest = sorted(bar.parts, key=lambda part: -part.nbytes)[:LARGEST]
         parts = [(shade(part, bar.parts), f"{part.label} {bytes_text(part.nbytes)}") for part in largest]
         while_text = f", while {bar.call} runs" if bar.call else ""
-        head = f"device{'s' * (len(bar.devices) > 1)} {devices_text(bar.devices)}{while_text}: {bytes_text(bar.total_bytes)}"
+        where = f"device{'s' * (len(bar.devices) > 1)} {devices_text(bar.devices)}"
+        head = f"{where}{while_text}: {bytes_text(bar.total_bytes)}"
         legends.append(_legend(parts, f"<b>{escape(head)}</b>"))
     return f'<div class="wide">{memory_svg(bars)}</div>{"".join(legends)}'
 
