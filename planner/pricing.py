@@ -1,4 +1,8 @@
-"""Seconds and bytes of one way to run a call: the rows of the search's tables. Chooses nothing."""
+"""Seconds and bytes of one way to run a call: the rows of the search's tables. Chooses nothing.
+
+A stream of generation on a mesh that other calls share is priced as if nothing paused it: the pauses lengthen its
+latency, which the staleness bound limits in the same way as sequences in flight. So its best level may be one too high.
+"""
 
 from collections.abc import Iterator
 from functools import lru_cache

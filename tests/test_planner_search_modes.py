@@ -11,12 +11,14 @@ from realgraph.planner.constraints import Constraints
 from realgraph.planner.cost_table import CostTable, PhaseFactor
 from realgraph.planner.pins import Pin
 from realgraph.planner.problem import Limits, Solution
+from realgraph.planner.request import hashes
 from realgraph.planner.robust import erring, robust, scenario
 from realgraph.planner.search import Infeasible, present, search, solved
 from realgraph.planner.solve import evaluate
 from realgraph.planner.sweep import doubled, larger_memory, resize, sweep, synchronous, what_if
 from realgraph.planner.validate import validate
 from realgraph.planner.workload import Workload
+from realgraph.planning import with_lengths
 from tests.planner_cases import cluster, grpo, ppo, request
 
 replace = msgspec.structs.replace
@@ -147,3 +149,18 @@ def test_measured_phases_and_calls_replace_predictions() -> None:
 def test_what_does_not_fit_is_an_error_of_its_own() -> None:
     with pytest.raises(Infeasible):
         search(replace(PPO, constraints=Constraints(memory_gb=1.0)), QUICK)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_measured_lengths_replace_the_guess_and_change_seconds_alone(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    measured = [int(n) for n in rng.lognormal(6.0, 1.0, 500)]
+    work = with_lengths(WORK, measured)
+    cut = [max(1, min(n, WORK.max_new_tokens)) for n in measured]
+    assert work.mean_new_tokens == pytest.approx(sum(cut) / len(cut))
+    assert list(work.lengths) == sorted(work.lengths)
+    assert max(work.lengths) <= WORK.max_new_tokens
+    asked = replace(PPO, workload=work)
+    assert hashes(asked) == hashes(PPO)
+    assert with_lengths(WORK, ()) == WORK
+    assert search(asked, QUICK).period_seconds != search(PPO, QUICK).period_seconds
