@@ -55,7 +55,8 @@ class RobustResult(Struct, frozen=True):
         if self.plan.allocations == self.nominal.allocations:
             return (
                 f"the best plan is also the steadiest: expected regret {self.expected_regret:.1%}, at worst "
-                f"{self.worst_regret:.1%} under {self.scenarios} draws of the costs' errors, among {self.candidates} plans"
+                f"{self.worst_regret:.1%} under {self.scenarios} draws of the costs' errors, beside "
+                f"{self.candidates - 1} other plans"
             )
         slower = self.plan.period_seconds / self.nominal.period_seconds - 1
         return (

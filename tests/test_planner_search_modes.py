@@ -9,11 +9,12 @@ import pytest
 from realgraph.planner.alternatives import alternatives
 from realgraph.planner.constraints import Constraints
 from realgraph.planner.cost_table import CostTable, PhaseFactor
+from realgraph.planner.events import period
 from realgraph.planner.pins import Pin
 from realgraph.planner.problem import Limits, Solution
 from realgraph.planner.request import hashes
 from realgraph.planner.robust import erring, robust, scenario
-from realgraph.planner.search import Infeasible, present, search, solved
+from realgraph.planner.search import Infeasible, events_of, present, reprice, search, solved
 from realgraph.planner.solve import evaluate
 from realgraph.planner.sweep import doubled, larger_memory, resize, sweep, synchronous, what_if
 from realgraph.planner.validate import validate
@@ -98,6 +99,11 @@ def test_hints_are_searches_of_their_own_and_sorted_by_gain() -> None:
 def test_staleness_never_costs_and_synchronous_is_compared_with_it() -> None:
     asked = replace(PPO, workload=replace(WORK, staleness=2))
     plan, before = search(asked, QUICK), search(PPO, QUICK)
+    for found, of in ((plan, asked), (before, PPO)):
+        assert period(events_of(of, found)).seconds == pytest.approx(found.period_seconds, rel=1e-9)
+        assert reprice(of, found).period_seconds == pytest.approx(found.period_seconds, rel=1e-9)
+        assert found.latency_seconds >= max(a.seconds for a in found.allocations.values())
+        assert min(found.starts.values()) == 0
     assert plan.lower_bound_seconds <= before.period_seconds * (1 + 1e-9)
     hint = synchronous(asked, plan, QUICK)
     assert hint is not None
