@@ -7,9 +7,9 @@ the same exact evaluator. The search runs with its compiled code warm; the whole
 process, is timed beside it. Machines differ and may be busy: CPU seconds are printed beside wall seconds, and the
 limits are held against the smaller of the two.
 
-Results go to results/planner.json or results/planner_full.json. With `--tables` the problems that were solved are
-written to results/planner_problems/, as files that `realgraph plan --problem` reads (`xz -d` first); each row has the
-hash of its problem.
+Results go to results/planner.json or results/planner_full.json. With `--tables` the problems that were solved, up to
+`LARGEST` pairs of meshes, are written to results/planner_problems/, as files that `realgraph plan --problem` reads
+(`xz -d` first). Each row has the hash of its problem; the same commit makes it again.
 """
 
 import argparse
@@ -42,6 +42,7 @@ from realgraph.planning import Asked, request_for
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 GAP = 0.002
+LARGEST = 20_000  # pairs of meshes of a problem that is written down: moves differ from pair to pair
 EQUAL = 1e-9  # relative: what counts as no worse
 NINE = "ppo_nine_calls"
 MODELS = {
@@ -257,7 +258,7 @@ def written(case: Case, problem: SearchProblem, keep: bool) -> str:
             digest.update(getattr(table, column).tobytes())
     rest = (problem.devices, problem.meshes, problem.precedences, problem.moves, problem.ties, problem.floor_seconds)
     digest.update(msgspec.json.encode((rest, [(task.name, sorted(task.tables.items())) for task in problem.tasks])))
-    if keep:
+    if keep and len(problem.meshes) ** 2 <= LARGEST:
         text = problem_text(problem_spec(problem, case.name))
         folder = RESULTS / "planner_problems"
         folder.mkdir(parents=True, exist_ok=True)

@@ -59,7 +59,7 @@ class MoveCache:
     def __init__(self, problem: SearchProblem) -> None:
         self._problem = problem
         n = len(problem.meshes)
-        self.known = np.full((max(1, len(problem.moves)), n, n), UNKNOWN, np.int32)  # number of a matrix
+        self.known = np.full((max(1, len(problem.moves)), n, n), UNKNOWN, np.int64)  # number of a matrix
         self.begin = np.zeros((64, 2), np.int64)  # [matrices, (offset in `pool`, columns)]
         self.pool = np.zeros(1 << 16)
         self._numbers: dict[bytes, int] = {}

@@ -1,7 +1,6 @@
 """The search against slow oracles: brute force over all choices and orders, and CP-SAT."""
 
 import random
-import time
 from collections.abc import Mapping
 
 import pytest
@@ -97,9 +96,9 @@ def test_the_check_of_a_schedule_sees_what_is_wrong() -> None:
 
 @pytest.mark.parametrize("block", range(10))
 def test_the_evaluator_is_exact(block: int) -> None:
-    for seed in range(block * 60, (block + 1) * 60):
+    for seed in range(block * 40, (block + 1) * 40):
         problem, rng = problem_of_seed(seed), random.Random(seed)
-        for _ in range(4):
+        for _ in range(3):
             choices = {task.name: rng.choice(every_choice(problem, task)) for task in problem.tasks}
             fitting = fits(problem, choices) and ties_hold(problem, choices)
             exact = least_period(problem, choices) if fitting else None
@@ -189,16 +188,14 @@ def test_the_search_is_the_same_twice() -> None:
 MID = Size(tasks=(4, 5), choices=60_000, options=4)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(1010, 1024))
 def test_cp_sat_finds_nothing_better(seed: int) -> None:
     pytest.importorskip("ortools")
     from tests.planner_cp_sat import SCALE, cp_sat
 
-    problem = problem_of_seed(1000 + seed, MID)
-    began = time.monotonic()
-    verdict = cp_sat(problem, seconds=4.0)
-    if verdict is None:
-        pytest.skip(f"CP-SAT proved nothing in {time.monotonic() - began:.0f} s")
+    problem = problem_of_seed(seed, MID)
+    verdict = cp_sat(problem, seconds=30.0)
+    assert verdict is not None, "CP-SAT needed 0.1 to 3 CPU seconds of each when these seeds were chosen"
     found = solve(problem, EXACT)
     if isinstance(found, Unsolved):
         assert found.proven and verdict.period == float("inf")
