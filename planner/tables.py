@@ -183,6 +183,8 @@ class _Tables:
         """
         request, spot = self._request, (place.group, place.mesh.n_devices)
         names = readers(request, request.graph.role(call))
+        if not names:
+            return Rows(table)
         most = sum(self._longest.get(name, 0.0) for name in names)
         edge = held_seconds(request, call, place) * len(names)
         bonus, beside = np.zeros(len(table), dtype=np.int64), np.zeros(len(table), dtype=np.int64)

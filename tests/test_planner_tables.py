@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Iterator
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realgraph.graphs.spec import Advantage, Function
+from realgraph.graphs.maths import Loss
+from realgraph.graphs.spec import Advantage, Function, ModelRole, Train
 from realgraph.planner.choices import candidates
 from realgraph.planner.cluster import ClusterSpec, NodesSpec
 from realgraph.planner.constraints import Constraints
@@ -27,7 +29,7 @@ from realgraph.planner.request import PlanRequest
 from realgraph.planner.solve import solve
 from realgraph.planner.tables import problem_of
 from realgraph.planner.workload import Workload
-from tests.planner_cases import MACHINE, cluster, grpo, ppo, request
+from tests.planner_cases import MACHINE, cluster, graph, grpo, ppo, request
 
 replace = msgspec.structs.replace
 MIXED = resolve(
@@ -216,6 +218,16 @@ def test_tables_hold_what_fits_and_prices_rise_with_nothing_else(engine: str) ->
             key = (layout, option.candidate.residency == "offloaded")
             assert numbers.setdefault(key, int(table.layout[i])) == table.layout[i]
     assert len(set(numbers.values())) == len(numbers)
+
+
+@pytest.mark.parametrize("engine", ["installed", "any"])
+@pytest.mark.filterwarnings("error")
+def test_a_role_that_nobody_reads_has_tables_too(engine: Literal["installed", "any"]) -> None:
+    """As in supervised fine-tuning: one train call, and nothing else."""
+    lone = graph({"train": Train(model="actor", loss=Loss({}))}, [], {"actor": ModelRole(trainable=True, path="x")})
+    prepared = problem_of(request(lone, machine=cluster(nodes=2), workload=WORK, engine=engine))
+    assert prepared.problem.moves == ()
+    assert prepared.problem.tasks[0].tables
 
 
 def test_the_whole_table_of_a_call_can_be_asked_for() -> None:
