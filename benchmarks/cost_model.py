@@ -248,7 +248,8 @@ def _assumptions(pairs: Sequence[tuple[Prediction, Prediction]]) -> Iterator[str
         if one.assumed:
             row = one.row
             mode = row.notes.split(";")[0] if row.system.startswith("AReaL") else ""
-            where = f"{row.system}, {row.model}, {row.n_gpus} x {row.gpu} {mode}".rstrip()
+            layout = f"tp{row.tp} pp{row.pp} dp{row.dp}" if row.tp else mode
+            where = f"{row.system}, {row.model}, {row.n_gpus} x {row.gpu} {layout}".rstrip()
             yield f"assumed: {where}: {_compared(one, two).strip()} {row.unit}: {one.assumed}"
 
 
@@ -270,7 +271,7 @@ def _repeats(plain: Sequence[Prediction]) -> Iterator[str]:
 def _missing(rows: Sequence[Row], plain: Sequence[Prediction]) -> Counter[tuple[str, str, str]]:
     """Rows without a prediction by system, metric and reason."""
     reasons = dict([*published_train.unpredicted(rows), *published_rl.unpredicted(rows)])
-    answered = {one.row for one in plain}
+    answered = {one.row for one in plain if one.phase != "fits" or one.row.metric == "oom"}
     left = (row for row in rows if row not in answered)
     return Counter((row.system, row.metric, reasons.get(row, "no reader for this phase")) for row in left)
 

@@ -1,10 +1,13 @@
 """Rows of published measurements and what the cost model says of each: the form shared by the phases' readers."""
 
 import csv
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 from msgspec import Struct
+
+TIMES = {"s": 1.0, "ms": 1e3, "h": 1 / 3600}  # of a second
 
 
 class Row(Struct, frozen=True):
@@ -31,11 +34,20 @@ class Row(Struct, frozen=True):
     notes: str
 
     def number(self, field: str, default: float = 0.0) -> float:
-        """A column as a number, `default` where it is empty or no number."""
+        """A column as a number, `default` where it is empty or no finite number."""
         try:
-            return float(getattr(self, field))
+            found = float(getattr(self, field))
         except ValueError:
             return default
+        return found if math.isfinite(found) else default
+
+    def count(self, field: str, default: int = 0) -> int:
+        """A column as a whole number of at least 0."""
+        return max(0, round(self.number(field, default)))
+
+    def in_unit(self, seconds: float) -> float | str:
+        """Predicted seconds in the row's unit, or why that is not possible."""
+        return seconds * TIMES[self.unit] if self.unit in TIMES else f"no time: {self.unit or 'no unit'}"
 
 
 class Prediction(Struct, frozen=True):

@@ -30,7 +30,7 @@ from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.lengths import lengths_of
 from realgraph.planner.model_spec import ModelSpec
 
-Told = tuple[float, str]  # in the row's unit, and what is assumed
+Told = tuple[float, str]  # seconds, and what is assumed
 
 # --- AReaL, blogs of v0.2 and v0.3, arXiv:2505.24298 ------------------------------------------------------------------
 
@@ -49,16 +49,16 @@ AREAL_STEPS = re.compile(r"hours_for_(\d+)_ppo_steps")
 
 
 def areal(row: Row, model: ModelSpec, cluster: Cluster) -> Told | str:
-    """Hours of so many PPO steps."""
+    """Seconds of so many PPO steps."""
     counted = AREAL_STEPS.fullmatch(row.metric)
     mode = re.match(r"(sync|async)\b", row.notes)
     if counted is None or mode is None:
         return "neither a table of hours nor synchronous or asynchronous"
-    devices = round(row.number("n_gpus"))
+    devices = row.count("n_gpus")
     stages, tp, engine = next(found[1:] for found in AREAL_TRAINERS if model.n_params() < found[0] * 1e9)
     part = round(devices * AREAL_SHARE[mode[1]]) // engine * engine
     left = (devices - part) // (stages * tp) * stages * tp
-    if not part or not left:
+    if not part or not left or not float(counted[1]):
         return "fewer devices than its layouts need"
     engines = Engines(
         generate=layout_of(part, engine),
@@ -75,7 +75,7 @@ def areal(row: Row, model: ModelSpec, cluster: Cluster) -> Told | str:
         f"mean answer {mean:,.0f} tokens ({AREAL_CUT:.0%} cut at {AREAL_BATCH.limit:,}), a batch is four steps, "
         f"{part} devices generate and {left} train (pp{stages} tp{tp})"
     )
-    return seconds * float(counted[1]) / AREAL_BATCH.steps / 3600, said
+    return seconds * float(counted[1]) / AREAL_BATCH.steps, said
 
 
 def mean_with_cut(limit: int, share: float) -> float:

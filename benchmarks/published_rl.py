@@ -52,7 +52,7 @@ NVL72_PER_NODE = 4
 # not published. 1,200 tokens were set once, with the seconds of generation of these rows in view; its log-prob passes
 # alone would say 1,500 (answers of up to 8,192) and 2,000 (up to 28,672). The report marks them as assumed.
 VERL_SAMPLES, VERL_GROUP, VERL_STEPS, VERL_PROMPT = 8192, 16, 16, 150
-VERL_MEAN = {8192: 1200.0, 28672: 1200.0}
+VERL_MEAN = 1200.0
 VERL_SPLIT = re.compile(r"(\d+):(\d+) \(rollout:train\)|\((\d+) gen\+(\d+) train")
 ASSUMED = ("AReaL", "OpenRLHF", "DeepSpeed-Chat")  # whose sources leave out what decides a step
 # How weights get to engines, by a word of the notes. Megatron's whole tensors go to every rank.
@@ -95,6 +95,8 @@ def _prediction(row: Row) -> Prediction | str:
         return f"no shape known of {row.model}"
     if cluster is None:
         return f"no device kind for {row.gpu}"
+    if row.number("value") <= 0:
+        return "no measured value"
     if row.phase == "e2e" and row.system.startswith(ASSUMED):
         return _assumed(row, model, cluster)
     if row.phase == "weight_sync":
@@ -103,7 +105,9 @@ def _prediction(row: Row) -> Prediction | str:
     if derived or row.metric == "exposed_wait_for_gen":
         return "follows from the step's seconds"
     if row.phase == "generate" and SERVED.search(row.notes):
-        return _told(row, model, "generate", _served_tokens_per_second(row, model, cluster))
+        return _served(row, model, cluster)
+    if row.phase != "weight_sync" and not row.count("n_gpus"):
+        return "the number of devices is not published"
     if row.system.startswith("verl"):
         return _verl(row, model, cluster)
     if row.phase == "e2e" and row.metric == "step_time":
@@ -120,6 +124,12 @@ def _shape(row: Row) -> ModelSpec | None:
     return model_of(replace(row, model=next(ids, row.model)))
 
 
+def _timed(row: Row, model: ModelSpec, phase: str, seconds: float, assumed: str = "") -> Prediction | str:
+    """A prediction of seconds, in the row's unit."""
+    found = row.in_unit(seconds)
+    return found if isinstance(found, str) else _told(row, model, phase, found, assumed)
+
+
 def _told(row: Row, model: ModelSpec, phase: str, predicted: float, assumed: str = "") -> Prediction:
     group = f"{row.source.split('@')[0].strip()} | {row.model} | {row.metric}"
     family = "tensorrt-llm" if row.system.startswith("TensorRT-LLM") else "rl"
@@ -128,8 +138,9 @@ def _told(row: Row, model: ModelSpec, phase: str, predicted: float, assumed: str
 
 def _assumed(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
     """A step under assumptions of published_assumed.py."""
-    if not row.number("n_gpus"):
+    if not row.count("n_gpus"):
         return "the number of devices is not published"
+    found: tuple[float, str] | str
     if row.system.startswith("AReaL"):
         found = areal(row, model, cluster)
     elif row.metric != CHAT_METRIC:
@@ -138,18 +149,22 @@ def _assumed(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
         found = openrlhf(model, cluster) if row.system.startswith("OpenRLHF") else deepspeed_chat(model, cluster)
     if isinstance(found, str):
         return found
-    return _told(row, model, "rl_step", *found)
+    return _timed(row, model, "rl_step", *found)
 
 
 # --- generation -------------------------------------------------------------------------------------------------------
 
 
-def _served_tokens_per_second(row: Row, model: ModelSpec, cluster: Cluster) -> float:
+def _served(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
     """Output tokens a second, all requests at once, from the first prompt to the last token."""
     lengths = SERVED.search(row.notes)
     assert lengths is not None
     prompt, new = int(lengths[1]), int(lengths[2])
-    tp = round(row.number("tp", 1)) or 1
+    if not new:
+        return "no new tokens"
+    if not row.unit.startswith("token"):
+        return f"no speed in tokens: {row.unit or 'no unit'}"
+    tp = row.count("tp", 1) or 1
     precision = FLOAT8 if "FP8" in row.notes else SAME
     setting = Setting(model, BF16, Layout(DeviceMesh(0, tp), tp=tp), cluster)
     held = (1 if precision is FLOAT8 else 2) * model.n_params() / tp
@@ -167,22 +182,31 @@ def _served_tokens_per_second(row: Row, model: ModelSpec, cluster: Cluster) -> f
         running=max(1, min(most, running)),
         precision=precision,
     )
-    found = generation(setting, work).tokens_per_second * max(1.0, row.number("n_gpus", tp) / tp)
-    return found / max(1.0, row.number("n_gpus", tp)) if "per_gpu" in row.metric else found
+    devices = max(tp, row.count("n_gpus", tp))
+    found = generation(setting, work).tokens_per_second * devices / tp
+    return _told(row, model, "generate", found / devices if "per_gpu" in row.metric else found)
 
 
 def _sync(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
     """Trained weights to engines, as the notes have it; where nothing says how many devices take part, one node's."""
     ranks = re.search(r"rollout ranks (\d+)", row.notes)
-    devices = int(ranks[1]) if ranks else cluster.n_devices
+    devices = max(1, int(ranks[1])) if ranks else cluster.n_devices
     tp = max(1, min(8, devices)) if model.n_params() > 3e10 else 1
     setting = Setting(model, BF16, layout_of(max(devices, tp), tp), cluster)
-    if 0 < row.number("value") < setting.element * model.n_params() / cluster.link_bytes_per_s / tp:
+    least = row.in_unit(setting.element * model.n_params() / cluster.link_bytes_per_s / tp)
+    if isinstance(least, float) and row.number("value") < least:
         return "faster than the link of a device carries its weights"
-    seconds = sync_seconds(setting, next((way for sign, way in SYNC_WAYS if sign in row.notes), "sharded"))
+    seconds = sync_seconds(setting, _way(row))
     if "param offload on" in row.notes:
         seconds += reload_seconds(model, SYNC_DEVICES)
-    return _told(row, model, "weight_sync", seconds)
+    return _timed(row, model, "weight_sync", seconds)
+
+
+def _way(row: Row) -> Way:
+    for sign, way in SYNC_WAYS:
+        if sign in row.notes:
+            return way
+    return "sharded"
 
 
 # --- whole steps ------------------------------------------------------------------------------------------------------
@@ -193,9 +217,12 @@ def _step(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
     if "SUSPECT" in row.notes:
         return "the printed batch does not agree with the printed throughput"
     mean, tp = re.search(r"avg gen len (\d+)", row.notes), re.search(r"gen TP(\d+)", row.notes)
-    if mean is None or tp is None or not row.number("global_batch") or not row.number("seq_len"):
+    if mean is None or tp is None or not row.count("global_batch"):
         return "lengths, batch or the engine's layout are not published"
-    devices, samples = round(row.number("n_gpus")), round(row.number("global_batch"))
+    longest = row.count("seq_len")
+    if longest <= NEMO_PROMPT or not 0 < int(mean[1]) <= longest:
+        return "no lengths that the mean and the limit agree on"
+    devices, samples = row.count("n_gpus"), row.count("global_batch")
     late = "1-step Off" in row.notes
     if cluster.kind.startswith("GB"):  # an engine starts a process a node, though NVLink joins the nodes of a rack
         nodes = max(1, devices // NVL72_PER_NODE)
@@ -203,10 +230,14 @@ def _step(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
         cluster = replace(cluster, nodes=nodes, devices_per_node=near, nic_bytes_per_s=far)
     part = devices // 2 if late else devices
     fp8 = "; FP8" in row.notes
-    longest = round(row.number("seq_len"))
+    train = _train_layout(row, part)
+    if not 0 < int(tp[1]) <= part or train.tp * train.pp * train.cp > part or train.ep > part:
+        return "the layouts need more devices than there are"
+    if train.pp > model.layers:
+        return "more stages than layers"
     engines = Engines(
         generate=layout_of(part, int(tp[1])),
-        train=_train_layout(row, part),
+        train=train,
         colocated=not late,
         memory_share=0.8 if late else 0.6,
         precision=Precision("float8") if fp8 else SAME,
@@ -223,21 +254,23 @@ def _step(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
         passes=2,
         staleness=int(late),
     )
-    return _told(row, model, "rl_step", step_seconds(model, cluster, engines, batch).whole)
+    return _timed(row, model, "rl_step", step_seconds(model, cluster, engines, batch).whole)
 
 
 def _train_layout(row: Row, devices: int) -> Layout:
-    tp, pp, cp, ep = (max(1, round(row.number(axis, 1))) for axis in ("tp", "pp", "cp", "ep"))
+    tp, pp, cp, ep = (max(1, row.count(axis, 1)) for axis in ("tp", "pp", "cp", "ep"))
     return Layout(DeviceMesh(0, devices), dp=max(1, devices // (tp * pp * cp)), tp=tp, pp=pp, ep=ep, cp=cp)
 
 
 def _verl(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
-    longest = round(row.number("seq_len"))
-    if longest not in VERL_MEAN:
+    longest = row.count("seq_len")
+    if longest <= VERL_MEAN:
         return "lengths are not published"
-    devices, split = round(row.number("n_gpus")), VERL_SPLIT.search(row.notes)
+    devices, split = row.count("n_gpus"), VERL_SPLIT.search(row.notes)
     parts = [int(found) for found in split.groups() if found] if split else [devices, devices]
-    batch = Batch(VERL_SAMPLES, VERL_GROUP, VERL_PROMPT, VERL_MEAN[longest], longest, steps=VERL_STEPS)
+    if not all(parts):
+        return "no devices on one of the sides"
+    batch = Batch(VERL_SAMPLES, VERL_GROUP, VERL_PROMPT, VERL_MEAN, longest, steps=VERL_STEPS)
     engines = Engines(
         generate=layout_of(parts[0]),
         train=layout_of(parts[1], sharded="FSDP" in row.notes),
@@ -250,8 +283,10 @@ def _verl(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
     if row.metric == "generate_time":
         setting, _ = settings_of(model, cluster, engines)
         seconds = generate_seconds(setting, generate_work(setting, engines, batch))
-        return _told(row, model, "generate", seconds, said)
+        return _timed(row, model, "generate", seconds, said)
     if row.metric == "old_log_prob_time":
         _, setting = settings_of(model, cluster, engines)
-        return _told(row, model, "inference", pass_seconds(setting, engines, batch), said)
-    return _told(row, model, "rl_step", step_seconds(model, cluster, engines, batch).whole, said)
+        return _timed(row, model, "inference", pass_seconds(setting, engines, batch), said)
+    if row.metric != "step_time":
+        return f"nothing known of {row.metric or 'the metric'}"
+    return _timed(row, model, "rl_step", step_seconds(model, cluster, engines, batch).whole, said)

@@ -1,5 +1,6 @@
 """Shapes of the models and machines that published measurements name, where the shipped tables lack them."""
 
+import math
 import re
 
 from msgspec.structs import replace
@@ -197,7 +198,7 @@ def model_of(row: Row) -> ModelSpec | None:
     mpt = re.search(r"mpt-(\w+)", name)
     if mpt and mpt[1] in MPT:
         spec = gpt(*MPT[mpt[1]], vocab=50368)
-        return replace(spec, max_positions=round(row.number("seq_len")))
+        return replace(spec, max_positions=row.count("seq_len"))
     return _gpt_of(row) if re.search(r"gpt|bloom|megatron", name) else None
 
 
@@ -214,9 +215,12 @@ def _gpt_of(row: Row) -> ModelSpec | None:
         near = min(GPT, key=lambda size: abs(size * 1e9 - params))
         return GPT[near] if abs(near * 1e9 - params) < 0.06 * params else None
     column = re.search(r"layers column (\d+)", row.notes)
+    if hidden < 128:
+        return None
     layers = int(column[1]) if column else layers or round((params - vocab * hidden) / (12 * hidden * hidden))
     default = 64 if "BLOOM" in row.system else hidden // 128
-    return gpt(hidden, layers, heads or default, vocab)
+    heads = heads or default
+    return gpt(hidden, layers, heads, vocab) if layers > 0 and heads <= hidden else None
 
 
 def _noted(row: Row, word: str) -> int:
@@ -247,9 +251,14 @@ HBM2E_BYTES_PER_S = 2.4e12  # the H100 with 96 GB of HBM2e has five stacks at 3.
 POWER_EXPONENT = 0.4  # of the clock in the power limit: power grows with the cube of it, less what does not scale
 
 
+def _of_axes(row: Row) -> int:
+    """Devices that a layout needs, where their number is not told."""
+    return math.prod(max(1, row.count(axis, 1)) for axis in ("tp", "pp", "dp", "cp"))
+
+
 def cluster_of(row: Row) -> Cluster | None:
     """The machine behind a row's `gpu` and `n_gpus`; None where the kind is in no table."""
-    name, count = row.gpu.lower(), max(1, round(row.number("n_gpus", 1)))
+    name, count = row.gpu.lower(), max(1, row.count("n_gpus", 1) or _of_axes(row))
     kind = next((kind for pattern, kind in KINDS if re.search(pattern, name)), None)
     if kind is None:
         return None

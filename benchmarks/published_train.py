@@ -54,6 +54,7 @@ KERNELS = (  # what a system's software of that time used
     (r"flash_attention_2|torchtitan", "flash2"),
 )
 
+OTHER_KIND = "A100-80GB"
 LIVE = 1.25  # layers' worth of tensors in a layer's backward pass, where gradients are freed as they are used
 DEEPSPEED_BUCKET_BYTES = 2_000_000_000  # two buckets of 5e8 elements in 16 bits, its default
 # On 25 February 2022 the nodes' PCIe and NUMA settings were mended; the source says that all speeds rose by 1 to 5 %.
@@ -92,19 +93,29 @@ def unpredicted(rows: Sequence[Row]) -> Iterator[tuple[Row, str]]:
         if isinstance(case, str):
             yield from ((row, case) for row in group.values())
             continue
+        told = {one.row for one in (*_speed(case), *_memory(case)) if one.phase != "fits" or one.row.metric == "oom"}
         first = next((metric for metric in TIMES if metric in group), "")
-        yield from ((row, SAME) for row in group.values() if row.metric not in (first, "peak_memory", "oom"))
+        yield from ((row, _why(row, first)) for row in group.values() if row not in told)
+
+
+def _why(row: Row, first: str) -> str:
+    """The reason why a row of a predicted configuration has no prediction of its own; first: the speed compared."""
+    if row.metric in (first, "peak_memory"):
+        return f"no measured value, or a unit that is not read: {row.value} {row.unit}".rstrip()
+    return SAME if first else f"{row.metric or 'no metric'} alone tells no seconds"
 
 
 def _configurations(rows: Sequence[Row]) -> Iterator[dict[str, Row]]:
     """Rows of the training phase by metric, those of one configuration together."""
-    found: dict[tuple[str, ...], dict[str, Row]] = {}
-    for row in rows:
-        if row.phase == "train":
-            measured = ("metric", "value", "unit")
-            key = tuple(getattr(row, field) for field in row.__struct_fields__ if field not in measured)
-            found.setdefault(key, {})[row.metric] = row
-    return iter(found.values())
+    found: dict[tuple[str, ...], list[dict[str, Row]]] = {}
+    for row in dict.fromkeys(row for row in rows if row.phase == "train"):
+        measured = ("metric", "value", "unit")
+        key = tuple(getattr(row, field) for field in row.__struct_fields__ if field not in measured)
+        alike = found.setdefault(key, [])
+        if all(row.metric in group for group in alike):  # measured again
+            alike.append({})
+        next(group for group in alike if row.metric not in group)[row.metric] = row
+    return (group for alike in found.values() for group in alike)
 
 
 def _case(group: dict[str, Row]) -> Case | str:
@@ -115,14 +126,18 @@ def _case(group: dict[str, Row]) -> Case | str:
         return f"no shape known of {row.model}"
     if cluster is None:
         return f"no device kind for {row.gpu}"
-    if not (row.tp and row.dp):
+    if not (row.count("tp") and row.count("dp")):
         return "the layout is not published"
-    length = round(row.number("seq_len"))
+    length = row.count("seq_len")
     if not length:
         return "lengths are not published"
-    micro = round(row.number("micro_batch", 1)) or 1
+    micro = row.count("micro_batch", 1) or 1
     layout = _layout(row)
-    batch = row.number("global_batch") or layout.dp * micro * _accumulated(row)
+    if layout.dp * layout.tp * layout.pp * layout.cp > layout.mesh.n_devices or layout.ep > layout.mesh.n_devices:
+        return "the layout needs more devices than there are"
+    if layout.pp > model.layers:
+        return "more stages than layers"
+    batch = row.count("global_batch") or layout.dp * micro * _accumulated(row)
     if "BLOOM" in row.system:
         cluster = replace(cluster, nic_bytes_per_s=JEAN_ZAY_NIC_BYTES_PER_S)
     if row.system == "torchtitan" and layout.pp > 1:
@@ -134,7 +149,7 @@ def _case(group: dict[str, Row]) -> Case | str:
         microbatch_tokens=-(-micro * length // layout.cp),
         recompute=recompute_of(row),
         schedule="interleaved" if virtual and int(virtual[1]) > 1 else "1f1b",
-        chunks=int(virtual[1]) if virtual else 2,
+        chunks=max(1, int(virtual[1])) if virtual else 2,
         fp8=bool(re.search(r"fp8|float8|fp4", row.notes.lower())),
         imbalance=1.0,
     )
@@ -155,16 +170,17 @@ def _least_recompute(case: Case) -> Case:
 
 
 def _layout(row: Row) -> Layout:
-    axes = {axis: max(1, round(row.number(axis, 1))) for axis in ("tp", "pp", "cp", "ep")}
-    dp = max(1, round(row.number("n_gpus")) // (axes["tp"] * axes["pp"] * axes["cp"]))
+    axes = {axis: max(1, row.count(axis, 1)) for axis in ("tp", "pp", "cp", "ep")}
+    cut = axes["tp"] * axes["pp"] * axes["cp"]
+    devices = row.count("n_gpus") or cut * row.count("dp")
+    dp = max(1, devices // cut)
     sharded = backend_of(row).name == FSDP.name or bool(re.search(r"FSDP=[1-9]", row.notes))
-    mesh = DeviceMesh(0, round(row.number("n_gpus")))
-    return Layout(mesh, dp=dp, **axes, sharding="fsdp" if sharded else "replicated")
+    return Layout(DeviceMesh(0, devices), dp=dp, **axes, sharding="fsdp" if sharded else "replicated")
 
 
 def _accumulated(row: Row) -> int:
     found = re.search(r"micro_batches per step=(\d+)", row.notes)
-    return int(found[1]) if found else 1
+    return max(1, int(found[1])) if found else 1
 
 
 def backend_of(row: Row) -> Backend:
@@ -224,18 +240,34 @@ def _speed(case: Case) -> Iterator[Prediction]:
         return
     row = case.rows[metric]
     group = f"{row.source.split('@')[0].split(' L')[0]} | {row.model} | {metric}"
-    predicted = _in_unit(case, row, _seconds(case))
+    predicted, measured = _in_unit(case, row, _seconds(case)), row.number("value")
+    if predicted is None or measured <= 0:
+        return
     moe, family = case.setting.model.experts > 0, family_of(case.setting.engine)
-    yield Prediction(row, "train", group, row.number("value"), predicted, moe, family)
+    yield Prediction(row, "train", group, measured, predicted, moe, family, _inferred(row))
 
 
-def _in_unit(case: Case, row: Row, seconds: float) -> float:
-    """Seconds of a step as the row's metric and unit have it."""
+def _inferred(row: Row) -> str:
+    """What is said of a row whose device kind nobody published: the prediction for the kind before it."""
+    if not re.search(r"GPU type\S* inferred", row.notes) or OTHER_KIND in row.gpu:
+        return ""
+    other = _case({row.metric: replace(row, gpu=OTHER_KIND)})
+    told = _in_unit(other, row, _seconds(other)) if isinstance(other, Case) else None
+    return f"the device kind {row.gpu}, which the source does not print" + (
+        f"; on {OTHER_KIND}s the prediction is {told:.4g}" if told is not None else ""
+    )
+
+
+def _in_unit(case: Case, row: Row, seconds: float) -> float | None:
+    """Seconds of a step as the row's metric and unit have it; None where the unit is not read."""
     work, devices = case.work, case.setting.layout.mesh.n_devices
     if row.metric == "step_time":
-        return seconds * (1000 if row.unit == "ms" else 1)
+        told = row.in_unit(seconds)
+        return told if isinstance(told, float) else None
     if row.metric == EIGHT_N:
         return 8 * case.setting.model.n_params() * work.tokens / seconds / devices / 1e12
+    if not row.unit.startswith(("sample", "seq", "token")):
+        return None
     amount = work.tokens / work.sample_tokens if row.unit.startswith(("sample", "seq")) else work.tokens
     return amount / seconds / (devices if row.metric == "throughput_per_gpu" else 1)
 
@@ -318,11 +350,11 @@ def _memory(case: Case) -> Iterator[Prediction]:
     group = f"{row.source.split('@')[0].split(' L')[0]} | {row.model} | memory"
     cluster, moe = case.setting.cluster, case.setting.model.experts > 0
     held = footprint(case).total
-    if "peak_memory" in case.rows:
-        peak = case.rows["peak_memory"]
+    peak = case.rows.get("peak_memory")
+    if peak is not None and peak.number("value") > 0 and peak.unit in ("GB", "GiB"):
         driver = "BLOOM" in row.system  # counts the runtime, and what the allocator keeps, in GiB
         whole = held / FRACTION + GPU_RUNTIME_BYTES if driver else held
         unit = 1 << 30 if driver or peak.unit == "GiB" else 10**9
         yield Prediction(peak, "memory", group, peak.number("value"), whole / unit, moe)
     ran = not any(metric == "oom" and row.number("value") for metric, row in case.rows.items())
-    yield Prediction(row, "fits", group, float(ran), float(held <= usable_bytes(cluster)), moe)
+    yield Prediction(case.rows.get("oom", row), "fits", group, float(ran), float(held <= usable_bytes(cluster)), moe)

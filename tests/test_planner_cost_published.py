@@ -5,11 +5,16 @@ import math
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from benchmarks import cost_model
 from benchmarks.cost_model import calibrated, ranked, shared_factor, spearman, system_of, targets
 from benchmarks.published import Prediction, Row, read_rows
+from benchmarks.published_assumed import mean_with_cut
+from benchmarks.published_rl import predictions as rl_predictions
 from benchmarks.published_shapes import DEEPSEEK_V3, GLM_AIR, GPT_OSS, KIMI_K2, MIXTRAL, MOONLIGHT, cluster_of, model_of
 from benchmarks.published_train import predictions, unpredicted
+from realgraph.planner.lengths import lengths_of
 from realgraph.planner.model_spec import ModelSpec
 
 
@@ -102,6 +107,65 @@ def test_a_factor_comes_from_other_systems_only() -> None:
     rates = calibrated([*slow, made("C", 10.0, 10.0, "tokens/s")])
     assert rates[-1].predicted < 10
     assert system_of(lone.row) == "C"
+
+
+def test_what_is_assumed_teaches_no_factor_but_counts() -> None:
+    guessed = [replace(made("A", 20.0, 10.0), assumed="lengths") for _ in range(50)]
+    assert [one.predicted for one in calibrated([*guessed, made("C", 10.0, 10.0)])] == [10.0] * 51
+    claims = list(targets([(one, one) for one in guessed], {}))
+    assert claims[0].value == pytest.approx(0.5)
+
+
+def test_a_share_of_cut_answers_tells_their_mean() -> None:
+    mean = mean_with_cut(27648, 0.05)
+    assert lengths_of(mean, 27648).quantile(0.95) == pytest.approx(27648, rel=0.02)
+    assert mean_with_cut(27648, 0.01) < mean < mean_with_cut(27648, 0.10)
+
+
+def test_a_step_in_another_unit_is_the_same_step() -> None:
+    fields = {"system": "AReaL v0.3", "model": "DeepSeek-R1-Distill-Qwen-7B", "gpu": "H800", "n_gpus": "192"}
+    hours = row(**fields, phase="e2e", metric="hours_for_1000_ppo_steps", value="25", unit="h", notes="async")
+    seconds = next(rl_predictions([replace(hours, value="90000", unit="s")]))
+    assert seconds.predicted == pytest.approx(3600 * next(rl_predictions([hours])).predicted)
+    assert seconds.assumed and seconds.phase == "rl_step"
+    assert not list(rl_predictions([replace(hours, unit="GB")]))
+
+
+def test_an_unpublished_device_kind_is_said_with_the_other_prediction() -> None:
+    fields = {"system": "nanotron", "model": "llama-1B", "gpu": "H100-80GB", "n_gpus": "16", "tp": "1", "pp": "1"}
+    measured = {"metric": "throughput_per_gpu", "unit": "tokens/s/gpu", "value": "24200", "micro_batch": "1"}
+    one = row(**fields, **measured, dp="16", seq_len="4096", global_batch="1024", notes="GPU type/seq_len inferred")
+    told = next(predictions([one]))
+    other = next(predictions([replace(one, gpu="A100-80GB")]))
+    assert f"{other.predicted:.4g}" in told.assumed and not other.assumed
+
+
+def test_nearly_full_memory_costs_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    mpt = {"system": "llm-foundry", "model": "MPT-30b", "tp": "1", "pp": "1", "seq_len": "8192", "gpu": "H100-80GB"}
+    measured = {"metric": "throughput_per_gpu", "unit": "tokens/s/gpu", "value": "1384", "notes": "act-ckpt=True"}
+    full, roomy = (row(**mpt, **measured, n_gpus=n, dp=n, global_batch="1344") for n in ("8", "64"))
+    before = [one.predicted for one in predictions([full, roomy]) if one.phase == "train"]
+    monkeypatch.setattr("benchmarks.published_train.CROWDED_SLOWDOWN", 1.0)
+    after = [one.predicted for one in predictions([full, roomy]) if one.phase == "train"]
+    assert after[0] == pytest.approx(1.06 * before[0])
+    assert after[1] == before[1]
+
+
+def test_every_row_prints_whether_it_fits_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = row(source="README (2022 snapshot)")
+    failed = row(
+        source="README (2022 snapshot)", metric="oom", value="1", unit="bool", micro_batch="64", tp="1", pp="1"
+    )
+    file, result = tmp_path / "rows.csv", tmp_path / "result.json"
+    with file.open("w", newline="") as lines:
+        writer = csv.writer(lines)
+        writer.writerow(Row.__struct_fields__)
+        for one in (ran, failed):
+            writer.writerow([getattr(one, name) for name in Row.__struct_fields__])
+    monkeypatch.setattr(cost_model, "RESULTS", result)
+    monkeypatch.setattr("sys.argv", ["cost_model", "--published", str(file), "--rows"])
+    cost_model.main()
+    assert "fits" in result.read_text()
 
 
 def test_systems_that_disagree_tell_little() -> None:
