@@ -13,7 +13,7 @@ from msgspec import Struct
 from realgraph.graphs.spec import Train
 from realgraph.planner.choices import candidates
 from realgraph.planner.cluster import Cluster
-from realgraph.planner.couplings import free_floor, moves_of, precedences, readers, ties_of
+from realgraph.planner.couplings import free_floor, moves_of, precedences, readers, ties_of, train_calls
 from realgraph.planner.layout import DeviceMesh
 from realgraph.planner.memory import usable_bytes
 from realgraph.planner.meshes import Family, family
@@ -183,6 +183,8 @@ class _Tables:
         """
         request, spot = self._request, (place.group, place.mesh.n_devices)
         names = readers(request, request.graph.role(call))
+        if len(train_calls(request, request.graph.role(call))) > 1:
+            return Rows(table, np.full(len(table), np.inf))  # both calls must be left the same layouts to choose from
         if not names:
             return Rows(table)
         most = sum(self._longest.get(name, 0.0) for name in names)
