@@ -20,6 +20,7 @@ from realgraph.planner.cost_rollout import rollout_variants
 from realgraph.planner.cost_train import TrainWork, microbatches, train_seconds
 from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.lengths import lengths_of
+from realgraph.planner.memory import lora_params
 from realgraph.planner.model_spec import ModelSpec
 
 BF16 = ModelRole(dtype="bfloat16")
@@ -44,6 +45,7 @@ class Glue(Struct, frozen=True, forbid_unknown_fields=True):
     sync_seconds: float
     bucketed_share: float
     broadcast_bytes_per_s: float
+    file_bytes_per_s: float
     padded_token_seconds: float
     reward_seconds: float
     reward_workers: int
@@ -212,6 +214,15 @@ def sync_seconds(setting: Setting, way: Way = "sharded") -> float:
         "one_rank": whole / table.broadcast_bytes_per_s,
     }
     return table.sync_seconds + tensors_of(model) * each + moved[way]
+
+
+def written_seconds(model: ModelSpec, lora_rank: int = 0) -> float:
+    """Trained weights in 16 bits, or adapters alone, into files after a step: tensor by tensor, by one process."""
+    table = glue()
+    per_layer = 4 + 3 * (model.expert_layers * model.experts / model.layers or 1)
+    tensors = 2 * per_layer * model.layers if lora_rank else tensors_of(model)
+    nbytes = 2 * (lora_params(model, lora_rank) if lora_rank else model.n_params())
+    return table.sync_seconds + tensors * table.sync_tensor_seconds + nbytes / table.file_bytes_per_s
 
 
 def reload_seconds(model: ModelSpec, devices: int) -> float:

@@ -13,9 +13,11 @@ from benchmarks.published import Prediction, Row, read_rows
 from benchmarks.published_assumed import mean_with_cut
 from benchmarks.published_rl import predictions as rl_predictions
 from benchmarks.published_shapes import DEEPSEEK_V3, GLM_AIR, GPT_OSS, KIMI_K2, MIXTRAL, MOONLIGHT, cluster_of, model_of
+from benchmarks.published_steps import glue, written_seconds
 from benchmarks.published_train import predictions, unpredicted
 from realgraph.planner.lengths import lengths_of
 from realgraph.planner.model_spec import ModelSpec
+from tests.planner_cases import known
 
 
 def row(**fields: str) -> Row:
@@ -149,6 +151,17 @@ def test_nearly_full_memory_costs_time(monkeypatch: pytest.MonkeyPatch) -> None:
     after = [one.predicted for one in predictions([full, roomy]) if one.phase == "train"]
     assert after[0] == pytest.approx(1.06 * before[0])
     assert after[1] == before[1]
+
+
+def test_an_rl_trainer_hands_its_weights_over_and_adapters_of_experts_are_many() -> None:
+    moe, dense = (known(name) for name in ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-4B"))
+    assert written_seconds(dense, 16) < written_seconds(dense) < written_seconds(moe)
+    assert written_seconds(moe, 16) > 48 * 128 * 3 * 2 * glue().sync_tensor_seconds
+    fields = {"system": "prime-rl", "model": "Qwen/Qwen3-4B", "gpu": "H100-80GB", "n_gpus": "8", "tp": "1", "pp": "1"}
+    measured = {"metric": "step_time", "dp": "8", "seq_len": "16384", "global_batch": "16"}
+    trainers = [row(**fields, **measured, notes=f"{kind} trainer only; AC=Recompute") for kind in ("SFT", "RL")]
+    sft, rl = (one.predicted for one in predictions(trainers) if one.phase == "train")
+    assert rl - sft == pytest.approx(written_seconds(dense))
 
 
 def test_every_row_prints_whether_it_fits_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
