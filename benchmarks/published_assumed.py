@@ -42,8 +42,11 @@ AREAL_STALENESS = 4
 AREAL_MICROBATCH = 32768
 # Trainers of its benchmark folder, v0.3.0: pipeline stages and tp by billions of parameters; engines of one device, of
 # eight for 32B. Asynchronous: engines on three quarters of the devices (paper, sec. 7.1).
+# At most 512 groups in flight, new weights through files that are looked for every 5 s (v0.3.0's rollout manager).
 # Synchronous: on one half, training on the other, in turn (v0.2's configuration of 128 devices).
 AREAL_TRAINERS = ((4.0, 2, 1, 1), (10.0, 4, 1, 1), (1e9, 8, 2, 8))
+AREAL_IN_FLIGHT = 512 * 16
+AREAL_LOOKS_SECONDS = 5.0
 AREAL_SHARE = {"async": 0.75, "sync": 0.5}
 AREAL_STEPS = re.compile(r"hours_for_(\d+)_ppo_steps")
 
@@ -67,6 +70,8 @@ def areal(row: Row, model: ModelSpec, cluster: Cluster) -> Told | str:
         memory_share=0.8,
         microbatch=AREAL_MICROBATCH,
         controller=False,
+        in_flight=AREAL_IN_FLIGHT,
+        files_seconds=AREAL_LOOKS_SECONDS / 2 if mode[1] == "async" else 0.0,
     )
     mean = mean_with_cut(AREAL_BATCH.limit, AREAL_CUT)
     batch = replace(AREAL_BATCH, mean=mean, staleness=AREAL_STALENESS if mode[1] == "async" else 0)
@@ -96,6 +101,9 @@ def mean_with_cut(limit: int, share: float) -> float:
 CHAT_BATCH = Batch(samples=1024, per_group=1, prompt=1024, mean=1024.0, limit=1024, steps=8, rewarded=False)
 CHAT_MICROBATCH = 4 * 2048
 EIGHTHS_SMALL, EIGHTHS_LARGE = 1, 2
+# Every rank of the actor asks the engines for so many samples and waits for them before it asks again, by billions of
+# parameters (the same table's micro_batch_size of generation; for 34B, where it is empty, as for 70B).
+CHAT_ASKED = ((10.0, 16), (20.0, 8), (1e9, 4))
 ENGINE_FILL = 0.45  # of a device's memory that an engine's weights may take: tp is the least that keeps to it
 CPU_ADAM_SECONDS = 2.6e-10  # of a parameter on one host's cores (ZeRO-Offload, arXiv:2101.06840, table 4: 10 billion)
 # DeepSpeed-Chat generates without continuous batching, layer by layer from Python, on all devices: samples at once on a
@@ -112,14 +120,17 @@ def openrlhf(model: ModelSpec, cluster: Cluster) -> Told:
     tp = next((n for n in (1, 2, 4, 8) if 2 * model.n_params() / n <= room), 8)
     engines = _chat_engines(max(large, tp), tp, large)
     generating = serving(Setting(model, BF16, engines.generate, cluster))
-    seconds = generate_seconds(generating, generate_work(generating, engines, CHAT_BATCH))
+    asked = next(most for billions, most in CHAT_ASKED if model.n_params() < billions * 1e9)
+    work = generate_work(generating, engines, CHAT_BATCH)
+    running = max(1, min(work.running, round(asked * large / engines.generate.dp)))
+    seconds = generate_seconds(generating, replace(work, running=running))
     frozen = replace(engines, train=layout_of(small, sharded=True))
     passes = pass_seconds(_trained(model, cluster, frozen.train), frozen, CHAT_BATCH)
     training = update_seconds(_trained(model, cluster, engines.train), engines, CHAT_BATCH)
     fixed = sync_seconds(generating, "one_rank") + glue().step_seconds
     said = (
         f"prompts and answers of 1,024 tokens, 128 samples an optimizer step, {small} devices each for reference and "
-        f"reward, {large} each for actor, critic and engines (tp{tp})"
+        f"reward, {large} each for actor, critic and engines (tp{tp}), {asked} samples at once for each rank of the actor"
     )
     return seconds + passes + training + _host_adam(model, cluster, large) + fixed, said
 

@@ -80,7 +80,9 @@ class Engines(Struct, frozen=True):
     """How a system runs a model: devices that generate and train (the same ones where `colocated`), both layouts.
 
     memory_share: of a device's memory that the engine may use. precision: of the engine. microbatch: tokens. recompute:
-    whether whole layers are computed again. controller: whether one process holds the batch.
+    whether whole layers are computed again. controller: whether one process holds the batch. in_flight: most samples
+    that run at once on all engines, 0 for no limit. files_seconds: until weights that were written into files are seen,
+    0 where they go from device to device.
     """
 
     generate: Layout
@@ -92,6 +94,8 @@ class Engines(Struct, frozen=True):
     recompute: bool = True
     fp8: bool = False
     controller: bool = True
+    in_flight: int = 0
+    files_seconds: float = 0.0
 
 
 class StepSeconds(Struct, frozen=True):
@@ -118,6 +122,8 @@ def step_seconds(model: ModelSpec, cluster: Cluster, engines: Engines, batch: Ba
     passes = batch.passes * pass_seconds(train, engines, batch)
     trained = update_seconds(train, engines, batch)
     sync = sync_seconds(generate)
+    if engines.files_seconds:
+        sync = written_seconds(model) + engines.files_seconds
     reward = batch.samples * table.reward_seconds / table.reward_workers if batch.rewarded else 0.0
     fixed = table.step_seconds
     if engines.colocated or not batch.staleness:
@@ -158,6 +164,8 @@ def generate_work(setting: Setting, engines: Engines, batch: Batch) -> GenerateW
     lengths = lengths_of(batch.mean, batch.limit)
     each = cache_bytes_per_token(setting, engines.precision) * (batch.prompt + 1.15 * lengths.mean_age)
     running = max(1, min(MOST_RUNNING, int(room / each)))
+    if engines.in_flight:
+        running = max(1, min(running, engines.in_flight // engines.generate.dp))
     return GenerateWork(
         samples=batch.samples,
         samples_per_group=batch.per_group,
