@@ -130,7 +130,7 @@ def openrlhf(model: ModelSpec, cluster: Cluster) -> Told:
     fixed = sync_seconds(generating, "one_rank") + glue().step_seconds
     said = (
         f"prompts and answers of 1,024 tokens, 128 samples an optimizer step, {small} devices each for reference and "
-        f"reward, {large} each for actor, critic and engines (tp{tp}), {asked} samples at once for each rank of the actor"
+        f"reward, {large} each for actor, critic and engines (tp{tp}), {asked} samples at once for each of the actor"
     )
     return seconds + passes + training + _host_adam(model, cluster, large) + fixed, said
 
