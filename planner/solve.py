@@ -15,7 +15,8 @@ def solve(problem: SearchProblem, limits: Limits = Limits()) -> Solution | Unsol
     Deterministic but for the moment at which time ends it. Scope of the bound: 1-periodic schedules of the problem's
     own meshes and options.
     """
-    from realgraph.planner.solve_search import Search, warm  # compiles or loads machine code
+    from realgraph.planner.solve_search import Search
+    from realgraph.planner.solve_warm import warm
 
     warm()
     return Search(problem, limits).run()

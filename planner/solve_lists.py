@@ -9,7 +9,8 @@ from realgraph.planner.solve_instance import Instance
 from realgraph.planner.solve_memory import Needs, at_home, least, memory_fits
 from realgraph.planner.solve_period import Net, add_arc, add_pair, clear, feasible
 
-ASCENT = 16  # steps towards the best price of a device's memory
+SCHEDULES = 5_000  # nodes of one search for integers k
+ASCENT = 12  # steps towards the best price of a device's memory
 
 
 class Lists(NamedTuple):
@@ -96,8 +97,11 @@ def fits(instance: Instance, needs: Needs, lists: Lists) -> bool:
 
 
 @compiled
-def in_time(instance: Instance, needs: Needs, lists: Lists, net: Net, limit: float, schedules: int) -> int:
-    """0: no period within the limit, even with the fastest of what is left; 1: there is one; -1: perhaps."""
+def in_time(instance: Instance, needs: Needs, lists: Lists, net: Net, limit: float, thorough: bool) -> int:
+    """0: no period within the limit, even with the fastest of what is left; 1: there is one; -1: perhaps.
+
+    thorough: asks also whether memory leaves options that are fast enough.
+    """
     n = len(instance.role)
     clear(net, n)
     for i in range(n):
@@ -123,9 +127,10 @@ def in_time(instance: Instance, needs: Needs, lists: Lists, net: Net, limit: flo
                 add_arc(net, i, node, latency, tokens)
                 add_arc(net, node, target, lists.moved[a], ZERO)
     _add_pairs(instance, needs, net)
-    if _crowded(instance, needs, lists, net, limit):
+    verdict = feasible(net, limit, ZERO + SCHEDULES)
+    if thorough and verdict != 0 and _crowded(instance, needs, lists, net, limit):
         return 0
-    return feasible(net, limit, schedules)
+    return verdict
 
 
 @compiled

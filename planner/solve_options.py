@@ -11,7 +11,6 @@ from realgraph.planner.solve_memory import Needs
 from realgraph.planner.solve_period import Net
 
 NONE_LEFT, FOUND, UNDECIDED, PAUSED = 0, 1, 2, 3
-SCHEDULES = 20_000  # nodes of one search for integers k
 
 
 class Choosing(NamedTuple):
@@ -24,6 +23,7 @@ class Choosing(NamedTuple):
     nodes: Ints  # [1]
     move_begin: Ints  # [precedences and moves]: where an arc's matrix of seconds begins
     move_columns: Ints
+    least_move: Floats  # of all options that are left; -1 where not known yet
 
 
 def new_choosing(tasks: int, arcs: int) -> Choosing:
@@ -35,6 +35,7 @@ def new_choosing(tasks: int, arcs: int) -> Choosing:
         nodes=np.zeros(1, np.int64),
         move_begin=np.zeros(arcs, np.int64),
         move_columns=np.zeros(arcs, np.int64),
+        least_move=np.zeros(arcs),
     )
 
 
@@ -72,7 +73,8 @@ def choose(
         state.nodes[0] += 1
         if not _tied(instance, needs, task) or not fits(instance, needs, lists):
             continue
-        verdict = _moves_in_time(instance, needs, lists, state, moves, net, limit)
+        thorough = 2 * depth < last
+        verdict = _moves_in_time(instance, needs, lists, state, moves, net, limit, thorough)
         if verdict == 0:
             continue
         if depth < last:
@@ -91,6 +93,8 @@ def _begin(
 ) -> bool:
     """Lists the options that may be within the limit; false where a task has none."""
     state.unsure[0] = 0
+    for a in range(len(instance.arc_source)):
+        state.least_move[a] = -1.0
     for i in range(len(instance.role)):
         needs.option[i] = -1
     fill(instance, needs, lists, limit)
@@ -102,7 +106,9 @@ def _begin(
     _sort_tasks(instance, lists, state)
     state.depth[0] = 0
     state.at[0] = -1
-    return filter_memory(instance, needs, lists)
+    if not filter_memory(instance, needs, lists):
+        return False
+    return _moves_in_time(instance, needs, lists, state, moves, net, limit, True) != 0
 
 
 @compiled
@@ -124,20 +130,20 @@ def _filter_seconds(
 
     Where latencies rise as seconds do, bisection finds the first that is too slow; any other is tried by itself.
     """
-    if _moves_in_time(instance, needs, lists, state, moves, net, limit) == 0:
+    if _moves_in_time(instance, needs, lists, state, moves, net, limit, False) == 0:
         return False
     for i in range(len(instance.role)):
         low, high = ZERO, lists.left[i] - 1
         while low < high:
             middle = (low + high + 1) // 2
             needs.option[i] = lists.options[i, middle]
-            if _moves_in_time(instance, needs, lists, state, moves, net, limit) == 0:
+            if _moves_in_time(instance, needs, lists, state, moves, net, limit, False) == 0:
                 high = middle - 1
             else:
                 low = middle
         ready, late = NONE, 1e300  # latencies that are in time with the seconds of `low`; that are too late with more
         needs.option[i] = lists.options[i, low]
-        if low > 0 or _moves_in_time(instance, needs, lists, state, moves, net, limit) != 0:
+        if low > 0 or _moves_in_time(instance, needs, lists, state, moves, net, limit, False) != 0:
             ready = instance.latency[needs.option[i]]
         kept = ZERO
         for c in range(lists.left[i]):
@@ -146,7 +152,7 @@ def _filter_seconds(
             if c > low and instance.latency[o] >= late:
                 continue
             untried = c > low or instance.latency[o] > ready
-            if untried and _moves_in_time(instance, needs, lists, state, moves, net, limit) == 0:
+            if untried and _moves_in_time(instance, needs, lists, state, moves, net, limit, False) == 0:
                 late = min(late, instance.latency[o]) if c > low else late
                 continue
             lists.options[i, kept] = o
@@ -176,7 +182,14 @@ def _sort_tasks(instance: Instance, lists: Lists, state: Choosing) -> None:
 
 @compiled
 def _moves_in_time(
-    instance: Instance, needs: Needs, lists: Lists, state: Choosing, moves: Floats, net: Net, limit: float
+    instance: Instance,
+    needs: Needs,
+    lists: Lists,
+    state: Choosing,
+    moves: Floats,
+    net: Net,
+    limit: float,
+    thorough: bool,
 ) -> int:
     """As `in_time`, with the least seconds of each move between the options that are left."""
     for a in range(len(instance.arc_source)):
@@ -185,6 +198,9 @@ def _moves_in_time(
         source, target = instance.arc_source[a], instance.arc_target[a]
         left, right = needs.option[source], needs.option[target]
         fewest = 1e300
+        if left < 0 and right < 0 and state.least_move[a] >= 0 and not (thorough and state.depth[0] == 0):
+            lists.moved[a] = state.least_move[a]
+            continue
         for c in range(1 if left >= 0 else lists.left[source]):
             row = instance.number[left if left >= 0 else lists.options[source, c]] * state.move_columns[a]
             for d in range(1 if right >= 0 else lists.left[target]):
@@ -193,4 +209,6 @@ def _moves_in_time(
             if fewest <= 0.0:
                 break
         lists.moved[a] = fewest
-    return in_time(instance, needs, lists, net, limit, ZERO + SCHEDULES)
+        if left < 0 and right < 0:
+            state.least_move[a] = fewest
+    return in_time(instance, needs, lists, net, limit, thorough)

@@ -6,27 +6,14 @@ plan are searched: a few tasks get new meshes, and all get new options.
 """
 
 import random
+import sys
 import time
-from functools import lru_cache
 
 import numpy as np
 from msgspec import Struct
 
 from realgraph.planner.evaluate import fits, schedule, ties_hold, timing
-from realgraph.planner.layout import DeviceMesh
-from realgraph.planner.problem import (
-    Choice,
-    Limits,
-    Move,
-    OptionTable,
-    Precedence,
-    Schedule,
-    SearchProblem,
-    SearchTask,
-    Solution,
-    Stopped,
-    Unsolved,
-)
+from realgraph.planner.problem import Choice, Limits, Schedule, SearchProblem, Solution, Stopped, Unsolved
 from realgraph.planner.solve_bound import ascend, conditioned, first_prices, priced, rows_of
 from realgraph.planner.solve_compiled import Floats, Mask
 from realgraph.planner.solve_instance import instance_of
@@ -50,13 +37,13 @@ from realgraph.planner.solve_places import Tree, no_tree, tree_of
 TOLERANCES = (0.5, 0.3, 0.2, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01, 0.005)
 QUICK = 0.1  # seconds: after a pass that was shorter the next tolerance but one follows
 SLICE = 500  # placements between two looks at the clock
-OPTIONS_SLICE = 1000  # of the second level
+OPTIONS_SLICE = 200  # of the second level
 PATIENCE = 50_000  # placements and options without a better plan, after which neighbourhoods are searched
 NEARBY = 10_000  # placements and options looked at in one neighbourhood
 ROUND = 12  # neighbourhoods
 STEPS, MORE_STEPS = 150, 12  # of the ascent of prices: at the root, and with one task on meshes of one table
 FEW = 14.0  # logarithm of a number of placements that are looked at faster than prices are found for each table
-LONG = 20  # slices after which a placement with too many options is put off
+LONG, LONG_NEARBY = 25, 8  # slices after which a placement with too many options is put off, or left
 
 
 class Incumbent(Struct, frozen=True):
@@ -72,19 +59,6 @@ class Space(Struct, frozen=True, eq=False):
     allowed: Mask
     tree: Tree
     costs: Costs
-
-
-@lru_cache(maxsize=1)
-def warm() -> None:
-    """Compiles or loads all machine code, before any clock runs."""
-    table = OptionTable(np.ones(1), np.ones(1), *(np.ones(1, np.int64) for _ in range(5)))
-    tasks = (SearchTask("train", "role", True, {0: 0}), SearchTask("read", "role", False, {0: 0}))
-    memory = np.full(1, 100, np.int64)
-    edges = (Precedence("read", "train", 0),)
-    moves = (Move("train", "read", 1),)
-    meshes = (DeviceMesh(0, 1),)
-    problem = SearchProblem(1, 1, memory, memory, meshes, (table,), tasks, edges, moves, lambda *_: np.ones((1, 1)))
-    Search(problem, Limits()).run()
 
 
 class Halt(Exception):
@@ -157,7 +131,9 @@ class Search:
     # --- passes -------------------------------------------------------------------------------------------------------
 
     def _passes(self) -> None:
-        self._pass(None)
+        self._together()
+        if self.best is None:
+            self._pass(None)
         last = max(1e-7, 0.999 * self.limits.gap)
         left = [tolerance for tolerance in TOLERANCES if tolerance > last] + [last]
         while left and self.best is not None:
@@ -167,6 +143,13 @@ class Search:
                 self._pass(tolerance)
                 if len(left) > 1 and time.monotonic() - before < QUICK:
                     left.pop(0)
+
+    def _together(self) -> None:
+        """A first plan: all tasks on the largest mesh that all of them may take."""
+        common = np.flatnonzero(self.everywhere.all(axis=0))
+        if len(common):
+            largest = int(common[np.argmax(self.instance.size[common])])
+            self._leaf([largest] * len(self.problem.tasks), 0.05, LONG)
 
     def _limit(self, tolerance: float | None) -> float:
         """The period that is asked for."""
@@ -192,11 +175,11 @@ class Search:
                 break
             since = since + self._effort() - before if self.best is best else 0
             if since > patience and self.best is not None:
-                found = self._neighbourhoods(space, max(1e-3, (tolerance or 0.0) / 4))
+                found = self._neighbourhoods(space, max(1e-3, (tolerance or 0.0) / 20))
                 patience, since = PATIENCE if found else 2 * patience, 0
             best = self.best
         for meshes in self.put_off:
-            self._leaf(meshes, tolerance, patient=True)
+            self._leaf(meshes, tolerance, sys.maxsize)
         self.put_off.clear()
         if not self.undecided and (tolerance is not None or self.best is None):
             self._prove(self._limit(tolerance))
@@ -227,7 +210,11 @@ class Search:
         if status == MISSING:
             self._learn_moves()
         elif status == LEAF:
-            self._leaf(walk.mesh.tolist(), tolerance, patient=False)
+            meshes = walk.mesh.tolist()
+            if walk is self.near_walk:
+                self._leaf(meshes, tolerance, LONG_NEARBY)
+            elif not self._leaf(meshes, tolerance, LONG):
+                self.put_off.append(meshes)
         return status
 
     def _neighbourhoods(self, space: Space, least_gain: float) -> bool:
@@ -343,30 +330,28 @@ class Search:
             remember(self.moves, key, float(self._matrix(move, source, target).min()))
             self.known_moves += 1
 
-    def _leaf(self, meshes: list[int], tolerance: float | None, patient: bool) -> None:
-        """Chooses options on these meshes, again and again while the period falls."""
+    def _leaf(self, meshes: list[int], tolerance: float | None, slices: int) -> bool:
+        """Chooses options on these meshes again while the period falls; false where `slices` were too few."""
         moves = self._flat_moves(meshes)
         status = FOUND
         while status == FOUND:
             self.needs.mesh[:] = meshes
             limit = self._limit(tolerance)
             if limit <= self.bound:
-                return
-            slices, status = 0, PAUSED
+                break
+            status, left = PAUSED, slices
             self.choosing.depth[0] = -1
-            while status == PAUSED:
+            while status == PAUSED and left > 0:
                 status = choose(
                     self.instance, self.needs, self.lists, self.choosing, moves, self.net, limit, OPTIONS_SLICE
                 )
                 self._look_up()
-                slices += 1
-                if status == PAUSED and slices >= LONG and not patient:
-                    self.put_off.append(meshes)
-                    return
+                left -= 1
             if status == UNDECIDED:
                 self.undecided = True
             elif status == FOUND and not self._accept():
-                return
+                break
+        return status != PAUSED
 
     def _flat_moves(self, meshes: list[int]) -> Floats:
         """The matrices of all moves between these meshes, one after the other."""
