@@ -235,11 +235,14 @@ def main() -> None:
     console.print(_table("per device kind and phase: relative error", kinds))
     console.print(_table("per system and phase: relative error", systems))
     console.print(_claims(found))
-    for line in (*_assumptions(pairs), *_repeats(plain)):
+    said = [*_assumptions(pairs), *_repeats(plain)]
+    for line in said:
         console.print(line)
     for (system, metric, reason), count in sorted(missing.items()):
         console.print(f"not predicted: {count} x {system}, {metric}: {reason}")
-    RESULTS.write_text(json.dumps(_record(kinds, systems, found, missing), indent=1) + "\n", encoding="utf-8")
+    RESULTS.write_text(
+        json.dumps({**_record(kinds, systems, found, missing), "said": said}, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def _assumptions(pairs: Sequence[tuple[Prediction, Prediction]]) -> Iterator[str]:

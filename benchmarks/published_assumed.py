@@ -41,7 +41,7 @@ AREAL_CUT = 0.05
 AREAL_STALENESS = 4
 AREAL_MICROBATCH = 32768
 # Trainers of its benchmark folder, v0.3.0: pipeline stages and tp by billions of parameters; engines of one device, of
-# eight for 32B. Asynchronous: engines on three quarters of the devices (paper, sec. 7.1).
+# eight for 32B. Asynchronous: engines on three quarters of the devices (paper).
 # At most 512 groups in flight, new weights through files that are looked for every 5 s (v0.3.0's rollout manager).
 # Synchronous: on one half, training on the other, in turn (v0.2's configuration of 128 devices).
 AREAL_TRAINERS = ((4.0, 2, 1, 1), (10.0, 4, 1, 1), (1e9, 8, 2, 8))
@@ -105,7 +105,7 @@ EIGHTHS_SMALL, EIGHTHS_LARGE = 1, 2
 # parameters (the same table's micro_batch_size of generation; for 34B, where it is empty, as for 70B).
 CHAT_ASKED = ((10.0, 16), (20.0, 8), (1e9, 4))
 ENGINE_FILL = 0.45  # of a device's memory that an engine's weights may take: tp is the least that keeps to it
-CPU_ADAM_SECONDS = 2.6e-10  # of a parameter on one host's cores (ZeRO-Offload, arXiv:2101.06840, table 4: 10 billion)
+CPU_ADAM_SECONDS = 2.6e-10  # of a parameter on one host's cores (CPU-Adam of ZeRO-Offload, arXiv:2101.06840)
 # DeepSpeed-Chat generates without continuous batching, layer by layer from Python, on all devices: samples at once on a
 # device by billions of parameters (the same table), and a layer's launches where nothing hides them.
 CHAT_RUNNING = ((10.0, 8), (1e9, 2))

@@ -32,8 +32,8 @@ EIGHT_N = "hw_tflops_per_gpu"  # operations counted as 8 a parameter and token: 
 # The first of these that a configuration has is compared.
 TIMES = ("throughput_per_gpu", "throughput_total", "step_time", EIGHT_N)
 SAME = "the same measurement in another unit"
-# Four Omni-Path links of 100 Gb/s for eight GPUs (BLOOM, arXiv:2211.05100, sec. 3.3), through host memory and not from
-# GPU to GPU: 40 % of the wire, which the speeds at 2 to 12 stages and 24 to 4 copies tell.
+# Four Omni-Path links of 100 Gb/s for eight GPUs (BLOOM, arXiv:2211.05100, sec. 3.3). The share that collectives reach
+# was set with BLOOM's rows of 2 to 12 stages and 24 to 4 copies in view; of InfiniBand it would be twice as much.
 JEAN_ZAY_NIC_BYTES_PER_S = 0.4 * 6.25e9
 
 # Share of the peak of attention kernels, forward and backward, causal, with heads of 128: FlashAttention-3
@@ -55,7 +55,7 @@ KERNELS = (  # what a system's software of that time used
     (r"flash_attention_2|torchtitan", "flash2"),
 )
 
-HANDS_OVER = "RL trainer"  # of prime-rl: writes its weights into files for the engines after each step (its docs)
+HANDS_OVER = "RL trainer"  # of prime-rl: writes weights for the engines each step (trainer/rl/broadcast/filesystem.py)
 OTHER_KIND = "A100-80GB"
 LIVE = 1.25  # layers' worth of tensors in a layer's backward pass, where gradients are freed as they are used
 DEEPSPEED_BUCKET_BYTES = 2_000_000_000  # two buckets of 5e8 elements in 16 bits, its default
@@ -64,7 +64,7 @@ SLOW_NUMA = 1.03
 SCORE_BYTES = 5  # scores, their softmax in 16 bits, and a mask (arXiv:2205.05198, sec. 4.1)
 
 # Nearly full memory: the allocator frees what it cached and asks the driver again, and the device waits (PyTorch, CUDA
-# semantics, memory management: num_alloc_retries).
+# semantics, memory management: num_alloc_retries). How much longer that takes was set with rows in view.
 CROWDED = 0.9
 CROWDED_SLOWDOWN = 1.06
 

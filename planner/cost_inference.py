@@ -27,7 +27,8 @@ def inference_seconds(setting: Setting, work: TrainWork) -> float:
     stage += hand_over_seconds(setting, tokens)
     passes = count * stage + (layout.pp - 1) * (model.layers * layer + head) / layout.pp
     if layout.sharding == "fsdp":
-        passes += exposed_seconds(count * state_costs(setting).gather, passes, setting.engine.dp_overlap)
+        engine = setting.engine
+        passes += exposed_seconds(count * state_costs(setting).gather, passes, engine.dp_overlap, engine.exposed)
     return passes + dispatch_seconds(setting.costs, work.tokens / layout.dp / work.sample_tokens)
 
 
