@@ -52,8 +52,8 @@ MEGATRON = Backend("megatron", tp_overlap=0.6, sum_bytes=0)
 # FSDP copies a layer's weights out of flat buffers, and kernels wait for gathers; gathers run beside compute.
 FSDP = Backend("fsdp", compute=1.08, distributed=False, dp_overlap=0.85, sum_bytes=0)
 # FSDP of PyTorch 1.13 and 2.0: weights are views into flat buffers and not copied out; a rate limiter holds back the
-# gathers of later layers (arXiv:2304.11277, sec. 3.4). How much of the traffic shows was set with llm-foundry's published
-# speeds in view: small micro-batches without recomputation against large ones with it.
+# gathers of later layers (arXiv:2304.11277, sec. 3.4). How much of the traffic shows was set with the speeds
+# of llm-foundry in view: small micro-batches without recomputation against large ones with it.
 FSDP_2023 = replace(FSDP, compute=1.0, exposed=0.75)
 # Whole copies with an all-reduce of gradients after the last micro-batch, as this project's engine does.
 REPLICATED = Backend("replicated", distributed=False, dp_overlap=0.0, sum_bytes=12)
