@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from realgraph.first_search import prepare_search
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.plan_console import console, write
 from realgraph.plan_gantt import gantt
@@ -31,6 +32,7 @@ class NoPlan(ConfigError):
 def problem_command(file: Path, options: PlanOptions) -> Solution:
     """Solve and print the answer. Raises ConfigError for a wrong file, NoPlan (4) and NoPlanYet (5 or 130)."""
     read = read_problem(_bytes(file), str(file))
+    prepare_search()
     with session(options) as now:
         found = solve(read.problem, now.limits)
         interrupted = now.stop()

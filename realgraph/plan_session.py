@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from realgraph.compose import Checked
+from realgraph.first_search import prepare_search
 from realgraph.graphs.errors import ConfigError, Problem
 from realgraph.plan_limits import Progress, interruptible
 from realgraph.plan_options import PlanOptions
@@ -46,6 +47,7 @@ class Session(Struct, frozen=True):
 
         Raises ConfigError, Infeasible (4), NoPlanYet (5, or 130 after Ctrl-C).
         """
+        prepare_search()
         try:
             return search()
         except ConfigError as error:

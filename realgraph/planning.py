@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from realgraph.compose import Checked
+from realgraph.first_search import prepare_search
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import Generate
 from realgraph.local_data import JSON_LINES, data_files
@@ -174,6 +175,7 @@ def cluster_of(spec: ClusterSpec) -> Cluster:
 
 def plan_for(checked: Checked, request: PlanRequest) -> Plan:
     """The planner's choice. Raises ConfigError, `Infeasible` where no plan fits, placed in the user's files."""
+    prepare_search()
     try:
         return search(request)
     except Infeasible as error:
