@@ -15,7 +15,7 @@ Mask = npt.NDArray[np.bool_]
 
 F = TypeVar("F", bound=Callable[..., object])
 
-ZERO = cast(int, np.int64(0))  # a first value with the type of later ones: numba compiles for the literal 0 too
+ZERO, ONE = cast(int, np.int64(0)), cast(int, np.int64(1))  # literals would be compiled for by themselves
 NONE = -1e18  # seconds of a longest path where there is no path
 
 

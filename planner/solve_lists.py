@@ -97,10 +97,10 @@ def fits(instance: Instance, needs: Needs, lists: Lists) -> bool:
 
 
 @compiled
-def in_time(instance: Instance, needs: Needs, lists: Lists, net: Net, limit: float, thorough: bool) -> int:
+def in_time(instance: Instance, needs: Needs, lists: Lists, net: Net, limit: float, thorough: int) -> int:
     """0: no period within the limit, even with the fastest of what is left; 1: there is one; -1: perhaps.
 
-    thorough: asks also whether memory leaves options that are fast enough.
+    thorough: 1 asks also whether memory leaves options that are fast enough.
     """
     n = len(instance.role)
     clear(net, n)
@@ -128,7 +128,7 @@ def in_time(instance: Instance, needs: Needs, lists: Lists, net: Net, limit: flo
                 add_arc(net, node, target, lists.moved[a], ZERO)
     _add_pairs(instance, needs, net)
     verdict = feasible(net, limit, ZERO + SCHEDULES)
-    if thorough and verdict != 0 and _crowded(instance, needs, lists, net, limit):
+    if thorough == 1 and verdict != 0 and _crowded(instance, needs, lists, net, limit):
         return 0
     return verdict
 

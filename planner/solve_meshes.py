@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realgraph.planner.solve_compiled import Floats, Ints, Mask, compiled, entry
+from realgraph.planner.solve_compiled import ONE, Floats, Ints, Mask, compiled, entry
 from realgraph.planner.solve_instance import Instance
 from realgraph.planner.solve_lists import Lists, fill, filter_memory, in_time
 from realgraph.planner.solve_memory import Needs
@@ -200,4 +200,4 @@ def judge(instance: Instance, walk: Walk, needs: Needs, lists: Lists, moves: Mov
             lists.moved[a] = _least_move(moves, (instance.arc_move[a] * meshes + source) * meshes + target)
     if moves.missing[0] > 0:
         return UNKNOWN
-    return CUT if in_time(instance, needs, lists, net, limit, True) == 0 else KEPT
+    return CUT if in_time(instance, needs, lists, net, limit, ONE) == 0 else KEPT

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realgraph.planner.solve_compiled import NONE, ZERO, Floats, Ints, compiled, entry
+from realgraph.planner.solve_compiled import NONE, ONE, ZERO, Floats, Ints, compiled, entry
 from realgraph.planner.solve_instance import Instance
 from realgraph.planner.solve_lists import Lists, fill, filter_memory, fits, in_time
 from realgraph.planner.solve_memory import Needs
@@ -73,7 +73,7 @@ def choose(
         state.nodes[0] += 1
         if not _tied(instance, needs, task) or not fits(instance, needs, lists):
             continue
-        thorough = 2 * depth < last
+        thorough = ONE if 2 * depth < last else ZERO
         verdict = _moves_in_time(instance, needs, lists, state, moves, net, limit, thorough)
         if verdict == 0:
             continue
@@ -108,7 +108,7 @@ def _begin(
     state.at[0] = -1
     if not filter_memory(instance, needs, lists):
         return False
-    return _moves_in_time(instance, needs, lists, state, moves, net, limit, True) != 0
+    return _moves_in_time(instance, needs, lists, state, moves, net, limit, ONE) != 0
 
 
 @compiled
@@ -130,20 +130,20 @@ def _filter_seconds(
 
     Where latencies rise as seconds do, bisection finds the first that is too slow; any other is tried by itself.
     """
-    if _moves_in_time(instance, needs, lists, state, moves, net, limit, False) == 0:
+    if _moves_in_time(instance, needs, lists, state, moves, net, limit, ZERO) == 0:
         return False
     for i in range(len(instance.role)):
         low, high = ZERO, lists.left[i] - 1
         while low < high:
             middle = (low + high + 1) // 2
             needs.option[i] = lists.options[i, middle]
-            if _moves_in_time(instance, needs, lists, state, moves, net, limit, False) == 0:
+            if _moves_in_time(instance, needs, lists, state, moves, net, limit, ZERO) == 0:
                 high = middle - 1
             else:
                 low = middle
         ready, late = NONE, 1e300  # latencies that are in time with the seconds of `low`; that are too late with more
         needs.option[i] = lists.options[i, low]
-        if low > 0 or _moves_in_time(instance, needs, lists, state, moves, net, limit, False) != 0:
+        if low > 0 or _moves_in_time(instance, needs, lists, state, moves, net, limit, ZERO) != 0:
             ready = instance.latency[needs.option[i]]
         kept = ZERO
         for c in range(lists.left[i]):
@@ -152,7 +152,7 @@ def _filter_seconds(
             if c > low and instance.latency[o] >= late:
                 continue
             untried = c > low or instance.latency[o] > ready
-            if untried and _moves_in_time(instance, needs, lists, state, moves, net, limit, False) == 0:
+            if untried and _moves_in_time(instance, needs, lists, state, moves, net, limit, ZERO) == 0:
                 late = min(late, instance.latency[o]) if c > low else late
                 continue
             lists.options[i, kept] = o
@@ -189,7 +189,7 @@ def _moves_in_time(
     moves: Floats,
     net: Net,
     limit: float,
-    thorough: bool,
+    thorough: int,
 ) -> int:
     """As `in_time`, with the least seconds of each move between the options that are left."""
     for a in range(len(instance.arc_source)):
@@ -198,7 +198,7 @@ def _moves_in_time(
         source, target = instance.arc_source[a], instance.arc_target[a]
         left, right = needs.option[source], needs.option[target]
         fewest = 1e300
-        if left < 0 and right < 0 and state.least_move[a] >= 0 and not (thorough and state.depth[0] == 0):
+        if left < 0 and right < 0 and state.least_move[a] >= 0 and not (thorough == 1 and state.depth[0] == 0):
             lists.moved[a] = state.least_move[a]
             continue
         for c in range(1 if left >= 0 else lists.left[source]):

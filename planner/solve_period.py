@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realgraph.planner.solve_compiled import NONE, ZERO, Floats, Ints, compiled, entry
+from realgraph.planner.solve_compiled import NONE, ONE, ZERO, Floats, Ints, compiled, entry
 
 DEPTH = 64  # pairs that a search may have branched on at once
 TOLERANCE = 1e-10  # of a period: what counts as met
@@ -304,7 +304,7 @@ def fixed_period(net: Net, least: float, starts: Floats, circuit: Ints) -> float
         add_arc(net, i, j, float(net.seconds[i]), int(net.k[i, j]))
         add_arc(net, j, i, float(net.seconds[j]), int(1 - net.k[i, j]))
     for i in range(net.size[0]):
-        add_arc(net, i, i, net.seconds[i], 1)
+        add_arc(net, i, i, net.seconds[i], ONE)
     period = least
     circuit[0] = -1
     while True:
