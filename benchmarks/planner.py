@@ -194,11 +194,13 @@ def searched(problem: SearchProblem, seconds: float) -> tuple[Solution, float, f
     return found, wall_s, cpu_s, first[0] if first else wall_s
 
 
-def cold(folder: Path) -> tuple[float, float]:
-    """Wall and CPU seconds of `realgraph plan` in a new process."""
+def cold(folder: Path) -> tuple[float | None, float | None]:
+    """Wall and CPU seconds of `realgraph plan` in a new process; None where it failed, which it says itself."""
     command = [sys.executable, "-m", "realgraph.cli", "plan", str(folder / "run.yaml"), "--json"]
     began, before = time.monotonic(), os.times()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    ended = subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
+    if ended.returncode != 0:
+        return None, None
     after = os.times()
     used = after.children_user + after.children_system - before.children_user - before.children_system
     return time.monotonic() - began, used
@@ -281,6 +283,8 @@ def faults(case: Case, row: Row) -> list[str]:
     if row.first_answer_s > 1.0:
         found.append(f"first answer after {row.first_answer_s:.2f} s")
     cold_s = min(row.cold_wall_s or 0.0, row.cold_cpu_s or 0.0)
+    if row.cold_wall_s is None:
+        found.append("`realgraph plan` failed")
     if cold_s > 8.0 and case.algorithm != NINE:
         found.append(f"cold {cold_s:.1f} s above 8 s")
     found += [f"worse than {name}" for name, period in row.peers.items() if row.period > period * (1 + EQUAL)]
@@ -317,6 +321,7 @@ def main() -> int:
     cases = [case for case in (FULL if asked.full else DEFAULT) if asked.only in case.name]
     with tempfile.TemporaryDirectory() as folder:  # compiled code is loaded before anything is timed
         solve(problem_of(requested(Case("grpo", "8B", 8), Path(folder))).problem, Limits(seconds=5.0))
+        cold(Path(folder))
     print(HEAD)
     rows, missed = [], []
     for case in cases:
