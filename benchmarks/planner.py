@@ -310,6 +310,18 @@ def line(row: Row) -> str:
     )
 
 
+def record(name: str, mcmc_seconds: float, rows: list[Row], missed: list[str]) -> None:
+    """Write what is known so far, so that an interrupted run leaves its rows."""
+    report = {
+        "machine": describe(),
+        "mcmc_seconds": mcmc_seconds,
+        "passed": not missed,
+        "missed": missed,
+        "rows": msgspec.to_builtins(rows),
+    }
+    (RESULTS / name).write_bytes(msgspec.json.format(json.dumps(report).encode(), indent=1) + b"\n")
+
+
 def main() -> int:
     """Measure, print, write the results; 1 where a claim is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -323,25 +335,18 @@ def main() -> int:
         solve(problem_of(requested(Case("grpo", "8B", 8), Path(folder))).problem, Limits(seconds=5.0))
         cold(Path(folder))
     print(HEAD)
-    rows, missed = [], []
+    rows: list[Row] = []
+    missed: list[str] = []
     for case in cases:
         row = measure(case, asked.mcmc, asked.tables)
         rows.append(row)
         wrong = faults(case, row)
         missed += [f"{case.name}: {text}" for text in wrong]
         print(line(row) + ("  " + "; ".join(wrong) if wrong else ""), flush=True)
+        if not asked.only:
+            record("planner_full.json" if asked.full else "planner.json", asked.mcmc, rows, missed)
     verdict = "PASS" if not missed else "FAIL"
     print(f"{verdict}: gap <= 0.2 % in 2 s (10 s above 1,024 devices; nine calls 3 % in 60 s), no peer is better")
-    if not asked.only:
-        file = RESULTS / ("planner_full.json" if asked.full else "planner.json")
-        report = {
-            "machine": describe(),
-            "mcmc_seconds": asked.mcmc,
-            "passed": not missed,
-            "missed": missed,
-            "rows": msgspec.to_builtins(rows),
-        }
-        file.write_bytes(msgspec.json.format(json.dumps(report).encode(), indent=1) + b"\n")
     return 0 if not missed else 1
 
 
