@@ -30,7 +30,7 @@ quickstart: $(VENV)/ready
 	$(BIN)/realgraph quickstart
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -q --durations=10 --cov --cov-report=term:skip-covered
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 --cov --cov-report=term:skip-covered
 
 check: $(VENV)/ready
 	$(BIN)/ruff format --check .

@@ -218,7 +218,7 @@ def test_an_interrupt_before_anything_has_started_is_no_traceback(own: Path) -> 
 def test_sharded_weights_are_saved_where_all_their_parts_are_left(
     own: Path, home: Path, fault: str, reference: dict[int, dict[str, float]]
 ) -> None:
-    run = Broken(own, {"allocation": {"train": {"sharding": "fsdp"}}})
+    run = Broken(own, {"allocation": {"train": {"sharding": "fsdp", "devices": 2}}})
     run.at_step(2)
     if fault == "worker":
         os.kill(run.running.workers()[1], signal.SIGKILL)

@@ -32,7 +32,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "ppo": merged({"graph": "ppo", "params": {"actor_lr": 3e-3}, "batch": {"groups": 16}}, EVAL),
     "raft": {"graph": "raft", "params": {"group_size": 4}, "calls": {"reward": {"fn": "rewards:score"}}},
     "generate": {"graph": "generate", "params": {"n": 2}},
-    "fsdp": merged(GRPO, {"allocation": {"train": {"sharding": "fsdp"}}}),
+    "fsdp": merged(GRPO, {"allocation": {"train": {"sharding": "fsdp", "devices": 2}}}),
     "apart": merged(GRPO, {"allocation": {"train": {"first": 0, "devices": 1}, "rollout": {"first": 1, "devices": 1}}}),
     "one": merged(GRPO, {"cluster": {"devices": 1}}),
     "late": merged(GRPO, {"staleness": 1}),
