@@ -40,13 +40,13 @@ def plan_of(prepared: Prepared, solution: Solution) -> Plan:
         period_seconds=solution.period,
         lower_bound_seconds=min(solution.bound, solution.period),
         scope=scope_of(prepared),
-        bottleneck=solution.critical,
         starts={name: start - first for name, start in solution.starts.items()},
         reallocation_seconds=moved,
         stopped=solution.stopped,
         search_seconds=solution.seconds,
     )
-    return replace(plan, latency_seconds=step_latency(plan))
+    bounds = period(events_of(request, plan)).circuit  # the search's own circuit leaves out the free calls
+    return replace(plan, bottleneck=bounds, latency_seconds=step_latency(plan))
 
 
 def option_of(prepared: Prepared, call: str, choice: Choice) -> Option:
