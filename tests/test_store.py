@@ -6,6 +6,7 @@ import os
 import random
 import threading
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -84,7 +85,8 @@ def test_pieces_are_the_values_cut_one_by_one(seed: int) -> None:
     store = Store(host_segment_bytes=1 << 17)
     dtype = DTYPES[rng.choice(["bool", "uint8", "int64", "float32"])]
     sizes = [rng.choice([0, 1, 5, 300, 30_000]) for _ in range(rng.randint(0, 40))]
-    whole = torch.tensor(list(rng.randbytes(sum(sizes)))).to(dtype)
+    drawn = np.frombuffer(rng.randbytes(sum(sizes)), np.uint8).copy()
+    whole = torch.from_numpy(drawn).to(dtype)
     ids = rng.sample(range(100), len(sizes))
     store.put_pieces("a", ids, whole, sizes)
     for id, piece in zip(ids, torch.split(whole, sizes) if sizes else (), strict=True):
