@@ -14,8 +14,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError
-from realgraph.graphs.graph import Graph
-from realgraph.graphs.spec import Generate, Inference, Train
 from realgraph.planner.calibrate import merge, phase_factors
 from realgraph.planner.cost import Setting
 from realgraph.planner.cost_table import CostTable, MeasuredCall, Phase, PhaseFactor, costs_to_json, load_costs
@@ -23,6 +21,7 @@ from realgraph.planner.events import reallocation_node
 from realgraph.planner.lengths import quantiles
 from realgraph.planner.options import setting_seconds
 from realgraph.planner.plan import Plan
+from realgraph.planner.pricing import phase_of
 from realgraph.planner.request import PlanRequest, call_hashes
 from realgraph.runtime.observer import RunEnded, RunRecord, RunStarted, StepRecord
 from realgraph.runtime.run_folder import write_atomic
@@ -120,25 +119,12 @@ def with_lengths(request: PlanRequest, steps: Sequence[StepRecord]) -> PlanReque
     return replace(request, workload=workload)
 
 
-def phase_of(graph: Graph, call: str) -> Phase | None:
-    """None for calls that hold no mesh."""
-    match graph.calls[call]:
-        case Train():
-            return "train"
-        case Inference():
-            return "inference"
-        case Generate():
-            return "generate"
-        case _:
-            return None
-
-
 def _measured(planned: Planned, name: str, steps: Sequence[StepRecord]) -> tuple[MeasuredCall, ...]:
     """Of one call; none where its steps overlap, so that from its start to its end other work is done as well."""
     request, allocation = planned.request, planned.plan.allocations[name]
-    phase, seconds = phase_of(request.graph, name), _seconds(name, steps)
+    phase, seconds = phase_of(request.graph.calls[name]), _seconds(name, steps)
     streams = phase == "generate" and request.workload.staleness > 0
-    if phase is None or not seconds or streams:
+    if not seconds or streams:
         return ()
     setting = Setting(
         request.model(name), request.role(name), allocation.layout, request.cluster, request.costs.factors
