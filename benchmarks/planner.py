@@ -2,9 +2,9 @@
 
 Run from the repository root: `python -m benchmarks.planner` (eight cases), `--full` (all), `--mcmc SECONDS` (CPU time
 of ReaL's chain per case, 60 unless told), `--only NAME`. Peers: planner_peers.py (HybridFlow's Algorithm 1),
-planner_chain.py (ReaL's MCMC), and the rules of planner/baselines.py. All see the same option tables and are timed by
-the same exact evaluator. The search runs with its compiled code warm; the whole command `realgraph plan`, in a new
-process, is timed beside it. Machines differ and may be busy: CPU seconds are printed beside wall seconds, and the
+planner_chain.py (ReaL's MCMC), and the rules of planner/search/baselines.py. All see the same option tables and are
+timed by the same exact evaluator. The search runs with its compiled code warm; the whole command `realgraph plan`, in
+a new process, is timed beside it. Machines differ and may be busy: CPU seconds are printed beside wall seconds, and the
 limits are held against the smaller of the two.
 
 Results go to results/planner.json or results/planner_full.json. With `--tables` the problems that were solved, up to
@@ -30,13 +30,13 @@ from benchmarks.machine import describe
 from benchmarks.planner_chain import chained
 from benchmarks.planner_peers import mapped
 from realgraph.compose import check_run
-from realgraph.planner.baselines import baselines_of
+from realgraph.planner.bare.export import problem_spec
+from realgraph.planner.bare.spec import problem_text
 from realgraph.planner.problem import Limits, SearchProblem, Solution
-from realgraph.planner.problem_export import problem_spec
-from realgraph.planner.problem_spec import problem_text
 from realgraph.planner.request import PlanRequest
-from realgraph.planner.solve import solve
-from realgraph.planner.tables import problem_of
+from realgraph.planner.search.baselines import baselines_of
+from realgraph.planner.solve.solver import solve
+from realgraph.planner.space.tables import problem_of
 from realgraph.planning import Asked, request_for
 
 HERE = Path(__file__).parent

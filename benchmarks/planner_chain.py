@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from benchmarks.planner_peers import RETIMED, PeerPlan
 from realgraph.planner.problem import Choice, SearchProblem
-from realgraph.planner.solve import evaluate
+from realgraph.planner.solve.solver import evaluate
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -14,8 +14,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.planner.problem import Choice, SearchProblem, SearchTask
-from realgraph.planner.solve import evaluate
-from realgraph.planner.symmetric import Shape, shaped_choices
+from realgraph.planner.search.symmetric import Shape, shaped_choices
+from realgraph.planner.solve.solver import evaluate
 
 RETIMED = 12  # best plans of a peer that the exact evaluator times
 

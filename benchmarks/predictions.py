@@ -25,7 +25,7 @@ from benchmarks.machine import describe
 from realgraph.costs_record import with_lengths
 from realgraph.planner.cost_table import CostTable
 from realgraph.planner.request import PlanRequest
-from realgraph.planner.search import search
+from realgraph.planner.search.search import search
 from realgraph.profile_command import Asked, profile_command
 from realgraph.profile_runs import Steps
 from realgraph.quickstart import prepare_folder

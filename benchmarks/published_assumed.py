@@ -23,11 +23,11 @@ from benchmarks.published_steps import (
     update_seconds,
 )
 from realgraph.planner.cluster import Cluster
-from realgraph.planner.cost import Setting
-from realgraph.planner.cost_backend import FSDP_2023
-from realgraph.planner.cost_generate import generate_seconds
+from realgraph.planner.costs.backend import FSDP_2023
+from realgraph.planner.costs.generate import generate_seconds
+from realgraph.planner.costs.lengths import lengths_of
+from realgraph.planner.costs.setting import Setting
 from realgraph.planner.layout import DeviceMesh, Layout
-from realgraph.planner.lengths import lengths_of
 from realgraph.planner.model_spec import ModelSpec
 
 Told = tuple[float, str]  # seconds, and what is assumed

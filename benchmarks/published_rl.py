@@ -24,9 +24,9 @@ from benchmarks.published_steps import (
     sync_seconds,
 )
 from realgraph.planner.cluster import Cluster
-from realgraph.planner.cost import Setting
-from realgraph.planner.cost_decode import SAME, Precision, cache_bytes_per_token
-from realgraph.planner.cost_generate import GenerateWork, generate_seconds, generation
+from realgraph.planner.costs.decode import SAME, Precision, cache_bytes_per_token
+from realgraph.planner.costs.generate import GenerateWork, generate_seconds, generation
+from realgraph.planner.costs.setting import Setting
 from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.model_spec import ModelSpec, known_models
 

@@ -1,7 +1,7 @@
 """The bare planning problem: tasks with tables of options on meshes, precedences, moves of weights, memory limits.
 
-It knows no model and no device: `tables.py` makes it from a PlanRequest, `problem_file.py` from a user's JSON, and the
-search reads nothing else. Seconds, bytes per device. One period repeats for ever: see `events.py`.
+It knows no model and no device: `space/tables.py` makes it from a PlanRequest, `bare/file.py` from a user's JSON, and
+the search reads nothing else. Seconds, bytes per device. One period repeats for ever: see `events.py`.
 """
 
 from collections.abc import Callable

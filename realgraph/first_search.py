@@ -9,7 +9,7 @@ PATIENCE_SECONDS = 2.0  # loading what is compiled already takes less
 
 def prepare_search() -> None:
     """Bring the search's machine code into memory; a line on stderr where that takes a while."""
-    from realgraph.planner.solve_warm import warm
+    from realgraph.planner.solve.warm import warm
 
     text = "compiling the planner's search for this machine, this once: some 20 seconds"
     note = threading.Timer(PATIENCE_SECONDS, Console(stderr=True, highlight=False).print, [text])

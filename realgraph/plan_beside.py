@@ -6,17 +6,17 @@ from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.plan_session import Budget, Session
-from realgraph.planner.baselines import baselines_of
 from realgraph.planner.constraints import Constraints
 from realgraph.planner.plan import Plan
 from realgraph.planner.problem import Solution
-from realgraph.planner.report import Comparison, Hint
-from realgraph.planner.report_format import change_text, gap_text
+from realgraph.planner.report.format import change_text, gap_text
+from realgraph.planner.report.report import Comparison, Hint
 from realgraph.planner.request import PlanRequest
-from realgraph.planner.solve import solve
-from realgraph.planner.sweep import hints, synchronous
-from realgraph.planner.tables import Prepared, problem_of
-from realgraph.planner.wishes import wish_problems
+from realgraph.planner.search.baselines import baselines_of
+from realgraph.planner.search.sweep import hints, synchronous
+from realgraph.planner.solve.solver import solve
+from realgraph.planner.space.tables import Prepared, problem_of
+from realgraph.planner.space.wishes import wish_problems
 
 RULE_SECONDS, RULE_GAP = 2.0, 0.002  # of the search for the best layouts under a rule
 PROVEN = 0.05  # of a gap: a larger one proves little

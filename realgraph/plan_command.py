@@ -20,19 +20,19 @@ from realgraph.plan_options import PlanOptions, sizes_of
 from realgraph.plan_session import Budget, Session, session
 from realgraph.plan_sweep import sweep_json, swept, unreached
 from realgraph.plan_table import beside_parts, explain_parts, plan_parts
-from realgraph.planner.assembly import plan_of
 from realgraph.planner.codec import plan_to_json
 from realgraph.planner.cost_table import CostTable, load_costs
 from realgraph.planner.plan import Plan
-from realgraph.planner.report import Findings, Measured, Report, Size, report_of
-from realgraph.planner.report_html import page
-from realgraph.planner.report_price import price_of
-from realgraph.planner.report_text import cheapest
-from realgraph.planner.report_trace import trace_json
+from realgraph.planner.report.html import page
+from realgraph.planner.report.price import price_of
+from realgraph.planner.report.report import Findings, Measured, Report, Size, report_of
+from realgraph.planner.report.text import cheapest
+from realgraph.planner.report.trace import trace_json
 from realgraph.planner.request import PlanRequest
-from realgraph.planner.robust import robust
-from realgraph.planner.search import solved
-from realgraph.planner.tables import Prepared, problem_of
+from realgraph.planner.search.assembly import plan_of
+from realgraph.planner.search.robust import robust
+from realgraph.planner.search.search import solved
+from realgraph.planner.space.tables import Prepared, problem_of
 from realgraph.planning import Asked, read_plan, request_for
 
 

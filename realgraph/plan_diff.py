@@ -10,7 +10,7 @@ from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.plan_console import console
 from realgraph.planner.codec import plan_from_json
 from realgraph.planner.plan import Plan
-from realgraph.planner.report_diff import Change, diff
+from realgraph.planner.report.diff import Change, diff
 
 
 def diff_command(before: Path, after: Path, json_out: bool = False) -> tuple[Change, ...]:

@@ -1,10 +1,10 @@
 """`realgraph plan --explain CALL`: the call's next-best options beside the rest of the plan, and why each loses."""
 
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
-from realgraph.planner.alternatives import Alternative, alternatives
 from realgraph.planner.plan import Plan
-from realgraph.planner.report import Option
+from realgraph.planner.report.report import Option
 from realgraph.planner.request import PlanRequest
+from realgraph.planner.search.alternatives import Alternative, alternatives
 
 
 def explained(request: PlanRequest, plan: Plan, call: str) -> tuple[Option, ...]:

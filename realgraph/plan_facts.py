@@ -6,11 +6,11 @@ from msgspec.structs import replace
 
 from realgraph.compose import Checked
 from realgraph.planner.cluster import Cluster
-from realgraph.planner.memory import usable_bytes
+from realgraph.planner.costs.memory import usable_bytes
 from realgraph.planner.plan import Plan
-from realgraph.planner.report_format import bytes_text, count_text
+from realgraph.planner.report.format import bytes_text, count_text
 from realgraph.planner.request import PlanRequest
-from realgraph.planner.validate import validate
+from realgraph.planner.search.validate import validate
 from realgraph.planner.workload import Workload
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
-from realgraph.planner.report_format import devices_text, percent_text, seconds_text
-from realgraph.planner.report_schedule import Bar, Kind, Lane, Timeline
+from realgraph.planner.report.format import devices_text, percent_text, seconds_text
+from realgraph.planner.report.schedule import Bar, Kind, Lane, Timeline
 
 COLOURS: dict[Kind, str] = {"generate": "blue", "inference": "green", "train": "magenta", "reallocate": "yellow"}
 LABEL = 24  # characters at most for a group's devices

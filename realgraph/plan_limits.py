@@ -9,7 +9,7 @@ from types import FrameType
 from rich.console import Console
 from rich.status import Status
 
-from realgraph.planner.report_format import gap_text, seconds_text
+from realgraph.planner.report.format import gap_text, seconds_text
 
 SHOWN_AFTER = 0.3  # seconds: a search that ends before shows nothing
 

@@ -10,7 +10,7 @@ from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.planner.codec import plan_from_json
 from realgraph.planner.events import reallocation_node
 from realgraph.planner.plan import Plan
-from realgraph.planner.report import Measured
+from realgraph.planner.report.report import Measured
 from realgraph.runtime.observer import RunRecord, RunStarted, StepRecord
 from realgraph.runtime.run_folder import RunFolder
 

@@ -15,12 +15,12 @@ from realgraph.plan_gantt import gantt
 from realgraph.plan_options import PlanOptions
 from realgraph.plan_session import INTERRUPTED, NOT_FOUND, NoPlanYet, session
 from realgraph.plan_table import titled
+from realgraph.planner.bare.file import Answer, FileProblem, answer_of, read_problem, solution_json
 from realgraph.planner.problem import Solution, Unsolved, move_name
-from realgraph.planner.problem_file import Answer, FileProblem, answer_of, read_problem, solution_json
-from realgraph.planner.report_format import devices_text, gap_text, percent_text, seconds_text
-from realgraph.planner.report_schedule import Kind, Task, timeline
-from realgraph.planner.report_text import STOPPED
-from realgraph.planner.solve import orders, solve
+from realgraph.planner.report.format import devices_text, gap_text, percent_text, seconds_text
+from realgraph.planner.report.schedule import Kind, Task, timeline
+from realgraph.planner.report.text import STOPPED
+from realgraph.planner.solve.solver import orders, solve
 
 
 class NoPlan(ConfigError):

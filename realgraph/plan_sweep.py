@@ -9,12 +9,12 @@ from msgspec.structs import replace
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.plan_session import Session
 from realgraph.planner.plan import Plan
-from realgraph.planner.report import Size
-from realgraph.planner.report_format import seconds_text
-from realgraph.planner.report_text import cheapest
+from realgraph.planner.report.format import seconds_text
+from realgraph.planner.report.report import Size
+from realgraph.planner.report.text import cheapest
 from realgraph.planner.request import PlanRequest
-from realgraph.planner.search import search
-from realgraph.planner.sweep import resize
+from realgraph.planner.search.search import search
+from realgraph.planner.search.sweep import resize
 
 SIZE_SECONDS = 10.0  # of the search for one size, at most
 

@@ -1,4 +1,4 @@
-"""A plan report as text and tables for a terminal. Computes nothing: `planner/report.py` does."""
+"""A plan report as text and tables for a terminal. Computes nothing: `planner/report/report.py` does."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,8 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realgraph.plan_gantt import COLOURS, gantt
-from realgraph.planner.report import Bottleneck, Hint, Measured, Option, Report, Row, Size
-from realgraph.planner.report_format import (
+from realgraph.planner.report.format import (
     axes_text,
     axes_used,
     bytes_text,
@@ -23,8 +22,9 @@ from realgraph.planner.report_format import (
     seconds_text,
     words,
 )
-from realgraph.planner.report_memory import MemoryPart
-from realgraph.planner.report_text import batches_text, bound_text, cheapest, predicted_text, weights_text
+from realgraph.planner.report.memory import MemoryPart
+from realgraph.planner.report.report import Bottleneck, Hint, Measured, Option, Report, Row, Size
+from realgraph.planner.report.text import batches_text, bound_text, cheapest, predicted_text, weights_text
 
 CELLS = 16  # of a drawn cluster
 MEMORY_CELLS = 40  # of a full device

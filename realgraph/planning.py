@@ -18,13 +18,13 @@ from realgraph.local_data import JSON_LINES, data_files
 from realgraph.planner.cluster import Cluster, ClusterSpec
 from realgraph.planner.codec import plan_from_json
 from realgraph.planner.cost_table import CostTable
+from realgraph.planner.costs.lengths import quantiles
 from realgraph.planner.detect import AUTO, CPU, Probe, probe, resolve
-from realgraph.planner.lengths import quantiles
 from realgraph.planner.model_spec import ModelSpec, load_model_spec
 from realgraph.planner.plan import Plan
 from realgraph.planner.request import PlanRequest
-from realgraph.planner.search import Infeasible, reprice, search
-from realgraph.planner.validate import validate
+from realgraph.planner.search.search import Infeasible, reprice, search
+from realgraph.planner.search.validate import validate
 from realgraph.planner.workload import Workload
 
 TRIED_ROWS = 256  # of the data, to guess the mean length of a prompt

@@ -15,11 +15,11 @@ from realgraph.compose import check_run
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.planner.cluster import Cluster, ClusterSpec
 from realgraph.planner.cost_table import CostTable, costs_to_json
+from realgraph.planner.costs.fit_profile import Profiled, Stage, phase_errors, profiled
+from realgraph.planner.costs.measurements import HostLink, Measured, ProfileTask, cases_of
+from realgraph.planner.costs.memory import DType
 from realgraph.planner.detect import probe
 from realgraph.planner.devices import Costs, device_kind
-from realgraph.planner.fit_profile import Profiled, Stage, phase_errors, profiled
-from realgraph.planner.measurements import HostLink, Measured, ProfileTask, cases_of
-from realgraph.planner.memory import DType
 from realgraph.planning import cluster_of
 from realgraph.profile_runs import overheads
 from realgraph.profile_sglang import open_server, sglang_costs

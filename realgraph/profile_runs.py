@@ -20,15 +20,15 @@ from realgraph.arithmetic import write_data, write_model
 from realgraph.costs_record import steady, with_lengths
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import Function
-from realgraph.planner.calibrate import Point, fit_costs
 from realgraph.planner.cluster import Cluster
-from realgraph.planner.cost import Setting
+from realgraph.planner.costs.calibrate import Point, fit_costs
+from realgraph.planner.costs.fit_profile import FORMULA_ERROR, Stage
+from realgraph.planner.costs.measurements import toy_model
+from realgraph.planner.costs.memory import DType
+from realgraph.planner.costs.setting import Setting
 from realgraph.planner.devices import Costs
-from realgraph.planner.fit_profile import FORMULA_ERROR, Stage
-from realgraph.planner.measurements import toy_model
-from realgraph.planner.memory import DType
-from realgraph.planner.options import setting_seconds
 from realgraph.planner.request import PlanRequest
+from realgraph.planner.space.options import setting_seconds
 from realgraph.run_command import execute
 from realgraph.running import Prepared, prepare
 from realgraph.runtime.observer import RunRecord, StepRecord

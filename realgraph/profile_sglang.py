@@ -17,12 +17,12 @@ from msgspec import Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.calibrate import Point, fit_costs
 from realgraph.planner.cluster import Cluster
-from realgraph.planner.cost import Setting
-from realgraph.planner.cost_decode import SAME, Precision, decode_step
+from realgraph.planner.costs.calibrate import Point, fit_costs
+from realgraph.planner.costs.decode import SAME, Precision, decode_step
+from realgraph.planner.costs.fit_profile import DECODING, Stage
+from realgraph.planner.costs.setting import Setting
 from realgraph.planner.devices import Costs
-from realgraph.planner.fit_profile import DECODING, Stage
 from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.model_spec import ModelSpec, load_model_spec
 from realgraph.planning import hub_cache_folder

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from realgraph.planner.measurements import DecodeCase, Measured, Pass, ProfileTask, RolloutCase, config_json
+from realgraph.planner.costs.measurements import DecodeCase, Measured, Pass, ProfileTask, RolloutCase, config_json
 from realgraph.planner.model_spec import ModelSpec
 
 

@@ -7,8 +7,8 @@ import msgspec
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from realgraph.planner.measurements import config_json
-from realgraph.planner.memory import DType
+from realgraph.planner.costs.measurements import config_json
+from realgraph.planner.costs.memory import DType
 from realgraph.planner.model_spec import ModelSpec
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from realgraph.planner.lengths import quantiles
+from realgraph.planner.costs.lengths import quantiles
 from realgraph.runtime.actions import Action, Checkpointed, Send, StepEnded
 from realgraph.runtime.job import Job
 from realgraph.runtime.placement import Batch

@@ -8,7 +8,7 @@ from realgraph.planner.cluster import Cluster
 from realgraph.planner.events import period
 from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.plan import Allocation, Plan, Turn
-from realgraph.planner.report import (
+from realgraph.planner.report.report import (
     Comparison,
     Findings,
     Hint,
@@ -19,7 +19,7 @@ from realgraph.planner.report import (
     report_of,
 )
 from realgraph.planner.request import PlanRequest, hashes
-from realgraph.planner.search import events_of
+from realgraph.planner.search.search import events_of
 from tests.planner_cases import cluster, grpo, ppo, request
 
 LOW, HIGH, ALL = DeviceMesh(0, 32), DeviceMesh(32, 32), DeviceMesh(0, 64)

@@ -8,8 +8,8 @@ from realgraph.graphs.graph import Edge, Graph
 from realgraph.graphs.maths import Loss
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, ModelRole, Train
 from realgraph.planner.cluster import Cluster, ClusterSpec
+from realgraph.planner.costs.memory import DType
 from realgraph.planner.detect import Probe, resolve
-from realgraph.planner.memory import DType
 from realgraph.planner.model_spec import ModelSpec, known_models, spec_from_config
 from realgraph.planner.pins import Pin
 from realgraph.planner.request import PlanRequest

@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError
-from realgraph.planner.calibrate import merge, phase_factors
 from realgraph.planner.cost_table import COSTS_FILE, CostTable, MeasuredCall, PhaseFactor, costs_to_json, load_costs
+from realgraph.planner.costs.calibrate import merge, phase_factors
 from realgraph.planner.devices import device_kinds
 
 CPU = device_kinds()["cpu"].costs

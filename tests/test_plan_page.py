@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from realgraph.planner.report_format import seconds_text
-from realgraph.planner.report_html import page
+from realgraph.planner.report.format import seconds_text
+from realgraph.planner.report.html import page
 from tests.plan_reports import everything
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

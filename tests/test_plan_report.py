@@ -16,16 +16,16 @@ from realgraph.plan_gantt import MOST_LANES, Gantt, lane_text
 from realgraph.plan_table import mesh_picture
 from realgraph.planner.events import period
 from realgraph.planner.plan import Plan, Turn
-from realgraph.planner.report import Report, report_of
-from realgraph.planner.report_diff import diff
-from realgraph.planner.report_format import change_text, devices_text, gap_text, seconds_text
-from realgraph.planner.report_html import page
-from realgraph.planner.report_price import price_of
-from realgraph.planner.report_schedule import slacks
-from realgraph.planner.report_svg import CHARACTER, fitting, log_ticks, ticks
-from realgraph.planner.report_trace import trace_json
+from realgraph.planner.report.diff import diff
+from realgraph.planner.report.format import change_text, devices_text, gap_text, seconds_text
+from realgraph.planner.report.html import page
+from realgraph.planner.report.price import price_of
+from realgraph.planner.report.report import Report, report_of
+from realgraph.planner.report.schedule import slacks
+from realgraph.planner.report.svg import CHARACTER, fitting, log_ticks, ticks
+from realgraph.planner.report.trace import trace_json
 from realgraph.planner.request import PlanRequest
-from realgraph.planner.search import events_of
+from realgraph.planner.search.search import events_of
 from tests.plan_reports import colocated, everything, finished, overlapping
 
 SEEDS = range(20)

@@ -6,11 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 from realgraph.compose import check_run
-from realgraph.planner.assembly import events_of
 from realgraph.planner.plan import Plan
 from realgraph.planner.problem import Limits
 from realgraph.planner.request import PlanRequest
-from realgraph.planner.search import search
+from realgraph.planner.search.assembly import events_of
+from realgraph.planner.search.search import search
 from realgraph.planning import request_for
 from realgraph.runtime.job import CheckpointSpec, Job
 from tests.plan_clock import PlanClock

@@ -7,12 +7,12 @@ from itertools import product
 import pytest
 from msgspec.structs import replace
 
-from realgraph.planner.baselines import Baseline, baselines_of, colocated, megatron, real_heuristic, symmetric
 from realgraph.planner.problem import Choice, SearchProblem
-from realgraph.planner.search import solved
-from realgraph.planner.symmetric import Shape, one_mesh, shaped_choices
-from realgraph.planner.tables import problem_of
-from realgraph.planner.whole_problem import whole_problem
+from realgraph.planner.search.baselines import Baseline, baselines_of, colocated, megatron, real_heuristic, symmetric
+from realgraph.planner.search.search import solved
+from realgraph.planner.search.symmetric import Shape, one_mesh, shaped_choices
+from realgraph.planner.search.whole_problem import whole_problem
+from realgraph.planner.space.tables import problem_of
 from realgraph.planner.workload import Workload
 from tests.planner_cases import cluster, grpo, ppo, request
 from tests.planner_oracles import (

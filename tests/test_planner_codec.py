@@ -11,7 +11,7 @@ from realgraph.graphs.errors import ConfigError
 from realgraph.planner.codec import plan_from_json, plan_to_json
 from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.plan import Allocation, Hashes, Plan, Turn
-from realgraph.planner.search import search
+from realgraph.planner.search.search import search
 from tests.planner_cases import ppo, request
 
 COUNTS = st.integers(0, 2**40)

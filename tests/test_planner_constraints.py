@@ -12,8 +12,8 @@ from realgraph.planner.pins import Pin
 from realgraph.planner.plan import Plan
 from realgraph.planner.problem import Limits
 from realgraph.planner.request import PlanRequest
-from realgraph.planner.search import Infeasible, search
-from realgraph.planner.validate import validate
+from realgraph.planner.search.search import Infeasible, search
+from realgraph.planner.search.validate import validate
 from realgraph.planner.workload import Workload
 from tests.planner_cases import cluster, grpo, ppo, request
 

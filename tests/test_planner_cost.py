@@ -4,11 +4,11 @@ import msgspec
 import pytest
 
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.cost import Setting
-from realgraph.planner.cost_backend import MEGATRON_2022
-from realgraph.planner.cost_inference import inference_seconds
-from realgraph.planner.cost_layer import layer_costs
-from realgraph.planner.cost_train import Recompute, TrainWork, train_seconds
+from realgraph.planner.costs.backend import MEGATRON_2022
+from realgraph.planner.costs.inference import inference_seconds
+from realgraph.planner.costs.layer import layer_costs
+from realgraph.planner.costs.setting import Setting
+from realgraph.planner.costs.train import Recompute, TrainWork, train_seconds
 from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.model_spec import ModelSpec
 from tests.planner_cases import cluster, known

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.cost import Setting
-from realgraph.planner.cost_comm import Link, axis_link, dispatch_seconds, gather_seconds
-from realgraph.planner.cost_forward import forward_seconds
-from realgraph.planner.cost_inference import inference_seconds
-from realgraph.planner.cost_pipeline import MicroBatch, Pipeline, pipeline_seconds, stage_layers
-from realgraph.planner.cost_states import exposed_seconds, stage_params, state_costs
-from realgraph.planner.cost_train import TrainWork, microbatches, train_seconds
+from realgraph.planner.costs.comm import Link, axis_link, dispatch_seconds, gather_seconds
+from realgraph.planner.costs.forward import forward_seconds
+from realgraph.planner.costs.inference import inference_seconds
+from realgraph.planner.costs.pipeline import MicroBatch, Pipeline, pipeline_seconds, stage_layers
+from realgraph.planner.costs.setting import Setting
+from realgraph.planner.costs.states import exposed_seconds, stage_params, state_costs
+from realgraph.planner.costs.train import TrainWork, microbatches, train_seconds
 from realgraph.planner.layout import DeviceMesh, Layout
 from tests.planner_cases import cluster, known
 

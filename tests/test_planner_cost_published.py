@@ -15,7 +15,7 @@ from benchmarks.published_rl import predictions as rl_predictions
 from benchmarks.published_shapes import DEEPSEEK_V3, GLM_AIR, GPT_OSS, KIMI_K2, MIXTRAL, MOONLIGHT, cluster_of, model_of
 from benchmarks.published_steps import glue, written_seconds
 from benchmarks.published_train import predictions, unpredicted
-from realgraph.planner.lengths import lengths_of
+from realgraph.planner.costs.lengths import lengths_of
 from realgraph.planner.model_spec import ModelSpec
 from tests.planner_cases import known
 

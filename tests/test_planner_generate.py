@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.cost import Setting
-from realgraph.planner.cost_decode import Precision, decode_seconds, decode_step
-from realgraph.planner.cost_generate import GenerateWork, generate_seconds, generation, prefill_seconds
+from realgraph.planner.costs.decode import Precision, decode_seconds, decode_step
+from realgraph.planner.costs.generate import GenerateWork, generate_seconds, generation, prefill_seconds
+from realgraph.planner.costs.lengths import lengths_of, lognormal
+from realgraph.planner.costs.setting import Setting
 from realgraph.planner.layout import DeviceMesh, Layout
-from realgraph.planner.lengths import lengths_of, lognormal
 from tests.planner_cases import cluster, known
 
 BF16 = ModelRole(dtype="bfloat16")

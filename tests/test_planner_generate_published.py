@@ -5,9 +5,9 @@ import statistics
 import pytest
 
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.cost import Setting
-from realgraph.planner.cost_decode import Precision, cache_bytes_per_token
-from realgraph.planner.cost_generate import GenerateWork, generation
+from realgraph.planner.costs.decode import Precision, cache_bytes_per_token
+from realgraph.planner.costs.generate import GenerateWork, generation
+from realgraph.planner.costs.setting import Setting
 from realgraph.planner.layout import DeviceMesh, Layout
 from tests.planner_cases import cluster, known
 

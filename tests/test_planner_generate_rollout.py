@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.cost import Setting
-from realgraph.planner.cost_decode import DecodeStep, decode_step
-from realgraph.planner.cost_generate import GenerateWork, generate_seconds, prefill_seconds
-from realgraph.planner.cost_rollout import rollout_variants, stream_seconds
+from realgraph.planner.costs.decode import DecodeStep, decode_step
+from realgraph.planner.costs.generate import GenerateWork, generate_seconds, prefill_seconds
+from realgraph.planner.costs.rollout import rollout_variants, stream_seconds
+from realgraph.planner.costs.setting import Setting
 from realgraph.planner.layout import DeviceMesh, Layout
 from tests.planner_cases import cluster, known
 

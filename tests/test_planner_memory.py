@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner import memory
+from realgraph.planner.costs import memory
+from realgraph.planner.costs.memory import Recompute, Running
 from realgraph.planner.layout import DeviceMesh, Layout
-from realgraph.planner.memory import Recompute, Running
 from realgraph.planner.model_spec import LatentAttention, ModelSpec
 from tests.planner_cases import cluster, known
 

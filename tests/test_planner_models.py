@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from realgraph.graphs.errors import ConfigError, Where
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner import memory
+from realgraph.planner.costs import memory
 from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.model_spec import ARCHITECTURES, ModelSpec, known_models, load_model_spec, spec_from_config
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.cost import Setting
-from realgraph.planner.cost_move import (
+from realgraph.planner.costs.move import (
     BUCKET_BYTES,
     BUCKET_SECONDS,
     IN_HOST,
@@ -22,6 +21,7 @@ from realgraph.planner.cost_move import (
     sample_bytes,
     transfer_seconds,
 )
+from realgraph.planner.costs.setting import Setting
 from realgraph.planner.layout import DeviceMesh, Layout
 from tests.planner_cases import cluster, known
 

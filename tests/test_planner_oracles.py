@@ -6,10 +6,10 @@ from collections.abc import Mapping
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from realgraph.planner.evaluate import evaluate, orders, slacks
 from realgraph.planner.plan import Turn
 from realgraph.planner.problem import Choice, Limits, SearchProblem, Solution, Unsolved
-from realgraph.planner.solve import solve
+from realgraph.planner.solve.evaluate import evaluate, orders, slacks
+from realgraph.planner.solve.solver import solve
 from tests.planner_oracles import (
     Edges,
     brute_force,

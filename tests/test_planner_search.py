@@ -6,17 +6,17 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from realgraph.graphs.errors import ConfigError
+from realgraph.planner.costs.memory import usable_bytes
 from realgraph.planner.devices import device_kinds
 from realgraph.planner.events import period
-from realgraph.planner.holdings import active_of, resident_on
 from realgraph.planner.layout import DeviceMesh, Layout
-from realgraph.planner.memory import usable_bytes
 from realgraph.planner.pins import Pin
 from realgraph.planner.plan import Plan, Turn
 from realgraph.planner.problem import Limits
 from realgraph.planner.request import PlanRequest
-from realgraph.planner.search import Infeasible, events_of, reprice, search
-from realgraph.planner.validate import validate
+from realgraph.planner.search.search import Infeasible, events_of, reprice, search
+from realgraph.planner.search.validate import validate
+from realgraph.planner.space.holdings import active_of, resident_on
 from realgraph.planner.workload import Workload
 from tests.planner_cases import cluster, grpo, ppo, request
 

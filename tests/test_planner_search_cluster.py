@@ -9,10 +9,10 @@ from realgraph.graphs.errors import ConfigError
 from realgraph.planner.cluster import Cluster, ClusterSpec, NodesSpec
 from realgraph.planner.detect import Gpu, Probe, probe, resolve
 from realgraph.planner.layout import DeviceMesh
-from realgraph.planner.meshes import mesh_fault
 from realgraph.planner.problem import Limits
-from realgraph.planner.search import search
-from realgraph.planner.validate import validate
+from realgraph.planner.search.search import search
+from realgraph.planner.search.validate import validate
+from realgraph.planner.space.meshes import mesh_fault
 from tests.planner_cases import MACHINE, cluster, ppo, request
 
 replace = msgspec.structs.replace

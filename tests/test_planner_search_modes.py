@@ -6,18 +6,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from realgraph.planner.alternatives import alternatives
 from realgraph.planner.constraints import Constraints
 from realgraph.planner.cost_table import CostTable, PhaseFactor
 from realgraph.planner.events import period
 from realgraph.planner.pins import Pin
 from realgraph.planner.problem import Limits, Solution
 from realgraph.planner.request import hashes
-from realgraph.planner.robust import erring, robust, scenario
-from realgraph.planner.search import Infeasible, events_of, present, reprice, search, solved
-from realgraph.planner.solve import evaluate
-from realgraph.planner.sweep import doubled, larger_memory, resize, sweep, synchronous, what_if
-from realgraph.planner.validate import validate
+from realgraph.planner.search.alternatives import alternatives
+from realgraph.planner.search.robust import erring, robust, scenario
+from realgraph.planner.search.search import Infeasible, events_of, present, reprice, search, solved
+from realgraph.planner.search.sweep import doubled, larger_memory, resize, sweep, synchronous, what_if
+from realgraph.planner.search.validate import validate
+from realgraph.planner.solve.solver import evaluate
 from realgraph.planner.workload import Workload
 from realgraph.planning import with_lengths
 from tests.planner_cases import cluster, grpo, ppo, request

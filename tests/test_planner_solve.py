@@ -9,7 +9,7 @@ import pytest
 
 from realgraph.planner.events import Dependency, EventGraph, period
 from realgraph.planner.problem import Choice, Limits, SearchProblem, Solution, Unsolved
-from realgraph.planner.solve import evaluate, orders, slacks, solve
+from realgraph.planner.solve.solver import evaluate, orders, slacks, solve
 from tests.planner_oracles import brute_force, every_choice, fits, least_period, nodes_of, ties_hold, violations
 from tests.planner_problems import problem_of_seed
 

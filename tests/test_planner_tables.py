@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 
 from realgraph.graphs.maths import Loss
 from realgraph.graphs.spec import Advantage, Function, ModelRole, Train
-from realgraph.planner.choices import candidates
 from realgraph.planner.cluster import ClusterSpec, NodesSpec
 from realgraph.planner.constraints import Constraints
-from realgraph.planner.couplings import free_floor, precedences
 from realgraph.planner.detect import resolve
 from realgraph.planner.events import Dependency, EventGraph, event_graph, period
 from realgraph.planner.layout import DeviceMesh
-from realgraph.planner.meshes import family, group_of, mesh_fault, radices
 from realgraph.planner.pins import Pin
 from realgraph.planner.plan import Hashes, Plan
 from realgraph.planner.problem import Block, Limits, OptionTable, Solution
-from realgraph.planner.pruning import Rows, kept_rows
 from realgraph.planner.request import PlanRequest
-from realgraph.planner.solve import solve
-from realgraph.planner.tables import problem_of
+from realgraph.planner.solve.solver import solve
+from realgraph.planner.space.choices import candidates
+from realgraph.planner.space.couplings import free_floor, precedences
+from realgraph.planner.space.meshes import family, group_of, mesh_fault, radices
+from realgraph.planner.space.pruning import Rows, kept_rows
+from realgraph.planner.space.tables import problem_of
 from realgraph.planner.workload import Workload
 from tests.planner_cases import MACHINE, cluster, graph, grpo, ppo, request
 

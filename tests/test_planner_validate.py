@@ -9,8 +9,8 @@ from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.pins import Pin
 from realgraph.planner.plan import Plan, Turn
 from realgraph.planner.request import hashes
-from realgraph.planner.search import reprice, search
-from realgraph.planner.validate import validate
+from realgraph.planner.search.search import reprice, search
+from realgraph.planner.search.validate import validate
 from tests.planner_cases import cluster, grpo, ppo, request
 
 replace = msgspec.structs.replace

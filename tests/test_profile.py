@@ -12,10 +12,19 @@ from realgraph.costs_record import CostsFile, Planned, costs_of
 from realgraph.graphs.errors import ConfigError
 from realgraph.planner.cluster import ClusterSpec
 from realgraph.planner.cost_table import COSTS_FILE, CostTable, load_costs
+from realgraph.planner.costs.fit_profile import predicted_seconds, profiled
+from realgraph.planner.costs.measurements import (
+    Collective,
+    Copy,
+    DecodeCase,
+    Gemm,
+    HostLink,
+    Pass,
+    ProfileTask,
+    RolloutCase,
+)
+from realgraph.planner.costs.measurements import toy_model as toy
 from realgraph.planner.detect import Probe, resolve
-from realgraph.planner.fit_profile import predicted_seconds, profiled
-from realgraph.planner.measurements import Collective, Copy, DecodeCase, Gemm, HostLink, Pass, ProfileTask, RolloutCase
-from realgraph.planner.measurements import toy_model as toy
 from realgraph.planner.request import call_hashes
 from realgraph.planner.workload import Workload
 from realgraph.profile_command import Asked, profile_command

@@ -7,12 +7,20 @@ import pytest
 from msgspec.structs import replace
 
 from realgraph.graphs.errors import Where
-from realgraph.planner.calibrate import Point, fit_costs
 from realgraph.planner.cluster import Cluster, ClusterSpec
+from realgraph.planner.costs.calibrate import Point, fit_costs
+from realgraph.planner.costs.fit_profile import STAGES, predicted_seconds, profiled
+from realgraph.planner.costs.measurements import (
+    Collective,
+    HostLink,
+    Measured,
+    cases_of,
+    config_json,
+    merged,
+    toy_model,
+)
 from realgraph.planner.detect import Probe, resolve
 from realgraph.planner.devices import Costs, device_kind
-from realgraph.planner.fit_profile import STAGES, predicted_seconds, profiled
-from realgraph.planner.measurements import Collective, HostLink, Measured, cases_of, config_json, merged, toy_model
 from realgraph.planner.model_spec import spec_from_config
 
 MACHINE = Probe(cores=4, host_memory_bytes=8_000_000_000)

@@ -1,0 +1,75 @@
+"""Predicted seconds of collectives between devices. Ring collectives: Patarasuk & Yuan 2009."""
+
+from msgspec import Struct
+
+from realgraph.planner.costs.overhead import COLLECTIVE_SECONDS, collective_seconds
+from realgraph.planner.costs.setting import Setting
+
+HOP_SECONDS = 2e-6  # of one step of a ring: half of NCCL's base latency over InfiniBand, more than NVLink's
+
+
+class Link(Struct, frozen=True):
+    """What the ranks of one axis of a layout meet over, in bytes a second of each device.
+
+    inside: how many of them share a node. bytes_per_s: of a ring through all. link, nic: inside and between nodes.
+    """
+
+    inside: int
+    bytes_per_s: float
+    link_bytes_per_s: float
+    nic_bytes_per_s: float
+
+
+def axis_link(setting: Setting, ranks: int, stride: int) -> Link:
+    """The link of `ranks` devices that are `stride` apart: tp 1, cp tp, dp tp x cp, as Megatron-Core orders ranks.
+
+    A ring enters each node once with all the NICs of its members there, so hierarchical collectives gain nothing more.
+    """
+    cluster, costs = setting.cluster, setting.costs
+    link, nic = cluster.link_bytes_per_s * costs.link, cluster.nic_bytes_per_s * costs.nic
+    inside = max(1, min(ranks, cluster.devices_per_node // stride))
+    if inside >= ranks:
+        return Link(ranks, link, link, nic)
+    return Link(inside, min(link, nic * inside) if inside > 1 else nic, link, nic)
+
+
+def collective_bytes_per_s(setting: Setting, ranks: int) -> float:
+    """Bandwidth of a ring over `ranks` neighbouring devices: the link inside a node, all its NICs between nodes."""
+    cluster, costs = setting.cluster, setting.costs
+    link = cluster.link_bytes_per_s * costs.link
+    if ranks <= cluster.devices_per_node:
+        return link
+    return min(link, cluster.nic_bytes_per_s * costs.nic * max(1, cluster.devices_per_node // setting.layout.tp))
+
+
+def latency_seconds(setting: Setting) -> float:
+    """Of one collective, as measured where it was."""
+    return collective_seconds(setting.costs)
+
+
+def hop_seconds(setting: Setting, ranks: int) -> float:
+    """Latency of one ring collective over `ranks` devices."""
+    return 0.0 if ranks == 1 else collective_seconds(setting.costs) + HOP_SECONDS * (ranks - 1)
+
+
+def allreduce_seconds(nbytes: float, ranks: int, bytes_per_s: float, latency: float = COLLECTIVE_SECONDS) -> float:
+    """Seconds of a ring all-reduce of `nbytes` a rank: each moves 2 (n - 1) / n of its buffer."""
+    return 0.0 if ranks == 1 else 2 * (ranks - 1) / ranks * nbytes / bytes_per_s + 2 * latency
+
+
+def gather_seconds(nbytes: float, ranks: int, bytes_per_s: float, latency: float = COLLECTIVE_SECONDS) -> float:
+    """Seconds of a ring all-gather to (or reduce-scatter from) `nbytes` on each rank."""
+    return 0.0 if ranks == 1 else (ranks - 1) / ranks * nbytes / bytes_per_s + latency
+
+
+def dispatch_seconds(nbytes: float, copies: int, ranks: int, link: Link) -> float:
+    """Seconds to send a token of `nbytes` to the `copies` experts that it chose among `ranks` devices.
+
+    It crosses to each other node once, through this device's NIC, and goes on there over the link; both at once
+    (DeepSeek-V3, arXiv:2412.19437, sec. 3.2.2). Expected distinct nodes of n: n (1 - (1 - 1/n)^copies).
+    """
+    nodes = ranks / link.inside
+    reached = nodes * (1 - (1 - 1 / nodes) ** copies)
+    far = nbytes * reached * (nodes - 1) / nodes
+    near = nbytes * copies * (link.inside - 1) / link.inside
+    return max(near / link.link_bytes_per_s, far / link.nic_bytes_per_s)

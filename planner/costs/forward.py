@@ -1,0 +1,38 @@
+"""Predicted seconds of one forward pass: 2 operations per weight and token (arXiv:2001.08361, table 1)."""
+
+from realgraph.planner.costs.layer import LayerCosts, layer_costs
+from realgraph.planner.costs.overhead import elementwise_bytes_per_s, pass_layer_seconds
+from realgraph.planner.costs.setting import Setting, gemm_efficiency
+
+IMBALANCE = 1.1  # tokens of the busiest expert's device over the mean, with a trained router
+
+
+def forward_seconds(setting: Setting, tokens: float, context: float) -> float:
+    """One forward pass of `tokens` packed tokens that each see `context` tokens on average; logits of all of them.
+
+    Of all layers, whatever pp: a pass through all stages.
+    """
+    if setting.cluster.is_cpu:
+        return _cpu_forward_seconds(setting, tokens, context)
+    costs = layer_costs(setting)
+    return setting.model.layers * layer_seconds(costs, tokens, context) + costs.head.at(tokens, context)
+
+
+def layer_seconds(costs: LayerCosts, tokens: float, context: float, imbalance: float = IMBALANCE) -> float:
+    """The mean layer's forward pass. imbalance: of tokens between the devices that hold experts."""
+    own = costs.products.at(tokens, context) + costs.attention.at(tokens, context) + costs.traffic.at(tokens, context)
+    moved = costs.tensor.at(tokens, context) + costs.context.at(tokens, context)
+    routed = costs.experts.at(tokens, context) + costs.exchange.at(tokens, context)
+    return own + moved + imbalance * routed + costs.dispatch.at(tokens, context) + costs.fixed
+
+
+def _cpu_forward_seconds(setting: Setting, tokens: float, context: float) -> float:
+    """The same sum for a core, whose few fixed seconds `realgraph profile` measures."""
+    model, costs = setting.model, setting.costs
+    width = min(model.hidden, model.expert_intermediate or model.intermediate)
+    rate = setting.flops * gemm_efficiency(costs, tokens, width)
+    products = tokens * (2 * model.active_params() + model.head_flops(setting.role.head)) / rate
+    attention = 4 * model.attention_width() * context * model.layers * tokens / (setting.flops * costs.attention)
+    elementwise = setting.element * model.layers * tokens * (14 * model.hidden + 4 * model.intermediate)
+    traffic = elementwise / elementwise_bytes_per_s(setting)
+    return products + attention + traffic + model.layers * pass_layer_seconds(costs)

@@ -1,0 +1,208 @@
+"""Seconds of a model's layers and head on one device, affine in the tokens of a pass. Pure formulas for GPUs.
+
+A pass over n tokens costs `fixed + n x token + n x context x position` seconds in each part; the terms depend on the
+setting alone and are computed once. Matrix products: 2 operations per weight and token (arXiv:2001.08361, table 1); a
+product of n rows reaches n / (n + gemm_tokens) of its best rate, so half-empty tiles cost as many seconds as
+gemm_tokens further rows.
+"""
+
+from functools import lru_cache
+
+from msgspec import Struct
+
+from realgraph.planner.costs.comm import Link, axis_link, dispatch_seconds, gather_seconds, hop_seconds
+from realgraph.planner.costs.overhead import elementwise_bytes_per_s, pass_layer_seconds
+from realgraph.planner.costs.setting import Setting
+from realgraph.planner.layout import DeviceMesh, Layout
+
+NORM_ELEMENTS = 14  # elements of hidden width that a layer's norms, residuals and rotary embedding read and write
+MLP_ELEMENTS = 4  # of the MLP's width: gate, up, their product, read again
+UNFUSED_BYTES = 13  # of each score: written, masked, normalised, dropped out and read again, in 16 bits
+PERMUTE_ELEMENTS = 8  # of hidden width per token and expert: into experts' order and back, read and written twice
+EXPERT_TILE = 128  # rows of a grouped product's tile: the last of each expert is half empty
+GROUPED = 0.8  # rate of grouped products over that of one product of the same rows
+ROUTING_SECONDS = 1e-3  # of an expert layer's pass: the host waits for the tokens of each expert before it goes on
+EXPERT_LAUNCH_SECONDS = 4e-6  # of one expert's products in a grouped kernel's schedule
+BACKWARD_ATTENTION = 2.5  # five products instead of two: scores are computed again (arXiv:2307.08691)
+ALIGNED = 64  # elements of a side on which tensor cores read whole lines (NVIDIA, Matrix Multiplication Background)
+MISALIGNED = 0.62  # rate of products with a side that is no multiple of it (compare arXiv:2401.14489, sec. 6)
+
+
+ONE = DeviceMesh(0, 1)
+
+
+class Part(Struct, frozen=True):
+    """Seconds of one pass: `fixed + tokens x (token + context x position)`."""
+
+    fixed: float = 0.0
+    token: float = 0.0
+    position: float = 0.0
+
+    def at(self, tokens: float, context: float) -> float:
+        return self.fixed + tokens * (self.token + context * self.position)
+
+
+class LayerCosts(Struct, frozen=True):
+    """Mean seconds of one layer's forward pass by what they are spent on, and of the head's forward and backward."""
+
+    products: Part
+    experts: Part  # products of routed experts
+    attention: Part
+    traffic: Part
+    tensor: Part  # collectives of tensor parallelism
+    context: Part  # keys and values round the ring of context parallelism
+    dispatch: Part  # of tokens to experts and back: permutation
+    exchange: Part  # of tokens to experts and back: all-to-all
+    fixed: float  # launches
+    routing: float  # the host's wait for the tokens of each expert; serving engines have none
+    head: Part
+    head_backward: Part
+
+
+@lru_cache(maxsize=1 << 14)
+def layer_costs(setting: Setting, fp8: bool = False) -> LayerCosts:
+    """The mean layer's and the head's costs under a setting; fp8: matrix products of layers in that precision."""
+    at = setting.layout
+    alike = Layout(ONE, tp=at.tp, cp=at.cp, ep=at.ep)  # of settings that differ elsewhere, one is computed
+    return _layer_costs(
+        Setting(setting.model, setting.role, alike, setting.cluster, setting.factors, 0, setting.engine), fp8
+    )
+
+
+@lru_cache(maxsize=1 << 12)
+def _layer_costs(setting: Setting, fp8: bool) -> LayerCosts:
+    model, engine = setting.model, setting.engine
+    experts = model.expert_layers / model.layers
+    products, routed, dispatch, exchange = _dense_products(setting, fp8, 1 - experts), Part(), Part(), Part()
+    if experts:
+        products = _add(products, _scaled(_every_token(setting, fp8), experts))
+        routed, dispatch, exchange = (_scaled(part, experts) for part in _expert_layer(setting, fp8))
+    head, head_backward = _head(setting)
+    return LayerCosts(
+        products=_scaled(products, engine.compute),
+        experts=_scaled(routed, engine.compute),
+        attention=_scaled(_attention(setting), engine.compute),
+        traffic=_scaled(_traffic(setting), engine.compute),
+        tensor=_tensor(setting),
+        context=_ring(setting),
+        dispatch=_scaled(dispatch, engine.compute),
+        exchange=exchange,
+        fixed=pass_layer_seconds(setting.costs) + engine.layer_seconds,
+        routing=experts * ROUTING_SECONDS,
+        head=_scaled(head, engine.compute),
+        head_backward=_scaled(head_backward, engine.compute),
+    )
+
+
+def product(setting: Setting, params: float, width: float, fp8: bool = False) -> Part:
+    """A matrix product with `params` weights on this device, its smaller side `width`."""
+    costs = setting.costs
+    rate = setting.flops * costs.gemm * costs.sustained * width / (width + costs.gemm_width)
+    if width % ALIGNED:
+        rate *= MISALIGNED
+    token = 2 * params / (rate * (costs.fp8 if fp8 else 1.0))
+    return Part(fixed=token * (costs.pass_tokens or costs.gemm_tokens), token=token)
+
+
+def _dense_products(setting: Setting, fp8: bool, dense: float) -> Part:
+    """Attention's projections, and the MLP of the share `dense` of layers."""
+    model, tp = setting.model, setting.layout.tp
+    queries = model.attention_width() / tp
+    projections = product(setting, model.attention_params() / tp, min(model.hidden, queries), fp8)
+    if not dense:
+        return projections
+    mlp = product(setting, model.mlp_params() / tp, min(model.hidden, model.intermediate / tp), fp8)
+    return _add(projections, _scaled(mlp, dense))
+
+
+def _every_token(setting: Setting, fp8: bool) -> Part:
+    """What every token passes in an expert layer: the router, and a shared expert."""
+    model, tp = setting.model, setting.layout.tp
+    router = product(setting, model.experts * model.hidden / tp, model.hidden)
+    if not model.shared_intermediate:
+        return router
+    wide = min(model.hidden, model.shared_intermediate / tp)
+    return _add(router, product(setting, 3 * model.hidden * model.shared_intermediate / tp, wide, fp8))
+
+
+def _expert_layer(setting: Setting, fp8: bool) -> tuple[Part, Part, Part]:
+    """Routed experts: products, permutation, and all-to-all between the ep ranks."""
+    model, layout = setting.model, setting.layout
+    tensor = layout.tp if layout.ep == 1 else 1  # with ep, experts are whole on a device
+    share = 1 if layout.ep == 1 else layout.tp  # of a micro-batch's tokens that one device routes
+    k, local = model.experts_per_token / share, model.experts / layout.ep
+    width = min(model.hidden, model.expert_intermediate / tensor)
+    grouped = product(setting, model.expert_params() / tensor / GROUPED, width, fp8)
+    tiles = grouped.token * EXPERT_TILE / 2 * local
+    routed = Part(grouped.fixed + tiles + 3 * EXPERT_LAUNCH_SECONDS * local, grouped.token * k)
+    nbytes = setting.element * model.hidden / share
+    permuted = PERMUTE_ELEMENTS * model.experts_per_token * nbytes
+    permute = Part(token=permuted / elementwise_bytes_per_s(setting))
+    if layout.ep == 1:
+        return routed, permute, Part()
+    link = axis_link(setting, layout.ep, 1)
+    both = 2 * dispatch_seconds(nbytes, model.experts_per_token, layout.ep, link)
+    return routed, permute, Part(2 * hop_seconds(setting, layout.ep), both)
+
+
+def _attention(setting: Setting) -> Part:
+    """Scores and weighted sums; unfused attention also moves every score through memory."""
+    model, costs = setting.model, setting.costs
+    rate = setting.flops * costs.attention * costs.sustained
+    position = 4 * model.attention_width() / setting.layout.tp / rate
+    if setting.engine.attention == "fused":
+        return Part(position=position)
+    scores = 2 * UNFUSED_BYTES * model.heads / setting.layout.tp  # masked ones are computed too: twice the context
+    return Part(position=2 * position + scores / (setting.cluster.memory_bytes_per_s * costs.memory))
+
+
+def _traffic(setting: Setting) -> Part:
+    """Element-wise operations, bound by memory."""
+    model, tp = setting.model, setting.layout.tp
+    dense = model.intermediate if model.expert_layers < model.layers else 0
+    routed = model.experts_per_token * model.expert_intermediate + model.shared_intermediate
+    mlp = max(dense, routed if model.expert_layers else 0)
+    whole = NORM_ELEMENTS * model.hidden / (tp if setting.engine.sequence_parallel else 1)
+    nbytes = setting.element * (whole + MLP_ELEMENTS * mlp / tp)
+    return Part(token=nbytes / elementwise_bytes_per_s(setting))
+
+
+def _tensor(setting: Setting) -> Part:
+    """Two all-reduces of the hidden states, or as many bytes as gathers and scatters; what overlap leaves of them."""
+    layout = setting.layout
+    if layout.tp == 1:
+        return Part()
+    link = axis_link(setting, layout.tp, 1)
+    exposed = 1 - setting.engine.tp_overlap
+    token = 4 * gather_seconds(setting.element * setting.model.hidden, layout.tp, link.bytes_per_s, 0.0)
+    return Part(4 * hop_seconds(setting, layout.tp), token * exposed)
+
+
+def _ring(setting: Setting) -> Part:
+    """Keys and values of the other cp ranks' tokens, half of it behind attention (arXiv:2310.01889)."""
+    layout = setting.layout
+    if layout.cp == 1:
+        return Part()
+    link: Link = axis_link(setting, layout.cp, layout.tp)
+    model = setting.model
+    width = model.kv_width() if model.latent is None else 2 * model.attention_width()
+    nbytes = setting.element * width / layout.tp * (layout.cp - 1)
+    return Part(hop_seconds(setting, layout.cp), nbytes / link.bytes_per_s / 2)
+
+
+def _head(setting: Setting) -> tuple[Part, Part]:
+    """The head's products and logits, forward; and backward with twice the products."""
+    model, tp = setting.model, setting.layout.tp
+    if setting.role.head != "lm":
+        return Part(), Part()
+    products = product(setting, model.vocab * model.hidden / tp, min(model.hidden, model.vocab / tp))
+    logits = Part(token=setting.engine.logit_bytes / 2 * model.vocab / tp / elementwise_bytes_per_s(setting))
+    return _add(products, logits), _add(_scaled(products, 2.0), logits)
+
+
+def _scaled(part: Part, factor: float) -> Part:
+    return Part(part.fixed * factor, part.token * factor, part.position * factor)
+
+
+def _add(one: Part, other: Part) -> Part:
+    return Part(one.fixed + other.fixed, one.token + other.token, one.position + other.position)

@@ -1,0 +1,65 @@
+"""What every cost formula shares: the setting of a call, arithmetic rates and their efficiency. Per device throughout.
+
+What a run measures replaces these guesses, never the other way.
+"""
+
+from msgspec import Struct
+
+from realgraph.graphs.spec import ModelRole
+from realgraph.planner.cluster import Cluster
+from realgraph.planner.costs.backend import Backend, backend_of
+from realgraph.planner.costs.memory import DType, element_bytes
+from realgraph.planner.devices import Costs, device_kind
+from realgraph.planner.layout import Layout
+from realgraph.planner.model_spec import ModelSpec
+
+
+class Setting(Struct, frozen=True):
+    """One role under one layout on a cluster: what every cost depends on.
+
+    factors: measured ones that replace those of the cluster's kind. lora_rank: of trained adapters, 0 for all weights.
+    backend: the engine that runs it; None: the one for such a layout.
+    """
+
+    model: ModelSpec
+    role: ModelRole
+    layout: Layout
+    cluster: Cluster
+    factors: Costs | None = None
+    lora_rank: int = 0
+    backend: Backend | None = None
+
+    @property
+    def engine(self) -> Backend:
+        """What runs it."""
+        return self.backend or backend_of(self.layout)
+
+    @property
+    def costs(self) -> Costs:
+        return self.factors or device_kind(self.cluster.kind).costs
+
+    @property
+    def element(self) -> int:
+        """Bytes of one weight."""
+        return element_bytes(self.role.dtype)
+
+    @property
+    def flops(self) -> float:
+        """Peak operations per second of one device in the role's dtype."""
+        return self.cluster.flops * dtype_rate(self.role.dtype, self.cluster.is_cpu)
+
+
+def dtype_rate(dtype: DType, cpu: bool) -> float:
+    """Arithmetic rate relative to the cluster's `flops` (bf16 on a GPU, fp32 on a CPU).
+
+    GPU: tensor cores in TF32 at half the bf16 rate, fp64 at 1/15 (NVIDIA A100 and H100 data sheets). CPU: AVX-512 with
+    bf16 units, measured.
+    """
+    if cpu:
+        return {"float32": 1.0, "bfloat16": 2.0, "float16": 0.5, "float64": 0.5}[dtype]
+    return {"float32": 0.5, "bfloat16": 1.0, "float16": 1.0, "float64": 1 / 15}[dtype]
+
+
+def gemm_efficiency(costs: Costs, tokens: float, width: float) -> float:
+    """Reached fraction of the peak for a product of `tokens` rows over the smaller of the layer's widths."""
+    return costs.gemm * tokens / (tokens + costs.gemm_tokens) * width / (width + costs.gemm_width)

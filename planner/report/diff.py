@@ -1,0 +1,110 @@
+"""What changed from one plan to another: period, allocations, orders, and whether they were made for the same thing."""
+
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+from realgraph.planner.plan import Allocation, Plan, Turn
+from realgraph.planner.report.format import (
+    bytes_text,
+    change_text,
+    devices_text,
+    layout_text,
+    seconds_text,
+    words,
+)
+
+SAME = 0.005  # of seconds or bytes: below it two predictions are told as equal
+HASH_WORDS = {
+    "graph": "the graph or its models",
+    "workload": "batch, lengths or staleness",
+    "cluster": "the cluster",
+    "costs": "the measured costs",
+}
+
+
+class Change(Struct, frozen=True):
+    """One thing that differs. subject: a call, or '' for the plan; change: relative where both are numbers."""
+
+    subject: str
+    what: str
+    before: str
+    after: str
+    change: str = ""
+
+
+def diff(before: Plan, after: Plan) -> tuple[Change, ...]:
+    """All changes, those of the whole plan first, then call by call, then the orders of devices."""
+    return (*_whole(before, after), *_calls(before, after), *_orders(before, after))
+
+
+def _whole(before: Plan, after: Plan) -> Iterator[Change]:
+    for part, what in HASH_WORDS.items():
+        if getattr(before.hashes, part) != getattr(after.hashes, part):
+            text = "the two were made for different things, so their predictions don't compare like for like"
+            yield Change("", what, getattr(before.hashes, part) or "none", getattr(after.hashes, part) or "none", text)
+    yield from _seconds("", "period", before.period_seconds, after.period_seconds)
+    yield from _seconds("", "lower bound", before.lower_bound_seconds, after.lower_bound_seconds)
+    yield from _seconds("", "latency of a step", before.latency_seconds, after.latency_seconds)
+    if before.bottleneck != after.bottleneck:
+        yield Change("", "critical circuit", " -> ".join(before.bottleneck), " -> ".join(after.bottleneck))
+
+
+def _calls(before: Plan, after: Plan) -> Iterator[Change]:
+    for name in dict.fromkeys((*before.allocations, *after.allocations)):
+        old, new = before.allocations.get(name), after.allocations.get(name)
+        if old is None or new is None:
+            yield Change(name, "call", *(layout_text(a.layout) if a else "absent" for a in (old, new)))
+        else:
+            yield from _allocation(name, old, new)
+    for name in dict.fromkeys((*before.reallocation_seconds, *after.reallocation_seconds)):
+        old_seconds, new_seconds = (plan.reallocation_seconds.get(name, 0.0) for plan in (before, after))
+        yield from _seconds(name, "reallocation", old_seconds, new_seconds)
+
+
+def _allocation(name: str, old: Allocation, new: Allocation) -> Iterator[Change]:
+    if old.layout != new.layout:
+        yield Change(name, "layout", layout_text(old.layout), layout_text(new.layout))
+    if _batches(old) != _batches(new):
+        yield Change(name, "micro-batches", _batches(old), _batches(new))
+    for what in ("recompute", "residency"):
+        if getattr(old, what) != getattr(new, what):
+            yield Change(name, what, *(str(getattr(a, what)).lower() for a in (old, new)))
+    yield from _seconds(name, "seconds", old.seconds, new.seconds)
+    if _differs(old.peak_bytes, new.peak_bytes):
+        texts = [f"{bytes_text(a.peak_bytes)} ({words(a.worst_term)})" for a in (old, new)]
+        yield Change(name, "memory", texts[0], texts[1], _change(old.peak_bytes, new.peak_bytes))
+
+
+def _batches(allocation: Allocation) -> str:
+    tokens = f"{allocation.max_tokens_per_microbatch:,} tokens"
+    running = f", {allocation.running:,} sequences at once" if allocation.running else ""
+    return f"{allocation.microbatches:,} x {tokens}{running}" if allocation.microbatches else f"{tokens}{running}"
+
+
+def _orders(before: Plan, after: Plan) -> Iterator[Change]:
+    """Devices with equal changes of their cyclic order, together."""
+    groups: dict[tuple[tuple[Turn, ...], tuple[Turn, ...]], list[int]] = {}
+    for device in sorted({*before.orders, *after.orders}):
+        pair = (before.orders.get(device, ()), after.orders.get(device, ()))
+        if pair[0] != pair[1]:
+            groups.setdefault(pair, []).append(device)
+    for (old, new), devices in groups.items():
+        yield Change(f"devices {devices_text(devices)}", "order", _order(old), _order(new))
+
+
+def _order(turns: tuple[Turn, ...]) -> str:
+    return " -> ".join(f"{turn.call}{f' ({turn.offset:+d})' if turn.offset else ''}" for turn in turns) or "nothing"
+
+
+def _seconds(subject: str, what: str, old: float, new: float) -> Iterator[Change]:
+    if _differs(old, new):
+        yield Change(subject, what, seconds_text(old), seconds_text(new), _change(old, new))
+
+
+def _differs(old: float, new: float) -> bool:
+    return abs(new - old) > SAME * max(abs(old), abs(new))
+
+
+def _change(old: float, new: float) -> str:
+    return change_text(new / old) if old > 0 else ""

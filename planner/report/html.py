@@ -1,0 +1,235 @@
+"""A plan report as one HTML page: no script, no external resource, light and dark. See `page.html` for its style."""
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from importlib.resources import files
+from string import Template
+
+from realgraph.planner.report.format import (
+    axes_text,
+    axes_used,
+    bytes_text,
+    change_text,
+    devices_text,
+    dollars_text,
+    gap_text,
+    percent_text,
+    rate_text,
+    seconds_text,
+    words,
+)
+from realgraph.planner.report.report import Comparison, Hint, Report, Row
+from realgraph.planner.report.svg import (
+    bar_svg,
+    chip_svg,
+    memory_svg,
+    mesh_svg,
+    pairs_svg,
+    scaling_svg,
+    shade,
+    timeline_svg,
+)
+from realgraph.planner.report.text import batches_text, bound_text, cheapest, predicted_text, weights_text
+
+NUMBERS = (
+    "micro-batches",
+    "seconds",
+    "share",
+    "memory",
+    "slack",
+    "period",
+    "against this",
+    "samples/s",
+    "devices",
+    "device seconds",
+)
+LARGEST = 8  # parts of a memory bar that its legend names
+
+
+def page(report: Report) -> str:
+    """The whole file."""
+    template = Template((files("realgraph.planner.report") / "page.html").read_text(encoding="utf-8"))
+    return template.substitute(
+        title=escape(report.title),
+        facts="".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in _facts(report)),
+        tiles="".join(_tile(value, label) for value, label in _tiles(report)),
+        sections="\n".join(_sections(report)),
+        footer="".join(f"<p>{line}</p>" for line in _footer(report)),
+    )
+
+
+def _facts(report: Report) -> Iterator[tuple[str, str]]:
+    for i, (name, text) in enumerate(report.facts):
+        yield ("run", text) if i == 0 else (name, text)
+
+
+def _tiles(report: Report) -> Iterator[tuple[str, str]]:
+    """The few numbers that matter most, and what they are."""
+    plan, found = report.plan, report.findings
+    yield seconds_text(plan.period_seconds), f"period: seconds a step, {predicted_text(report)}"
+    yield rate_text(report.samples_per_second), "samples a second"
+    yield gap_text(plan.gap), f"proven gap; lower bound {seconds_text(plan.lower_bound_seconds)}"
+    busiest = report.bottleneck.devices
+    yield percent_text(report.bottleneck.load), f"load of device{'s' * (not busiest.isdigit())} {busiest}"
+    slower = [other for other in found.comparisons if other.period_seconds]
+    if slower and slower[0].period_seconds:
+        yield change_text(slower[0].period_seconds / plan.period_seconds), f"period of the {slower[0].name} plan"
+    if found.price is not None:
+        yield dollars_text(found.price.per_run), f"a run of {found.price.steps:,} steps"
+
+
+def _tile(value: str, label: str) -> str:
+    return f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
+
+
+def _sections(report: Report) -> Iterator[str]:
+    found = report.findings
+    if report.bottleneck.circuit:
+        yield _section("What bounds the period", _bottleneck(report))
+    if any(lane.bars for lane in report.timeline.lanes):
+        kinds = dict.fromkeys(bar.kind for lane in report.timeline.lanes for bar in lane.bars)
+        legend = _legend([*((kind, kind) for kind in kinds), ("ink", "edge below: on the critical circuit")])
+        yield _section("Timeline: two periods", f'<div class="wide">{timeline_svg(report.timeline)}</div>{legend}')
+    yield _section("Allocation", _allocation(report))
+    if any(bar.parts for bar in report.memory):
+        yield _section("Memory at the worst moment", _memory(report))
+    if found.comparisons:
+        yield _section("Beside it, at the same costs", _comparisons(report))
+    if found.hints:
+        rows = [_hint(hint) for hint in sorted(found.hints, key=lambda hint: -hint.gain)]
+        yield _section("What if", _table(("change", "period", "samples/s"), rows))
+    if any(size.period_seconds for size in found.sweep):
+        yield _section("Cluster sizes", _sizes(report))
+    if found.measured:
+        legend = _legend([("r2", "predicted"), ("generate", "measured: median of the run's steps")])
+        yield _section("Predicted against measured", f'<div class="wide">{pairs_svg(found.measured)}</div>{legend}')
+    remarks = [*found.notes, *found.doubts]
+    if remarks:
+        items = "".join(f"<li>{escape(remark)}</li>" for remark in remarks)
+        yield _section("Notes and doubts", f'<ul class="plain">{items}</ul>')
+
+
+def _hint(hint: Hint) -> tuple[str, str, str]:
+    if hint.period_seconds is None:
+        return hint.text, "", ""
+    change = _change(1 / (1 + hint.gain), change_text(1 + hint.gain))
+    return hint.text, seconds_text(hint.period_seconds), change
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{body}</section>"
+
+
+def _bottleneck(report: Report) -> str:
+    found = report.bottleneck
+    arrow = '<li class="to" aria-hidden="true">&#8594;</li>'
+    nodes = arrow.join(f"<li>{escape(name)} <b>{seconds_text(seconds)}</b></li>" for name, seconds in found.circuit)
+    spans = "again, one step later" if found.steps == 1 else f"again, {found.steps} steps later"
+    again = f'{arrow}<li class="to">{escape(found.circuit[0][0])} {spans}</li>'
+    return f'<p class="why">{escape(found.sentence)}.</p><ol class="circuit">{nodes}{again}</ol>'
+
+
+def _allocation(report: Report) -> str:
+    axes = axes_used(row.allocation.layout for row in report.rows)
+    heads = ("call", "on the cluster", "on devices", "/".join(axes), "weights", "micro-batches")
+    rows = [_allocation_row(row, report, axes) for row in report.rows]
+    return _table((*heads, "seconds", "share", "slack", "memory", "most of it"), rows)
+
+
+def _allocation_row(row: Row, report: Report, axes: Sequence[str]) -> tuple[str, ...]:
+    allocation = row.allocation
+    mesh = allocation.layout.mesh
+    return (
+        f"\0{'<b>' * row.critical}{escape(row.call)}{'</b>' * row.critical}",
+        f"\0{mesh_svg(mesh.devices, report.n_devices, row.kind)}",
+        devices_text(mesh.devices),
+        axes_text(allocation.layout, axes),
+        weights_text(row),
+        batches_text(row),
+        seconds_text(allocation.seconds),
+        percent_text(row.share),
+        "none" if row.slack_seconds <= 1e-3 * report.plan.period_seconds else seconds_text(row.slack_seconds),
+        bytes_text(allocation.peak_bytes),
+        words(allocation.worst_term),
+    )
+
+
+def _memory(report: Report) -> str:
+    bars = [bar for bar in report.memory if bar.parts]
+    legends = []
+    for bar in bars:
+        largest = sorted(bar.parts, key=lambda part: -part.nbytes)[:LARGEST]
+        parts = [(shade(part, bar.parts), f"{part.label} {bytes_text(part.nbytes)}") for part in largest]
+        while_text = f", while {bar.call} runs" if bar.call else ""
+        where = f"device{'s' * (len(bar.devices) > 1)} {devices_text(bar.devices)}"
+        head = f"{where}{while_text}: {bytes_text(bar.total_bytes)}"
+        legends.append(_legend(parts, f"<b>{escape(head)}</b>"))
+    return f'<div class="wide">{memory_svg(bars)}</div>{"".join(legends)}'
+
+
+def _comparisons(report: Report) -> str:
+    """This plan and the others, each with a bar as long as its period."""
+    own, others = report.plan.period_seconds, report.findings.comparisons
+    longest = max([own, *(other.period_seconds or 0.0 for other in others)])
+    rows = [("\0<b>this plan</b>", f"\0{bar_svg(own / longest, 'generate')}", seconds_text(own), "", "")]
+    rows += [_other(other, own, longest) for other in others]
+    return _table(("plan", "", "period", "against this", "what it is"), rows)
+
+
+def _other(other: Comparison, own: float, longest: float) -> tuple[str, str, str, str, str]:
+    if other.period_seconds is None:
+        return other.name, "", "", "does not fit", other.note
+    ratio, bar = other.period_seconds / own if own > 0 else 1.0, bar_svg(other.period_seconds / longest, "r2")
+    change = _change(ratio, change_text(ratio))
+    return other.name, f"\0{bar}", seconds_text(other.period_seconds), change, other.note
+
+
+def _change(ratio: float, text: str) -> str:
+    """Coloured by whether the period is longer."""
+    kind = "worse" if ratio > 1.0005 else "better" if ratio < 0.9995 else ""
+    return f'\0<span class="{kind}">{escape(text)}</span>'
+
+
+def _sizes(report: Report) -> str:
+    found = report.findings
+    reached = cheapest(found.sweep, found.target_seconds)
+    rows = []
+    for size in sorted(found.sweep, key=lambda size: size.devices):
+        mark = "the least that reaches the target" if size is reached else size.note
+        period = seconds_text(size.period_seconds) if size.period_seconds else "no plan"
+        area = f"{size.period_seconds * size.devices:,.0f}" if size.period_seconds else ""
+        rows.append((f"{size.devices:,}", period, area, mark))
+    curve = f'<div class="wide">{scaling_svg(found.sweep, found.target_seconds)}</div>'
+    return curve + _table(("devices", "period", "device seconds", ""), rows)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Cells are text; one that begins with NUL is HTML already."""
+    kinds = [' class="n"' if head in NUMBERS else "" for head in heads]
+    head = "".join(f"<th{kind}>{escape(text)}</th>" for text, kind in zip(heads, kinds, strict=True))
+    body = "".join(
+        "<tr>" + "".join(f"<td{kind}>{_cell(cell)}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
+        for row in rows
+    )
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(cell: str) -> str:
+    return cell[1:] if cell.startswith("\0") else escape(cell)
+
+
+def _legend(entries: Sequence[tuple[str, str]], head: str = "") -> str:
+    first = f"<li>{head}</li>" if head else ""
+    items = "".join(f"<li>{chip_svg(kind)}{escape(text)}</li>" for kind, text in entries)
+    return f'<ul class="legend">{first}{items}</ul>'
+
+
+def _footer(report: Report) -> Iterator[str]:
+    plan = report.plan
+    yield f"Lower bound {escape(bound_text(plan))}."
+    made_for = ", ".join(
+        f"{part} <code>{escape(value)}</code>"
+        for part in ("graph", "workload", "cluster", "costs")
+        if (value := getattr(plan.hashes, part))
+    )
+    yield f"Made for {made_for}. Predictions of a cost model, not measurements."

@@ -1,0 +1,74 @@
+"""What fills each group of devices at its worst moment, owner by owner: the stacked bars of a report."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from realgraph.planner.costs.memory import TERMS, usable_bytes
+from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.plan import Plan
+from realgraph.planner.report.format import words
+from realgraph.planner.request import PlanRequest
+from realgraph.planner.space.holdings import Held, active_of, group_for, held_copies
+
+
+class MemoryPart(Struct, frozen=True):
+    """Bytes of one owner on each device of a group. resident: all the time; active: while the worst call runs."""
+
+    label: str
+    nbytes: int
+    kind: Literal["resident", "active"]
+
+
+class MemoryBar(Struct, frozen=True):
+    """A group of devices that hold the same things. The worst moment is while `call` runs, '' where none does.
+
+    usable_bytes: what a plan may fill; device_bytes: what the device has.
+    """
+
+    devices: tuple[int, ...]
+    parts: tuple[MemoryPart, ...]
+    call: str
+    usable_bytes: int
+    device_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+def memory_bars(request: PlanRequest, plan: Plan) -> tuple[MemoryBar, ...]:
+    """One bar per group of devices of one kind with the same calls, in the order of their first devices."""
+    copies = held_copies(request, plan.allocations)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for device in range(request.cluster.n_devices):
+        place = Layout(DeviceMesh(device, 1))
+        calls = [i for i, a in enumerate(plan.allocations.values()) if device in a.layout.mesh.devices]
+        kind = request.cluster.groups.index(group_for(request, place))
+        groups.setdefault((kind, *calls), []).append(device)
+    return tuple(_bar(request, plan, copies, devices) for devices in groups.values())
+
+
+def _bar(request: PlanRequest, plan: Plan, copies: Sequence[Held], devices: Sequence[int]) -> MemoryBar:
+    device = devices[0]
+    here = [name for name, allocation in plan.allocations.items() if device in allocation.layout.mesh.devices]
+    moments = {name: active_of(request, plan.allocations, name) for name in here}
+    worst = max(moments, key=lambda name: moments[name].total, default="")
+    running = [
+        MemoryPart(f"{worst}: {words(term)}", getattr(moments[worst], term), "active")
+        for term in (TERMS if worst else ())
+        if getattr(moments[worst], term)
+    ]
+    nodes = group_for(request, Layout(DeviceMesh(device, 1)))
+    resident = [part for copy in copies if device in copy.layout.mesh.devices for part in _resident(copy)]
+    return MemoryBar(tuple(devices), (*resident, *running), worst, usable_bytes(nodes), nodes.memory_bytes)
+
+
+def _resident(copy: Held) -> Iterator[MemoryPart]:
+    """A trained copy term by term; another is all weights, named by the calls that read it."""
+    whose = copy.role if copy.trained else f"{copy.role} for {', '.join(copy.calls)}"
+    for term in TERMS:
+        nbytes = getattr(copy.footprint, term)
+        if nbytes:
+            yield MemoryPart(f"{whose}: {words(term)}", nbytes, "resident")

@@ -1,0 +1,58 @@
+"""Short texts about a plan that the terminal and the page share."""
+
+from collections.abc import Sequence
+
+from realgraph.planner.plan import Plan
+from realgraph.planner.report.format import gap_text, percent_text, seconds_text
+from realgraph.planner.report.report import Report, Row, Size
+
+STOPPED = {
+    "proven": "the gap was proven",
+    "time limit": "the time limit was reached",
+    "interrupted": "it was interrupted",
+    "exhausted": "nothing was left to try",
+}
+
+
+def predicted_text(report: Report) -> str:
+    """What kind of number the period is."""
+    return f"predicted, ± {percent_text(report.error)}" if report.error else "predicted, not measured"
+
+
+def bound_text(plan: Plan) -> str:
+    """Bound, gap, why the search ended, and what the bound speaks of."""
+    parts = [seconds_text(plan.lower_bound_seconds), f"gap {gap_text(plan.gap)}"]
+    if plan.stopped:
+        why = STOPPED.get(plan.stopped, plan.stopped)
+        parts.append(f"searched for {seconds_text(plan.search_seconds)} until {why}")
+    return ", ".join(parts) + (f"; within: {plan.scope}" if plan.scope else "")
+
+
+def weights_text(row: Row) -> str:
+    """How the role's weights lie there: sharding, residency, recomputation."""
+    allocation = row.allocation
+    parts = ["FSDP" if allocation.layout.sharding == "fsdp" else "replicated" if allocation.layout.dp > 1 else "whole"]
+    if allocation.residency == "reallocated":
+        parts.append("copy")
+    elif allocation.residency == "offloaded":
+        parts.append("offloaded")
+    if allocation.recompute and row.kind == "train":
+        parts.append("recompute")
+    return ", ".join(parts)
+
+
+def batches_text(row: Row) -> str:
+    """`4 x 16,384` micro-batches and tokens; of a generate call, the sequences at once and the tokens of the cache."""
+    allocation = row.allocation
+    tokens = f"{allocation.max_tokens_per_microbatch:,}"
+    if row.kind == "generate":
+        return f"{allocation.running:,} in {tokens}" if allocation.running else f"KV {tokens}"
+    return f"{allocation.microbatches:,} x {tokens}" if allocation.microbatches else tokens
+
+
+def cheapest(sizes: Sequence[Size], target_seconds: float | None) -> Size | None:
+    """The smallest size whose period is at most the target."""
+    if target_seconds is None:
+        return None
+    reaching = [size for size in sizes if size.period_seconds is not None and size.period_seconds <= target_seconds]
+    return min(reaching, key=lambda size: size.devices, default=None)

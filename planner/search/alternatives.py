@@ -1,0 +1,152 @@
+"""What else one call of a plan could be, everything else left as it is, and why each loses."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.plan import Plan
+from realgraph.planner.problem import Choice
+from realgraph.planner.request import PlanRequest
+from realgraph.planner.search.assembly import option_of
+from realgraph.planner.search.diagnose import shown_bytes
+from realgraph.planner.search.fixed import choices_of, pinned_to
+from realgraph.planner.solve.solver import evaluate
+from realgraph.planner.space.pricing import Option
+from realgraph.planner.space.tables import Prepared, problem_of
+
+MOST_LAYOUTS = 8  # that are shown on the call's own mesh
+MOST_SIZES = 6  # of meshes of other sizes or places, each with its best layout
+MOST_TRIED = 200  # of which the exact period is found
+SAME = 1e-6  # relative: periods closer than this are equal
+
+
+class Alternative(Struct, frozen=True):
+    """One other way to run a call. period: of the whole plan with it, None where it does not fit."""
+
+    layout: Layout
+    tokens: int
+    recompute: bool
+    residency: str
+    seconds: float
+    period: float | None
+    reason: str
+
+
+def alternatives(request: PlanRequest, plan: Plan, call: str) -> tuple[Alternative, ...]:
+    """The next-best options of one call beside the plan's other allocations, the best first.
+
+    On its own mesh each other layout, on every other size of mesh its best. Raises ValueError for a call without mesh.
+    """
+    if call not in plan.allocations:
+        raise ValueError(f"{call!r} has no allocation")
+    prepared = problem_of(pinned_to(request, plan, but=call), whole=call)
+    chosen = choices_of(prepared, plan)
+    if chosen is None:
+        return ()
+    found = [_judged(prepared, {**chosen, call: choice}, call, plan) for choice in _tried(prepared, chosen, call)]
+    found.sort(key=lambda one: (one.period is None, one.period or one.seconds, one.seconds))
+    return tuple(_distinct(found, plan.allocations[call].layout.mesh))
+
+
+def _tried(prepared: Prepared, chosen: dict[str, Choice], call: str) -> list[Choice]:
+    """The fastest options of each layout on each mesh, the plan's own left out; the plan's mesh first."""
+    task = next(task for task in prepared.problem.tasks if task.name == call)
+    own = prepared.problem.meshes[chosen[call].mesh]
+
+    def far(mesh: int) -> tuple[bool, int, int]:
+        there = prepared.problem.meshes[mesh]
+        return (there != own, abs(there.n_devices - own.n_devices), abs(there.first - own.first))
+
+    tried: list[Choice] = []
+    seen: dict[int, int] = {}
+    for mesh in sorted(task.tables, key=far):
+        size = prepared.problem.meshes[mesh].n_devices
+        if seen.get(size, 0) >= 2 or len(tried) >= MOST_TRIED:
+            continue
+        seen[size] = seen.get(size, 0) + 1
+        tried += [Choice(mesh, row) for row in _fastest(prepared, task.tables[mesh])]
+    return [choice for choice in tried if choice != chosen[call]][:MOST_TRIED]
+
+
+def _fastest(prepared: Prepared, table: int) -> Iterator[int]:
+    """Of each layout the fastest row, and the one that takes least memory."""
+    rows = prepared.problem.tables[table]
+    for layout in np.unique(rows.layout):
+        of = np.flatnonzero(rows.layout == layout)
+        fast = of[np.argmin(rows.seconds[of])]
+        small = of[np.argmin((rows.resident + rows.active)[of])]
+        yield int(fast)
+        if small != fast:
+            yield int(small)
+
+
+def _judged(prepared: Prepared, choices: dict[str, Choice], call: str, plan: Plan) -> Alternative:
+    option = option_of(prepared, call, choices[call])
+    mesh = prepared.problem.meshes[choices[call].mesh]
+    schedule = evaluate(prepared.problem, choices)
+    candidate = option.candidate
+    return Alternative(
+        layout=replace(candidate.layout, mesh=mesh),
+        tokens=candidate.tokens,
+        recompute=candidate.recompute,
+        residency=candidate.residency,
+        seconds=option.seconds,
+        period=None if schedule is None else schedule.period,
+        reason=_reason(prepared, choices, call, plan)
+        if schedule is None
+        else _slower(schedule.period, option, plan, call),
+    )
+
+
+def _slower(period: float, option: Option, plan: Plan, call: str) -> str:
+    more, own = period - plan.period_seconds, option.seconds - plan.allocations[call].seconds
+    if more > SAME * plan.period_seconds:
+        return f"a step takes {more:.3g} s more ({more / plan.period_seconds:.1%}); the call {_difference(own)}"
+    if more < -SAME * plan.period_seconds:
+        return f"a step takes {-more:.3g} s less: within what the search left open"
+    return f"a step takes as long; the call {_difference(own)}"
+
+
+def _difference(seconds: float) -> str:
+    if abs(seconds) < 5e-7:
+        return "too"
+    return f"{seconds:.3g} s more" if seconds > 0 else f"{-seconds:.3g} s less"
+
+
+def _reason(prepared: Prepared, choices: dict[str, Choice], call: str, plan: Plan) -> str:
+    """By how much what does not fit is too large."""
+    problem = prepared.problem
+    resident, largest = np.zeros(problem.devices, np.int64), np.zeros(problem.devices, np.int64)
+    for task in problem.tasks:
+        choice = choices[task.name]
+        table, mesh = problem.tables[task.tables[choice.mesh]], problem.meshes[choice.mesh]
+        here = slice(mesh.first, mesh.first + mesh.n_devices)
+        resident[here] += table.resident[choice.option]
+        alone = table.active[choice.option] - (0 if task.trains else table.shared[choice.option])
+        largest[here] = np.maximum(largest[here], alone)
+    over = resident + largest - problem.memory
+    device = int(np.argmax(over))
+    option = option_of(prepared, call, choices[call])
+    if option.candidate.home:
+        return "reads the trained copy in place, which lies elsewhere or under another layout"
+    if over[device] > 0:
+        return f"device {device} would lack {shown_bytes(int(over[device]))}"
+    return "its copy of the weights and what else lies there do not fit together, or the host's memory is full"
+
+
+def _distinct(found: Sequence[Alternative], own: DeviceMesh) -> Iterator[Alternative]:
+    """Each layout on the call's own mesh once, with its best; of every other size of mesh the best."""
+    seen: set[tuple[object, ...]] = set()
+    counts = {True: 0, False: 0}
+    for one in found:
+        layout, here = one.layout, one.layout.mesh == own
+        axes = (layout.dp, layout.tp, layout.pp, layout.ep, layout.cp, layout.sharding)
+        key = (here, *axes) if here else (here, layout.mesh.n_devices)
+        if key in seen or counts[here] >= (MOST_LAYOUTS if here else MOST_SIZES):
+            continue
+        seen.add(key)
+        counts[here] += 1
+        yield one

@@ -1,0 +1,193 @@
+"""A Plan from a solved problem, and the predictions of a plan that was edited by hand. Searches nothing."""
+
+import math
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from realgraph.graphs.spec import Generate, Train
+from realgraph.planner.events import EventGraph, Period, event_graph, period
+from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.plan import Allocation, Plan, Turn
+from realgraph.planner.problem import Choice, Solution
+from realgraph.planner.request import PlanRequest, hashes
+from realgraph.planner.solve.solver import orders
+from realgraph.planner.space.couplings import moves_of
+from realgraph.planner.space.holdings import candidate_of, group_for, host_of, peak_of, reads_in_place
+from realgraph.planner.space.meshes import group_of
+from realgraph.planner.space.moves import Place, move_matrix
+from realgraph.planner.space.options import free_seconds, mean_tokens
+from realgraph.planner.space.pricing import Option, options_of
+from realgraph.planner.space.tables import Prepared
+
+
+def plan_of(prepared: Prepared, solution: Solution) -> Plan:
+    """The plan that a solution stands for, with every prediction filled in."""
+    request, problem = prepared.request, prepared.problem
+    chosen = {name: option_of(prepared, name, choice) for name, choice in solution.choices.items()}
+    meshes = {name: problem.meshes[choice.mesh] for name, choice in solution.choices.items()}
+    bare = {name: _allocation(request, name, chosen[name], meshes[name]) for name in request.mesh_calls}
+    moved = {
+        move.target: move_seconds_of(prepared, move.target, solution.choices)
+        for move in problem.moves
+        if not reads_in_place(request, bare, move.target)
+    }
+    first = min((start for start in solution.starts.values()), default=0.0)
+    plan = Plan(
+        allocations={name: _completed(request, bare, name) for name in bare},
+        orders=_all_devices(request, orders(problem, solution)),
+        hashes=hashes(request),
+        period_seconds=solution.period,
+        lower_bound_seconds=min(solution.bound, solution.period),
+        scope=scope_of(prepared),
+        starts={name: start - first for name, start in solution.starts.items()},
+        reallocation_seconds=moved,
+        stopped=solution.stopped,
+        search_seconds=solution.seconds,
+    )
+    bounds = period(events_of(request, plan)).circuit  # the search's own circuit leaves out the free calls
+    return replace(plan, bottleneck=bounds, latency_seconds=step_latency(plan))
+
+
+def option_of(prepared: Prepared, call: str, choice: Choice) -> Option:
+    """What a choice of the search stands for."""
+    task = next(task for task in prepared.problem.tasks if task.name == call)
+    return prepared.options[task.tables[choice.mesh]][choice.option]
+
+
+def move_seconds_of(prepared: Prepared, target: str, choices: Mapping[str, Choice]) -> float:
+    """Seconds of the move to a call under these choices."""
+    move = next(move for move in prepared.problem.moves if move.target == target)
+    left, right = choices[move.source], choices[target]
+    return float(prepared.problem.move_seconds(move, left.mesh, right.mesh)[left.option, right.option])
+
+
+def events_of(request: PlanRequest, plan: Plan) -> EventGraph:
+    """The plan's timed event graph, with the predicted seconds of free calls."""
+    return event_graph(request.graph, plan, request.workload.staleness, free_seconds(request))
+
+
+def step_latency(plan: Plan) -> float:
+    """Seconds from the start of a step's first call to the end of its last; 0 where no starts are known."""
+    ends = [
+        plan.starts[name] + max(allocation.seconds, allocation.latency_seconds)
+        for name, allocation in plan.allocations.items()
+        if name in plan.starts
+    ]
+    begun = [plan.starts[name] for name in plan.allocations if name in plan.starts]
+    return max(ends) - min(begun) if ends else 0.0
+
+
+def scope_of(prepared: Prepared) -> str:
+    """What the lower bound speaks of."""
+    request, problem = prepared.request, prepared.problem
+    rows = sum(len(table) for table in problem.tables)
+    what = "dp only, as this version's engines run" if request.engine == "installed" else "dp, tp, pp, ep, cp"
+    where = f"{len(problem.meshes)} meshes (aligned blocks and runs of nodes)"
+    return f"schedules that repeat every step; {where}; {rows} options per call and mesh size: {what}"
+
+
+def _all_devices(request: PlanRequest, found: Mapping[int, tuple[Turn, ...]]) -> dict[int, tuple[Turn, ...]]:
+    """Every device of the cluster has an order, an empty one where nothing lies there."""
+    return {device: tuple(found.get(device, ())) for device in range(request.cluster.n_devices)}
+
+
+# --- allocations ------------------------------------------------------------------------------------------------------
+
+
+def _allocation(request: PlanRequest, call: str, option: Option, mesh: DeviceMesh) -> Allocation:
+    candidate = option.candidate
+    layout = replace(candidate.layout, mesh=mesh)
+    return Allocation(
+        layout=layout,
+        max_tokens_per_microbatch=candidate.tokens,
+        recompute=candidate.recompute,
+        residency="offloaded" if candidate.residency == "offloaded" else "resident",
+        seconds=option.seconds,
+        latency_seconds=option.latency if option.latency > option.seconds else 0.0,
+        microbatches=_microbatches(request, call, layout, candidate.tokens),
+        running=option.running,
+        error=option.error,
+    )
+
+
+def _completed(request: PlanRequest, allocations: Mapping[str, Allocation], call: str) -> Allocation:
+    """With what depends on the other allocations: memory, and whether a copy of its own is refreshed."""
+    bare, held = allocations[call], peak_of(request, allocations, call)[1]
+    return replace(
+        bare,
+        residency=candidate_of(request, allocations, call).residency,
+        peak_bytes=held.total,
+        worst_term=held.worst,
+        host_bytes=host_of(request, allocations, call),
+    )
+
+
+def _microbatches(request: PlanRequest, call: str, layout: Layout, tokens: int) -> int:
+    """Of one optimizer step on one data-parallel rank; a generate call has none."""
+    kind = request.graph.calls[call]
+    if isinstance(kind, Generate):
+        return 0
+    steps = kind.minibatches if isinstance(kind, Train) else 1
+    share = math.ceil(request.workload.n_samples * mean_tokens(request)) / layout.dp / layout.cp
+    return max(1, math.ceil(share / steps / tokens))
+
+
+# --- edited plans -----------------------------------------------------------------------------------------------------
+
+
+def repriced(request: PlanRequest, plan: Plan) -> Plan:
+    """An edited plan with every prediction computed anew; its orders stay. The plan must be valid: see `validate`."""
+    bare = {}
+    for name, old in plan.allocations.items():
+        candidate = candidate_of(request, plan.allocations, name)
+        bare[name] = _allocation(request, name, _priced(request, name, plan), old.layout.mesh)
+        bare[name] = replace(bare[name], residency=candidate.residency)
+    allocations = {name: _completed(request, bare, name) for name in bare}
+    priced = replace(plan, allocations=allocations, reallocation_seconds=_moved(request, allocations))
+    found = period(events_of(request, priced))
+    return with_period(priced, found)
+
+
+def with_period(plan: Plan, found: Period) -> Plan:
+    """With a period by the event graph alone: no starts of a search hold any more."""
+    return replace(
+        plan,
+        period_seconds=found.seconds,
+        bottleneck=found.circuit,
+        starts={},
+        latency_seconds=0.0,
+        stopped="",
+        search_seconds=0.0,
+    )
+
+
+def _priced(request: PlanRequest, call: str, plan: Plan) -> Option:
+    """The option that an allocation says; of a batch as a whole and streams of several levels, the one it runs as."""
+    allocation = plan.allocations[call]
+    candidate = candidate_of(request, plan.allocations, call)
+    found = tuple(options_of(request, call, candidate, group_for(request, candidate.layout)))
+    assert found, f"{call} passed validation and fits an empty device"
+    streams = allocation.latency_seconds > allocation.seconds
+
+    def far(option: Option) -> tuple[bool, int]:
+        return ((option.latency > option.seconds) != streams, abs(option.running - allocation.running))
+
+    return min(found, key=far)
+
+
+def _moved(request: PlanRequest, allocations: Mapping[str, Allocation]) -> dict[str, float]:
+    """call -> seconds to bring the trained weights to its copy."""
+    seconds = {}
+    for move in moves_of(request):
+        if reads_in_place(request, allocations, move.target):
+            continue
+        source, target = (_place(request, allocations, call) for call in (move.source, move.target))
+        seconds[move.target] = float(move_matrix(request, move.target, source, target)[0, 0])
+    return seconds
+
+
+def _place(request: PlanRequest, allocations: Mapping[str, Allocation], call: str) -> Place:
+    candidate = candidate_of(request, allocations, call)
+    option = Option(candidate, 0.0, 0.0, (0, 0, 0))
+    return Place(candidate.layout.mesh, group_of(request.cluster, candidate.layout.mesh.first), (option,))

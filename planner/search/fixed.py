@@ -1,0 +1,70 @@
+"""A plan's allocations as pins of a request, and as choices of the search problem that these pins leave."""
+
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from realgraph.graphs.spec import Train
+from realgraph.planner.constraints import Constraints
+from realgraph.planner.pins import Pin
+from realgraph.planner.plan import Allocation, Plan
+from realgraph.planner.problem import Choice
+from realgraph.planner.request import PlanRequest
+from realgraph.planner.space.holdings import candidate_of
+from realgraph.planner.space.options import Candidate
+from realgraph.planner.space.pricing import Option
+from realgraph.planner.space.tables import Prepared
+
+
+def pinned_to(request: PlanRequest, plan: Plan, but: str = "") -> PlanRequest:
+    """The request with every call pinned to what the plan gives it, the call `but` left as it was asked."""
+    pins = {name: _pin(request, plan, name) for name in plan.allocations if name != but}
+    if but in request.pins:
+        pins[but] = request.pins[but]
+    kept = request.constraints
+    limits = Constraints(reserve=kept.reserve, memory_gb=kept.memory_gb, host_memory_gb=kept.host_memory_gb)
+    forbid = {but: kept.forbid[but]} if but in kept.forbid else {}
+    return replace(request, pins=pins, constraints=replace(limits, forbid=forbid, offload=kept.offload or not but))
+
+
+def _pin(request: PlanRequest, plan: Plan, call: str) -> Pin:
+    allocation = plan.allocations[call]
+    layout = allocation.layout
+    return Pin(
+        first=layout.mesh.first,
+        devices=layout.mesh.n_devices,
+        dp=layout.dp,
+        tp=layout.tp,
+        pp=layout.pp,
+        ep=layout.ep,
+        cp=layout.cp,
+        sharding=layout.sharding,
+        max_tokens_per_microbatch=allocation.max_tokens_per_microbatch,
+        recompute=allocation.recompute if isinstance(request.graph.calls[call], Train) else None,
+        residency="offloaded" if allocation.residency == "offloaded" else "resident",
+    )
+
+
+def choices_of(prepared: Prepared, plan: Plan) -> dict[str, Choice] | None:
+    """The numbers of the plan's meshes and options in a problem; None where one of them is not in it."""
+    found: dict[str, Choice] = {}
+    for task in prepared.problem.tasks:
+        allocation = plan.allocations[task.name]
+        candidate = candidate_of(prepared.request, plan.allocations, task.name)
+        if candidate.home and prepared.request.engine == "any":
+            candidate = replace(candidate, home=False, residency="reallocated")  # one row for both, told by `shared`
+        for mesh, table in task.tables.items():
+            if prepared.problem.meshes[mesh] == allocation.layout.mesh:
+                rows = list(_matching(prepared.options[table], candidate, allocation))
+                if rows:
+                    found[task.name] = Choice(mesh, min(rows)[1])
+    return found if len(found) == len(prepared.problem.tasks) else None
+
+
+def _matching(options: tuple[Option, ...], candidate: Candidate, allocation: Allocation) -> Iterator[tuple[float, int]]:
+    """Rows that say the same, each with how far its level of generation in flight is from the allocation's."""
+    for i, option in enumerate(options):
+        there = replace(option.candidate.layout, mesh=candidate.layout.mesh)
+        if replace(option.candidate, layout=there) == candidate:
+            held = allocation.latency_seconds or allocation.seconds
+            yield abs(option.latency - held) + abs(option.seconds - allocation.seconds), i

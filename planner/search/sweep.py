@@ -1,0 +1,189 @@
+"""The same request on other clusters and with other settings: how the period scales, and what would help most."""
+
+from collections.abc import Iterator, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from realgraph.graphs.errors import ConfigError
+from realgraph.graphs.spec import Generate
+from realgraph.planner.cluster import Cluster
+from realgraph.planner.constraints import Constraints
+from realgraph.planner.devices import device_kinds
+from realgraph.planner.plan import Plan
+from realgraph.planner.problem import Limits
+from realgraph.planner.request import PlanRequest
+from realgraph.planner.search.diagnose import Infeasible
+from realgraph.planner.search.search import search
+from realgraph.planner.space.options import is_trained
+
+QUICK = Limits(gap=0.01, seconds=3.0)  # of one of many searches
+STALENESS = (0, 1, 2, 4)
+MOST_GAP = 0.02  # of the search behind a hint
+LEAST_GAIN = 0.005  # of throughput: a smaller one is not worth a hint
+TOLERANCE = 0.01  # relative: synchronous is as good where it is no slower than this
+
+
+class Hint(Struct, frozen=True):
+    """A change and what it would bring. gain: of samples a second (negative: of losses it warns).
+
+    period: predicted seconds a step under it, None where no plan would fit.
+    """
+
+    text: str
+    period: float | None
+    gain: float
+
+
+class Size(Struct, frozen=True):
+    """The plan for a number of devices, or why there is none."""
+
+    devices: int
+    plan: Plan | None
+    reason: str = ""
+
+
+# --- cluster sizes ----------------------------------------------------------------------------------------------------
+
+
+def sweep(request: PlanRequest, sizes: Sequence[int], limits: Limits = QUICK) -> tuple[Size, ...]:
+    """A plan for each number of devices of the first kind, everything else as asked. Pinned places must fit them all.
+
+    Raises ValueError for a size that is neither within a node nor whole nodes.
+    """
+    return tuple(_size(request, size, limits) for size in sizes)
+
+
+def _size(request: PlanRequest, size: int, limits: Limits) -> Size:
+    resized = replace(request, cluster=resize(request.cluster, size))
+    try:
+        return Size(size, search(resized, limits))
+    except ConfigError as error:
+        return Size(size, None, error.problems[0].text)
+
+
+def resize(cluster: Cluster, size: int) -> Cluster:
+    """The cluster with `size` devices of its first kind. Raises ValueError where they are no whole nodes."""
+    per_node = cluster.devices_per_node
+    if size <= per_node:
+        return replace(cluster, nodes=1, devices_per_node=size, more=())
+    if size % per_node:
+        raise ValueError(f"{size} devices are no whole nodes of {per_node}")
+    return replace(cluster, nodes=size // per_node, more=())
+
+
+def doubled(first: int, last: int) -> tuple[int, ...]:
+    """first, twice that, and so on up to `last`, which is always there."""
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= 2
+    return (*sizes, last)
+
+
+# --- what if ----------------------------------------------------------------------------------------------------------
+
+
+def what_if(request: PlanRequest, plan: Plan, limits: Limits = QUICK) -> tuple[Hint, ...]:
+    """Changes with their predicted gain in samples a second, each from a search of its own; the best first."""
+    return tuple(sorted(hints(request, plan, limits), key=lambda hint: -hint.gain))
+
+
+def hints(request: PlanRequest, plan: Plan, limits: Limits = QUICK) -> Iterator[Hint]:
+    """The same one by one, as they are found. A search that ended far from its bound would mislead: it gives none."""
+    base = request.workload.n_samples / plan.period_seconds
+    for text, changed in _variants(request, plan):
+        if limits.stop():
+            return
+        try:
+            found = search(changed, limits)
+        except Infeasible:
+            yield Hint(f"{text}: no plan fits", None, -1.0)
+            continue
+        except ConfigError:
+            continue  # a pinned place that the changed cluster does not have: the variant can't be asked
+        gain = changed.workload.n_samples / found.period_seconds / base - 1
+        if abs(gain) >= LEAST_GAIN and found.gap <= max(MOST_GAP, limits.gap):
+            yield Hint(text, found.period_seconds, gain)
+
+
+def _variants(request: PlanRequest, plan: Plan) -> Iterator[tuple[str, PlanRequest]]:
+    yield from _clusters(request)
+    yield from _batches(request)
+    for staleness in STALENESS:
+        if staleness != request.workload.staleness and _may_be_stale(request):
+            yield f"staleness {staleness}", replace(request, workload=replace(request.workload, staleness=staleness))
+    if any(allocation.residency == "offloaded" for allocation in plan.allocations.values()):
+        yield "no offload", replace(request, constraints=replace(request.constraints, offload=False))
+    if request.pins or request.constraints != Constraints():
+        yield "without pins and constraints", replace(request, pins={}, constraints=Constraints())
+
+
+def _clusters(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    cluster = request.cluster
+    if cluster.more or cluster.is_cpu:
+        return
+    twice = replace(cluster, nodes=2 * cluster.nodes)
+    yield f"{twice.n_devices} devices", replace(request, cluster=twice)
+    if cluster.nodes > 1 and cluster.nodes % 2 == 0:
+        half = replace(cluster, nodes=cluster.nodes // 2)
+        yield f"{half.n_devices} devices", replace(request, cluster=half)
+    larger = larger_memory(cluster)
+    if larger is not None:
+        text = f"{larger.kind} ({larger.memory_bytes / 1e9:.0f} GB)"
+        yield text, replace(request, cluster=larger)
+
+
+def larger_memory(cluster: Cluster) -> Cluster | None:
+    """The same nodes with the device of next larger memory that computes no slower; None where there is none."""
+    kinds = device_kinds()
+    fitting = [
+        (kind.memory_gb, name)
+        for name, kind in kinds.items()
+        if 1e9 * kind.memory_gb > 1.05 * cluster.memory_bytes and kind.flops >= cluster.flops
+    ]
+    if not fitting:
+        return None
+    kind = kinds[min(fitting)[1]]
+    return replace(
+        cluster,
+        kind=min(fitting)[1],
+        memory_bytes=round(1e9 * kind.memory_gb),
+        flops=kind.flops,
+        memory_bytes_per_s=1e9 * kind.memory_gb_per_s,
+        link_bytes_per_s=1e9 * kind.link_gb_per_s,
+        nic_bytes_per_s=1e9 * kind.nic_gb_per_s,
+        pcie_bytes_per_s=1e9 * kind.pcie_gb_per_s,
+    )
+
+
+def _batches(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    workload = request.workload
+    larger = replace(workload, groups=2 * workload.groups)
+    yield f"batch.groups {larger.groups}", replace(request, workload=larger)
+    mean = min(2 * workload.mean_new_tokens, float(workload.max_new_tokens))
+    if mean > 1.2 * workload.mean_new_tokens:
+        lengths = tuple(min(2 * length, workload.max_new_tokens) for length in workload.lengths)
+        if lengths:
+            mean = sum(lengths) / len(lengths)
+        longer = replace(workload, mean_new_tokens=mean, lengths=lengths)
+        yield f"responses of {mean:.0f} tokens", replace(request, workload=longer)
+
+
+def _may_be_stale(request: PlanRequest) -> bool:
+    """Whether some trained role generates: only its samples can be stale."""
+    calls = request.graph.calls.values()
+    return any(isinstance(call, Generate) and is_trained(request, call.model) for call in calls)
+
+
+def synchronous(request: PlanRequest, plan: Plan, limits: Limits = QUICK) -> Hint | None:
+    """The best synchronous plan beside an asynchronous one; None where the request is synchronous already.
+
+    gain: of samples a second, that synchronous runs would bring; within TOLERANCE of 0 they are as good, and on-policy.
+    """
+    if request.workload.staleness == 0:
+        return None
+    found = search(replace(request, workload=replace(request.workload, staleness=0)), limits)
+    gain = plan.period_seconds / found.period_seconds - 1
+    word = "as good as" if gain >= -TOLERANCE else "slower than"
+    return Hint(f"synchronous is {word} staleness {request.workload.staleness}", found.period_seconds, gain)

@@ -1,0 +1,65 @@
+"""A request's problem with all calls on all devices and every option there: for rules that may not leave options out.
+
+The search's own tables lack what another option beats; a plan with one layout for a whole role may need just that.
+"""
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from realgraph.planner.layout import DeviceMesh
+from realgraph.planner.problem import SearchProblem
+from realgraph.planner.search.symmetric import Shape
+from realgraph.planner.space.choices import candidates
+from realgraph.planner.space.moves import Moves
+from realgraph.planner.space.pricing import Option, options_of
+from realgraph.planner.space.tables import Prepared, layout_key, option_table
+
+
+class WholeProblem(Struct, frozen=True, eq=False):
+    """A problem of one mesh, with the shape that each layout number stands for."""
+
+    problem: SearchProblem
+    shapes: dict[int, Shape]
+
+
+def whole_problem(prepared: Prepared) -> WholeProblem | None:
+    """None where no mesh has all devices of a problem, or some call has no option there."""
+    request, problem = prepared.request, prepared.problem
+    common = set.intersection(*(set(task.tables) for task in problem.tasks))
+    free = request.constraints.reserve
+    mesh = DeviceMesh(0, problem.devices - free)
+    place = next((number for number in common if problem.meshes[number] == mesh), None)
+    if place is None:
+        return None
+    group = prepared.groups[place]
+    cluster = request.cluster.groups[group]
+    moves = Moves(request, [(mesh, group)])
+    layouts: dict[tuple[object, ...], int] = {}
+    found: list[tuple[Option, ...]] = []
+    tasks = []
+    for task in problem.tasks:
+        options = tuple(
+            option
+            for candidate in candidates(request, task.name, mesh, cluster)
+            for option in options_of(request, task.name, candidate, cluster)
+        )
+        for option in options:
+            layouts.setdefault(layout_key(option), len(layouts))
+        moves.add(task.name, {0: options})
+        tasks.append(replace(task, tables={0: len(found)}))
+        found.append(options)
+    shapes = {
+        layouts[layout_key(option)]: Shape(layout.tp, layout.pp, layout.ep, layout.cp)
+        for options in found
+        for option in options
+        for layout in (option.candidate.layout,)
+    }
+    whole = replace(
+        problem,
+        meshes=(mesh,),
+        tables=tuple(option_table(options, layouts) for options in found),
+        tasks=tuple(tasks),
+        move_seconds=moves.seconds,
+        tree=None,
+    )
+    return WholeProblem(whole, shapes)

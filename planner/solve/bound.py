@@ -1,0 +1,209 @@
+"""Bounds that hold for every schedule, by prices: of time on cliques of tasks that never overlap, and of memory.
+
+Let tasks of a clique Q never overlap, and let E be other tasks that overlap none of Q. Of N devices in a period T,
+    sum of t_i over Q + sum of (n_j t_j) / N over E <= T,
+and of memory V in all, for each task i with `active` bytes a_i on its n_i devices beside all resident bytes r,
+    (sum of n_j r_j + n_i a_i) / V <= 1.
+Any weighting of these rows (weights of the first kind summing to 1) is a bound on T that is a sum over tasks of the
+least that an option costs: a table of costs per task and option table. The best weights come from a subgradient ascent.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from realgraph.planner.solve.compiled import Floats, Ints, Mask
+from realgraph.planner.solve.instance import Instance
+
+MOST_CLIQUES = 96
+
+
+class Rows(Struct, frozen=True, eq=False):
+    """The options of all tasks side by side, and the rows that bound a period. Each array has one entry per option."""
+
+    task: Ints
+    table: Ints
+    seconds: Floats
+    area: Floats  # seconds x share of the devices
+    resident: Floats  # share of all memory
+    active: Floats
+    begin: Ints  # [tasks]: where a task's options begin
+    inside: Floats  # [cliques, tasks]: 1 in Q
+    beside: Floats  # [cliques, tasks]: 1 in E
+
+
+class Prices(Struct, frozen=True, eq=False):
+    """Weights of the rows, and what they prove."""
+
+    cliques: Floats
+    memory: Floats  # [tasks]
+    bound: float
+
+
+def cliques_of(exclusive: Ints) -> list[tuple[int, ...]]:
+    """Sets of tasks that never overlap, the empty one too: all where they are few, else small and maximal ones."""
+    n = len(exclusive)
+    found: list[tuple[int, ...]] = [()]
+    level: list[tuple[int, ...]] = [()]
+    while level and len(found) < 4 * MOST_CLIQUES:
+        level = [
+            (*clique, i)
+            for clique in level
+            for i in range((clique[-1] + 1) if clique else 0, n)
+            if all(exclusive[i, j] for j in clique)
+        ]
+        found += level
+    if len(found) <= MOST_CLIQUES:
+        return found
+    maximal = [c for c in found if not any(all(exclusive[i, j] for j in c) for i in range(n) if i not in c)]
+    return (maximal + [c for c in found if c not in set(maximal)])[:MOST_CLIQUES]
+
+
+def rows_of(instance: Instance, allowed: Mask, period: float) -> Rows | None:
+    """The options that a plan within `period` may use; None where some task has none."""
+    n, devices = len(instance.role), instance.memory.shape[1]
+    memory = float(instance.memory[0].sum())
+    tasks: list[int] = []
+    tables: list[int] = []
+    options: list[Ints] = []
+    sizes: list[Ints] = []
+    begin: list[int] = []
+    total = 0
+    for i in range(n):
+        begin.append(total)
+        for table in np.unique(instance.tables[i][allowed[i]]):
+            meshes = np.flatnonzero(allowed[i] & (instance.tables[i] == table))
+            size = int(instance.size[meshes].min())
+            rows = np.arange(int(instance.begin[table]), int(instance.begin[table + 1]))
+            rows = rows[instance.seconds[rows] <= period]
+            tasks += [i] * len(rows)
+            tables += [int(table)] * len(rows)
+            options.append(rows)
+            sizes.append(np.full(len(rows), size))
+            total += len(rows)
+        if total == begin[-1]:
+            return None
+    option, size_of, task = np.concatenate(options), np.concatenate(sizes), np.array(tasks, np.int64)
+    copies = np.array([_copies(instance, i) for i in range(n)], np.float64)
+    active = instance.active[option] - np.where(
+        instance.trains[task] | instance.frozen[task], 0, instance.shared[option]
+    )
+    sets = cliques_of(instance.exclusive)
+    inside = np.array([[float(i in clique) for i in range(n)] for clique in sets])
+    beside = np.array(
+        [[float(i not in c and all(instance.exclusive[i, j] for j in c)) for i in range(n)] for c in sets]
+    )
+    return Rows(
+        task=task,
+        table=np.array(tables, np.int64),
+        seconds=instance.seconds[option],
+        area=instance.seconds[option] * size_of / devices,
+        resident=size_of * instance.resident[option] / copies[task] / memory,
+        active=size_of * active / memory,
+        begin=np.array(begin, np.int64),
+        inside=inside,
+        beside=beside,
+    )
+
+
+def _copies(instance: Instance, task: int) -> int:
+    """How many calls may share one copy of the task's weights: each counts with its part."""
+    return int((instance.role == instance.role[task]).sum()) if instance.frozen[task] else 1
+
+
+def costs(rows: Rows, cliques: Floats, memory: Floats) -> Floats:
+    """Of each option, under weights."""
+    inside, beside = cliques @ rows.inside, cliques @ rows.beside
+    found: Floats = (
+        rows.seconds * inside[rows.task]
+        + rows.area * beside[rows.task]
+        + rows.resident * memory.sum()
+        + rows.active * memory[rows.task]
+    )
+    return found
+
+
+def ascend(rows: Rows, start: Prices, target: float, steps: int) -> Prices:
+    """Better prices by projected subgradients with Polyak's steps towards `target`."""
+    best = start
+    cliques, memory = start.cliques.copy(), start.memory.copy()
+    scale = 1.0
+    stale = 0
+    scaled = max(target, 1e-9)
+    for _ in range(steps):
+        value = costs(rows, cliques, memory)
+        least = _argmin(value, rows.begin)
+        bound = float(value[least].sum() - memory.sum())
+        if bound > best.bound:
+            if bound > best.bound + 1e-4 * scaled:
+                stale = 0
+            best = Prices(cliques.copy(), memory.copy(), bound)
+        stale += 1
+        if stale > 12:
+            scale, stale = scale / 2, 0
+            cliques, memory = best.cliques.copy(), best.memory.copy()
+            if scale < 0.02:
+                break
+        clique_rows = rows.inside @ rows.seconds[least] + rows.beside @ rows.area[least]
+        memory_rows = (rows.resident[least].sum() + rows.active[least] - 1.0) * scaled  # prices in units of `target`
+        away = clique_rows - clique_rows.mean()
+        norm = float(away @ away + memory_rows @ memory_rows)
+        if norm <= 1e-18:
+            break
+        length = scale * max(target - bound, 1e-3 * scaled) / norm
+        cliques = _on_simplex(cliques + length * away)
+        memory = np.maximum(0.0, memory + length * memory_rows * scaled)
+    return best
+
+
+def _argmin(values: Floats, begin: Ints) -> Ints:
+    """Of each task the place of its cheapest option."""
+    ends = np.append(begin[1:], len(values))
+    return np.array([a + int(np.argmin(values[a:b])) for a, b in zip(begin, ends, strict=True)], np.int64)
+
+
+def _on_simplex(values: Floats) -> Floats:
+    """The nearest point whose entries are at least 0 and sum to 1 (Duchi et al. 2008)."""
+    falling = np.sort(values)[::-1]
+    excess = (np.cumsum(falling) - 1.0) / np.arange(1, len(values) + 1)
+    theta = excess[np.flatnonzero(falling > excess)[-1]]
+    nearest: Floats = np.maximum(0.0, values - theta)
+    return nearest
+
+
+def first_prices(rows: Rows) -> Prices:
+    """The best of the rows alone."""
+    n = len(rows.begin)
+    best = Prices(np.eye(len(rows.inside))[0], np.zeros(n), -np.inf)
+    for number in range(len(rows.inside)):
+        cliques = np.eye(len(rows.inside))[number]
+        value = costs(rows, cliques, best.memory)
+        bound = float(value[_argmin(value, rows.begin)].sum())
+        if bound > best.bound:
+            best = Prices(cliques, best.memory, bound)
+    return best
+
+
+class Priced(Struct, frozen=True, eq=False):
+    """Tables of costs for the compiled search: [sets, tasks, option tables]; `free`: of tasks without a place."""
+
+    table: Floats
+    free: Floats  # [sets, tasks]
+    spent: Floats  # [sets]: what the weights of memory give back
+
+
+def priced(instance: Instance, rows: Rows, sets: Sequence[Prices]) -> Priced:
+    """The least cost per task and table under each set of prices; infinite where a table has no option left."""
+    table = np.full((len(sets), len(instance.role), len(instance.begin) - 1), np.inf)
+    for s, prices in enumerate(sets):
+        np.minimum.at(table[s], (rows.task, rows.table), costs(rows, prices.cliques, prices.memory))
+    return Priced(table, table.min(axis=2), np.array([prices.memory.sum() for prices in sets]))
+
+
+def conditioned(rows: Rows, task: int, table: int) -> Rows:
+    """The rows with the task on meshes of one table alone."""
+    keep = (rows.task != task) | (rows.table == table)
+    fields = {name: getattr(rows, name)[keep] for name in ("task", "table", "seconds", "area", "resident", "active")}
+    begin = np.searchsorted(fields["task"], np.arange(len(rows.begin)))
+    return Rows(**fields, begin=begin.astype(np.int64), inside=rows.inside, beside=rows.beside)

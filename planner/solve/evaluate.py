@@ -1,0 +1,259 @@
+"""The exact period of given choices: do they fit, and what is the best schedule that repeats once a period.
+
+The search's own objective, so that reports, baselines and tests speak of the same number. Chooses nothing.
+"""
+
+from collections.abc import Mapping
+from math import floor
+
+import numpy as np
+from msgspec import Struct
+
+from realgraph.planner.layout import DeviceMesh
+from realgraph.planner.plan import Turn
+from realgraph.planner.problem import Choice, OptionTable, Schedule, SearchProblem, SearchTask, Solution, move_name
+from realgraph.planner.solve.compiled import Floats
+from realgraph.planner.solve.period import Net, least_period, new_net
+
+BUDGET = 200_000  # nodes of one search for integers k
+INSIDE = 1e-9  # of a period: how far a start may lie before a border and still count as on it
+
+
+class Held(Struct, frozen=True):
+    """A task or a move of a plan: what it holds and for how long, and when its outputs are ready."""
+
+    name: str
+    meshes: tuple[DeviceMesh, ...]
+    seconds: float
+    latency: float
+
+    def meets(self, other: "Held") -> bool:
+        return any(one.meets(two) for one in self.meshes for two in other.meshes)
+
+
+class Arc(Struct, frozen=True):
+    """Node `target` of step k starts `cost` seconds or more after `source` of step k - `tokens` started."""
+
+    source: int
+    target: int
+    cost: float
+    tokens: int
+
+
+class Timing(Struct, frozen=True):
+    """What the choices of a problem hold, and what waits for what: nodes are tasks in order, then moves."""
+
+    nodes: tuple[Held, ...]
+    arcs: tuple[Arc, ...]
+
+
+def evaluate(problem: SearchProblem, choices: Mapping[str, Choice]) -> Schedule | None:
+    """The least period of these choices with starts and the critical circuit; None where they can't be a plan.
+
+    Exact to a relative 1e-8, by branching on the order of any two tasks that share a device.
+    """
+    if not (fits(problem, choices) and ties_hold(problem, choices)):
+        return None
+    return schedule(problem, timing(problem, choices))
+
+
+def schedule(problem: SearchProblem, timed: Timing) -> Schedule | None:
+    """As `evaluate`, of choices that fit."""
+    net = net_of(timed)
+    starts, circuit = np.zeros(len(timed.nodes)), np.zeros(len(timed.nodes) + 1, np.int64)
+    period = least_period(net, problem.floor_seconds, starts, circuit, BUDGET)
+    if not np.isfinite(period):
+        return None
+    names = [node.name for node in timed.nodes]
+    members = [names[i] for i in circuit[: circuit.tolist().index(-1)]][::-1]
+    first = min(range(len(members)), key=lambda i: names.index(members[i]), default=0)
+    early = _early(problem, timed, starts, period)
+    return Schedule(period, dict(zip(names, early, strict=True)), tuple(members[first:] + members[:first]))
+
+
+def timing(problem: SearchProblem, choices: Mapping[str, Choice]) -> Timing:
+    """Nodes and arcs of the choices."""
+    nodes: list[Held] = []
+    for task in problem.tasks:
+        choice = choices[task.name]
+        table = table_of(problem, task, choice)
+        seconds, latency = float(table.seconds[choice.option]), float(table.latency[choice.option])
+        nodes.append(Held(task.name, (problem.meshes[choice.mesh],), seconds, latency))
+    number = {node.name: i for i, node in enumerate(nodes)}
+    arcs = [
+        Arc(number[p.source], number[p.target], nodes[number[p.source]].latency + p.delay, p.distance)
+        for p in problem.precedences
+    ]
+    for move in problem.moves:
+        source, target = number[move.source], number[move.target]
+        left, right = choices[move.source], choices[move.target]
+        seconds = float(problem.move_seconds(move, left.mesh, right.mesh)[left.option, right.option])
+        through = target
+        if seconds > 0:
+            through = len(nodes)
+            held = nodes[source].meshes + nodes[target].meshes
+            nodes.append(Held(move_name(move.target), held, seconds, seconds))
+            arcs.append(Arc(through, target, seconds, 0))
+        arcs.append(Arc(source, through, nodes[source].latency, move.distance))
+    return Timing(tuple(nodes), tuple(arcs))
+
+
+def table_of(problem: SearchProblem, task: SearchTask, choice: Choice) -> OptionTable:
+    """The option table that the choice is of."""
+    return problem.tables[task.tables[choice.mesh]]
+
+
+def net_of(timed: Timing) -> Net:
+    """The arrays that the compiled functions read."""
+    n, arcs = len(timed.nodes), len(timed.arcs)
+    pairs = [(i, j) for j in range(n) for i in range(j) if timed.nodes[i].meets(timed.nodes[j])]
+    net = new_net(n, arcs)
+    net.size[:] = n, arcs, len(pairs)
+    net.seconds[:] = [node.seconds for node in timed.nodes]
+    net.source[:arcs] = [arc.source for arc in timed.arcs]
+    net.target[:arcs] = [arc.target for arc in timed.arcs]
+    net.cost[:arcs] = [arc.cost for arc in timed.arcs]
+    net.tokens[:arcs] = [arc.tokens for arc in timed.arcs]
+    for p, (i, j) in enumerate(pairs):
+        net.left[p], net.right[p] = i, j
+        net.apart[i, j] = net.apart[j, i] = 1
+    return net
+
+
+# --- memory and ties --------------------------------------------------------------------------------------------------
+
+
+def ties_hold(problem: SearchProblem, choices: Mapping[str, Choice]) -> bool:
+    """Whether tied tasks share a mesh, and a layout where that is asked."""
+    tasks = {task.name: task for task in problem.tasks}
+    for tie in problem.ties:
+        layouts = {
+            (choices[name].mesh, layout_of(problem, tasks[name], choices[name]) if tie.layout else 0)
+            for name in tie.tasks
+        }
+        if len(layouts) > 1:
+            return False
+    return True
+
+
+def layout_of(problem: SearchProblem, task: SearchTask, choice: Choice) -> int:
+    """The number of the choice's layout."""
+    return int(table_of(problem, task, choice).layout[choice.option])
+
+
+def fits(problem: SearchProblem, choices: Mapping[str, Choice]) -> bool:
+    """Whether the memory of every device and of every node holds what lies and runs there."""
+    trained = {task.role for task in problem.tasks if task.trains}
+    resident = np.zeros(problem.devices, np.int64)
+    largest = np.zeros(problem.devices, np.int64)
+    host = np.zeros(problem.devices, np.int64)
+    homes = {
+        (task.role, choices[task.name].mesh, layout_of(problem, task, choices[task.name]))
+        for task in problem.tasks
+        if task.trains
+    }
+    copies: dict[tuple[str, int, int], int] = {}
+    for task in problem.tasks:
+        choice = choices[task.name]
+        table, mesh = table_of(problem, task, choice), problem.meshes[choice.mesh]
+        here = slice(mesh.first, mesh.first + mesh.n_devices)
+        copy = (task.role, choice.mesh, int(table.layout[choice.option]))
+        nbytes = int(table.resident[choice.option])
+        if task.role not in trained:  # one copy for all frozen calls that use it
+            known = copies.get(copy, 0)
+            copies[copy] = max(known, nbytes)
+            nbytes = copies[copy] - known
+        at_home = not task.trains and copy in homes
+        active = int(table.active[choice.option]) - at_home * int(table.shared[choice.option])
+        resident[here] += nbytes
+        host[here] += int(table.host[choice.option])
+        largest[here] = np.maximum(largest[here], active)
+    if (resident + largest > problem.memory).any():
+        return False
+    nodes = np.arange(problem.devices) // problem.devices_per_node
+    return bool((np.bincount(nodes, host, len(problem.host_memory)) <= problem.host_memory).all())
+
+
+# --- orders and slack -------------------------------------------------------------------------------------------------
+
+
+def _early(problem: SearchProblem, timed: Timing, starts: Floats, period: float) -> list[float]:
+    """The same schedule with each set of tasks that wait for each other moved by whole periods as early as can be.
+
+    The first of them begin in [0, period).
+    """
+    n = len(timed.nodes)
+    reach = np.eye(n, dtype=bool)
+    for arc in timed.arcs:
+        reach[arc.source, arc.target] = True
+    for via in range(n):
+        reach |= reach[:, via, None] & reach[None, via, :]
+    early = starts.copy()
+    together = [np.flatnonzero(reach[i] & reach[:, i]) for i in range(n)]
+    for i in sorted(range(n), key=lambda i: int(reach[:, i].sum())):
+        if together[i][0] != i:
+            continue
+        inside = set(together[i].tolist())
+        waits = [
+            early[arc.source] + arc.cost - arc.tokens * period - early[arc.target]
+            for arc in timed.arcs
+            if arc.target in inside and arc.source not in inside
+        ]
+        room = -max(waits) if waits else float(early[together[i]].min())
+        early[together[i]] -= floor(room / period + INSIDE) * period
+    return [max(0.0, float(start)) if start > -INSIDE * period else float(start) for start in early]
+
+
+def orders(problem: SearchProblem, solution: Solution) -> dict[int, tuple[Turn, ...]]:
+    """Of every device its tasks and moves in the order of one round; a device that nothing holds has an empty one.
+
+    In round p, from p periods on, a device runs a task of step p + offset.
+    """
+    nodes = timing(problem, solution.choices).nodes
+    turns = []
+    for number, node in enumerate(nodes):
+        rounds = floor(solution.starts[node.name] / solution.period + INSIDE)
+        phase = max(0.0, solution.starts[node.name] - rounds * solution.period)
+        turns.append((phase, node.seconds > 0, solution.starts[node.name], number, Turn(node.name, -rounds)))
+    turns.sort(key=lambda turn: turn[:4])
+    shared: dict[tuple[int, ...], tuple[Turn, ...]] = {}
+    holders: list[list[int]] = [[] for _ in range(problem.devices)]
+    for place, turn in enumerate(turns):
+        for device in sorted({device for mesh in nodes[turn[3]].meshes for device in mesh.devices}):
+            holders[device].append(place)
+    return {
+        device: shared.setdefault(tuple(places), tuple(turns[place][4] for place in places))
+        for device, places in enumerate(holders)
+    }
+
+
+def slacks(problem: SearchProblem, solution: Solution) -> dict[str, float]:
+    """Seconds by which each task and move could be longer, alone, before the period rises, in the order of the starts.
+
+    0 on the critical circuit; infinite where nothing waits for it.
+    """
+    timed = timing(problem, solution.choices)
+    net = net_of(timed)
+    for p in range(int(net.size[2])):
+        i, j = int(net.left[p]), int(net.right[p])
+        ahead = solution.starts[timed.nodes[j].name] - solution.starts[timed.nodes[i].name]
+        net.k[i, j] = -floor(ahead / solution.period + INSIDE)
+    arcs = list(timed.arcs)
+    for p in range(int(net.size[2])):
+        i, j = int(net.left[p]), int(net.right[p])
+        arcs.append(Arc(i, j, timed.nodes[i].seconds, int(net.k[i, j])))
+        arcs.append(Arc(j, i, timed.nodes[j].seconds, 1 - int(net.k[i, j])))
+    n = len(timed.nodes)
+    longest = np.full((n, n), -np.inf)
+    np.fill_diagonal(longest, 0.0)
+    for arc in arcs:
+        weight = arc.cost - arc.tokens * solution.period
+        longest[arc.source, arc.target] = max(longest[arc.source, arc.target], weight)
+    for via in range(n):
+        np.maximum(longest, longest[:, via, None] + longest[None, via, :], out=longest)
+    slack = {node.name: solution.period - node.seconds for node in timed.nodes}
+    for arc in arcs:
+        circuit = arc.cost - arc.tokens * solution.period + longest[arc.target, arc.source]
+        name = timed.nodes[arc.source].name
+        slack[name] = max(0.0, min(slack[name], -float(circuit)))
+    return slack

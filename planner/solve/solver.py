@@ -1,0 +1,43 @@
+"""The search for the best plan of a bare problem, and the exact worth of a given one.
+
+The compiled code is imported when it is first needed: commands that only check a file stay quick.
+"""
+
+from collections.abc import Mapping
+
+from realgraph.planner.plan import Turn
+from realgraph.planner.problem import Choice, Limits, Schedule, SearchProblem, Solution, Unsolved
+
+
+def solve(problem: SearchProblem, limits: Limits = Limits()) -> Solution | Unsolved:
+    """The plan of the least period, within limits.gap of the best one where time allows that proof.
+
+    Deterministic but for the moment at which time ends it. Scope of the bound: 1-periodic schedules of the problem's
+    own meshes and options.
+    """
+    from realgraph.planner.solve.search import Search
+    from realgraph.planner.solve.warm import warm
+
+    warm()
+    return Search(problem, limits).run()
+
+
+def evaluate(problem: SearchProblem, choices: Mapping[str, Choice]) -> Schedule | None:
+    """The least period of given choices, exact to a relative 1e-8; None where memory, ties or a circuit forbid them."""
+    from realgraph.planner.solve import evaluate as compiled
+
+    return compiled.evaluate(problem, choices)
+
+
+def orders(problem: SearchProblem, solution: Solution) -> dict[int, tuple[Turn, ...]]:
+    """Of every device its tasks and moves in the order of one round."""
+    from realgraph.planner.solve import evaluate as compiled
+
+    return compiled.orders(problem, solution)
+
+
+def slacks(problem: SearchProblem, solution: Solution) -> dict[str, float]:
+    """Seconds by which each task and move could be longer, alone and in the same order, before the period rises."""
+    from realgraph.planner.solve import evaluate as compiled
+
+    return compiled.slacks(problem, solution)

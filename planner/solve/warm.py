@@ -1,0 +1,22 @@
+"""Brings the search's machine code into memory before any clock runs: compiled by a first call, or kept from one."""
+
+from functools import lru_cache
+
+import numpy as np
+
+from realgraph.planner.layout import DeviceMesh
+from realgraph.planner.problem import Limits, Move, OptionTable, Precedence, SearchProblem, SearchTask
+from realgraph.planner.solve.search import Search
+
+
+@lru_cache(maxsize=1)
+def warm() -> None:
+    """Solves a problem of two tasks and a move, which calls everything that is compiled; once per process."""
+    table = OptionTable(np.ones(1), np.ones(1), *(np.ones(1, np.int64) for _ in range(5)))
+    tasks = (SearchTask("train", "role", True, {0: 0}), SearchTask("read", "role", False, {0: 0}))
+    memory = np.full(1, 100, np.int64)
+    edges = (Precedence("read", "train", 0),)
+    moves = (Move("train", "read", 1),)
+    meshes = (DeviceMesh(0, 1),)
+    problem = SearchProblem(1, 1, memory, memory, meshes, (table,), tasks, edges, moves, lambda *_: np.ones((1, 1)))
+    Search(problem, Limits()).run()

@@ -1,0 +1,167 @@
+"""What a call has to do in one step, and its seconds by the formulas: lengths, batches, sequences that run at once."""
+
+import math
+from functools import lru_cache
+from typing import Literal
+
+from msgspec import Struct
+
+from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Train
+from realgraph.planner.cluster import Cluster
+from realgraph.planner.costs.generate import GenerateWork, generate_seconds
+from realgraph.planner.costs.inference import inference_seconds
+from realgraph.planner.costs.lengths import lengths_of
+from realgraph.planner.costs.setting import Setting
+from realgraph.planner.costs.train import TrainWork, train_seconds
+from realgraph.planner.layout import Layout
+from realgraph.planner.request import PlanRequest
+from realgraph.planner.workload import Workload
+
+MAX_RUNNING = 128  # sequences that decode at once on a GPU: the embedded engine's own bound
+MAX_RUNNING_CPU = 256  # on a CPU
+MAX_RUNNING_SERVER = 1024  # of one replica of a generation server
+CACHE_STEP = 64  # positions: the cache of a GPU grows in such steps
+CACHE_STEP_CPU = 16
+FUNCTION_SECONDS = 1e-4  # of one sample, in one of the workers' subprocesses
+ADVANTAGE_SECONDS = 1e-5  # of one sample
+
+Residency = Literal["resident", "offloaded", "reallocated"]
+
+
+class Candidate(Struct, frozen=True):
+    """One way to run a call. Where its place is open, the layout's mesh is any of that size in its group of nodes.
+
+    tokens: of a micro-batch, or of the cache of a generate call. home: the call reads the trained copy in place,
+    and may be so only where that lies on its mesh under its layout.
+    """
+
+    layout: Layout
+    tokens: int
+    recompute: bool = False
+    residency: Residency = "resident"
+    home: bool = False
+
+
+def sample_tokens(request: PlanRequest) -> int:
+    """The longest sample: prompt and response, tokens."""
+    return request.workload.prompt_tokens + request.workload.max_new_tokens
+
+
+def mean_tokens(request: PlanRequest) -> float:
+    """The expected sample: prompt and response, tokens."""
+    return mean_prompt_tokens(request) + request.workload.mean_new_tokens
+
+
+def mean_prompt_tokens(request: PlanRequest) -> float:
+    """The expected prompt, tokens."""
+    mean = request.workload.mean_prompt_tokens
+    return request.workload.prompt_tokens if mean is None else mean
+
+
+# --- seconds ----------------------------------------------------------------------------------------------------------
+
+
+def is_trained(request: PlanRequest, role: str) -> bool:
+    """Whether some call of the graph trains the role."""
+    return any(isinstance(call, Train) and call.model == role for call in request.graph.calls.values())
+
+
+def setting_seconds(request: PlanRequest, call: str, setting: Setting, tokens: int) -> float:
+    """Predicted seconds of one mesh-holding call with micro-batches (or a cache) of `tokens`, by the formulas alone."""
+    match request.graph.calls[call]:
+        case Train(minibatches=minibatches, epochs=epochs):
+            return train_seconds(setting, _packed_work(request, tokens, minibatches, epochs))
+        case Inference():
+            return inference_seconds(setting, _packed_work(request, tokens))
+        case Generate():
+            return generate_seconds(setting, generate_work(request, setting.layout, tokens))
+        case Function() | Advantage():
+            raise AssertionError(f"{call} holds no mesh")
+
+
+def generate_work(request: PlanRequest, layout: Layout, tokens: int) -> GenerateWork:
+    """What a generate call has to do, with a cache of `tokens` on a replica."""
+    workload = request.workload
+    return GenerateWork(
+        samples=workload.n_samples,
+        samples_per_group=workload.samples_per_group,
+        prompt_tokens=mean_prompt_tokens(request),
+        mean_new_tokens=workload.mean_new_tokens,
+        max_new_tokens=workload.max_new_tokens,
+        running=running_sequences(request, layout, tokens),
+        lengths=workload.lengths,
+    )
+
+
+def _packed_work(request: PlanRequest, tokens: int, steps: int = 1, epochs: int = 1) -> TrainWork:
+    mean = mean_tokens(request)
+    return TrainWork(
+        tokens=math.ceil(request.workload.n_samples * mean),
+        sample_tokens=mean,
+        microbatch_tokens=tokens,
+        optimizer_steps=steps,
+        epochs=epochs,
+        prompt_tokens=mean_prompt_tokens(request),
+        samples_per_group=request.workload.samples_per_group,
+        longest_tokens=longest_expected(request.workload),
+    )
+
+
+@lru_cache(maxsize=256)
+def longest_expected(workload: Workload) -> int:
+    """Tokens of the longest sample that a batch is expected to have."""
+    lengths = lengths_of(workload.mean_new_tokens, workload.max_new_tokens, workload.lengths)
+    prompt = workload.prompt_tokens if workload.mean_prompt_tokens is None else workload.mean_prompt_tokens
+    return math.ceil(prompt + lengths.expected_max(workload.n_samples))
+
+
+def running_sequences(request: PlanRequest, layout: Layout, kv_tokens: int) -> int:
+    """How many sequences decode at once on a replica with a cache of `kv_tokens`.
+
+    The embedded engine's cache grows in whole steps; a server's is paged.
+    """
+    share = math.ceil(request.workload.n_samples / layout.dp)
+    if request.engine == "any":
+        return max(1, min(share, most_running(request), int(kv_tokens / tokens_in_flight(request) + 1e-9)))
+    return max(1, min(share, most_running(request), kv_tokens // slot_tokens(request, mean_tokens(request))))
+
+
+def most_running(request: PlanRequest) -> int:
+    """Sequences that may decode at once on one replica."""
+    most = _engine_running(request.cluster) if request.engine == "installed" else MAX_RUNNING_SERVER
+    return request.workload.max_running or most
+
+
+def _engine_running(cluster: Cluster) -> int:
+    """Sequences that the embedded engine decodes at once."""
+    return MAX_RUNNING_CPU if cluster.is_cpu else MAX_RUNNING
+
+
+def slot_tokens(request: PlanRequest, tokens: float) -> int:
+    """Positions of the embedded engine's cache for a sequence of `tokens`, and the one that is written next."""
+    step = CACHE_STEP_CPU if request.cluster.is_cpu else CACHE_STEP
+    return math.ceil((tokens + 1) / step) * step
+
+
+def tokens_in_flight(request: PlanRequest) -> float:
+    """Cache tokens that one of many running sequences takes: its prompt and the age of a running sequence, with room.
+
+    1.15 covers the fluctuation of the sum over many sequences of all ages.
+    """
+    workload = request.workload
+    lengths = lengths_of(workload.mean_new_tokens, workload.max_new_tokens, workload.lengths)
+    return mean_prompt_tokens(request) + 1.15 * lengths.mean_age
+
+
+def free_seconds(request: PlanRequest) -> dict[str, float]:
+    """Predicted seconds of the calls that hold no mesh: functions and advantages."""
+    samples = request.workload.n_samples
+    measured = request.costs.factors.function_seconds if request.costs.factors else None
+    function_seconds = FUNCTION_SECONDS if measured is None else measured
+    seconds: dict[str, float] = {}
+    for name, call in request.graph.calls.items():
+        if isinstance(call, Function):
+            seconds[name] = function_seconds * math.ceil(samples / request.cluster.n_devices)
+        elif isinstance(call, Advantage):
+            seconds[name] = ADVANTAGE_SECONDS * samples
+    return seconds

@@ -1,0 +1,172 @@
+"""What is wrong with the user's pins and constraints, whatever the search would choose; and the places they name."""
+
+from collections.abc import Iterable, Iterator
+
+from realgraph.graphs.errors import Problem, Where, suggest
+from realgraph.graphs.spec import Generate, Train
+from realgraph.planner.layout import DeviceMesh
+from realgraph.planner.pins import Pin
+from realgraph.planner.request import PlanRequest
+from realgraph.planner.space.meshes import mesh_fault
+from realgraph.planner.space.options import sample_tokens
+
+FEATURES = {
+    "tp": "tensor parallelism: layers cut over devices",
+    "pp": "pipeline parallelism: stages with ragged micro-batches",
+    "ep": "expert parallelism: experts spread over devices",
+    "cp": "context parallelism: sequences cut over devices",
+}
+
+
+def wish_problems(request: PlanRequest) -> tuple[Problem, ...]:
+    """All of them, each at its path of the run file."""
+    return (*_pins(request), *_constraints(request))
+
+
+def engine_lacks(axis: str) -> str:
+    """Why an axis of parallelism can't be used yet."""
+    return f"{axis} > 1 needs {FEATURES[axis]}; the engines of this version run dp only"
+
+
+def named_meshes(request: PlanRequest) -> tuple[DeviceMesh, ...]:
+    """The places that pins and constraints speak of: no other place of their size stands for them."""
+    forbidden = [pin for pins in request.constraints.forbid.values() for pin in pins]
+    return tuple(dict.fromkeys(mesh for pin in (*request.pins.values(), *forbidden) for mesh in _named(pin)))
+
+
+def _named(pin: Pin) -> Iterator[DeviceMesh]:
+    if pin.devices is not None:
+        yield DeviceMesh(pin.first or 0, pin.devices)
+    elif pin.first is not None:
+        yield DeviceMesh(pin.first, 1)
+
+
+# --- pins -------------------------------------------------------------------------------------------------------------
+
+
+def _pins(request: PlanRequest) -> Iterator[Problem]:
+    for name, pin in request.pins.items():
+        where = Where(path=f"$.allocation.{name}")
+        if name in request.mesh_calls:
+            yield from _pin(request, name, pin, where)
+        else:
+            yield _stranger(request, name, where)
+    yield from _train_places(request)
+
+
+def _stranger(request: PlanRequest, name: str, where: Where) -> Problem:
+    what = "holds no devices: it can't be placed" if name in request.graph.calls else "is no call of the graph"
+    return Problem(where, f"{name!r} {what}", suggest(name, request.mesh_calls), "pin")
+
+
+def _pin(request: PlanRequest, name: str, pin: Pin, where: Where) -> Iterator[Problem]:
+    yield from _lacking(request, pin, where)
+    if pin.devices is not None:
+        fault = mesh_fault(DeviceMesh(pin.first or 0, pin.devices), request.cluster)
+        if fault:
+            yield Problem(where, fault, "", "pin")
+            return
+    yield from _sizes(request, name, pin, where)
+    if isinstance(request.graph.calls[name], Generate):
+        yield from _generate_pin(request, pin, where)
+    elif pin.residency == "offloaded" and not request.constraints.offload:
+        text = "is pinned to be offloaded, but constraints.offload is false"
+        yield Problem(where, text, "leave one of them out", "pin")
+
+
+def _lacking(request: PlanRequest, pin: Pin, where: Where) -> Iterator[Problem]:
+    """What the installed engines can't do."""
+    if request.engine == "any":
+        return
+    for axis in FEATURES:
+        if (getattr(pin, axis) or 1) > 1:
+            hint = "use dp, and sharding: fsdp for models that don't fit; `realgraph plan --engine any` plans with it"
+            yield Problem(where, engine_lacks(axis), hint, "pin")
+    if pin.residency == "offloaded":
+        text = "the engines of this version can't offload weights to the host"
+        yield Problem(where, text, "leave residency out", "pin")
+
+
+def _sizes(request: PlanRequest, name: str, pin: Pin, where: Where) -> Iterator[Problem]:
+    """The axes that are set against the mesh that is."""
+    first, total = pin.first or 0, request.cluster.n_devices
+    if first >= total:
+        yield Problem(where, f"device {first} is none of the cluster's, 0 to {total - 1}", "", "pin")
+    axes = {axis: getattr(pin, axis) for axis in ("dp", "tp", "pp", "cp") if getattr(pin, axis) is not None}
+    product, shown = 1, " x ".join(axes)
+    for size in axes.values():
+        product *= size
+    room = pin.devices or total - first
+    if room % product or (pin.devices and pin.dp and request.engine == "installed" and pin.dp != pin.devices):
+        text = f"{shown} {product} on {room} devices: dp x tp x pp x cp must be {room}"
+        yield Problem(where, text, "leave dp out, or set devices to the product", "pin")
+    model = request.model(name)
+    if pin.tp and model.heads % pin.tp:
+        yield Problem(where, f"tp {pin.tp} does not divide {model.heads} attention heads", "", "pin")
+    if pin.pp and pin.pp > model.layers:
+        yield Problem(where, f"pp {pin.pp} is more than the {model.layers} layers", "", "pin")
+    if pin.ep and pin.ep > 1 and (not model.experts or model.experts % pin.ep):
+        text = f"ep {pin.ep} does not divide {model.experts} experts"
+        yield Problem(where, text, "leave ep out" if not model.experts else "", "pin")
+
+
+def _generate_pin(request: PlanRequest, pin: Pin, where: Where) -> Iterator[Problem]:
+    if pin.sharding == "fsdp":
+        yield Problem(where, "generation needs whole weights on a device", "leave sharding out", "pin")
+    tokens, longest = pin.max_tokens_per_microbatch, sample_tokens(request)
+    if tokens is not None and tokens < longest:
+        text = f"a cache of {tokens} tokens holds no sample: the longest has {longest}"
+        yield Problem(where, text, f"set max_tokens_per_microbatch to {longest} or more", "pin")
+
+
+def _train_places(request: PlanRequest) -> Iterator[Problem]:
+    """One role is trained in one place: its optimizer states lie there."""
+    homes: dict[str, tuple[str, Pin]] = {}
+    for name, call in request.graph.calls.items():
+        if not isinstance(call, Train) or name not in request.pins:
+            continue
+        pin = request.pins[name]
+        other, home = homes.setdefault(call.model, (name, pin))
+        if set(_named(pin)) != set(_named(home)) and set(_named(pin)) and set(_named(home)):
+            text = f"{other!r} trains the same role on other devices"
+            yield Problem(Where(path=f"$.allocation.{name}"), text, "pin both to the same devices", "pin")
+
+
+# --- constraints ------------------------------------------------------------------------------------------------------
+
+
+def _constraints(request: PlanRequest) -> Iterator[Problem]:
+    wishes, total = request.constraints, request.cluster.n_devices
+    if wishes.reserve >= total:
+        text = f"{wishes.reserve} devices are reserved, the cluster has {total}"
+        yield Problem(Where(path="$.constraints.reserve"), text, f"reserve at most {total - 1}", "constraint")
+    for i, calls in enumerate(wishes.share):
+        yield from _calls(request, calls, f"$.constraints.share[{i}]")
+    yield from _calls(request, wishes.forbid, "$.constraints.forbid")
+    for name, pins in wishes.forbid.items():
+        for i, pin in enumerate(pins):
+            if pin == Pin():
+                where = Where(path=f"$.constraints.forbid.{name}[{i}]")
+                yield Problem(where, "forbids everything: it sets nothing", "name what is forbidden", "constraint")
+    if wishes.colocated:
+        yield from _colocated(request)
+
+
+def _calls(request: PlanRequest, names: Iterable[str], path: str) -> Iterator[Problem]:
+    for name in names:
+        if name not in request.mesh_calls:
+            what = "holds no devices" if name in request.graph.calls else "is no call of the graph"
+            where = Where(path=f"{path}.{name}" if path.endswith("forbid") else path)
+            yield Problem(where, f"{name!r} {what}", suggest(name, request.mesh_calls), "constraint")
+
+
+def _colocated(request: PlanRequest) -> Iterator[Problem]:
+    whole = DeviceMesh(0, request.cluster.n_devices - request.constraints.reserve)
+    where = Where(path="$.constraints.colocated")
+    fault = mesh_fault(whole, request.cluster) if whole.n_devices > 0 else ""
+    if fault:
+        yield Problem(where, f"no mesh has all devices: {fault}", "leave colocated out", "constraint")
+    for name, pin in request.pins.items():
+        if any(mesh.n_devices not in (1, whole.n_devices) or mesh.first for mesh in _named(pin)):
+            text = f"{name!r} is pinned to some of the devices"
+            yield Problem(where, text, f"leave colocated or allocation.{name} out", "constraint")
