@@ -36,9 +36,12 @@ Wrong = tuple[str, str, str]  # path, text, hint
 def refusals(text: str | bytes, error: msgspec.ValidationError, file: str) -> list[Problem]:
     """All entries of the wrong form, looked at one by one: msgspec stops at the first and names no index.
 
-    error: what it said of the whole file.
+    error: what it said of the whole file; it may have said so before it met what is no JSON at all.
     """
-    raw = json.loads(text)
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as broken:
+        return [no_json(broken, file)]
     found: list[Problem] = []
     for name, kind in LISTS.items() if isinstance(raw, dict) else ():
         entries = raw.get(name)
@@ -47,6 +50,11 @@ def refusals(text: str | bytes, error: msgspec.ValidationError, file: str) -> li
     if not found:
         found.append(_refusal(error, "$", (file, ProblemFile)))
     return found
+
+
+def no_json(error: Exception, file: str) -> Problem:
+    """What can't be decoded."""
+    return Problem(Where(file), f"this is no JSON: {error}", "see docs/planning_problem.md", "problem_json")
 
 
 def _entry(entry: object, kind: type[Struct], place: tuple[str, str]) -> list[Problem]:

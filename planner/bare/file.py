@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.planner.bare.checks import has_ranks, n_nodes, problems_of, refusals
+from realgraph.graphs.errors import ConfigError
+from realgraph.planner.bare.checks import has_ranks, n_nodes, no_json, problems_of, refusals
 from realgraph.planner.bare.spec import PROBLEM_FORMAT, CallSpec, OptionSpec, ProblemFile, ReallocationSpec
 from realgraph.planner.bare.symmetry import symmetric_tree
 from realgraph.planner.layout import DeviceMesh
@@ -57,9 +57,8 @@ def read_problem(text: str | bytes, file: str = "") -> FileProblem:
         spec = msgspec.json.decode(text, type=ProblemFile)
     except msgspec.ValidationError as error:
         raise ConfigError(refusals(text, error, file)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        problem = Problem(Where(file), f"this is no JSON: {error}", "see docs/planning_problem.md", "problem_json")
-        raise ConfigError([problem]) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError([no_json(error, file)]) from error
     found = problems_of(spec, file)
     if found:
         raise ConfigError(found)
