@@ -98,6 +98,7 @@ class SearchProblem(Struct, frozen=True, eq=False):
     tables of the second and later ones have no `resident`).
     tree: of the devices, for symmetry; None where nothing is known to be symmetric.
     floor_seconds: a period below it is impossible whatever is chosen (free calls, the user's own limits).
+    longest_move_seconds: no move takes longer; 0 where none takes much longer than all tasks together.
     """
 
     devices: int
@@ -113,6 +114,7 @@ class SearchProblem(Struct, frozen=True, eq=False):
     tree: Block | None = None
     floor_seconds: float = 0.0
     ties: tuple[Tie, ...] = ()
+    longest_move_seconds: float = 0.0
 
 
 class Limits(Struct, frozen=True):

@@ -247,6 +247,17 @@ def test_equal_options_share_a_table() -> None:
 # --- the answer -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1.0, 5e3, 5e7])
+def test_a_move_that_takes_far_longer_than_all_calls_is_planned(seconds: float) -> None:
+    """Both meshes are held while weights move: generate, train and move follow each other."""
+    read = read_problem(
+        json.dumps(small(reallocations=[{"source": "train", "target": "generate", "seconds": [seconds] * 2}]))
+    )
+    found = solve(read.problem)
+    assert isinstance(found, Solution)
+    assert found.bound <= found.period == pytest.approx(2.0 + 2.0 + seconds)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_the_answer_is_json_that_says_it_all(seed: int) -> None:
     read = build_problem(problem_spec(problem_of_seed(seed, SMALL), name="random"))

@@ -156,6 +156,7 @@ def build_problem(spec: ProblemFile) -> FileProblem:
         move_seconds=FileMoves(spec, columns, rows),
         floor_seconds=spec.floor_seconds,
         ties=tuple(Tie(tie.calls, tie.layout) for tie in spec.ties),
+        longest_move_seconds=max((float(np.max(entry.seconds)) for entry in spec.reallocations), default=0.0),
     )
     problem = msgspec.structs.replace(problem, tree=symmetric_tree(problem, rows))
     return FileProblem(spec, problem, rows)

@@ -156,6 +156,7 @@ class Search:
         if self.best is not None:
             return self.best.schedule.period / (1 + (tolerance or 0.0))
         longest = len(self.problem.tasks) * float(self.instance.latency.max(initial=0.0))
+        longest += len(self.problem.moves) * self.problem.longest_move_seconds
         return 50 * (longest + float(self.instance.arc_delay.sum()) + self.problem.floor_seconds) + 1.0
 
     def _pass(self, tolerance: float | None) -> None:
