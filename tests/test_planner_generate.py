@@ -1,6 +1,7 @@
 """Predicted seconds of generation: against a slow simulation, and against common sense."""
 
 import heapq
+import math
 import random
 from collections.abc import Sequence
 from functools import lru_cache
@@ -154,3 +155,10 @@ def test_prefill_passes_are_chunks() -> None:
 def test_lengths_come_from_the_mean_unless_measured() -> None:
     assert lengths_of(100.0, 1000).mean == pytest.approx(100, rel=0.01)
     assert lengths_of(100.0, 1000, (10, 20, 30)).mean == pytest.approx(20)
+
+
+@pytest.mark.parametrize("samples", [2, 2048])
+def test_responses_of_one_token_need_no_decode_step_where_the_prefill_draws_it(samples: int) -> None:
+    point = setting("Qwen/Qwen3-0.6B", 2, "cpu")
+    told = generation(point, GenerateWork(samples, 1, 16.0, 1.0, 1, 128))
+    assert told.decode_seconds == 0 < told.prefill_seconds <= told.seconds < math.inf

@@ -78,7 +78,7 @@ def generation(setting: Setting, work: GenerateWork) -> Generation:
     prefill, decode = _phases(setting, work)
     step, shape = decode_step(setting, work.precision), _occupancy(setting, work)
     seconds = shape.steps * step(shape.running, work.prompt_tokens + shape.age)
-    few = shape.running < FEW * shape.running.max()
+    few = shape.running < FEW * shape.running.max(initial=0.0)
     ideal = shape.steps * read_seconds(setting, step, shape.running, work.prompt_tokens + shape.age)
     total = prefill + decode + rollout_dispatch_seconds(setting.costs, work.samples / setting.layout.dp)
     return Generation(

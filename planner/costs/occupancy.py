@@ -66,7 +66,7 @@ def occupancy(lengths: Lengths, samples: float, slots: int, replicas: int) -> Oc
     The running number follows its expectation; how long the last ones run follows from order statistics: some replica
     is still at work at step u with probability 1 - product over all sequences of P(length <= u - start).
     """
-    if samples <= slots:
+    if samples <= slots or not lengths.longest:  # what needs no step needs no slot
         return _at_once(lengths, samples, replicas)
     return _in_turn(lengths, samples, slots, replicas)
 
