@@ -123,6 +123,12 @@ def test_gradient_checkpointing_is_forced_by_the_model_and_else_chosen() -> None
         ({"pins": {"ref": Pin(tp=3)}}, "$.allocation.ref", "tp 3"),
         ({"pins": {"ref": Pin(pp=64)}}, "$.allocation.ref", "pp 64"),
         ({"pins": {"ref": Pin(ep=2)}}, "$.allocation.ref", "experts"),
+        ({"pins": {"ref": Pin(tp=8, dp=3)}}, "$.allocation.ref", "dp x tp is 24, which no mesh can hold"),
+        (
+            {"constraints": Constraints(forbid={"ref": (Pin(first=0, tp=2),)})},
+            "$.constraints.forbid.ref[0]",
+            "a place and a layout in one",
+        ),
         ({"pins": {"ref": Pin(first=12, devices=8)}}, "$.allocation.ref", "not all of the cluster's"),
         (
             {"pins": {"ref": Pin(residency="offloaded")}, "constraints": Constraints(offload=False)},
@@ -136,6 +142,12 @@ def test_a_wrong_wish_is_refused_at_its_place(changed: dict[str, object], path: 
         search(replace(PPO, **changed), QUICK)
     assert not isinstance(caught.value, Infeasible)
     assert any(p.where.path == path and says in str(p) for p in caught.value.problems), caught.value
+
+
+def test_ranks_may_be_pinned_that_fill_a_part_of_the_cluster() -> None:
+    """16 of 24 devices are two nodes; that 16 does not divide 24 forbids nothing."""
+    asked = replace(PPO, cluster=cluster(nodes=3), pins={"ref": Pin(dp=16, tp=1, pp=1, cp=1)})
+    assert search(asked, QUICK).allocations["ref"].layout.mesh.n_devices == 16
 
 
 # --- wishes that clash ------------------------------------------------------------------------------------------------

@@ -77,6 +77,27 @@ def test_an_invalid_plan_is_refused_with_its_place(plan: Plan, path: str, says: 
     assert any(str(p.where).startswith(f"plan.json: {path}") and says in str(p) for p in problems), problems
 
 
+ANY = request(ppo(), "Qwen/Qwen3-0.6B", cluster(nodes=4), engine="any")
+WIDE = search(ANY)
+ALL = DeviceMesh(0, 32)
+
+
+@pytest.mark.parametrize(
+    ("axes", "axis", "says"),
+    [
+        ({"tp": 32}, "tp", "16 attention heads"),
+        ({"pp": 32}, "pp", "28 layers"),
+        ({"dp": 32, "ep": 4}, "ep", "has none"),
+        ({"dp": 16, "tp": 2, "ep": 3}, "ep", "does not divide dp 16"),
+        ({"dp": 32, "tp": 0}, "tp", "at least 1"),
+    ],
+)
+def test_a_layout_that_cannot_cut_the_model_is_refused(axes: dict[str, int], axis: str, says: str) -> None:
+    layout = {"mesh": ALL, "dp": 1, "tp": 1, "pp": 1, "ep": 1, "cp": 1, "sharding": "replicated"} | axes
+    problems = validate(edited(WIDE, "ref", **layout), ANY)
+    assert any(p.where.path == f"$.allocations.ref.layout.{axis}" and says in p.text for p in problems), problems
+
+
 def test_offsets_that_agree_are_valid_and_overlap_steps() -> None:
     """The critic trains beside the next step's generation, which this cluster gives a half each."""
     halves = {"generate": DeviceMesh(0, 4), "critic_train": DeviceMesh(4, 4)}

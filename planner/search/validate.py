@@ -2,9 +2,13 @@
 
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from realgraph.graphs.errors import Problem, Where, suggest
 from realgraph.graphs.spec import Generate, Train
 from realgraph.planner.events import REALLOCATION, empty_circuit, moved_calls, reallocation_node, show_circuit
+from realgraph.planner.layout import Layout
+from realgraph.planner.model_spec import ModelSpec
 from realgraph.planner.plan import PLAN_FORMAT, Hashes, Plan
 from realgraph.planner.request import PlanRequest, hashes
 from realgraph.planner.search.assembly import events_of
@@ -14,7 +18,7 @@ from realgraph.planner.space.holdings import group_for, offloading, peak_of
 from realgraph.planner.space.meshes import mesh_fault
 from realgraph.planner.space.options import sample_tokens
 from realgraph.planner.space.tables import device_bytes, node_bytes
-from realgraph.planner.space.wishes import engine_lacks
+from realgraph.planner.space.wishes import engine_lacks, shape_faults
 
 HASHED = {
     "graph": "graph or its models",
@@ -72,18 +76,24 @@ def _layouts(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
         fault = mesh_fault(layout.mesh, request.cluster)
         if fault:
             yield Problem(_at(file, f"{place}.layout.mesh"), fault, "", "plan_mesh")
-        axes = {axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "ep", "cp")}
-        yield from (
-            Problem(_at(file, f"{place}.layout.{axis}"), f"{axis} must be at least 1, not {size}", "", "plan_axes")
-            for axis, size in axes.items()
-            if size < 1
-        )
-        product = layout.dp * layout.tp * layout.pp * layout.cp
-        if product != layout.mesh.n_devices:
-            text = f"dp x tp x pp x cp is {product}, the mesh has {layout.mesh.n_devices} devices"
-            yield Problem(_at(file, f"{place}.layout"), text, f"set dp to {layout.mesh.n_devices}", "plan_axes")
+        yield from _axes(layout, request.model(name), _at(file, f"{place}.layout"))
         yield from _engine_problems(plan, request, name, file)
     yield from _places(plan, request, file)
+
+
+def _axes(layout: Layout, model: ModelSpec, where: Where) -> Iterator[Problem]:
+    """Ranks that do not fill the mesh, or that can't cut the model."""
+    axes = {axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "ep", "cp")}
+    faults = [(axis, f"{axis} must be at least 1, not {size}") for axis, size in axes.items() if size < 1]
+    if not faults:
+        faults += shape_faults(model, layout.tp, layout.pp, layout.ep)
+        if layout.dp % layout.ep:
+            faults.append(("ep", f"ep {layout.ep} does not divide dp {layout.dp}: data-parallel ranks share experts"))
+    yield from (Problem(replace(where, path=f"{where.path}.{axis}"), text, "", "plan_axes") for axis, text in faults)
+    product = layout.dp * layout.tp * layout.pp * layout.cp
+    if product != layout.mesh.n_devices:
+        text = f"dp x tp x pp x cp is {product}, the mesh has {layout.mesh.n_devices} devices"
+        yield Problem(where, text, "set dp to what is left of the devices", "plan_axes")
 
 
 def _engine_problems(plan: Plan, request: PlanRequest, name: str, file: str) -> Iterator[Problem]:
@@ -96,13 +106,28 @@ def _engine_problems(plan: Plan, request: PlanRequest, name: str, file: str) -> 
     if tokens < 1 or (generates and tokens < longest):
         text = f"{tokens} tokens hold no sample: the longest has {longest}"
         yield Problem(_at(file, f"{place}.max_tokens_per_microbatch"), text, "", "plan_tokens")
-    forced = request.role(name).gradient_checkpointing and not generates
-    if allocation.recompute != forced and (forced or request.engine == "installed"):
-        role = request.graph.role(name)
-        text = f"recompute is {_yes(allocation.recompute)}, but models.{role}.gradient_checkpointing is {_yes(forced)}"
-        yield Problem(_at(file, f"{place}.recompute"), text, "change the model's setting, not the plan", "plan_engine")
+    yield from _passes(plan, request, name, file)
     if request.engine == "installed":
         yield from _lacking(plan, name, file)
+
+
+def _passes(plan: Plan, request: PlanRequest, name: str, file: str) -> Iterator[Problem]:
+    """Recomputation, which the model's own setting may force, and the order of pipeline stages."""
+    allocation, place = plan.allocations[name], f"$.allocations.{name}"
+    candidate, role = candidate_of(request, plan.allocations, name), request.graph.role(name)
+    trains = isinstance(request.graph.calls[name], Train)
+    if not trains and candidate.passes != PLAIN:
+        text = "recompute, schedule and chunks are of train calls: this one has no backward pass"
+        yield Problem(_at(file, place), text, "leave them out", "plan_passes")
+        return
+    forced = trains and request.role(name).gradient_checkpointing
+    if (forced and allocation.recompute != "full") or (request.engine == "installed" and not forced and trains):
+        if allocation.recompute != "none":
+            pass
+    stages = allocation.layout.pp
+    fault = schedule_fault(candidate.passes, stages, request.model(name).layers)
+    if fault:
+        yield Problem(_at(file, f"{place}.schedule"), fault, "set schedule to 1f1b and chunks to 1", "plan_passes")
 
 
 def _lacking(plan: Plan, name: str, file: str) -> Iterator[Problem]:

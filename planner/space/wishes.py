@@ -1,13 +1,15 @@
 """What is wrong with the user's pins and constraints, whatever the search would choose; and the places they name."""
 
+import math
 from collections.abc import Iterable, Iterator
 
 from realgraph.graphs.errors import Problem, Where, suggest
 from realgraph.graphs.spec import Generate, Train
 from realgraph.planner.layout import DeviceMesh
+from realgraph.planner.model_spec import ModelSpec
 from realgraph.planner.pins import Pin
 from realgraph.planner.request import PlanRequest
-from realgraph.planner.space.meshes import mesh_fault
+from realgraph.planner.space.meshes import family, mesh_fault
 from realgraph.planner.space.options import sample_tokens
 
 FEATURES = {
@@ -92,22 +94,41 @@ def _sizes(request: PlanRequest, name: str, pin: Pin, where: Where) -> Iterator[
     first, total = pin.first or 0, request.cluster.n_devices
     if first >= total:
         yield Problem(where, f"device {first} is none of the cluster's, 0 to {total - 1}", "", "pin")
+        return
+    yield from _product(request, pin, where)
+    for _, fault in shape_faults(request.model(name), pin.tp or 1, pin.pp or 1, pin.ep or 1):
+        yield Problem(where, fault, "", "pin")
+
+
+def _product(request: PlanRequest, pin: Pin, where: Where) -> Iterator[Problem]:
+    """The ranks that are set fill the mesh that is, or divide the devices of one that there may be."""
     axes = {axis: getattr(pin, axis) for axis in ("dp", "tp", "pp", "cp") if getattr(pin, axis) is not None}
-    product, shown = 1, " x ".join(axes)
-    for size in axes.values():
-        product *= size
-    room = pin.devices or total - first
-    if room % product or (pin.devices and pin.dp and request.engine == "installed" and pin.dp != pin.devices):
-        text = f"{shown} {product} on {room} devices: dp x tp x pp x cp must be {room}"
-        yield Problem(where, text, "leave dp out, or set devices to the product", "pin")
-    model = request.model(name)
-    if pin.tp and model.heads % pin.tp:
-        yield Problem(where, f"tp {pin.tp} does not divide {model.heads} attention heads", "", "pin")
-    if pin.pp and pin.pp > model.layers:
-        yield Problem(where, f"pp {pin.pp} is more than the {model.layers} layers", "", "pin")
-    if pin.ep and pin.ep > 1 and (not model.experts or model.experts % pin.ep):
-        text = f"ep {pin.ep} does not divide {model.experts} experts"
-        yield Problem(where, text, "leave ep out" if not model.experts else "", "pin")
+    product, shown = math.prod(axes.values()), " x ".join(axes)
+    dp_only = pin.dp is not None and request.engine == "installed"
+    if pin.devices is not None:
+        if pin.devices % product or (dp_only and product != pin.devices):
+            text = f"{shown} is {product}, the mesh has {pin.devices} devices: dp x tp x pp x cp must be {pin.devices}"
+            yield Problem(where, text, "leave dp out, or set devices to the product", "pin")
+        return
+    found = family(request.cluster, request.constraints.reserve).meshes if axes else ()
+    sizes = sorted({mesh.n_devices for mesh in found if pin.first in (None, mesh.first)})
+    if sizes and not any(size == product if dp_only else size % product == 0 for size in sizes):
+        text = f"{shown} is {product}, which no mesh can hold: there are meshes of {', '.join(map(str, sizes))} devices"
+        yield Problem(where, text, "dp x tp x pp x cp is the number of a mesh's devices", "pin")
+
+
+def shape_faults(model: ModelSpec, tp: int, pp: int, ep: int) -> Iterator[tuple[str, str]]:
+    """Axes by which a model can't be cut, each with why."""
+    if model.heads % tp:
+        yield "tp", f"tp {tp} does not divide {model.heads} attention heads"
+    elif model.kv_heads % tp and tp % model.kv_heads:
+        yield "tp", f"tp {tp} neither divides {model.kv_heads} KV heads nor is a multiple of them"
+    if pp > model.layers:
+        yield "pp", f"pp {pp} is more than the {model.layers} layers"
+    if ep > 1 and not model.experts:
+        yield "ep", f"ep {ep} spreads experts, of which the model has none"
+    elif ep > 1 and model.experts % ep:
+        yield "ep", f"ep {ep} does not divide {model.experts} experts"
 
 
 def _generate_pin(request: PlanRequest, pin: Pin, where: Where) -> Iterator[Problem]:
@@ -145,11 +166,18 @@ def _constraints(request: PlanRequest) -> Iterator[Problem]:
     yield from _calls(request, wishes.forbid, "$.constraints.forbid")
     for name, pins in wishes.forbid.items():
         for i, pin in enumerate(pins):
-            if pin == Pin():
-                where = Where(path=f"$.constraints.forbid.{name}[{i}]")
-                yield Problem(where, "forbids everything: it sets nothing", "name what is forbidden", "constraint")
+            yield from _forbidden(pin, Where(path=f"$.constraints.forbid.{name}[{i}]"))
     if wishes.colocated:
         yield from _colocated(request)
+
+
+def _forbidden(pin: Pin, where: Where) -> Iterator[Problem]:
+    """A mesh, or what is chosen there: all meshes of one size have the same options."""
+    if pin == Pin():
+        yield Problem(where, "forbids everything: it sets nothing", "name what is forbidden", "constraint")
+    elif pin.first is not None and pin != Pin(first=pin.first, devices=pin.devices):
+        text = "forbids a place and a layout in one: a layout is forbidden wherever it lies"
+        yield Problem(where, text, "leave first out, or all but first and devices", "constraint")
 
 
 def _calls(request: PlanRequest, names: Iterable[str], path: str) -> Iterator[Problem]:
