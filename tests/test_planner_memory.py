@@ -56,6 +56,19 @@ def test_experts_are_cut_by_expert_parallelism_alone() -> None:
     assert memory.local_params(model, BF16, layout(dp=4, tp=2, ep=4)) == pytest.approx(rest / 2 + routed / 4, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("dp", "tp", "pp", "ep"), [(32, 1, 8, 32), (8, 4, 8, 8), (8, 4, 8, 32), (4, 8, 8, 4), (32, 8, 1, 1)]
+)
+def test_a_distributed_optimizer_has_each_state_once(dp: int, tp: int, pp: int, ep: int) -> None:
+    """Qwen3 235B-A22B, 12 bytes a parameter in all: no device can have less than its part of the experts' states."""
+    model = known("Qwen/Qwen3-235B-A22B")
+    states = memory.trained_copy(model, BF16, layout(dp, tp, pp, ep=ep))
+    stages = -(-model.layers // pp) / model.layers
+    even = 12 * model.routed_params() * stages / (dp * tp)
+    rest = 12 * (model.n_params() - model.routed_params()) / (dp * tp)
+    assert even <= states.optimizer <= even + rest
+
+
 def test_adapters_have_states_and_the_rest_only_weights() -> None:
     """Rank 16 on all matrices of Llama 3.1 8B: 41,943,040 parameters, as PEFT prints them."""
     model = known("meta-llama/Llama-3.1-8B")

@@ -45,6 +45,7 @@ __all__ = [
     "Term",
     "cuts_model",
     "element_bytes",
+    "expert_copies",
     "forward_activations",
     "frozen_copy",
     "gathered",
@@ -52,6 +53,7 @@ __all__ = [
     "kept_bytes_per_token",
     "kv_bytes_per_token",
     "local_params",
+    "local_routed",
     "lora_params",
     "master_bytes",
     "rescue_copies",
@@ -80,14 +82,24 @@ def local_params(model: ModelSpec, role: ModelRole, layout: Layout) -> int:
     """
     if not cuts_model(layout):
         return model.n_params(role.head)
-    routed = model.routed_params()
     head = model.head_params(role.head)
     embedding = model.vocab * model.hidden
-    layers = model.n_params(role.head) - routed - head - embedding
+    layers = model.n_params(role.head) - model.routed_params() - head - embedding
     ends = embedding + head if layout.pp == 1 else max(embedding, embedding if model.tied else head)
     stage = ceil_div(model.layers, layout.pp) / model.layers
-    experts = layout.ep if layout.ep > 1 else layout.tp
-    return int(stage * (layers / layout.tp + routed / experts) + ends / layout.tp)
+    return int((stage * layers + ends) / layout.tp) + local_routed(model, layout)
+
+
+def local_routed(model: ModelSpec, layout: Layout) -> int:
+    """Of them those of routed experts."""
+    stage = ceil_div(model.layers, layout.pp) / model.layers
+    return int(stage * model.routed_params() / (layout.ep if layout.ep > 1 else layout.tp))
+
+
+def expert_copies(layout: Layout) -> int:
+    """Devices that hold the same experts: of the dp x cp x tp devices of a stage, one in each group of ep."""
+    ranks = layout.dp * layout.cp
+    return max(1, ranks * layout.tp // layout.ep) if layout.ep > 1 else ranks
 
 
 @lru_cache(maxsize=1 << 16)
@@ -100,7 +112,8 @@ def trained_copy(
     and in mixed precision the gradients that a backward pass leaves before they are summed. FSDP's shards are the
     masters themselves, and a backward pass always leaves gradients of its own. So 16 bytes a parameter in float32, 20
     in bfloat16 and in FSDP. A distributed optimizer (default: where the layout cuts the model) sums in place and cuts
-    masters and moments over dp x cp. With adapters only they have gradients and states.
+    masters and moments over the devices that hold the same parameters. With adapters only they have gradients and
+    states.
     """
     own, wide = element_bytes(role.dtype), master_bytes(role)
     whole = local_params(model, role, layout)
@@ -109,7 +122,8 @@ def trained_copy(
         held, share = ceil_div(whole, layout.dp * layout.cp), ceil_div(trained, layout.dp * layout.cp)
         return Footprint(weights=wide * held, gradients=2 * wide * share, optimizer=2 * wide * share)
     if cuts_model(layout) if distributed is None else distributed:
-        share = ceil_div(trained, layout.dp * layout.cp)
+        routed = local_routed(model, layout) * trained // whole
+        share = ceil_div(trained - routed, layout.dp * layout.cp) + ceil_div(routed, expert_copies(layout))
         return Footprint(weights=own * whole, gradients=wide * trained, optimizer=3 * wide * share)
     if wide == own:
         return Footprint(weights=own * whole, gradients=wide * trained, optimizer=2 * wide * trained)

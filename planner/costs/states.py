@@ -5,7 +5,7 @@ from functools import lru_cache
 from msgspec import Struct
 
 from realgraph.planner.costs.comm import allreduce_seconds, axis_link, gather_seconds, hop_seconds
-from realgraph.planner.costs.memory import lora_params, master_bytes
+from realgraph.planner.costs.memory import expert_copies, lora_params, master_bytes
 from realgraph.planner.costs.overhead import optimizer_bytes_per_s
 from realgraph.planner.costs.setting import Setting
 
@@ -37,10 +37,9 @@ def state_costs(setting: Setting) -> StateCosts:
     layout, engine = setting.layout, setting.engine
     dense, routed = stage_params(setting)
     trained = trained_share(setting)
-    ranks = layout.dp * layout.cp
-    stride = layout.tp
-    few = max(1, ranks * (layout.tp if layout.ep > 1 else 1) // layout.ep)
-    groups = [(dense, ranks, stride)] if not routed else [(dense, ranks, stride), (routed, few, stride * layout.ep)]
+    groups = [(dense, layout.dp * layout.cp, layout.tp)]
+    if routed:
+        groups.append((routed, expert_copies(layout), layout.ep if layout.ep > 1 else layout.tp))
     gradient = engine.gradient_bytes if setting.role.dtype != "float32" else master_bytes(setting.role)
     step = gather = scatter = 0.0
     for params, size, apart in groups:
@@ -59,14 +58,14 @@ def state_costs(setting: Setting) -> StateCosts:
         scatter += gather_seconds(gradient * params * trained, size, rate, 0.0) + (latency if size > 1 else 0.0)
     moved = engine.sum_bytes * (dense + routed) * trained
     accumulate = moved / (setting.cluster.memory_bytes_per_s * setting.costs.memory)
-    return StateCosts(step, gather, scatter, _optimizer_seconds(setting, (dense + routed) * trained), accumulate)
+    return StateCosts(step, gather, scatter, _optimizer_seconds(setting, dense * trained, routed * trained), accumulate)
 
 
-def _optimizer_seconds(setting: Setting, params: float) -> float:
+def _optimizer_seconds(setting: Setting, dense: float, routed: float) -> float:
     """One AdamW step on this device's share: reads and writes gradient, moments, master and weight."""
     layout = setting.layout
     cut = layout.sharding == "fsdp" or setting.engine.distributed
-    share = params / (layout.dp * layout.cp) if cut else params
+    share = dense / (layout.dp * layout.cp) + routed / expert_copies(layout) if cut else dense + routed
     return 8 * master_bytes(setting.role) * share / optimizer_bytes_per_s(setting) + (
         setting.costs.optimizer_step_seconds or setting.engine.step_seconds
     )
