@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.costs.comm import Link, axis_link, dispatch_seconds, gather_seconds
+from realgraph.planner.costs.comm import Link, axis_link, collective_bytes_per_s, exchange_seconds, gather_seconds
 from realgraph.planner.costs.forward import forward_seconds
 from realgraph.planner.costs.inference import inference_seconds
 from realgraph.planner.costs.pipeline import MicroBatch, Pipeline, pipeline_seconds, stage_layers
@@ -167,13 +167,24 @@ def test_rings_between_nodes_use_all_cards_of_a_node() -> None:
     assert gather_seconds(320e9, 32, 320e9, 0.0) == pytest.approx(31 / 32)
 
 
+@pytest.mark.parametrize("tp", [1, 8, 16, 32])
+def test_neighbours_on_several_nodes_meet_over_all_cards_however_wide_their_layout(tp: int) -> None:
+    wide = Setting(
+        known("meta-llama/Llama-3.1-70B"), BF16, Layout(DeviceMesh(0, 32), dp=32 // tp, tp=tp), cluster(nodes=4)
+    )
+    one = wide.cluster.nic_bytes_per_s * wide.costs.nic
+    link = wide.cluster.link_bytes_per_s * wide.costs.link
+    assert collective_bytes_per_s(wide, 8) == link
+    assert collective_bytes_per_s(wide, 16) == collective_bytes_per_s(wide, 32) == min(link, 8 * one)
+
+
 def test_a_token_crosses_to_each_node_once() -> None:
     """8 copies among 4 nodes of 8: 3.6 distinct nodes on average, of which a quarter is its own."""
     link = Link(inside=8, bytes_per_s=320e9, link_bytes_per_s=1e15, nic_bytes_per_s=40e9)
     reached = 4 * (1 - 0.75**8) * 3 / 4
-    assert dispatch_seconds(14336, 8, 32, link) == pytest.approx(14336 * reached / 40e9)
+    assert exchange_seconds(14336, 8, 32, link) == pytest.approx(14336 * reached / 40e9)
     near = replace(link, nic_bytes_per_s=1e18, link_bytes_per_s=300e9)
-    assert dispatch_seconds(14336, 8, 32, near) == pytest.approx(14336 * 8 * 7 / 8 / 300e9)
+    assert exchange_seconds(14336, 8, 32, near) == pytest.approx(14336 * 8 * 7 / 8 / 300e9)
 
 
 def test_states_of_a_megatron_layout_by_hand() -> None:

@@ -35,11 +35,7 @@ def axis_link(setting: Setting, ranks: int, stride: int) -> Link:
 
 def collective_bytes_per_s(setting: Setting, ranks: int) -> float:
     """Bandwidth of a ring over `ranks` neighbouring devices: the link inside a node, all its NICs between nodes."""
-    cluster, costs = setting.cluster, setting.costs
-    link = cluster.link_bytes_per_s * costs.link
-    if ranks <= cluster.devices_per_node:
-        return link
-    return min(link, cluster.nic_bytes_per_s * costs.nic * max(1, cluster.devices_per_node // setting.layout.tp))
+    return axis_link(setting, ranks, 1).bytes_per_s
 
 
 def latency_seconds(setting: Setting) -> float:
@@ -62,7 +58,7 @@ def gather_seconds(nbytes: float, ranks: int, bytes_per_s: float, latency: float
     return 0.0 if ranks == 1 else (ranks - 1) / ranks * nbytes / bytes_per_s + latency
 
 
-def dispatch_seconds(nbytes: float, copies: int, ranks: int, link: Link) -> float:
+def exchange_seconds(nbytes: float, copies: int, ranks: int, link: Link) -> float:
     """Seconds to send a token of `nbytes` to the `copies` experts that it chose among `ranks` devices.
 
     It crosses to each other node once, through this device's NIC, and goes on there over the link; both at once

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from msgspec import Struct
 
-from realgraph.planner.costs.comm import Link, axis_link, dispatch_seconds, gather_seconds, hop_seconds
+from realgraph.planner.costs.comm import axis_link, exchange_seconds, gather_seconds, hop_seconds
 from realgraph.planner.costs.overhead import elementwise_bytes_per_s, pass_layer_seconds
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.layout import DeviceMesh, Layout
@@ -141,7 +141,7 @@ def _expert_layer(setting: Setting, fp8: bool) -> tuple[Part, Part, Part]:
     if layout.ep == 1:
         return routed, permute, Part()
     link = axis_link(setting, layout.ep, 1)
-    both = 2 * dispatch_seconds(nbytes, model.experts_per_token, layout.ep, link)
+    both = 2 * exchange_seconds(nbytes, model.experts_per_token, layout.ep, link)
     return routed, permute, Part(2 * hop_seconds(setting, layout.ep), both)
 
 
@@ -183,7 +183,7 @@ def _ring(setting: Setting) -> Part:
     layout = setting.layout
     if layout.cp == 1:
         return Part()
-    link: Link = axis_link(setting, layout.cp, layout.tp)
+    link = axis_link(setting, layout.cp, layout.tp)
     model = setting.model
     width = model.kv_width() if model.latent is None else 2 * model.attention_width()
     nbytes = setting.element * width / layout.tp * (layout.cp - 1)
