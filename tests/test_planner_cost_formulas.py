@@ -209,6 +209,18 @@ def test_experts_cost_their_share_of_products_and_their_dispatch() -> None:
     assert 1.5 * bare < seconds < 8192 * 2 * model.n_params() / (989e12 * 0.72 * 0.9)
 
 
+@pytest.mark.parametrize("cp", [2, 4, 8])
+def test_a_long_sample_holds_up_its_dp_rank_as_much_however_many_cp_ranks_share_it(cp: int) -> None:
+    work = TrainWork(2**20, 4096.0, 65536, longest_tokens=2**17)
+
+    def longer(size: int) -> float:
+        layout = Layout(DeviceMesh(0, 2 * size), dp=2, cp=size)
+        point = Setting(known(MODELS[0]), BF16, layout, cluster("H100-SXM", 8, 2))
+        return train_seconds(point, work) / train_seconds(point, replace(work, longest_tokens=None)) - 1
+
+    assert longer(cp) == pytest.approx(longer(1), rel=0.05)
+
+
 def test_a_layout_that_cuts_nothing_runs_as_this_projects_engine() -> None:
     model = known(MODELS[0])
     machine = cluster("H100-SXM", 8)

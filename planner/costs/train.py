@@ -67,7 +67,7 @@ def train_seconds(setting: Setting, work: TrainWork) -> float:
     one = _microbatch(setting, work, layers, per_micro)
     passes = pipeline_seconds(one, Pipeline(setting.model.layers, layout.pp, work.schedule, work.chunks), count)
     states = state_costs(setting)
-    passes = passes * _spread(setting, work, tokens) + count * costs.microbatch_seconds
+    passes = passes * _spread(setting, work, tokens * layout.cp) + count * costs.microbatch_seconds
     passes += (count - 1) * states.accumulate
     step = passes + _traffic_seconds(setting, one, count, passes) + states.optimizer
     dispatched = dispatch_seconds(costs, work.tokens / layout.dp / work.sample_tokens)
@@ -104,7 +104,8 @@ def hand_over_seconds(setting: Setting, tokens: float) -> float:
 
 
 def _spread(setting: Setting, work: TrainWork, tokens: float) -> float:
-    """Busiest over mean rank: samples are dealt by their tokens, so ranks differ by about half the longest's excess."""
+    """Busiest over mean dp rank of `tokens`: samples are dealt by their tokens, so ranks differ by about half the
+    longest's excess. The cp ranks of one share its samples evenly."""
     if setting.layout.dp == 1 or work.longest_tokens is None or work.longest_tokens <= work.sample_tokens:
         return 1.0
     return 1 + (work.longest_tokens - work.sample_tokens) / (2 * max(tokens, work.longest_tokens))
