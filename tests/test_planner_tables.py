@@ -26,6 +26,7 @@ from realgraph.planner.solve.solver import solve
 from realgraph.planner.space.choices import candidates
 from realgraph.planner.space.couplings import free_floor, precedences
 from realgraph.planner.space.meshes import family, group_of, mesh_fault, radices
+from realgraph.planner.space.pricing import holding
 from realgraph.planner.space.pruning import Rows, kept_rows
 from realgraph.planner.space.tables import problem_of
 from realgraph.planner.workload import Workload
@@ -35,6 +36,22 @@ replace = msgspec.structs.replace
 MIXED = resolve(
     ClusterSpec(nodes=2, devices=8, kind="H100-SXM", more=(NodesSpec(3, "A100-80"), NodesSpec(1, "H20", 4))), MACHINE
 )
+
+
+def test_context_parallel_ranks_hold_their_part_of_a_long_sample() -> None:
+    """Of 65,536 tokens each of 8 ranks has 8,192: that is what cp is for."""
+    long = request(
+        grpo(), "Qwen/Qwen3-8B", cluster(nodes=2), workload=Workload(64, 8, 1024, 64512, 16e3), engine="any"
+    )
+    mesh, found = DeviceMesh(0, 16), dict[int, int]()
+    for candidate in candidates(long, "train", mesh, long.cluster):
+        if (candidate.layout.tp, candidate.layout.pp, candidate.layout.sharding) == (2, 1, "replicated"):
+            active = holding(long, "train", candidate, long.cluster).active.total
+            assert candidate.tokens >= 65536 // candidate.layout.cp
+            found[candidate.layout.cp] = min(found.get(candidate.layout.cp, active), active)
+    assert sorted(found) == [1, 2, 4, 8]
+    for cp in (2, 4, 8):
+        assert found[cp] < 0.6 * found[cp // 2]
 
 
 # --- meshes -----------------------------------------------------------------------------------------------------------

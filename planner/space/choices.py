@@ -15,6 +15,7 @@ from realgraph.planner.request import PlanRequest
 from realgraph.planner.space.options import (
     Candidate,
     is_trained,
+    longest_part,
     most_running,
     sample_tokens,
     slot_tokens,
@@ -166,7 +167,7 @@ def token_ladder(request: PlanRequest, call: str, layout: Layout, cluster: Clust
     if isinstance(request.graph.calls[call], Generate):
         return (pinned,) if pinned else _cache_ladder(request, share)
     fixed = pinned or workload.max_tokens_per_microbatch
-    longest = sample_tokens(request)
+    longest = longest_part(request, layout)
     if fixed:
         return (fixed,)
     ladder = sorted({longest, *(size for size in _ladder(request, call, cluster) if size > longest)})

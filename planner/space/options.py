@@ -47,6 +47,11 @@ def sample_tokens(request: PlanRequest) -> int:
     return request.workload.prompt_tokens + request.workload.max_new_tokens
 
 
+def longest_part(request: PlanRequest, layout: Layout) -> int:
+    """Tokens of the longest sample on each of the cp ranks that share it."""
+    return math.ceil(sample_tokens(request) / layout.cp)
+
+
 def mean_tokens(request: PlanRequest) -> float:
     """The expected sample: prompt and response, tokens."""
     return mean_prompt_tokens(request) + request.workload.mean_new_tokens

@@ -25,8 +25,8 @@ from realgraph.planner.request import PlanRequest, call_hashes
 from realgraph.planner.space.options import (
     Candidate,
     generate_work,
+    longest_part,
     running_sequences,
-    sample_tokens,
     setting_seconds,
 )
 
@@ -144,7 +144,7 @@ def _running(request: PlanRequest, call: str, candidate: Candidate) -> Footprint
     model, role, layout = request.model(call), request.role(call), candidate.layout
     if isinstance(request.graph.calls[call], Generate):
         return memory.generation(model, role, layout, candidate.tokens)
-    tokens = max(candidate.tokens, sample_tokens(request))
+    tokens = max(candidate.tokens, longest_part(request, layout))
     trains = isinstance(request.graph.calls[call], Train)
     rows = _rows(model, replace_recompute(role, candidate.recompute) if trains else role, layout, tokens, trains)
     return rows + memory.gathered(model, role, layout, trains)
