@@ -4,6 +4,10 @@ from typing import Literal
 
 from msgspec import Struct
 
+Recompute = Literal["none", "selective", "full"]  # in a backward pass: nothing, all but matrix products, whole layers
+Schedule = Literal["1f1b", "interleaved", "zero_bubble"]  # the order in which pipeline stages take micro-batches
+AXES = ("dp", "tp", "pp", "ep", "cp", "sharding")  # what a layout says besides its mesh
+
 
 class DeviceMesh(Struct, frozen=True, order=True):
     """`n_devices` consecutive devices from `first`: an aligned power of two inside a node, or whole nodes."""
@@ -30,3 +34,8 @@ class Layout(Struct, frozen=True):
     ep: int = 1
     cp: int = 1
     sharding: Literal["replicated", "fsdp"] = "replicated"
+
+    @property
+    def axes(self) -> tuple[int | str, ...]:
+        """Of `AXES`: equal for layouts that cut weights alike, wherever they lie."""
+        return (self.dp, self.tp, self.pp, self.ep, self.cp, self.sharding)

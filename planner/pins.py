@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from realgraph.planner.layout import Recompute, Schedule
+
 Count = Annotated[int, Meta(ge=1)]
 
 
@@ -23,5 +25,7 @@ class Pin(Struct, frozen=True, forbid_unknown_fields=True):
     cp: Count | None = None  # context-parallel ranks
     sharding: Literal["replicated", "fsdp"] | None = None  # of the data-parallel copies
     max_tokens_per_microbatch: Count | None = None
-    recompute: bool | None = None  # gradient checkpointing, of a train call
+    recompute: Recompute | None = None  # what a train call computes again: nothing, all but products, whole layers
+    schedule: Schedule | None = None  # of a train call's pipeline stages
+    chunks: Count | None = None  # groups of layers of a stage, where the schedule is interleaved
     residency: Literal["resident", "offloaded"] | None = None  # of the weights between calls

@@ -4,9 +4,9 @@ from typing import Literal
 
 from msgspec import Struct
 
-from realgraph.planner.layout import Layout
+from realgraph.planner.layout import Layout, Recompute, Schedule
 
-PLAN_FORMAT = 2
+PLAN_FORMAT = 3
 
 
 class Allocation(Struct, frozen=True):
@@ -14,12 +14,15 @@ class Allocation(Struct, frozen=True):
 
     seconds and bytes are predictions: of one call, and of the worst device at its worst moment. `seconds` is how long
     the call holds its mesh; `latency_seconds` until all its outputs are there, where a paused generate session makes
-    that longer (0: the same). microbatches: of one optimizer step on one data-parallel rank.
+    that longer (0: the same). microbatches: of one optimizer step on one data-parallel rank. recompute: of a train
+    call's activations, in its backward pass. schedule: of its pipeline stages, each of `chunks` groups of layers.
     """
 
     layout: Layout
     max_tokens_per_microbatch: int
-    recompute: bool = False
+    recompute: Recompute = "none"
+    schedule: Schedule = "1f1b"
+    chunks: int = 1
     residency: Literal["resident", "offloaded", "reallocated"] = "resident"
     seconds: float = 0.0
     peak_bytes: int = 0

@@ -21,6 +21,7 @@ from realgraph.planner.costs.setting import Setting
 from realgraph.planner.events import reallocation_node
 from realgraph.planner.plan import Plan
 from realgraph.planner.request import PlanRequest, call_hashes
+from realgraph.planner.space.holdings import candidate_of
 from realgraph.planner.space.options import setting_seconds
 from realgraph.planner.space.pricing import phase_of
 from realgraph.runtime.observer import RunEnded, RunRecord, RunStarted, StepRecord
@@ -129,7 +130,8 @@ def _measured(planned: Planned, name: str, steps: Sequence[StepRecord]) -> tuple
     setting = Setting(
         request.model(name), request.role(name), allocation.layout, request.cluster, request.costs.factors
     )
-    predicted = setting_seconds(request, name, setting, allocation.max_tokens_per_microbatch)
+    candidate = candidate_of(request, planned.plan.allocations, name)
+    predicted = setting_seconds(request, name, setting, candidate.tokens, candidate.passes)
     return (_entry(planned, name, phase, seconds, predicted),)
 
 

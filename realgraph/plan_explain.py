@@ -3,6 +3,7 @@
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
 from realgraph.planner.plan import Plan
 from realgraph.planner.report.report import Option
+from realgraph.planner.report.text import passes_text
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.search.alternatives import Alternative, alternatives
 
@@ -17,7 +18,7 @@ def explained(request: PlanRequest, plan: Plan, call: str) -> tuple[Option, ...]
 
 
 def _option(found: Alternative) -> Option:
-    notes = ["recompute"] if found.recompute else []
+    notes = passes_text(found.passes.recompute, found.passes.schedule, found.passes.chunks)
     if found.residency != "resident":
         notes.append("copy" if found.residency == "reallocated" else found.residency)
     return Option(found.layout, found.tokens, ", ".join(notes), found.seconds, found.period, found.reason)

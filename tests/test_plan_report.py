@@ -153,7 +153,7 @@ def test_a_plan_does_not_differ_from_itself_and_every_difference_is_named() -> N
     assert diff(plan, plan) == ()
     train = plan.allocations["actor_train"]
     layout = msgspec.structs.replace(train.layout, tp=8, pp=4)
-    moved = msgspec.structs.replace(train, layout=layout, seconds=train.seconds * 2, recompute=False)
+    moved = msgspec.structs.replace(train, layout=layout, seconds=train.seconds * 2, recompute="none")
     orders = {device: (*turns[:-1], Turn("actor_train", 1)) for device, turns in plan.orders.items()}
     other = msgspec.structs.replace(
         plan, allocations={**plan.allocations, "actor_train": moved}, orders=orders, period_seconds=80.0
@@ -161,7 +161,7 @@ def test_a_plan_does_not_differ_from_itself_and_every_difference_is_named() -> N
     said = {(change.subject, change.what): change for change in diff(plan, other)}
     assert said["actor_train", "layout"].after == "dp 2, tp 8, pp 4 on devices 0-63"
     assert said["actor_train", "seconds"].change == "+100 %"
-    assert said["actor_train", "recompute"].after == "false"
+    assert said["actor_train", "recompute"].after == "none"
     assert said["", "period"].after == "80.0 s"
     assert {"devices 0-31", "devices 32-63"} <= {subject for subject, _ in said}
     assert ("generate", "layout") not in said

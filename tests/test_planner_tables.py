@@ -26,6 +26,8 @@ from realgraph.planner.solve.solver import solve
 from realgraph.planner.space.choices import candidates
 from realgraph.planner.space.couplings import free_floor, precedences
 from realgraph.planner.space.meshes import family, group_of, mesh_fault, radices
+from realgraph.planner.space.options import Passes, microbatches_of
+from realgraph.planner.space.passes import schedule_fault
 from realgraph.planner.space.pricing import holding
 from realgraph.planner.space.pruning import Rows, kept_rows
 from realgraph.planner.space.tables import problem_of
@@ -198,13 +200,15 @@ def test_candidates_use_the_whole_mesh_once(engine: str, n_devices: int) -> None
 def test_a_forbidden_or_pinned_choice_is_left_out_or_alone() -> None:
     mesh, machine = DeviceMesh(0, 8), PPO_16.cluster
     every = set(candidates(PPO_16, "actor_train", mesh, machine))
-    pinned = replace(PPO_16, pins={"actor_train": Pin(tp=4, recompute=True, residency="resident")})
+    pinned = replace(PPO_16, pins={"actor_train": Pin(tp=4, recompute="full", residency="resident")})
     left = set(candidates(pinned, "actor_train", mesh, machine))
-    assert left == {c for c in every if c.layout.tp == 4 and c.recompute and c.residency == "resident"}
+    assert left == {c for c in every if c.layout.tp == 4 and c.passes.recompute == "full" and c.residency == "resident"}
     for pin in (
         Pin(tp=8),
         Pin(sharding="fsdp"),
-        Pin(recompute=False),
+        Pin(recompute="none"),
+        Pin(recompute="selective"),
+        Pin(schedule="interleaved", chunks=8),
         Pin(devices=8, pp=2),
         Pin(residency="offloaded"),
     ):
@@ -212,6 +216,36 @@ def test_a_forbidden_or_pinned_choice_is_left_out_or_alone() -> None:
         kept = set(candidates(barred, "actor_train", mesh, machine))
         assert kept < every
         assert kept | set(candidates(replace(PPO_16, pins={"actor_train": pin}), "actor_train", mesh, machine)) == every
+
+
+def test_a_plain_schedule_is_offered_where_it_is_asked_for() -> None:
+    """Zero-bubble stages are never slower, so 1F1B stands for them only under a pin or where they are forbidden."""
+    mesh, machine = DeviceMesh(0, 8), PPO_16.cluster
+    for asked in (
+        replace(PPO_16, pins={"actor_train": Pin(schedule="1f1b")}),
+        replace(PPO_16, constraints=Constraints(forbid={"actor_train": (Pin(schedule="zero_bubble"),)})),
+    ):
+        found = {(c.passes, c.layout.pp > 1) for c in candidates(asked, "actor_train", mesh, machine)}
+        assert {(Passes(way), piped) for way in ("none", "selective", "full") for piped in (True, False)} <= found
+        assert not any(passes.schedule == "zero_bubble" for passes, _ in found)
+    every = {(c.passes.schedule, c.passes.recompute) for c in candidates(PPO_16, "actor_train", mesh, machine)}
+    assert {("zero_bubble", "none"), ("zero_bubble", "selective"), ("interleaved", "full"), ("1f1b", "full")} <= every
+    assert ("zero_bubble", "full") not in every
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-32B-Instruct", "meta-llama/Llama-3.1-8B"])
+def test_interleaved_stages_have_whole_turns_of_samples_and_layers_for_each_chunk(name: str) -> None:
+    asked = request(ppo(), name, cluster(nodes=4), workload=WORK, engine="any")
+    train, model = asked.graph.calls["actor_train"], asked.model("actor_train")
+    assert isinstance(train, Train)
+    for size in (8, 16, 32):
+        for candidate in candidates(asked, "actor_train", DeviceMesh(0, size), asked.cluster):
+            layout, passes = candidate.layout, candidate.passes
+            assert schedule_fault(passes, layout.pp, model.layers) == ""
+            if passes.schedule == "interleaved":
+                count = microbatches_of(asked, "actor_train", candidate, asked.cluster)
+                assert count % layout.pp == 0
+                assert count * layout.dp * train.minibatches <= WORK.n_samples
 
 
 @pytest.mark.parametrize("engine", ["installed", "any"])

@@ -4,6 +4,7 @@ Counted from what autograd keeps of a layer of transformers' modules with a fuse
 (tests/test_planner_models.py counts again), and, for layouts that cut a model, of fused layers as in arXiv:2205.05198.
 """
 
+import math
 from functools import lru_cache
 
 from msgspec import Struct
@@ -41,8 +42,9 @@ class Running(Struct, frozen=True):
     recompute: None for the role's own choice. fused: kernels of norms and MLP, None: where the layout cuts the model.
     live: layers' worth of tensors while one is in its backward pass. offloaded: layers' inputs wait in host memory.
     logit_bytes: of all logits of the micro-batch at once; 0 where they exist in chunks of tokens only. microbatches:
-    of a step, which bounds how many a stage keeps. chunks: of an interleaved stage. score_bytes: that unfused attention
-    keeps of each score, and sample_tokens: how many a token has. sequence_parallel: residuals are cut over tp.
+    of a step, which bounds how many a stage keeps. chunks: of an interleaved stage; delayed: weights' gradients are
+    computed later than those of inputs (zero-bubble). score_bytes: that unfused attention keeps of each score, and
+    sample_tokens: how many a token has. sequence_parallel: residuals are cut over tp.
     """
 
     recompute: Recompute | None = None
@@ -52,6 +54,7 @@ class Running(Struct, frozen=True):
     logit_bytes: int = 0
     microbatches: int | None = None
     chunks: int = 1
+    delayed: bool = False
     score_bytes: int = 0
     sample_tokens: int = 0
     sequence_parallel: bool = True
@@ -67,24 +70,42 @@ def train_activations(
     """Activations and logits of one micro-batch of `tokens` packed tokens in forward and backward.
 
     With full recomputation a layer's input is all that stays, and one layer is live; a backward pass holds about one
-    layer's worth of gradients besides. Selective recomputation keeps what matrix products read. The first of pp stages
-    keeps up to pp micro-batches (1F1B, arXiv:2104.04473), the last one only one, but the logits.
+    layer's worth of gradients besides. Selective recomputation keeps what matrix products and attention read: norms and
+    activation functions are computed again (arXiv:2205.05198, sec. 5, where attention is not fused its scores too). Of
+    pp stages the first keeps most micro-batches, and the last one has the logits: see `_in_flight`.
     """
     element = element_bytes(role.dtype)
     cut = layout.tp if running.sequence_parallel else 1
     per_layer, live = _kept_layers(model, role, layout, running)
     stage = ceil_div(model.layers, layout.pp)
-    flying = float(min(layout.pp, running.microbatches or layout.pp))
-    if running.chunks > 1 and layout.pp > 1:
-        flying *= 1 + (layout.pp - 1) / (layout.pp * running.chunks)
+    begun, late = _in_flight(layout.pp, running)
     ends = 4 * max(4, element) * model.hidden // cut  # embedding, last norm, and their gradients
-    first = int(tokens * (stage * flying * per_layer + live + ends))
-    last = int(tokens * (stage * per_layer + live + ends))
+    first = int(tokens * (stage * begun * per_layer + live + ends))
+    last = int(tokens * (stage * late * per_layer + live + ends))
     logits = _logits(model, role, layout, tokens, running.logit_bytes)
     buckets = _messages(model, layout, element, tokens)
     if layout.pp == 1 or last + logits > first:
         return Footprint(activations=last, logits=logits, buckets=buckets)
     return Footprint(activations=first, buckets=buckets)
+
+
+def _in_flight(stages: int, running: Running) -> tuple[float, float]:
+    """Micro-batches whose activations the first and the last stage keep at once; never more than a step has.
+
+    1F1B: as many as stages follow, itself counted (arXiv:2104.04473, sec. 2.2.1). Interleaved: the first stage warms up
+    with 2 (p - 1) + (v - 1) p groups of 1/v of its layers and so keeps p (1 + (p - 1) / (p v)) micro-batches
+    (arXiv:2205.05198, sec. 4.2.3), the last stage with (v - 1) p. Zero-bubble ZB-H1: the first stage as in 1F1B; the
+    others keep as many, since what weights' gradients read stays until their turn (arXiv:2401.10241, sec. 3.1 and table
+    1: 32 of 34 parts of a layer's activations, here all).
+    """
+    most = float(running.microbatches or math.inf)
+    if stages == 1:
+        return 1.0, 1.0
+    if running.chunks > 1:
+        turn = (stages - 1) / running.chunks
+        return min(most, stages + turn), min(most, stages - turn)
+    first = min(most, float(stages))
+    return first, first if running.delayed else 1.0
 
 
 def _kept_layers(model: ModelSpec, role: ModelRole, layout: Layout, running: Running) -> tuple[float, float]:

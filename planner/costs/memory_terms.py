@@ -7,11 +7,11 @@ from msgspec import Struct
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.cluster import Cluster
 from realgraph.planner.layout import Layout
+from realgraph.planner.layout import Recompute as Recompute
 
 DType = Literal["float32", "bfloat16", "float16", "float64"]
 Term = Literal["weights", "gradients", "optimizer", "activations", "logits", "kv_cache", "buckets"]
 TERMS: tuple[Term, ...] = ("weights", "gradients", "optimizer", "activations", "logits", "kv_cache", "buckets")
-Recompute = Literal["none", "selective", "full"]
 ELEMENT_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 FRACTION = 0.94  # of a device's memory that a plan may use: allocators fragment
 GPU_RUNTIME_BYTES = 1_500_000_000  # CUDA context, NCCL and cuBLAS workspaces of one process

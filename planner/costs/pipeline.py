@@ -1,11 +1,10 @@
 """Seconds of one optimizer step's micro-batches through pipeline stages. Pure formulas."""
 
 import math
-from typing import Literal
 
 from msgspec import Struct
 
-Schedule = Literal["1f1b", "interleaved", "zero_bubble"]
+from realgraph.planner.layout import Schedule
 
 
 class MicroBatch(Struct, frozen=True):
@@ -50,7 +49,8 @@ def pipeline_seconds(one: MicroBatch, pipeline: Pipeline, count: int) -> float:
     """`count` micro-batches forward and backward through `stages`.
 
     1F1B: the fullest stage works without pause between filling and draining the others (arXiv:2104.04473, sec. 2.2).
-    Interleaved: stages hold `chunks` groups of layers, and filling takes 1 / chunks as long (ibid.). Zero-bubble:
+    Interleaved: stages hold `chunks` groups of layers, and filling takes 1 / chunks as long (ibid.), where `count` is a
+    multiple of the stages: groups take turns, a stage's worth of micro-batches at a time. Zero-bubble:
     weights' gradients fill the pauses but for one forward and one backward of inputs less one of weights (ZB-H1,
     arXiv:2401.10241, table 1), as far as there is enough of it: never faster than without it.
     """

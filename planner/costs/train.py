@@ -6,7 +6,6 @@ that `realgraph profile` measures matter as much as arithmetic; prompts of a gro
 """
 
 import math
-from typing import Literal
 
 from msgspec import Struct
 
@@ -15,12 +14,13 @@ from realgraph.planner.costs.forward import IMBALANCE, forward_seconds, layer_se
 from realgraph.planner.costs.layer import BACKWARD_ATTENTION, LayerCosts, layer_costs
 from realgraph.planner.costs.memory import master_bytes, shards
 from realgraph.planner.costs.overhead import computed_tokens, dispatch_seconds, optimizer_bytes_per_s
-from realgraph.planner.costs.pipeline import MicroBatch, Pipeline, Schedule, pipeline_seconds
+from realgraph.planner.costs.pipeline import MicroBatch, Pipeline, pipeline_seconds
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.costs.states import REPLICATED_EXPOSED, exposed_seconds, state_costs
+from realgraph.planner.layout import Recompute as Recompute
+from realgraph.planner.layout import Schedule
 
 FSDP_SLOWDOWN_CPU = 1.3  # measured with FSDP2 on two processes: 1.27 at 30M parameters, 1.6 at 0.8M
-Recompute = Literal["none", "selective", "full"]
 
 
 class TrainWork(Struct, frozen=True):
@@ -29,8 +29,9 @@ class TrainWork(Struct, frozen=True):
     prompt_tokens, of a sample, are equal in all `samples_per_group` samples of a group. recompute: what the backward
     pass computes again; `selective` is attention and element-wise operations, `full` whole layers. chunks: groups of
     layers of a stage, where the schedule is interleaved. longest_tokens: of the longest sample, None where all are
-    equal. fp8: matrix products of layers in that precision. imbalance: tokens of the busiest expert's device over the
-    mean.
+    equal. attended_tokens: of its own sample that a token attends to, mean over all tokens; None: half a sample, as
+    where all are equal. fp8: matrix products of layers in that precision. imbalance: tokens of the busiest expert's
+    device over the mean.
     """
 
     tokens: int
@@ -46,13 +47,23 @@ class TrainWork(Struct, frozen=True):
     longest_tokens: int | None = None
     fp8: bool = False
     imbalance: float = IMBALANCE
+    attended_tokens: float | None = None
+
+    @property
+    def context(self) -> float:
+        """Tokens that a token attends to, mean over the tokens: long samples have more of them."""
+        return self.sample_tokens / 2 if self.attended_tokens is None else self.attended_tokens
 
 
 def microbatches(setting: Setting, work: TrainWork) -> int:
-    """Of one rank in one optimizer step."""
+    """Of one rank in one optimizer step.
+
+    Interleaved stages take a multiple of their number (arXiv:2104.04473, sec. 2.2.2).
+    """
     layout = setting.layout
     per_device = math.ceil(work.tokens / layout.dp / layout.cp)
-    return max(1, math.ceil(per_device / work.optimizer_steps / work.microbatch_tokens))
+    count = max(1, math.ceil(per_device / work.optimizer_steps / work.microbatch_tokens))
+    return layout.pp * math.ceil(count / layout.pp) if work.schedule == "interleaved" else count
 
 
 def train_seconds(setting: Setting, work: TrainWork) -> float:
@@ -76,7 +87,7 @@ def train_seconds(setting: Setting, work: TrainWork) -> float:
 
 def _microbatch(setting: Setting, work: TrainWork, layers: LayerCosts, tokens: float) -> MicroBatch:
     """Seconds of one micro-batch of `tokens` on each cp rank."""
-    context = work.sample_tokens / 2
+    context = work.context
     forward = layer_seconds(layers, tokens, context, work.imbalance) + layers.routing
     products = layers.products.at(tokens, context) + work.imbalance * layers.experts.at(tokens, context)
     attention, traffic = layers.attention.at(tokens, context), layers.traffic.at(tokens, context)
@@ -136,7 +147,7 @@ def _cpu_train_seconds(setting: Setting, work: TrainWork) -> float:
     again = setting.role.gradient_checkpointing or work.recompute == "full"
     passes = 1 + setting.costs.backward + again
     computed = computed_on_cpu(work, per_device / count, steps)
-    forward = forward_seconds(setting, computed, work.sample_tokens / 2)
+    forward = forward_seconds(setting, computed, work.context)
     one = passes * forward + setting.costs.microbatch_seconds
     compute = fsdp_slowdown(setting) * one * count
     states = steps * optimizer_seconds(setting)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from realgraph.planner.layout import Recompute, Schedule
 from realgraph.planner.plan import Plan
 from realgraph.planner.report.format import gap_text, percent_text, seconds_text
 from realgraph.planner.report.report import Report, Row, Size
@@ -36,9 +37,15 @@ def weights_text(row: Row) -> str:
         parts.append("copy")
     elif allocation.residency == "offloaded":
         parts.append("offloaded")
-    if allocation.recompute and row.kind == "train":
-        parts.append("recompute")
+    parts += passes_text(allocation.recompute, allocation.schedule, allocation.chunks)
     return ", ".join(parts)
+
+
+def passes_text(recompute: Recompute, schedule: Schedule, chunks: int) -> list[str]:
+    """How a train call takes its micro-batches, where not in the plainest way: `selective recompute`, `zero-bubble`."""
+    again = {"none": [], "selective": ["selective recompute"], "full": ["recompute"]}
+    order = {"1f1b": [], "interleaved": [f"interleaved x{chunks}"], "zero_bubble": ["zero-bubble"]}
+    return [*again[recompute], *order[schedule]]
 
 
 def batches_text(row: Row) -> str:

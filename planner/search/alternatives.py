@@ -14,6 +14,7 @@ from realgraph.planner.search.assembly import option_of
 from realgraph.planner.search.diagnose import shown_bytes
 from realgraph.planner.search.fixed import choices_of, pinned_to
 from realgraph.planner.solve.solver import evaluate
+from realgraph.planner.space.options import Passes
 from realgraph.planner.space.pricing import Option
 from realgraph.planner.space.tables import Prepared, problem_of
 
@@ -28,7 +29,7 @@ class Alternative(Struct, frozen=True):
 
     layout: Layout
     tokens: int
-    recompute: bool
+    passes: Passes
     residency: str
     seconds: float
     period: float | None
@@ -91,7 +92,7 @@ def _judged(prepared: Prepared, choices: dict[str, Choice], call: str, plan: Pla
     return Alternative(
         layout=replace(candidate.layout, mesh=mesh),
         tokens=candidate.tokens,
-        recompute=candidate.recompute,
+        passes=candidate.passes,
         residency=candidate.residency,
         seconds=option.seconds,
         period=None if schedule is None else schedule.period,
@@ -143,8 +144,7 @@ def _distinct(found: Sequence[Alternative], own: DeviceMesh) -> Iterator[Alterna
     counts = {True: 0, False: 0}
     for one in found:
         layout, here = one.layout, one.layout.mesh == own
-        axes = (layout.dp, layout.tp, layout.pp, layout.ep, layout.cp, layout.sharding)
-        key = (here, *axes) if here else (here, layout.mesh.n_devices)
+        key = (here, *layout.axes) if here else (here, layout.mesh.n_devices)
         if key in seen or counts[here] >= (MOST_LAYOUTS if here else MOST_SIZES):
             continue
         seen.add(key)

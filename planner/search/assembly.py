@@ -1,13 +1,11 @@
 """A Plan from a solved problem, and the predictions of a plan that was edited by hand. Searches nothing."""
 
-import math
 from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from realgraph.graphs.spec import Generate, Train
 from realgraph.planner.events import EventGraph, Period, event_graph, period
-from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.layout import DeviceMesh
 from realgraph.planner.plan import Allocation, Plan, Turn
 from realgraph.planner.problem import Choice, Solution
 from realgraph.planner.request import PlanRequest, hashes
@@ -16,7 +14,7 @@ from realgraph.planner.space.couplings import moves_of
 from realgraph.planner.space.holdings import candidate_of, group_for, host_of, peak_of, reads_in_place
 from realgraph.planner.space.meshes import group_of
 from realgraph.planner.space.moves import Place, move_matrix
-from realgraph.planner.space.options import free_seconds, mean_tokens
+from realgraph.planner.space.options import free_seconds, microbatches_of
 from realgraph.planner.space.pricing import Option, options_of
 from realgraph.planner.space.tables import Prepared
 
@@ -101,11 +99,13 @@ def _allocation(request: PlanRequest, call: str, option: Option, mesh: DeviceMes
     return Allocation(
         layout=layout,
         max_tokens_per_microbatch=candidate.tokens,
-        recompute=candidate.recompute,
+        recompute=candidate.passes.recompute,
+        schedule=candidate.passes.schedule,
+        chunks=candidate.passes.chunks,
         residency="offloaded" if candidate.residency == "offloaded" else "resident",
         seconds=option.seconds,
         latency_seconds=option.latency if option.latency > option.seconds else 0.0,
-        microbatches=_microbatches(request, call, layout, candidate.tokens),
+        microbatches=microbatches_of(request, call, candidate, group_for(request, layout)),
         running=option.running,
         error=option.error,
     )
@@ -121,16 +121,6 @@ def _completed(request: PlanRequest, allocations: Mapping[str, Allocation], call
         worst_term=held.worst,
         host_bytes=host_of(request, allocations, call),
     )
-
-
-def _microbatches(request: PlanRequest, call: str, layout: Layout, tokens: int) -> int:
-    """Of one optimizer step on one data-parallel rank; a generate call has none."""
-    kind = request.graph.calls[call]
-    if isinstance(kind, Generate):
-        return 0
-    steps = kind.minibatches if isinstance(kind, Train) else 1
-    share = math.ceil(request.workload.n_samples * mean_tokens(request)) / layout.dp / layout.cp
-    return max(1, math.ceil(share / steps / tokens))
 
 
 # --- edited plans -----------------------------------------------------------------------------------------------------

@@ -149,8 +149,7 @@ def tightest(request: PlanRequest) -> Tight | None:
         found = _least(request, call, allocations)
         if found is None:
             return None
-        residency = "resident" if found.residency == "reallocated" else found.residency
-        allocations[call] = Allocation(found.layout, found.tokens, found.recompute, residency)
+        allocations[call] = _bare(found)
     peaks = {call: peak_of(request, allocations, call) for call in request.mesh_calls}
     usable = {call: device_bytes(request, group_for(request, allocations[call].layout)) for call in peaks}
     worst = max(peaks, key=lambda call: peaks[call][1].total - usable[call])
@@ -162,6 +161,12 @@ def tightest(request: PlanRequest) -> Tight | None:
     ]
     own = footprint.total - sum(nbytes for _, nbytes in parts)
     return Tight(worst, device, footprint, (*parts, (f"{worst!r} itself", own)), usable[worst])
+
+
+def _bare(found: Candidate) -> Allocation:
+    residency = "resident" if found.residency == "reallocated" else found.residency
+    passes = found.passes
+    return Allocation(found.layout, found.tokens, passes.recompute, passes.schedule, passes.chunks, residency)
 
 
 def _least(request: PlanRequest, call: str, beside: dict[str, Allocation]) -> Candidate | None:

@@ -29,7 +29,7 @@ def pinned_to(request: PlanRequest, plan: Plan, but: str = "") -> PlanRequest:
 
 def _pin(request: PlanRequest, plan: Plan, call: str) -> Pin:
     allocation = plan.allocations[call]
-    layout = allocation.layout
+    layout, trains = allocation.layout, isinstance(request.graph.calls[call], Train)
     return Pin(
         first=layout.mesh.first,
         devices=layout.mesh.n_devices,
@@ -40,7 +40,9 @@ def _pin(request: PlanRequest, plan: Plan, call: str) -> Pin:
         cp=layout.cp,
         sharding=layout.sharding,
         max_tokens_per_microbatch=allocation.max_tokens_per_microbatch,
-        recompute=allocation.recompute if isinstance(request.graph.calls[call], Train) else None,
+        recompute=allocation.recompute if trains else None,
+        schedule=allocation.schedule if trains else None,
+        chunks=allocation.chunks if trains else None,
         residency="offloaded" if allocation.residency == "offloaded" else "resident",
     )
 

@@ -14,9 +14,10 @@ from realgraph.planner.request import PlanRequest, hashes
 from realgraph.planner.search.assembly import events_of
 from realgraph.planner.search.diagnose import shown_bytes
 from realgraph.planner.space.couplings import ties_of
-from realgraph.planner.space.holdings import group_for, offloading, peak_of
+from realgraph.planner.space.holdings import candidate_of, group_for, offloading, peak_of
 from realgraph.planner.space.meshes import mesh_fault
 from realgraph.planner.space.options import sample_tokens
+from realgraph.planner.space.passes import plan_problems
 from realgraph.planner.space.tables import device_bytes, node_bytes
 from realgraph.planner.space.wishes import engine_lacks, shape_faults
 
@@ -106,28 +107,10 @@ def _engine_problems(plan: Plan, request: PlanRequest, name: str, file: str) -> 
     if tokens < 1 or (generates and tokens < longest):
         text = f"{tokens} tokens hold no sample: the longest has {longest}"
         yield Problem(_at(file, f"{place}.max_tokens_per_microbatch"), text, "", "plan_tokens")
-    yield from _passes(plan, request, name, file)
+    candidate = candidate_of(request, plan.allocations, name)
+    yield from plan_problems(request, name, candidate, _at(file, place))
     if request.engine == "installed":
         yield from _lacking(plan, name, file)
-
-
-def _passes(plan: Plan, request: PlanRequest, name: str, file: str) -> Iterator[Problem]:
-    """Recomputation, which the model's own setting may force, and the order of pipeline stages."""
-    allocation, place = plan.allocations[name], f"$.allocations.{name}"
-    candidate, role = candidate_of(request, plan.allocations, name), request.graph.role(name)
-    trains = isinstance(request.graph.calls[name], Train)
-    if not trains and candidate.passes != PLAIN:
-        text = "recompute, schedule and chunks are of train calls: this one has no backward pass"
-        yield Problem(_at(file, place), text, "leave them out", "plan_passes")
-        return
-    forced = trains and request.role(name).gradient_checkpointing
-    if (forced and allocation.recompute != "full") or (request.engine == "installed" and not forced and trains):
-        if allocation.recompute != "none":
-            pass
-    stages = allocation.layout.pp
-    fault = schedule_fault(candidate.passes, stages, request.model(name).layers)
-    if fault:
-        yield Problem(_at(file, f"{place}.schedule"), fault, "set schedule to 1f1b and chunks to 1", "plan_passes")
 
 
 def _lacking(plan: Plan, name: str, file: str) -> Iterator[Problem]:
@@ -139,10 +122,6 @@ def _lacking(plan: Plan, name: str, file: str) -> Iterator[Problem]:
     if allocation.residency == "offloaded":
         text = "the engines of this version can't offload weights to the host"
         yield Problem(_at(file, f"{place}.residency"), text, "set it to resident", "plan_engine")
-
-
-def _yes(value: bool) -> str:
-    return "true" if value else "false"
 
 
 def _places(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:

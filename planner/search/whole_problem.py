@@ -11,7 +11,7 @@ from realgraph.planner.problem import SearchProblem
 from realgraph.planner.search.symmetric import Shape
 from realgraph.planner.space.choices import candidates
 from realgraph.planner.space.moves import Moves
-from realgraph.planner.space.pricing import Option, options_of
+from realgraph.planner.space.pricing import Option, Timed, options_of
 from realgraph.planner.space.tables import Prepared, layout_key, option_table
 
 
@@ -38,10 +38,11 @@ def whole_problem(prepared: Prepared) -> WholeProblem | None:
     found: list[tuple[Option, ...]] = []
     tasks = []
     for task in problem.tasks:
+        timed = Timed({}, {})
         options = tuple(
             option
             for candidate in candidates(request, task.name, mesh, cluster)
-            for option in options_of(request, task.name, candidate, cluster)
+            for option in options_of(request, task.name, candidate, cluster, timed)
         )
         for option in options:
             layouts.setdefault(layout_key(option), len(layouts))

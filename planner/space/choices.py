@@ -5,14 +5,15 @@ copy of a role's weights kept. `any`: all axes, copies that are dropped after us
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from realgraph.graphs.spec import Generate, Inference, Train
 from realgraph.planner.cluster import Cluster
-from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.layout import AXES, DeviceMesh, Layout
 from realgraph.planner.pins import Pin
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.space.options import (
+    PLAIN,
     Candidate,
     is_trained,
     longest_part,
@@ -21,6 +22,7 @@ from realgraph.planner.space.options import (
     slot_tokens,
     tokens_in_flight,
 )
+from realgraph.planner.space.passes import passes_agree, passes_for
 
 LADDER_CPU = (1024, 2048, 4096, 8192)
 LADDER_GPU = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -34,22 +36,25 @@ WIDE_TP = 4  # nodes that one generating replica may span where no node holds th
 FULL = 0.6  # of a node's memory: weights beyond it make a replica span nodes
 
 
-def candidates(request: PlanRequest, call: str, mesh: DeviceMesh, cluster: Cluster) -> Iterator[Candidate]:
+def candidates(
+    request: PlanRequest,
+    call: str,
+    mesh: DeviceMesh,
+    cluster: Cluster,
+    fits: Callable[[Layout], bool] = lambda layout: True,
+) -> Iterator[Candidate]:
     """All that pins and constraints leave for a call on a mesh of this size; what memory and seconds say is not asked.
 
-    cluster: the group of nodes that the mesh lies in.
+    cluster: the group of nodes that the mesh lies in. fits: layouts of which it is false are left out.
     """
     pin, forbidden = request.pins.get(call, Pin()), request.constraints.forbid.get(call, ())
     for layout in _layouts(request, call, mesh, cluster):
-        if not agrees(layout, pin) or any(bars(layout, other) for other in forbidden):
+        if not agrees(layout, pin) or any(bars(layout, other) for other in forbidden) or not fits(layout):
             continue
         for tokens in token_ladder(request, call, layout, cluster):
-            for candidate in _ways(request, call, layout, tokens):
+            for candidate in _ways(request, call, (layout, tokens), cluster):
                 if _kept(candidate, pin) and not any(_barred(candidate, other) for other in forbidden):
                     yield candidate
-
-
-AXES = ("dp", "tp", "pp", "ep", "cp", "sharding")
 
 
 def agrees(layout: Layout, pin: Pin) -> bool:
@@ -59,7 +64,9 @@ def agrees(layout: Layout, pin: Pin) -> bool:
 
 def bars(layout: Layout, pin: Pin) -> bool:
     """Whether a forbidding pin that speaks of layouts alone bars this one."""
-    if pin.max_tokens_per_microbatch or pin.recompute is not None or pin.residency or pin.first is not None:
+    if pin.max_tokens_per_microbatch or pin.recompute or pin.schedule or pin.chunks or pin.residency:
+        return False
+    if pin.first is not None:
         return False
     return bool(_size_named(pin)) and agrees(layout, pin) and pin.devices in (None, layout.mesh.n_devices)
 
@@ -70,7 +77,7 @@ def _size_named(pin: Pin) -> bool:
 
 def _kept(candidate: Candidate, pin: Pin) -> bool:
     residency = "offloaded" if candidate.residency == "offloaded" else "resident"
-    return pin.recompute in (None, candidate.recompute) and pin.residency in (None, residency)
+    return passes_agree(candidate.passes, pin) and pin.residency in (None, residency)
 
 
 def _barred(candidate: Candidate, pin: Pin) -> bool:
@@ -199,27 +206,19 @@ def _cache_ladder(request: PlanRequest, share: int) -> tuple[int, ...]:
 # --- what is kept where -----------------------------------------------------------------------------------------------
 
 
-def _ways(request: PlanRequest, call: str, layout: Layout, tokens: int) -> Iterator[Candidate]:
-    """Recomputation and residency."""
-    role, kind = request.role(call), request.graph.calls[call]
-    trained = is_trained(request, request.graph.role(call))
-    if request.engine == "installed":
-        recompute = role.gradient_checkpointing and not isinstance(kind, Generate)
-        if not trained or isinstance(kind, Train):
-            yield Candidate(layout, tokens, recompute)
-            return
-        yield Candidate(layout, tokens, recompute, "reallocated")
-        if not isinstance(kind, Generate) or layout.sharding == "replicated":
-            yield Candidate(layout, tokens, recompute, home=True)
+def _ways(request: PlanRequest, call: str, size: tuple[Layout, int], cluster: Cluster) -> Iterator[Candidate]:
+    """Recomputation, schedule and residency, of a layout and tokens of a micro-batch."""
+    kind = request.graph.calls[call]
+    if is_trained(request, request.graph.role(call)) and not isinstance(kind, Train):
+        yield Candidate(*size, residency="reallocated")
+        if request.engine == "installed" and (not isinstance(kind, Generate) or size[0].sharding == "replicated"):
+            yield Candidate(*size, home=True)
         return
-    if trained and not isinstance(kind, Train):
-        yield Candidate(layout, tokens, residency="reallocated")
-        return
-    recomputed = (True,) if role.gradient_checkpointing else (False, True)
-    for recompute in recomputed if isinstance(kind, Train) else (False,):
-        yield Candidate(layout, tokens, recompute)
-        if request.constraints.offload and not _twice(request, call):
-            yield Candidate(layout, tokens, recompute, "offloaded")
+    offloads = request.engine == "any" and request.constraints.offload and not _twice(request, call)
+    for passes in passes_for(request, call, size, cluster) if isinstance(kind, Train) else (PLAIN,):
+        yield Candidate(*size, passes)
+        if offloads:
+            yield Candidate(*size, passes, "offloaded")
 
 
 def _twice(request: PlanRequest, call: str) -> bool:

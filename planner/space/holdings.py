@@ -13,7 +13,7 @@ from realgraph.planner.request import PlanRequest
 from realgraph.planner.residency import shares_trained_copy
 from realgraph.planner.space.couplings import train_calls
 from realgraph.planner.space.meshes import group_of
-from realgraph.planner.space.options import Candidate, Residency, is_trained
+from realgraph.planner.space.options import Candidate, Passes, Residency, is_trained
 from realgraph.planner.space.pricing import Holding, holding
 
 Allocations = Mapping[str, Allocation]
@@ -42,7 +42,8 @@ def candidate_of(request: PlanRequest, allocations: Allocations, call: str) -> C
     residency: Residency = "offloaded" if found.residency == "offloaded" else "resident"
     if is_trained(request, request.graph.role(call)) and not isinstance(request.graph.calls[call], Train) and not home:
         residency = "reallocated"
-    return Candidate(found.layout, found.max_tokens_per_microbatch, found.recompute, residency, home)
+    passes = Passes(found.recompute, found.schedule, found.chunks)
+    return Candidate(found.layout, found.max_tokens_per_microbatch, passes, residency, home)
 
 
 def reads_in_place(request: PlanRequest, allocations: Allocations, call: str) -> bool:

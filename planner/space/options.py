@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Train
 from realgraph.planner.cluster import Cluster
@@ -12,8 +13,8 @@ from realgraph.planner.costs.generate import GenerateWork, generate_seconds
 from realgraph.planner.costs.inference import inference_seconds
 from realgraph.planner.costs.lengths import lengths_of
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.costs.train import TrainWork, train_seconds
-from realgraph.planner.layout import Layout
+from realgraph.planner.costs.train import TrainWork, microbatches, train_seconds
+from realgraph.planner.layout import Layout, Recompute, Schedule
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.workload import Workload
 
@@ -28,16 +29,30 @@ ADVANTAGE_SECONDS = 1e-5  # of one sample
 Residency = Literal["resident", "offloaded", "reallocated"]
 
 
+class Passes(Struct, frozen=True):
+    """How a train call takes its micro-batches: what the backward pass computes again, and the order of its stages.
+
+    chunks: groups of layers of a stage, 1 where the schedule is not interleaved.
+    """
+
+    recompute: Recompute = "none"
+    schedule: Schedule = "1f1b"
+    chunks: int = 1
+
+
+PLAIN = Passes()
+
+
 class Candidate(Struct, frozen=True):
     """One way to run a call. Where its place is open, the layout's mesh is any of that size in its group of nodes.
 
-    tokens: of a micro-batch, or of the cache of a generate call. home: the call reads the trained copy in place,
-    and may be so only where that lies on its mesh under its layout.
+    tokens: of a micro-batch, or of the cache of a generate call. passes: of a train call. home: the call reads the
+    trained copy in place, and may be so only where that lies on its mesh under its layout.
     """
 
     layout: Layout
     tokens: int
-    recompute: bool = False
+    passes: Passes = PLAIN
     residency: Residency = "resident"
     home: bool = False
 
@@ -71,11 +86,14 @@ def is_trained(request: PlanRequest, role: str) -> bool:
     return any(isinstance(call, Train) and call.model == role for call in request.graph.calls.values())
 
 
-def setting_seconds(request: PlanRequest, call: str, setting: Setting, tokens: int) -> float:
-    """Predicted seconds of one mesh-holding call with micro-batches (or a cache) of `tokens`, by the formulas alone."""
+def setting_seconds(request: PlanRequest, call: str, setting: Setting, tokens: int, passes: Passes = PLAIN) -> float:
+    """Predicted seconds of one mesh-holding call with micro-batches (or a cache) of `tokens`, by the formulas alone.
+
+    passes: of a train call; a role's own gradient checkpointing counts besides.
+    """
     match request.graph.calls[call]:
-        case Train(minibatches=minibatches, epochs=epochs):
-            return train_seconds(setting, _packed_work(request, tokens, minibatches, epochs))
+        case Train() as train:
+            return train_seconds(setting, train_work(request, train, tokens, passes))
         case Inference():
             return inference_seconds(setting, _packed_work(request, tokens))
         case Generate():
@@ -98,14 +116,35 @@ def generate_work(request: PlanRequest, layout: Layout, tokens: int) -> Generate
     )
 
 
-def _packed_work(request: PlanRequest, tokens: int, steps: int = 1, epochs: int = 1) -> TrainWork:
+def train_work(request: PlanRequest, call: Train, tokens: int, passes: Passes = PLAIN) -> TrainWork:
+    """What a train call has to do, in micro-batches of `tokens`."""
+    return replace(
+        _packed_work(request, tokens),
+        optimizer_steps=call.minibatches,
+        epochs=call.epochs,
+        recompute=passes.recompute,
+        schedule=passes.schedule,
+        chunks=passes.chunks,
+    )
+
+
+def microbatches_of(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> int:
+    """Of one optimizer step on one data-parallel rank; a generate call has none."""
+    kind = request.graph.calls[call]
+    if isinstance(kind, Generate):
+        return 0
+    setting = Setting(request.model(call), request.role(call), candidate.layout, cluster)
+    if isinstance(kind, Train):
+        return microbatches(setting, train_work(request, kind, candidate.tokens, candidate.passes))
+    return microbatches(setting, _packed_work(request, candidate.tokens))
+
+
+def _packed_work(request: PlanRequest, tokens: int) -> TrainWork:
     mean = mean_tokens(request)
     return TrainWork(
         tokens=math.ceil(request.workload.n_samples * mean),
         sample_tokens=mean,
         microbatch_tokens=tokens,
-        optimizer_steps=steps,
-        epochs=epochs,
         prompt_tokens=mean_prompt_tokens(request),
         samples_per_group=request.workload.samples_per_group,
         longest_tokens=longest_expected(request.workload),

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from realgraph.graphs.spec import Generate, Inference, ModelCall, ModelRole, Train
 from realgraph.planner.cluster import Cluster
 from realgraph.planner.cost_table import Phase, PhaseFactor
 from realgraph.planner.costs import memory
-from realgraph.planner.costs.memory import Footprint
+from realgraph.planner.costs.memory import Footprint, Running
 from realgraph.planner.costs.move import offload_seconds
 from realgraph.planner.costs.rollout import rollout_variants
 from realgraph.planner.costs.setting import Setting
@@ -24,6 +23,7 @@ from realgraph.planner.model_spec import ModelSpec
 from realgraph.planner.request import PlanRequest, call_hashes
 from realgraph.planner.space.options import (
     Candidate,
+    Passes,
     generate_work,
     longest_part,
     running_sequences,
@@ -85,7 +85,14 @@ def phase_of(call: ModelCall) -> Phase:
             raise ValueError("free calls have no phase")
 
 
-Timed = dict[tuple[Layout, int, bool], tuple[Timing, ...]]
+Key = tuple[Layout, int, Passes]
+
+
+class Timed(Struct, frozen=True):
+    """Of one call on one mesh, what is the same for a candidate under all residencies: seconds, and bytes of a run."""
+
+    timings: dict[Key, tuple[Timing, ...]]
+    running: dict[Key, Footprint]
 
 
 def options_of(
@@ -95,7 +102,11 @@ def options_of(
 
     timed: of one call on one mesh, what was found for the same candidate under other residencies.
     """
-    held = holding(request, call, candidate, cluster)
+    known = Timed({}, {}) if timed is None else timed
+    key = (candidate.layout, candidate.tokens, candidate.passes)
+    if key not in known.running:
+        known.running[key] = _running(request, call, candidate)
+    held = _holding(request, call, candidate, cluster, known.running[key])
     resident, active = held.resident.total, held.active.total
     if resident + active > memory.usable_bytes(cluster):
         return
@@ -103,12 +114,10 @@ def options_of(
         active, shared = active + ELSEWHERE, ELSEWHERE
     else:
         shared = held.shared
-    known: Timed = {} if timed is None else timed
-    key = (candidate.layout, candidate.tokens, candidate.recompute)
-    if key not in known:
-        known[key] = formula_timings(request, call, candidate, cluster)
+    if key not in known.timings:
+        known.timings[key] = formula_timings(request, call, candidate, cluster)
     more = _offload_seconds(request, call, candidate, cluster)
-    for base in known[key]:
+    for base in known.timings[key]:
         timing = corrected(request, call, candidate, base, more)
         yield Option(
             candidate=candidate,
@@ -126,12 +135,20 @@ def options_of(
 
 def holding(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> Holding:
     """What a call's devices hold for it. Where a copy is dropped after use, its weights count while the call runs."""
-    model, role, layout = request.model(call), request.role(call), candidate.layout
-    active = _running(request, call, candidate)
+    return _holding(request, call, candidate, cluster, _running(request, call, candidate))
+
+
+def copy_of(request: PlanRequest, call: str, layout: Layout, cluster: Cluster) -> Footprint:
+    """Bytes of a call's own copy of its role's weights, and of optimizer states where it trains."""
+    trains = isinstance(request.graph.calls[call], Train)
+    return (_trained if trains else _frozen)(request.model(call), request.role(call), layout, cluster.is_cpu)
+
+
+def _holding(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster, active: Footprint) -> Holding:
+    """The same where what a running call adds is known."""
     if candidate.home:
         return Holding(Footprint(), active)
-    trains = isinstance(request.graph.calls[call], Train)
-    copy = (_trained if trains else _frozen)(model, role, layout, cluster.is_cpu)
+    copy = copy_of(request, call, candidate.layout, cluster)
     if candidate.residency == "offloaded":
         return Holding(Footprint(), active + copy, host=copy.total)
     if request.engine == "any" and candidate.residency == "reallocated":
@@ -146,13 +163,21 @@ def _running(request: PlanRequest, call: str, candidate: Candidate) -> Footprint
         return memory.generation(model, role, layout, candidate.tokens)
     tokens = max(candidate.tokens, longest_part(request, layout))
     trains = isinstance(request.graph.calls[call], Train)
-    rows = _rows(model, replace_recompute(role, candidate.recompute) if trains else role, layout, tokens, trains)
+    if trains:
+        rows = memory.train_activations(model, role, layout, tokens, running_of(candidate.passes))
+    else:
+        rows = _forward(model, role, layout, tokens)
     return rows + memory.gathered(model, role, layout, trains)
 
 
+def running_of(passes: Passes) -> Running:
+    """The same in the terms of memory: see `memory.train_activations`."""
+    return Running(passes.recompute, chunks=passes.chunks, delayed=passes.schedule == "zero_bubble")
+
+
 @lru_cache(maxsize=65536)
-def _rows(model: ModelSpec, role: ModelRole, layout: Layout, tokens: int, trains: bool) -> Footprint:
-    return (memory.train_activations if trains else memory.forward_activations)(model, role, layout, tokens)
+def _forward(model: ModelSpec, role: ModelRole, layout: Layout, tokens: int) -> Footprint:
+    return memory.forward_activations(model, role, layout, tokens)
 
 
 @lru_cache(maxsize=16384)
@@ -168,25 +193,18 @@ def _frozen(model: ModelSpec, role: ModelRole, layout: Layout, cpu: bool) -> Foo
     return memory.frozen_copy(model, role, layout)
 
 
-@lru_cache(maxsize=64)
-def replace_recompute(role: ModelRole, recompute: bool) -> ModelRole:
-    """The role with this choice of gradient checkpointing."""
-    return role if role.gradient_checkpointing == recompute else replace(role, gradient_checkpointing=recompute)
-
-
 # --- seconds ----------------------------------------------------------------------------------------------------------
 
 
 def formula_timings(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> tuple[Timing, ...]:
     """By the formulas alone; several where a generate call may have more or less in flight."""
     generates = isinstance(request.graph.calls[call], Generate)
-    role = replace_recompute(request.role(call), candidate.recompute)
-    setting = Setting(request.model(call), role, candidate.layout, cluster, factors_of(request, cluster))
+    setting = Setting(request.model(call), request.role(call), candidate.layout, cluster, factors_of(request, cluster))
     if generates and request.workload.staleness > 0:
         work = generate_work(request, candidate.layout, candidate.tokens)
         streams = rollout_variants(setting, work, request.workload.staleness)[:STREAMS]
         return tuple(Timing(v.seconds, v.latency, v.running) for v in streams)
-    seconds = setting_seconds(request, call, setting, candidate.tokens)
+    seconds = setting_seconds(request, call, setting, candidate.tokens, candidate.passes)
     running = running_sequences(request, candidate.layout, candidate.tokens) if generates else 0
     return (Timing(seconds, seconds, running),)
 
@@ -214,7 +232,7 @@ def corrected(request: PlanRequest, call: str, candidate: Candidate, timing: Tim
 def _measured(request: PlanRequest, call: str, candidate: Candidate) -> tuple[float, float] | None:
     """The measured seconds and error of exactly this call, None where there are none."""
     layout = candidate.layout
-    axes = (layout.dp, layout.tp, layout.pp, layout.ep, layout.cp, layout.sharding, candidate.tokens)
+    axes = (*layout.axes, candidate.tokens)
     for found in request.costs.calls:
         there = (found.dp, found.tp, found.pp, found.ep, found.cp, found.sharding, found.max_tokens_per_microbatch)
         same = found.call == call and there == axes and found.devices == layout.mesh.n_devices
@@ -227,6 +245,5 @@ def _offload_seconds(request: PlanRequest, call: str, candidate: Candidate, clus
     """Frozen weights are read from the host before use; trained states are read and written back."""
     if candidate.residency != "offloaded":
         return 0.0
-    trains = isinstance(request.graph.calls[call], Train)
-    copy = (_trained if trains else _frozen)(request.model(call), request.role(call), candidate.layout, cluster.is_cpu)
+    copy, trains = copy_of(request, call, candidate.layout, cluster), isinstance(request.graph.calls[call], Train)
     return (2 if trains else 1) * offload_seconds(cluster, copy.total)

@@ -22,7 +22,7 @@ from realgraph.planner.space.couplings import free_floor, moves_of, precedences,
 from realgraph.planner.space.meshes import Family, family
 from realgraph.planner.space.moves import Moves, Place, held_seconds, longest_moves
 from realgraph.planner.space.options import free_seconds, is_trained
-from realgraph.planner.space.pricing import Option, Timed, options_of
+from realgraph.planner.space.pricing import Option, Timed, copy_of, options_of
 from realgraph.planner.space.pruning import Rows, kept_rows
 from realgraph.planner.space.wishes import named_meshes
 
@@ -146,10 +146,12 @@ class _Tables:
     def _options(self, call: str, group: int, size: int) -> tuple[Option, ...]:
         request, cluster = self._request, self._request.cluster.groups[group]
         mesh = DeviceMesh(request.cluster.first_of(group), size)
-        timed: Timed = {}
+        timed, room = Timed({}, {}), usable_bytes(cluster)
         found = [
             option
-            for candidate in candidates(request, call, mesh, cluster)
+            for candidate in candidates(
+                request, call, mesh, cluster, lambda layout: copy_of(request, call, layout, cluster).total <= room
+            )
             for option in options_of(request, call, candidate, cluster, timed)
         ]
         for option in found:
@@ -211,9 +213,7 @@ class _Tables:
 
 def layout_key(option: Option) -> tuple[object, ...]:
     """Equal for options that may share one copy of a role's weights on one mesh; offloaded copies are never shared."""
-    layout = option.candidate.layout
-    axes = (layout.dp, layout.tp, layout.pp, layout.ep, layout.cp, layout.sharding)
-    return (*axes, option.candidate.residency == "offloaded")
+    return (*option.candidate.layout.axes, option.candidate.residency == "offloaded")
 
 
 def allowed(mesh: DeviceMesh, call: str, request: PlanRequest) -> bool:

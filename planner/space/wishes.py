@@ -11,6 +11,7 @@ from realgraph.planner.pins import Pin
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.space.meshes import family, mesh_fault
 from realgraph.planner.space.options import sample_tokens
+from realgraph.planner.space.passes import pin_problems
 
 FEATURES = {
     "tp": "tensor parallelism: layers cut over devices",
@@ -63,6 +64,7 @@ def _stranger(request: PlanRequest, name: str, where: Where) -> Problem:
 
 def _pin(request: PlanRequest, name: str, pin: Pin, where: Where) -> Iterator[Problem]:
     yield from _lacking(request, pin, where)
+    yield from pin_problems(request, name, pin, where)
     if pin.devices is not None:
         fault = mesh_fault(DeviceMesh(pin.first or 0, pin.devices), request.cluster)
         if fault:
