@@ -36,7 +36,8 @@ class Checkpointed(Struct, frozen=True, forbid_unknown_fields=True):
 
     step: completed steps. versions: role -> completed train calls. carried: call -> its carried numbers. open: groups
     that were admitted and neither trained nor discarded; they are generated again, under the same numbers. Groups from
-    `next_group` on have not been touched.
+    `next_group` on have not been touched. copies: call -> version of the copy of trained weights that is its own; a
+    worker loads such a copy from the checkpoint, whose weights are those or, where the copy lags behind, newer ones.
     """
 
     step: int
@@ -50,6 +51,7 @@ class Checkpointed(Struct, frozen=True, forbid_unknown_fields=True):
     best_step: int = -1  # completed steps at the best evaluation so far; -1: none yet
     best_value: float = 0.0
     evaluated_step: int = -1  # completed steps at the last evaluation
+    copies: dict[str, int] = field(default_factory=dict)
     format: int = STATE_FORMAT
 
 

@@ -18,13 +18,14 @@ from realgraph.runtime.turns import Next, Turns
 
 
 class Devices:
-    """versions: role -> completed train calls. session: the step whose generate session is open."""
+    """versions: role -> completed train calls. copies: call -> version of its own copy of the weights.
+    session: the step whose generate session is open."""
 
     def __init__(self, job: Job, program: Program, steps: Steps, collection: Collection, state: Checkpointed) -> None:
         self._job, self._program, self._steps, self._collection = job, program, steps, collection
         self.versions = dict(state.versions)
         copies = [name for name, call in program.calls.items() if call.owners]
-        self._copies = dict.fromkeys(copies, 0)  # version of each call's own copy
+        self.copies = {name: state.copies.get(name, 0) for name in copies}
         orders = job.plan.orders
         named = {reallocation_node(name): name for name in copies if name != program.generate or not job.staleness}
         planned = {turn.call for order in orders.values() for turn in order}
@@ -40,12 +41,8 @@ class Devices:
 
     def check(self) -> None:
         """Assert what is always true."""
-        for name, version in self._copies.items():
+        for name, version in self.copies.items():
             assert version <= self.versions[self._program.calls[name].role]
-
-    def resumed(self) -> None:
-        """Every copy counts as outdated: what a worker loads for it is the worker's affair."""
-        self._copies = dict.fromkeys(self._copies, -1)
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
@@ -53,7 +50,7 @@ class Devices:
     def generator_weights(self) -> int:
         """The version of the weights that generate; 0 where nothing does."""
         call = self._program.calls.get(self._program.generate)
-        return self._copies.get(call.name, self.versions.get(call.role, 0)) if call else 0
+        return self.copies.get(call.name, self.versions.get(call.role, 0)) if call else 0
 
     @property
     def admission_version(self) -> int:
@@ -63,7 +60,7 @@ class Devices:
 
     def behind(self, call: str) -> bool:
         """Whether `call` runs on a copy that is older than the trained weights."""
-        return call in self._copies and self._copies[call] < self.versions[self._program.calls[call].role]
+        return call in self.copies and self.copies[call] < self.versions[self._program.calls[call].role]
 
     def reallocate(self, name: str, now: float) -> bool:
         """Bring the copy of `name` up to date, if both meshes are free; an open session of `name` itself goes on."""
@@ -95,7 +92,7 @@ class Devices:
     def reallocated(self, task: Task) -> None:
         """The copy is what is trained: nothing was trained meanwhile, the reallocation held that mesh too."""
         self.turns.release(task.number)
-        self._copies[task.call] = self.versions[self._program.calls[task.call].role]
+        self.copies[task.call] = self.versions[self._program.calls[task.call].role]
 
     def _set_session(self, step: int | None) -> None:
         self.session = step

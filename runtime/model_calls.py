@@ -88,7 +88,7 @@ class ModelCalls:
         self._roles.keep(call.model)
         metrics = engine.train(call, minibatches)
         self._roles.average(call.model)
-        self._roles.weights_changed(call.model, engine)
+        self._roles.weights_changed(engine)
         return metrics
 
     def _minibatches(self, command: Execute) -> list[Packed]:

@@ -52,6 +52,7 @@ class Roles:
         self.rollouts: dict[str, RolloutEngine] = {}
         self._averaged: dict[str, list[TorchTrainEngine]] = {}  # trained role -> references that follow it
         self.saved: dict[str, TorchTrainEngine] = {}
+        self._changing: list[tuple[str, TorchTrainEngine]] = []  # every copy of the roles that a checkpoint holds
         self._kept: dict[str, Snapshot | None] = {}
         self._begun: dict[str, tuple[int, int]] = {}  # trained role -> version, optimizer steps before its last call
         self._keeping = threading.Lock()
@@ -74,6 +75,9 @@ class Roles:
                     max_cache_tokens=job.plan.allocations[name].max_tokens_per_microbatch,
                 )
                 self.rollouts[name] = TorchRolloutEngine(engine.model.network, limits, decode=decode)
+        averaged = role.ema_rate is not None and role.init is not None
+        if averaged or any(isinstance(call, Train) and call.model == copy.role for call in job.graph.calls.values()):
+            self._changing.append((copy.role, engine))
         if copy.trained:
             self.trained[copy.role] = self.saved[copy.role] = engine
         elif role.ema_rate is not None and role.init is not None:
@@ -104,11 +108,10 @@ class Roles:
         )
 
     def load(self, checkpoint: Path) -> None:
-        """Take back the trained states of a checkpoint, and bring every copy of them up to date. Collective."""
-        for name, engine in self.saved.items():
+        """Take back the states of a checkpoint into every copy of them, as if all had just been reallocated."""
+        for name, engine in self._changing:
             engine.load(checkpoint / name)
-        for role, engine in self.trained.items():
-            self.weights_changed(role, engine)
+            self.weights_changed(engine)
 
     def save(self, folder: Path) -> None:
         """Write every state that training changes. Collective."""
@@ -170,8 +173,8 @@ class Roles:
             counts[role] = sum(parameter.numel() for parameter in engine.model.network.parameters())
         return counts
 
-    def weights_changed(self, role: str, engine: TorchTrainEngine) -> None:
-        """After training: generators that share the trained weights drop what they cached under the old ones."""
+    def weights_changed(self, engine: TorchTrainEngine) -> None:
+        """Generators that read the weights of `engine` drop what they cached under the old ones."""
         for name, rollout in self.rollouts.items():
             if self.engines[name] is engine and rollout.version != engine.version:
                 rollout.update(None, engine.version)

@@ -79,8 +79,6 @@ class Scheduler:
         self._collection.step = first
         self._steps = Steps(job, self._program, self._tasks, self._border)
         self._devices = Devices(job, self._program, self._steps, self._collection, self._border)
-        if state is not None:
-            self._devices.resumed()
         self._border_task: int | None = None
         self._n_discarded = self._ledger.n_discarded  # when the last pump after an answer began
         self._halted = False
@@ -268,6 +266,7 @@ class Scheduler:
             best_step=self._borders.best_step,
             best_value=self._borders.best_value,
             evaluated_step=self._borders.evaluated_step,
+            copies=dict(self._devices.copies),
         )
 
     def _folder(self, step: int) -> str:

@@ -70,7 +70,6 @@ class Simulator:
         self.graph = self.job.graph
         self.frozen = shape.algorithm in ("distill", "twin")  # what generates is never trained
         self.scheduler = scheduler or Scheduler(self.job, range(shape.n_workers), 1000, None, 5)
-        self.workers = {number: Worker() for number in range(shape.n_workers)}
         self.now = 0.0
         self.events: list[Planned] = []
         self.n_planned = self.n_events = 0
@@ -96,6 +95,9 @@ class Simulator:
             for name, call in self.graph.calls.items()
             if isinstance(call, Generate | Inference) and call.model in trainers
         }
+        # all copies are loaded from the checkpoint
+        loaded = {name: self.versions[self.graph.role(name)] for name in self.trainer}
+        self.workers = {number: Worker(copies=dict(loaded)) for number in range(shape.n_workers)}
 
     # --- running ------------------------------------------------------------------------------------------------------
 
@@ -190,7 +192,8 @@ class Simulator:
             case Evaluate():
                 self.check_weights(number, "rollout", command.version)
                 self.hold(number, command.task)
-                self.answer(number, command.task, "evaluate", None, {"reward": Mean(self.rng.random())})
+                reward = Mean(self.seconds(f"evaluation {command.step} {number}"))
+                self.answer(number, command.task, "evaluate", None, {"reward": reward})
 
     def hold(self, device: int, task: int) -> None:
         """A mesh-holding task takes a device."""

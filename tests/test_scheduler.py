@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from realgraph.runtime.actions import (
+    Action,
     Checkpointed,
     CheckpointWritten,
     EvalEnded,
@@ -107,9 +108,38 @@ def test_a_resumed_run_gives_the_commands_of_the_uninterrupted_one(seed: int) ->
         resumed = Simulator(shape, rng, Scheduler(job_of(shape), range(shape.n_workers), 1000, state, 5))
         resumed.steady = True
         resumed.run()
-        expected = [action for action in whole.actions[at:] if isinstance(action, Send)]
-        assert [rounded(sent) for sent in resumed.log] == [rounded(sent) for sent in expected]
+        assert_same(resumed, whole.actions[at:])
         assert ended_steps(resumed)[-1].metrics == ended_steps(whole)[-1].metrics
+
+
+def assert_same(resumed: Simulator, expected: list[Action]) -> None:
+    """The resumed run has sent the very commands, and written the very states, of what is left of another."""
+    assert [rounded(sent) for sent in resumed.log] == [rounded(sent) for sent in expected if isinstance(sent, Send)]
+    states, theirs = (
+        [action.state for action in actions if isinstance(action, CheckpointWritten)]
+        for actions in (resumed.actions, expected)
+    )
+    assert states == theirs
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_run_resumed_from_a_checkpoint_writes_the_states_of_the_uninterrupted_one(seed: int) -> None:
+    """To the last field, with evaluations, which bring the generator's copy up to date before a checkpoint or not."""
+    rng = random.Random(seed)
+    shape = random_shape(rng)
+    shape.algorithm = rng.choice(["grpo", "ppo", "sft", "dpo"])
+    shape.staleness, shape.floating, shape.steps = 0, False, 4
+    shape.checkpoint_every, shape.eval_every = rng.choice([1, 2]), rng.choice([0, 1, 2, 3])
+    whole = Simulator(shape, rng)
+    whole.steady = True
+    whole.run()
+    written = [(i, action) for i, action in enumerate(whole.actions) if isinstance(action, CheckpointWritten)]
+    for i, action in written[:-1]:
+        state = msgspec.json.decode(msgspec.json.encode(action.state), type=Checkpointed)
+        resumed = Simulator(shape, rng, Scheduler(job_of(shape), range(shape.n_workers), 1000, state, 5))
+        resumed.steady = True
+        resumed.run()
+        assert_same(resumed, whole.actions[i + 1 :])
 
 
 @pytest.mark.parametrize("seed", range(60))
