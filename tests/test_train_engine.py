@@ -1,4 +1,4 @@
-"""The train engine on one rank: splits change nothing, resumes are exact, what must not be trained on is refused."""
+"""The train engine on one rank: splits change nothing, resumes are exact, weights travel."""
 
 import math
 from dataclasses import replace
@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from realgraph.graphs.maths import (
     KL,
-    ApplyTerm,
     Constant,
     CrossEntropy,
-    Decoupled,
     Entropy,
     Loss,
     PairMean,
@@ -25,47 +22,16 @@ from realgraph.graphs.maths import (
     TokenMean,
     Value,
 )
-from realgraph.graphs.spec import ModelRole, Optimizer, Train
+from realgraph.graphs.spec import ModelRole
 from realgraph.planner.layout import DeviceMesh, Layout
-from realgraph.runtime.batch import Packed
 from realgraph.runtime.models import Wants
 from realgraph.runtime.optimizer import LossScale
 from realgraph.runtime.parallel import Ranks
-from realgraph.runtime.train_engine import LogprobGap, Settings, TorchTrainEngine, open_engine
-from realgraph.runtime.train_passes import NumericsError
+from realgraph.runtime.train_engine import Settings, open_engine
 from tests import tiny
+from tests.engines import CPU, OPTIMIZER, POLICY, call, close, engine, folder, optimizer, same, weights_of
 
-CPU = torch.device("cpu")
-OPTIMIZER = Optimizer(weight_decay=0.01)
-POLICY = Loss({"policy": PolicyGradient()}, TokenMean())
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("qwen3"))
-
-
-def engine(folder: Path, role: dict[str, Any] | None = None, **settings: Any) -> TorchTrainEngine:
-    settings = {"optimizer": OPTIMIZER, "total_steps": 20, **settings}
-    role = {"trainable": True, **(role or {})}
-    return open_engine(ModelRole(**role), str(folder), Layout(DeviceMesh(0, 1)), Ranks(CPU), Settings(**settings))
-
-
-def call(loss: Loss = POLICY, lr: float = 1e-2, **changes: Any) -> Train:
-    return Train(model="actor", loss=loss, lr=lr, optimizer=OPTIMIZER, **changes)
-
-
-def weights_of(one: TorchTrainEngine) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in one.weights()}
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def close(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -> bool:
-    return all(float((a[n] - b[n]).abs().max()) <= tolerance * float(b[n].abs().max()) for n in a)
-
+__all__ = ["folder"]
 
 # --- splits -----------------------------------------------------------------------------------------------------------
 
@@ -159,7 +125,7 @@ def test_gradient_checkpointing_changes_nothing_and_generators_keep_their_cache(
 
 def test_three_steps_equal_torch_by_hand(folder: Path) -> None:
     """Against a plain loop: transformers' own forward a sample at a time, torch's AdamW, clip_grad_norm_."""
-    settings = replace_optimizer(schedule="linear", warmup_steps=1, final_lr_fraction=0.1)
+    settings = optimizer(schedule="linear", warmup_steps=1, final_lr_fraction=0.1)
     one = engine(folder, {"dtype": "float64"}, optimizer=settings, total_steps=3, max_tokens_per_microbatch=30)
     network = tiny.network().double()
     adam = torch.optim.AdamW(network.parameters(), lr=1.0, betas=settings.betas, eps=settings.eps, weight_decay=0.01)
@@ -182,10 +148,6 @@ def test_three_steps_equal_torch_by_hand(folder: Path) -> None:
         assert metrics["lr"].value == pytest.approx(1e-2 * factor)
     expected = {name: parameter.detach() for name, parameter in network.named_parameters()}
     assert close(weights_of(one), expected, 1e-5)
-
-
-def replace_optimizer(**changes: Any) -> Optimizer:
-    return Optimizer(**{"weight_decay": 0.01, **changes})
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -222,120 +184,12 @@ def test_an_overflow_halves_the_scale_and_loses_no_step(folder: Path) -> None:
     assert metrics["grad_norm"].value == pytest.approx(exact.train(call(), [batch])["grad_norm"].value, rel=0.02)
 
 
-# --- decisions --------------------------------------------------------------------------------------------------------
-
-
-def with_behaviour(one: TorchTrainEngine, batch: Packed, off: float = 0.0) -> Packed:
-    logprobs = one.inference(batch, "logprobs", 1.0) + off
-    return replace(batch, token_keys={**batch.token_keys, "behaviour_logprobs": logprobs})
-
-
-def test_the_gate_opens_once_and_stays_open(folder: Path) -> None:
-    one = engine(folder, max_logprob_gap=1e-4)
-    batch = tiny.batch(tiny.lengths(6, 30, 0))
-    before = weights_of(one)
-    with pytest.raises(LogprobGap, match=r"0\.3 nats away"):
-        one.train(call(), [with_behaviour(one, batch, 0.3)])
-    assert same(before, weights_of(one))
-    assert one.version == 0
-    metrics = one.train(call(), [with_behaviour(one, batch)])
-    assert metrics["logprob_gap"].value < 1e-4
-    stale = with_behaviour(one, batch, 0.3)
-    fresh = {**stale.token_keys, "versions": torch.full_like(stale.token_keys["versions"], 1)}
-    metrics = one.train(call(), [replace(stale, token_keys=fresh)])
-    assert metrics["logprob_gap"].value == pytest.approx(0.3, abs=1e-4)
-
-
-def test_the_gap_leaves_tokens_of_older_weights_out(folder: Path) -> None:
-    one = engine(folder, max_logprob_gap=1e-4)
-    batch = tiny.batch(tiny.lengths(6, 30, 0))
-    one.version = 3
-    assert one.train(call(), [batch])["logprob_gap"].weight == 0
-    assert not one.gate_passed
-
-
-def test_overdue_tokens_are_masked(folder: Path) -> None:
-    one, other = engine(folder, max_age=1), engine(folder)
-    batch = tiny.batch(tiny.lengths(6, 30, 0))
-    versions = torch.where(torch.arange(batch.n_tokens) % 2 == 0, 1, 3).to(torch.int32)
-    batch = replace(batch, token_keys={**batch.token_keys, "versions": versions})
-    one.version = other.version = 3
-    metrics = one.train(call(), [batch])
-    young = replace(batch, mask=batch.mask & (versions == 3))
-    assert metrics["loss"].value == pytest.approx(other.train(call(), [young])["loss"].value, rel=1e-6)
-    assert metrics["overdue"].value == pytest.approx(1 - int(young.mask.sum()) / int(batch.mask.sum()))
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_stops_before_the_step(folder: Path, value: float) -> None:
-    one = engine(folder, max_tokens_per_microbatch=20)
-    batch = tiny.batch([8, 9, 10])
-    before = weights_of(one)
-    advantages = batch.token_keys["advantages"].clone()
-    advantages[8:17] = value
-    with pytest.raises(NumericsError, match="not taken") as caught:
-        one.train(call(), [replace(batch, token_keys={**batch.token_keys, "advantages": advantages})])
-    assert 1 in caught.value.samples
-    assert same(before, weights_of(one))
-    one.train(call(), [batch])  # and the engine still works
-
-
-def test_weights_that_are_not_finite_name_the_sample(folder: Path) -> None:
-    one = engine(folder)
-    batch = tiny.batch([8, 9, 10])
-    tokens = torch.where(batch.tokens == 7, 8, batch.tokens)
-    tokens[12] = 7
-    poisoned = ((n, t.index_fill(0, torch.tensor([7]), math.nan) if "embed" in n else t) for n, t in one.weights())
-    one.load_weights(iter(list(poisoned)), 0)
-    with pytest.raises(NumericsError) as caught:
-        one.train(call(), [replace(batch, tokens=tokens)])
-    assert caught.value.samples  # the head is tied to the embedding: every sample is hit, each is named
-    assert set(caught.value.samples) <= {0, 1, 2}
-
-
-def test_a_decoupled_loss_sees_the_weights_from_before_the_first_step(folder: Path) -> None:
-    """Its proximal log-probabilities are those of a plain inference, whichever mini-batch or epoch a sample is in."""
-    seen: list[Tensor] = []
-
-    def spy(batch: Packed, outputs: Any) -> Tensor:
-        seen.append(torch.where(batch.mask, batch.token_keys["proximal_logprobs"], 0.0))
-        return outputs.logprobs * 0
-
-    policy = PolicyGradient(off_policy=Decoupled(cap=1e9))
-    loss = Loss({"policy": policy, "spy": ApplyTerm(fn="spy")}, TokenMean())
-    one = engine(folder, functions={"spy": spy})
-    batch = tiny.batch(tiny.lengths(8, 30, 0))
-    halves = [batch.select([0, 1, 2, 3]), batch.select([4, 5, 6, 7])]
-    again = [batch.select([7, 0, 5, 2]), batch.select([1, 6, 3, 4])]
-    expected = torch.where(batch.mask, one.inference(batch, "logprobs", 1.0), 0.0)
-    pieces = torch.split(expected, list(batch.lengths))
-    one.train(call(loss, epochs=2, minibatches=2), [*halves, *again])
-    orders = ([0, 1, 2, 3], [4, 5, 6, 7], [7, 0, 5, 2], [1, 6, 3, 4])
-    for found, order in zip(seen, orders, strict=True):
-        torch.testing.assert_close(found, torch.cat([pieces[i] for i in order]), rtol=1e-5, atol=1e-5)
-
-
-def test_wrong_uses_are_refused(folder: Path) -> None:
-    frozen = engine(folder, {"trainable": False}, optimizer=None)
-    batch = tiny.batch([5, 6])
-    with pytest.raises(ValueError, match="frozen"):
-        frozen.train(call(), [batch])
-    with pytest.raises(ValueError, match="head 'lm'"):
-        engine(folder).train(call(Loss({"value": Value()})), [batch])
-    with pytest.raises(ValueError, match="without a mini-batch"):
-        engine(folder).train(call(), [])
-    with pytest.raises(ValueError, match="missing"):
-        frozen.load_weights(iter([]), 1)
-    with pytest.raises(ValueError, match="unknown"):
-        frozen.load_weights(iter([("x", torch.zeros(1))]), 1)
-
-
 # --- weights and files ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_a_resumed_engine_goes_on_bit_for_bit(folder: Path, tmp_path: Path, dtype: str) -> None:
-    settings = {"optimizer": replace_optimizer(schedule="cosine", warmup_steps=3), "max_tokens_per_microbatch": 40}
+    settings = {"optimizer": optimizer(schedule="cosine", warmup_steps=3), "max_tokens_per_microbatch": 40}
     one = engine(folder, {"dtype": dtype}, **settings)
     batches = [tiny.batch(tiny.lengths(6, 30, i), i, dtype=one.dtype) for i in range(4)]
     one.train(call(), batches[:2])

@@ -1,0 +1,210 @@
+"""What is refused in a run file, its data and its model: each mistake with its place, all of them at once."""
+
+from pathlib import Path
+
+import pytest
+
+from realgraph.compose import check_run
+from realgraph.graphs.errors import Where
+from realgraph.local_data import probe_data
+from tests.run_texts import ROOT, RUN, place, problems_of, refused, write_model
+
+__all__ = ["place"]
+
+
+# --- what is refused, and where ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "path", "text", "hint"),
+    [
+        ("graph: grpo", "graph: gropo", "$.graph", "'gropo' is neither a library graph nor the file", "mean 'grpo'?"),
+        ("graph: grpo", "grpah: grpo", "$.grpah", "unknown key 'grpah'", "did you mean 'graph'?"),
+        ("graph: grpo", "graph: [grpo]", "$.graph", "expected text, got a list", "library graphs: generate, grpo"),
+        ("graph: grpo", "graph: ${name}", "$.graph", "expected the name of a graph, or a file", "library graphs"),
+        ("graph: grpo", "steps: 3", "$.steps", "given twice", ""),
+        ("steps: 3", "stesp: 3", "$.stesp", "unknown key 'stesp'", "did you mean 'steps'?"),
+        ("steps: 3", "steps: 0", "$.steps", "expected a whole number >= 1, got 0", ""),
+        ("steps: 3", "staleness: 1.5", "$.staleness", "expected a whole number >= 0, got 1.5", ""),
+        ("steps: 3", "overdue: maks", "$.overdue", "expected one of allow, drop, mask, wait", "did you mean 'mask'?"),
+        ("steps: 3", "format: 7", "$.format", "format 7 is unknown: this version reads formats 1 to 1", "newer"),
+        ("steps: 3", "seed: ${oc.env:SEED}", "$.seed", "${oc.env:SEED} is not a plain reference", ""),
+        ("lr: 2e-6", "lrr: 2e-6", "$.params.lrr", "the graph grpo has no parameter 'lrr'", "did you mean 'lr'?"),
+        ("lr: 2e-6", "lr: fast", "$.params.lr", "expected a number, as the graph's default", ""),
+        ("lr: 2e-6", "lr: ${graph}", "$.params.lr", "expected a number, as the graph's default", ""),
+        ("reward: {fn", "rewrad: {fn", "$.calls.rewrad", "the graph grpo has no call 'rewrad'", "mean 'reward'?"),
+        ("fn: ", "fun: ", "$.calls.reward.fun", "unknown key 'fun' of kind function", "did you mean 'fn'?"),
+        ("actor: {path", "actr: {path", "$.models.actr", "the graph grpo has no role 'actr'", "did you mean 'actor'?"),
+        ("path: model}", "paths: model}", "$.models.actor.paths", "unknown key 'paths'", "did you mean 'path'?"),
+        ("path: model}", "path: ./modle}", "$.models.actor.path", "there is no model './modle'", "or a Hub id such as"),
+        ("path: model}", "trainable: true}", "$.models.actor", "nobody says where the weights", "path"),
+        (
+            "path: data/train.jsonl",
+            "path: data/trian.jsonl",
+            "$.data.path",
+            "there is no data set",
+            "or a Hub id such as",
+        ),
+        ("path: data/train.jsonl", "split: train", "$.data.path", "required, but not given: expected text", ""),
+        (
+            "prompt: question",
+            "promt: question",
+            "$.data.columns.promt",
+            "has no input 'promt'",
+            "did you mean 'prompt'?",
+        ),
+        ("prompt: question", "prompt: questoin", "$.data.columns.prompt", "no column 'questoin'", "mean 'question'?"),
+        ("groups: 4", "groups: 40", "$.batch.groups", "the data set has 10 rows", "at most 10"),
+        ("groups: 4", "expected_new_tokens: 17", "$.batch.expected_new_tokens", "a sample has at most 16", ""),
+        ("steps: 3", "allocation: {trian: {dp: 2}}", "$.allocation.trian", "no call 'trian'", "did you mean 'train'?"),
+        ("steps: 3", "allocation: {train: {dq: 2}}", "$.allocation.train.dq", "unknown key 'dq'", "known: "),
+        ("steps: 3", "eval: {call: rewrd}", "$.eval.call", "'rewrd' is no function call", "did you mean 'reward'?"),
+        ("steps: 3", "eval: {every: 2}", "$.eval", "have no test split", "give eval.data"),
+        (
+            "steps: 3",
+            "eval: {data: {path: data, columns: {prompt: q}}}",
+            "$.eval.data.columns.prompt",
+            "no column 'q'",
+            "",
+        ),
+        ("steps: 3", "eval: {n: 2, k: [1, 4], temperature: 1}", "$.eval.k", "pass@4 needs at least 4", "eval.n to 4"),
+        ("steps: 3", "eval: {n: 4}", "$.eval.n", "greedy decoding gives the same text 4 times", "temperature"),
+        ("graph: grpo", "graph: run.yaml", "$.graph", "a run file can't be its own graph", "name another file"),
+        ("steps: 3", "cluster: {nodes: 0}", "$.cluster.nodes", "expected a whole number >= 1, got 0", ""),
+    ],
+)
+def test_each_mistake_of_a_run_file_has_its_place(
+    place: Path, right: str, wrong: str, path: str, text: str, hint: str
+) -> None:
+    run = RUN.replace(right, wrong)
+    assert run != RUN
+    (place / "run.yaml").write_text(run)
+    found = refused(place)
+    here = [problem for problem in found if problem.where.path == path]
+    assert len(here) == 1, found
+    assert text in here[0].text
+    assert hint in here[0].hint
+    given_at = [i for i, line in enumerate(run.splitlines(), 1) if wrong in line]
+    if not here[0].text.startswith("required") and path != "$.models.actor":
+        assert here[0].where.line == given_at[-1]
+        assert here[0].where.file == str(place / "run.yaml")
+
+
+def test_held_out_data_are_read_as_the_training_data(place: Path) -> None:
+    run = RUN.replace("steps: 3", "steps: 3\neval: {every: 1, data: {path: data, limit: 2}}")
+    (place / "run.yaml").write_text(run)
+    checked = check_run(place / "run.yaml")
+    assert checked.run.eval is not None
+    held = checked.run.eval.data
+    assert held is not None and held.limit == 2 and checked.run.data.limit is None
+    assert held.columns == checked.run.data.columns == {"prompt": "question"}
+    (place / "run.yaml").write_text(run.replace("limit: 2", "columns: {answer: answer, prompt: answer}"))
+    own = check_run(place / "run.yaml").run.eval
+    assert own is not None and own.data is not None and own.data.columns["prompt"] == "answer"
+
+
+def test_a_graph_file_in_place_of_a_run_file_is_told_so(place: Path) -> None:
+    (place / "run.yaml").write_text((ROOT / "graphs/library/sft.yaml").read_text())
+    (problem,) = refused(place)
+    assert "this is a graph file" in problem.text
+    assert "realgraph init --graph" in problem.hint
+
+
+def test_empty_data_are_told_so(place: Path) -> None:
+    (place / "data" / "train.jsonl").write_text("")
+    (problem,) = refused(place)
+    assert (problem.where.path, problem.text) == ("$.data.path", "the data set is empty")
+
+
+def test_mistakes_of_all_sorts_come_at_once(place: Path) -> None:
+    overrides = ["models.actor.path=./none", "allocation.trian.dp=1", "params.minibatches=3", "data.columns.prmpt=x"]
+    paths = [problem.where.path for problem in refused(place, *overrides)]
+    wanted = ["$.allocation.trian", "$.data.columns.prmpt", "$.models.actor.path", "$.calls.train.minibatches"]
+    assert sorted(paths) == sorted(wanted)
+
+
+def test_a_rule_about_a_reference_names_the_value_behind_it(place: Path) -> None:
+    problem = refused(place, "params.minibatches=3")[0]
+    assert problem.where.path == "$.calls.train.minibatches"
+    assert problem.hint.endswith("its value comes from params.minibatches, command line")
+
+
+def broken_model(folder: Path, name: str) -> None:
+    match name:
+        case "no config":
+            (folder / "config.json").unlink()
+        case "bad config":
+            (folder / "config.json").write_text("{")
+        case "list config":
+            (folder / "config.json").write_text("[]")
+        case "own code":
+            (folder / "config.json").write_text('{"auto_map": {"AutoModel": "x.Y"}}')
+        case "pickled":
+            (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+        case "no weights":
+            (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "hint"),
+    [
+        ("no config", "has no readable config.json: No such file or directory", "save_pretrained"),
+        ("bad config", "config.json is not JSON", ""),
+        ("list config", "config.json is not a JSON object", ""),
+        ("own code", "brings its own Python code (auto_map in config.json)", "transformers has itself"),
+        ("pickled", "has only pickled weights (pytorch_model.bin), which can run code", "safe_serialization=True"),
+        ("no weights", "has no weights", ".safetensors"),
+    ],
+)
+def test_a_model_folder_that_is_unsafe_or_incomplete_is_refused(place: Path, name: str, text: str, hint: str) -> None:
+    broken_model(place / "model", name)
+    problem = refused(place)[0]
+    assert problem.where == Where(str(place / "run.yaml"), 2, "$.models.actor.path")
+    assert text in problem.text
+    assert hint in problem.hint
+
+
+def test_a_role_that_is_off_needs_no_model(place: Path) -> None:
+    check_run(place / "run.yaml", ["models.ref.path=model"])
+    write_model(place / "other")
+    broken_model(place / "other", "pickled")
+    override = f"models.ref.path={place / 'other'}"
+    check_run(place / "run.yaml", [override])
+    assert "pickled" in refused(place, override, "params.kl_coef=0.1")[0].text
+
+
+# --- local data -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [None, 1, 3, 100])
+def test_rows_and_columns_are_those_of_the_files(tmp_path: Path, limit: int | None) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    where = Where()
+    (tmp_path / "a.jsonl").write_text('{"q": 1, "a": 2}\n\n{"q": 3, "a": 4}\n{"q": 5, "a": 6}')
+    (tmp_path / "b.jsonl").write_text('{"q": 1, "a": 2}\n')
+    (tmp_path / "notes.txt").write_text("x\n")
+    pq.write_table(pa.table({"q": [1, 2, 3, 4], "a": [1, 2, 3, 4]}), tmp_path / "c.parquet")
+    for path, n_rows in [("a.jsonl", 3), ("*.jsonl", 4), ("c.parquet", 4)]:
+        data = probe_data(str(tmp_path / path), limit, where)
+        assert (data.columns, data.n_rows) == (("q", "a"), min(n_rows, limit or n_rows))
+    (tmp_path / "c.parquet").unlink()
+    assert probe_data(str(tmp_path), limit, where).n_rows == min(4, limit or 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("x.jsonl", b"{oops\n", "x.jsonl:1 is not JSON"),
+        ("x.jsonl", b"\n[1, 2]\n", "x.jsonl:2 is not a JSON object"),
+        ("x.jsonl", b"\xff\xfe\n", "x.jsonl:1 is not JSON"),
+        ("x.parquet", b"PAR", "x.parquet can't be read"),
+    ],
+)
+def test_data_that_can_not_be_read_names_file_and_line(tmp_path: Path, name: str, content: bytes, text: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    where = Where("run.yaml", 4, "$.data.path")
+    problem = problems_of(lambda: probe_data(str(tmp_path / name), None, where))[0]
+    assert problem.where == where
+    assert text in problem.text

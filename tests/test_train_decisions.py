@@ -1,0 +1,124 @@
+"""What the train engine decides: which tokens count, when it refuses to train, what a wrong use is told."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from realgraph.graphs.maths import ApplyTerm, Decoupled, Loss, PolicyGradient, TokenMean, Value
+from realgraph.runtime.batch import Packed
+from realgraph.runtime.train_engine import LogprobGap, TorchTrainEngine
+from realgraph.runtime.train_passes import NumericsError
+from tests import tiny
+from tests.engines import call, engine, folder, same, weights_of
+
+__all__ = ["folder"]
+
+
+def with_behaviour(one: TorchTrainEngine, batch: Packed, off: float = 0.0) -> Packed:
+    logprobs = one.inference(batch, "logprobs", 1.0) + off
+    return replace(batch, token_keys={**batch.token_keys, "behaviour_logprobs": logprobs})
+
+
+def test_the_gate_opens_once_and_stays_open(folder: Path) -> None:
+    one = engine(folder, max_logprob_gap=1e-4)
+    batch = tiny.batch(tiny.lengths(6, 30, 0))
+    before = weights_of(one)
+    with pytest.raises(LogprobGap, match=r"0\.3 nats away"):
+        one.train(call(), [with_behaviour(one, batch, 0.3)])
+    assert same(before, weights_of(one))
+    assert one.version == 0
+    metrics = one.train(call(), [with_behaviour(one, batch)])
+    assert metrics["logprob_gap"].value < 1e-4
+    stale = with_behaviour(one, batch, 0.3)
+    fresh = {**stale.token_keys, "versions": torch.full_like(stale.token_keys["versions"], 1)}
+    metrics = one.train(call(), [replace(stale, token_keys=fresh)])
+    assert metrics["logprob_gap"].value == pytest.approx(0.3, abs=1e-4)
+
+
+def test_the_gap_leaves_tokens_of_older_weights_out(folder: Path) -> None:
+    one = engine(folder, max_logprob_gap=1e-4)
+    batch = tiny.batch(tiny.lengths(6, 30, 0))
+    one.version = 3
+    assert one.train(call(), [batch])["logprob_gap"].weight == 0
+    assert not one.gate_passed
+
+
+def test_overdue_tokens_are_masked(folder: Path) -> None:
+    one, other = engine(folder, max_age=1), engine(folder)
+    batch = tiny.batch(tiny.lengths(6, 30, 0))
+    versions = torch.where(torch.arange(batch.n_tokens) % 2 == 0, 1, 3).to(torch.int32)
+    batch = replace(batch, token_keys={**batch.token_keys, "versions": versions})
+    one.version = other.version = 3
+    metrics = one.train(call(), [batch])
+    young = replace(batch, mask=batch.mask & (versions == 3))
+    assert metrics["loss"].value == pytest.approx(other.train(call(), [young])["loss"].value, rel=1e-6)
+    assert metrics["overdue"].value == pytest.approx(1 - int(young.mask.sum()) / int(batch.mask.sum()))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_stops_before_the_step(folder: Path, value: float) -> None:
+    one = engine(folder, max_tokens_per_microbatch=20)
+    batch = tiny.batch([8, 9, 10])
+    before = weights_of(one)
+    advantages = batch.token_keys["advantages"].clone()
+    advantages[8:17] = value
+    with pytest.raises(NumericsError, match="not taken") as caught:
+        one.train(call(), [replace(batch, token_keys={**batch.token_keys, "advantages": advantages})])
+    assert 1 in caught.value.samples
+    assert same(before, weights_of(one))
+    one.train(call(), [batch])  # and the engine still works
+
+
+def test_weights_that_are_not_finite_name_the_sample(folder: Path) -> None:
+    one = engine(folder)
+    batch = tiny.batch([8, 9, 10])
+    tokens = torch.where(batch.tokens == 7, 8, batch.tokens)
+    tokens[12] = 7
+    poisoned = ((n, t.index_fill(0, torch.tensor([7]), math.nan) if "embed" in n else t) for n, t in one.weights())
+    one.load_weights(iter(list(poisoned)), 0)
+    with pytest.raises(NumericsError) as caught:
+        one.train(call(), [replace(batch, tokens=tokens)])
+    assert caught.value.samples  # the head is tied to the embedding: every sample is hit, each is named
+    assert set(caught.value.samples) <= {0, 1, 2}
+
+
+def test_a_decoupled_loss_sees_the_weights_from_before_the_first_step(folder: Path) -> None:
+    """Its proximal log-probabilities are those of a plain inference, whichever mini-batch or epoch a sample is in."""
+    seen: list[Tensor] = []
+
+    def spy(batch: Packed, outputs: Any) -> Tensor:
+        seen.append(torch.where(batch.mask, batch.token_keys["proximal_logprobs"], 0.0))
+        return outputs.logprobs * 0
+
+    policy = PolicyGradient(off_policy=Decoupled(cap=1e9))
+    loss = Loss({"policy": policy, "spy": ApplyTerm(fn="spy")}, TokenMean())
+    one = engine(folder, functions={"spy": spy})
+    batch = tiny.batch(tiny.lengths(8, 30, 0))
+    halves = [batch.select([0, 1, 2, 3]), batch.select([4, 5, 6, 7])]
+    again = [batch.select([7, 0, 5, 2]), batch.select([1, 6, 3, 4])]
+    expected = torch.where(batch.mask, one.inference(batch, "logprobs", 1.0), 0.0)
+    pieces = torch.split(expected, list(batch.lengths))
+    one.train(call(loss, epochs=2, minibatches=2), [*halves, *again])
+    orders = ([0, 1, 2, 3], [4, 5, 6, 7], [7, 0, 5, 2], [1, 6, 3, 4])
+    for found, order in zip(seen, orders, strict=True):
+        torch.testing.assert_close(found, torch.cat([pieces[i] for i in order]), rtol=1e-5, atol=1e-5)
+
+
+def test_wrong_uses_are_refused(folder: Path) -> None:
+    frozen = engine(folder, {"trainable": False}, optimizer=None)
+    batch = tiny.batch([5, 6])
+    with pytest.raises(ValueError, match="frozen"):
+        frozen.train(call(), [batch])
+    with pytest.raises(ValueError, match="head 'lm'"):
+        engine(folder).train(call(Loss({"value": Value()})), [batch])
+    with pytest.raises(ValueError, match="without a mini-batch"):
+        engine(folder).train(call(), [])
+    with pytest.raises(ValueError, match="missing"):
+        frozen.load_weights(iter([]), 1)
+    with pytest.raises(ValueError, match="unknown"):
+        frozen.load_weights(iter([("x", torch.zeros(1))]), 1)
