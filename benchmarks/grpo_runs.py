@@ -1,7 +1,7 @@
 """One run of GRPO by this project or by TRL's GRPOTrainer, for `benchmarks.vs_trl`, which says what is compared.
 
-Makes the model and the data, starts either system in processes of its own, and reads what its steady state took. As a
-program, with a task as JSON, it is TRL's process.
+Makes the model and the data, starts either system in processes of its own (TRL in `benchmarks.trl_process`), and reads
+what its steady state took.
 """
 
 import json
@@ -116,46 +116,39 @@ def make_model(folder: Path, case: Case, pairs: Sequence[tuple[int, int]]) -> No
     """A Qwen3 of 0.8M parameters with small random weights: nearly uniform over its tokens, so that lengths are
     geometric with the vocabulary as their mean. For the sums it first learns their form, for some seconds."""
     import torch
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    vocabulary = {character: index for index, character in enumerate(case.characters + "$")}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="$"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast: Any = PreTrainedTokenizerFast
-    fast(tokenizer_object=tokenizer, eos_token="$", pad_token="$").save_pretrained(folder)
-    config = Qwen3Config(
-        vocab_size=len(vocabulary),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=vocabulary["$"],
-        pad_token_id=vocabulary["$"],
-        dtype="float32",
-    )
+    from realgraph.arithmetic import small_config, write_tokenizer
+
+    vocabulary = write_tokenizer(folder, case.characters + "$", "$", "$")
     disable_progress_bar()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = Qwen3ForCausalLM(config)
+    ends = (vocabulary["$"], vocabulary["$"])
+    model = Qwen3ForCausalLM(small_config(len(vocabulary), ends, n_layers=4, max_length=512))
     if case.warm_up:
-        texts = [f"{a:02d}+{b:02d}={a + b:03d}$" for a, b in pairs]
-        rows = torch.tensor([[vocabulary[character] for character in text] for text in texts])
-        adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        for _ in range(case.warm_up):
-            batch = rows[torch.randint(len(rows), (128,))]
-            logits = model(batch).logits[:, 5:-1]
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 6:].flatten()).backward()
-            adam.step()
-            adam.zero_grad()
+        learn_form(model, case.warm_up, [[vocabulary[character] for character in text] for text in texts(pairs)])
     model.save_pretrained(folder)
+
+
+def texts(pairs: Sequence[tuple[int, int]]) -> list[str]:
+    """The sums with their answers and ends, all of one length."""
+    return [f"{a:02d}+{b:02d}={a + b:03d}$" for a, b in pairs]
+
+
+def learn_form(model: Any, n_steps: int, rows: Sequence[Sequence[int]]) -> None:
+    """So many optimizer steps on what follows the `=` of right answers."""
+    import torch
+
+    tokens = torch.tensor(rows)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(n_steps):
+        batch = tokens[torch.randint(len(tokens), (128,))]
+        logits = model(batch).logits[:, 5:-1]
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 6:].flatten()).backward()
+        adam.step()
+        adam.zero_grad()
 
 
 # --- one run of either system -----------------------------------------------------------------------------------------
@@ -294,7 +287,7 @@ def run_trl(home: Path, case: Case, setting: Setting, seconds: float) -> Measure
     """TRL's trainer, in a process of its own (or two), for about so many seconds of steady state."""
     out = Path(tempfile.mkdtemp(prefix="trl-", dir=home))
     task = {"home": str(home), "out": str(out), "new_tokens": case.max_new_tokens, "seconds": seconds}
-    script = ["-m", "benchmarks.grpo_runs", json.dumps(task | asdict(setting))]
+    script = ["-m", "benchmarks.trl_process", json.dumps(task | asdict(setting))]
     if setting.processes > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={setting.processes}"]
         script = [*launcher, *script]
@@ -310,105 +303,3 @@ def run_trl(home: Path, case: Case, setting: Setting, seconds: float) -> Measure
         cpu_seconds=clock.between(ends[0], ends[-1]),
         lengths=[length for report in reports for length in report["lengths"]],
     )
-
-
-# --- inside TRL's process ---------------------------------------------------------------------------------------------
-
-
-def trl_main(task: dict[str, Any]) -> None:
-    """Train until the time is over; leaves rank-N.json with the moments at which steps ended, and the lengths."""
-    import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, logging
-    from trl.trainer.grpo_trainer import GRPOTrainer
-
-    logging.set_verbosity_error()
-    home, out, rank = Path(task["home"]), Path(task["out"]), int(os.environ.get("RANK", "0"))
-    ends: list[float] = []
-    lengths: list[int] = []
-
-    def reward(completions: list[str], completion_ids: list[list[int]], **_: object) -> list[float]:
-        lengths.extend(map(len, completion_ids))
-        return [score(text) for text in completions]
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        """The first step's begin and all steps' ends; all ranks stop together."""
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: object) -> None:
-            if not ends:
-                ends.append(time.time())
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: object) -> None:
-            ends.append(time.time())
-            steady = ends[warm_up(ends, task["seconds"]) :]
-            over = torch.tensor(float(len(steady) > 1 and steady[-1] - steady[0] >= task["seconds"]))
-            if task["processes"] > 1:
-                torch.distributed.broadcast(over, 0)
-            control.should_training_stop = bool(over)
-
-    lines = (home / "train.jsonl").read_text(encoding="utf-8").splitlines()
-    trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32),
-        reward_funcs=reward,
-        args=trl_config(task, out),
-        train_dataset=Dataset.from_list([json.loads(line) for line in lines]),
-        processing_class=AutoTokenizer.from_pretrained(home / "model"),
-        callbacks=[Clock()],
-    )
-    trainer.train()
-    report = {"ends": ends[warm_up(ends, task["seconds"]) :], "lengths": lengths}
-    (out / f"rank-{rank}.json").write_text(json.dumps(report), encoding="utf-8")
-
-
-def warm_up(ends: Sequence[float], seconds: float) -> int:
-    """Steps that do not count: the first, but for one so long that what it does only once is lost in it."""
-    return 0 if ends[1] - ends[0] > 2 * seconds else 1
-
-
-def trl_config(task: dict[str, Any], out: Path) -> Any:
-    """TRL's settings: as ours, and nothing that costs time besides the work."""
-    from trl.trainer.grpo_config import GRPOConfig
-
-    running = min(task["samples"] // task["processes"], 128)
-    page = 64
-    batching = {
-        "page_size": page,
-        "num_blocks": running * (task["new_tokens"] // page + 2),
-        "max_batch_tokens": max(256, 2 * running),
-        "max_requests_per_batch": running,
-    }
-    accumulated = task["samples"] // (task["processes"] * task["microbatch"])
-    return GRPOConfig(
-        output_dir=str(out / "run"),
-        per_device_train_batch_size=task["microbatch"],
-        gradient_accumulation_steps=accumulated,
-        num_generations=GROUP,
-        max_completion_length=task["new_tokens"],
-        temperature=1.0,
-        beta=0.0,
-        epsilon=0.2,
-        epsilon_high=0.28,
-        loss_type="dapo",
-        learning_rate=LR,
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        lr_scheduler_type="constant",
-        max_steps=100_000,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        use_transformers_continuous_batching=task["continuous"],
-        transformers_continuous_batching_config=batching if task["continuous"] else None,
-        logging_steps=1_000_000,
-        logging_nan_inf_filter=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        seed=1,
-    )
-
-
-if __name__ == "__main__":
-    trl_main(json.loads(sys.argv[1]))

@@ -30,39 +30,54 @@ def write_data(folder: Path, seed: int) -> None:
         (folder / f"{name}.jsonl").write_bytes(lines)
 
 
-def write_model(folder: Path, seed: int) -> int:
-    """A random Qwen3 of 593k parameters and its tokenizer, in the Hugging Face form. Returns the parameters."""
-    import torch
+def write_tokenizer(folder: Path, characters: str, eos: str, pad: str) -> dict[str, int]:
+    """A tokenizer of one token a character, in the Hugging Face form; what it does not know is `pad`.
+
+    Returns character -> token.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils import logging as transformers_logging
+    from transformers import PreTrainedTokenizerFast
 
-    logging: Any = transformers_logging
-
-    vocabulary = {character: index for index, character in enumerate(CHARACTERS + EOS + PAD)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    vocabulary = {character: index for index, character in enumerate(characters)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=pad))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     fast: Any = PreTrainedTokenizerFast
-    fast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD).save_pretrained(folder)
+    fast(tokenizer_object=tokenizer, eos_token=eos, pad_token=pad).save_pretrained(folder)
+    return vocabulary
 
-    logging.disable_progress_bar()
-    config = Qwen3Config(
-        vocab_size=16,
+
+def small_config(n_tokens: int, ends: tuple[int, int], n_layers: int, max_length: int) -> Any:
+    """A Qwen3 of about 190k parameters a layer. ends: the tokens that end and that pad a text."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=n_tokens,
         hidden_size=128,
         intermediate_size=384,
-        num_hidden_layers=3,
+        num_hidden_layers=n_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=64,
+        max_position_embeddings=max_length,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=vocabulary[EOS],
-        pad_token_id=vocabulary[PAD],
+        eos_token_id=ends[0],
+        pad_token_id=ends[1],
         dtype="float32",
     )
+
+
+def write_model(folder: Path, seed: int) -> int:
+    """A random Qwen3 of 593k parameters and its tokenizer, in the Hugging Face form. Returns the parameters."""
+    import torch
+    from transformers import Qwen3ForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    logging: Any = transformers_logging
+    vocabulary = write_tokenizer(folder, CHARACTERS + EOS + PAD, EOS, PAD)
+    logging.disable_progress_bar()
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(config)
+    model = Qwen3ForCausalLM(small_config(16, (vocabulary[EOS], vocabulary[PAD]), n_layers=3, max_length=64))
     model.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
