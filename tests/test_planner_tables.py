@@ -42,9 +42,7 @@ MIXED = resolve(
 
 def test_context_parallel_ranks_hold_their_part_of_a_long_sample() -> None:
     """Of 65,536 tokens each of 8 ranks has 8,192: that is what cp is for."""
-    long = request(
-        grpo(), "Qwen/Qwen3-8B", cluster(nodes=2), workload=Workload(64, 8, 1024, 64512, 16e3), engine="any"
-    )
+    long = request(grpo(), "Qwen/Qwen3-8B", cluster(nodes=2), workload=Workload(64, 8, 1024, 64512, 16e3), engine="any")
     mesh, found = DeviceMesh(0, 16), dict[int, int]()
     for candidate in candidates(long, "train", mesh, long.cluster):
         if (candidate.layout.tp, candidate.layout.pp, candidate.layout.sharding) == (2, 1, "replicated"):

@@ -5,7 +5,7 @@ half as long, and with a prior, so that few measurements move little.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -167,7 +167,7 @@ def _predicted_by(table: CostTable, factors: Costs | None) -> CostTable:
 
 
 def _merged_calls(old: Sequence[MeasuredCall], new: Sequence[MeasuredCall], keep: float) -> tuple[MeasuredCall, ...]:
-    found: dict[Mapping[str, object] | tuple[object, ...], MeasuredCall] = {_what(call): call for call in old}
+    found: dict[tuple[object, ...], MeasuredCall] = {_what(call): call for call in old}
     for call in new:
         before = found.get(_what(call))
         found[_what(call)] = call if before is None else _newer(before, call, keep)

@@ -25,11 +25,13 @@ from realgraph.planner.costs.measurements import (
     Copy,
     DecodeCase,
     Gemm,
+    HostLink,
     Measured,
     Pass,
     RolloutCase,
 )
 from realgraph.planner.costs.memory import DType
+from realgraph.planner.costs.move import offload_seconds
 from realgraph.planner.costs.overhead import collective_seconds
 from realgraph.planner.costs.setting import Setting, dtype_rate, gemm_efficiency
 from realgraph.planner.costs.train import TrainWork, train_seconds
@@ -105,8 +107,8 @@ def _stage(case: Case) -> str:
             return "decoding"
         case RolloutCase():
             return "rollouts"
-        case _:
-            return ""
+        case HostLink():
+            return ""  # shown only: no factor corrects the rate of the host link
 
 
 def _point(one: Measured, cluster: Cluster, dtype: DType) -> Point:
@@ -147,8 +149,8 @@ def predicted_seconds(case: Case, cluster: Cluster, dtype: DType, costs: Costs) 
             return decode_seconds(setting_of(case.model, cluster, dtype, costs), running, context)
         case RolloutCase():
             return _rollout_seconds(case, setting_of(case.model, cluster, dtype, costs))
-        case _:
-            return math.nan
+        case HostLink(nbytes=nbytes):
+            return offload_seconds(cluster, nbytes)
 
 
 def setting_of(model: ModelSpec, cluster: Cluster, dtype: DType, costs: Costs) -> Setting:

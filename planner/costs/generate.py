@@ -20,7 +20,7 @@ from realgraph.planner.costs.setting import Setting
 PREFILL_TOKENS = 8192  # prompt tokens that enter one forward pass, as serving engines chunk prompts by default
 PREFILL_DRAWS = 1.0  # tokens of a sample that the CPU engine's prefill tells, so that no decode step has to
 # Switches of these kinds' servers add up inside the network (NCCL's NVLS algorithm, NCCL 2.17 release notes).
-REDUCING_SWITCHES = ("H100-SXM", "H200", "H800", "H20", "B200", "GB200")
+REDUCING_SWITCHES = ("H100-SXM", "H200", "H800", "H20", "B200", "GB200", "B300", "GB300")
 FEW = 0.1  # of the largest number of running sequences: what counts as the tail of a batch
 
 

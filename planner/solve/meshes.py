@@ -42,7 +42,7 @@ class Walk(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """`solve_bound.Priced`, for compiled code."""
+    """`bound.Priced`, for compiled code."""
 
     table: Floats  # [sets, tasks, tables]
     free: Floats  # [sets, tasks]

@@ -113,7 +113,7 @@ def _nodes_tree(first: int, nodes: int, per_node: int) -> Block:
     widest = radices(nodes)[0]
     if widest > WIDEST:
         power = 1 << (nodes.bit_length() - 1)
-        sizes = [power, nodes - power] if power < nodes else [nodes]
+        sizes = [power, nodes - power]
     else:
         sizes = [nodes // widest] * widest
     children, at = [], first
