@@ -4,10 +4,10 @@
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.planner.devices import Costs
@@ -20,9 +20,9 @@ Phase = Literal["train", "inference", "generate", "reallocate"]
 class PhaseFactor(Struct, frozen=True, forbid_unknown_fields=True):
     """measured seconds = factor x predicted + constant_seconds; error: relative standard deviation of what is left."""
 
-    factor: float = 1.0
-    constant_seconds: float = 0.0
-    error: float = 0.0
+    factor: Annotated[float, Meta(gt=0)] = 1.0
+    constant_seconds: Annotated[float, Meta(ge=0)] = 0.0
+    error: Annotated[float, Meta(ge=0)] = 0.0
     count: int = 0  # measurements behind it
 
 
@@ -35,7 +35,7 @@ class MeasuredCall(Struct, frozen=True, forbid_unknown_fields=True):
 
     call: str
     phase: Phase
-    model: str  # hash of the ModelSpec
+    model: str  # hash of the call's shape, its role's precision and states, and the ModelSpec
     workload: str
     devices: int
     dp: int
@@ -45,9 +45,9 @@ class MeasuredCall(Struct, frozen=True, forbid_unknown_fields=True):
     cp: int
     sharding: Literal["replicated", "fsdp"]
     max_tokens_per_microbatch: int
-    seconds: float
-    predicted_seconds: float  # by the shipped factors
-    error: float = 0.0
+    seconds: Annotated[float, Meta(gt=0)]
+    predicted_seconds: Annotated[float, Meta(ge=0)]  # by the table's factors; 0 where it was by others
+    error: Annotated[float, Meta(ge=0)] = 0.0
     count: int = 1
 
 

@@ -2,12 +2,16 @@
 
 from functools import cache
 from importlib.resources import files
+from typing import Annotated
 
 import msgspec
 import yaml
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
+
+Rate = Annotated[float, Meta(gt=0)]
+Amount = Annotated[float, Meta(ge=0)]
 
 
 class Costs(Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,31 +32,31 @@ class Costs(Struct, frozen=True, forbid_unknown_fields=True):
     function in one worker's subprocess (None: 0.1 ms).
     """
 
-    gemm: float
-    gemm_tokens: float
-    gemm_width: float
-    attention: float
-    memory: float
-    kv: float
-    link: float
-    nic: float
-    step_seconds: float
-    layer_seconds: float
-    sequence_seconds: float
-    fp8: float = 1.0
-    sustained: float = 1.0
-    pass_tokens: float = 0.0
-    elementwise: float = 0.0
-    optimizer: float = 0.0
-    backward: float = 2.0
-    pass_layer_seconds: float | None = None
-    microbatch_seconds: float = 0.0
-    optimizer_step_seconds: float = 0.0
-    collective_seconds: float | None = None
-    call_seconds: float = 0.0
-    sample_seconds: float = 0.0
-    admission_seconds: float = 0.0
-    function_seconds: float | None = None
+    gemm: Rate
+    gemm_tokens: Amount
+    gemm_width: Amount
+    attention: Rate
+    memory: Rate
+    kv: Rate
+    link: Rate
+    nic: Rate
+    step_seconds: Amount
+    layer_seconds: Amount
+    sequence_seconds: Amount
+    fp8: Rate = 1.0
+    sustained: Rate = 1.0
+    pass_tokens: Amount = 0.0
+    elementwise: Amount = 0.0
+    optimizer: Amount = 0.0
+    backward: Rate = 2.0
+    pass_layer_seconds: Amount | None = None
+    microbatch_seconds: Amount = 0.0
+    optimizer_step_seconds: Amount = 0.0
+    collective_seconds: Amount | None = None
+    call_seconds: Amount = 0.0
+    sample_seconds: Amount = 0.0
+    admission_seconds: Amount = 0.0
+    function_seconds: Amount | None = None
 
 
 class DeviceKind(Struct, frozen=True, forbid_unknown_fields=True):

@@ -63,8 +63,9 @@ def hashes(request: PlanRequest) -> Hashes:
 
 
 def call_hashes(request: PlanRequest, call: str) -> tuple[str, str]:
-    """Of a call's model and of the workload: what ties a measured call to the requests that it speaks of."""
-    return _digest(request.model(call)), hashes(request).workload
+    """Of a call with its role and model, and of the workload: what ties a measured call to a request."""
+    shape = (request.model(call), *_states(request.role(call)), _shape(request.graph.calls[call]))
+    return _digest(shape), hashes(request).workload
 
 
 def _states(role: ModelRole) -> tuple[str | bool | None, ...]:

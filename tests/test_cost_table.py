@@ -11,6 +11,8 @@ from realgraph.graphs.errors import ConfigError
 from realgraph.planner.cost_table import COSTS_FILE, CostTable, MeasuredCall, PhaseFactor, costs_to_json, load_costs
 from realgraph.planner.costs.calibrate import merge, phase_factors
 from realgraph.planner.devices import device_kinds
+from realgraph.planner.request import call_hashes
+from tests.planner_cases import ppo, request
 
 CPU = device_kinds()["cpu"].costs
 
@@ -77,6 +79,33 @@ def test_what_is_no_table_is_named_with_a_way_out(tmp_path: Path) -> None:
     assert "format 7" in problem(file)
     file.write_text('{"kind": "cpu"}')
     assert "format" in problem(file)
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        (replace(TABLE, factors=replace(CPU, gemm=0.0)), "`$.factors.gemm`"),
+        (replace(TABLE, factors=replace(CPU, layer_seconds=-1e-3)), "`$.factors.layer_seconds`"),
+        (replace(TABLE, phases={"train": PhaseFactor(0.0)}), "`$.phases[...].factor`"),
+        (replace(TABLE, calls=(measured("train", -1.0, 1.0),)), "`$.calls[0].seconds`"),
+    ],
+)
+def test_numbers_that_no_machine_has_are_refused(table: CostTable, says: str, tmp_path: Path) -> None:
+    (tmp_path / COSTS_FILE).write_bytes(costs_to_json(table))
+    assert says in problem(tmp_path)
+
+
+def test_what_was_measured_speaks_of_calls_of_equal_precision_and_states_alone() -> None:
+    asked = request(ppo())
+    own = call_hashes(asked, "actor_train")
+    roles = asked.graph.models
+    for changed in ({"dtype": "float32"}, {"gradient_checkpointing": True}):
+        role = replace(roles["actor"], **changed)
+        other = replace(asked, graph=replace(asked.graph, models={**roles, "actor": role}))
+        assert call_hashes(other, "actor_train") != own
+        assert call_hashes(other, "critic_train") == call_hashes(asked, "critic_train")
+    twice = replace(asked.graph.calls["actor_train"], epochs=2)
+    assert call_hashes(replace(asked, graph=replace(asked.graph, calls={"actor_train": twice})), "actor_train") != own
 
 
 @pytest.mark.parametrize("seed", range(20))
