@@ -23,7 +23,7 @@ def plan_from_json(text: str, file: str = "") -> Plan:
     """The inverse of `plan_to_json`. Raises ConfigError with all the problems found; semantics: see `validate`."""
     try:
         raw = json.loads(text, object_pairs_hook=_unique)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", 0)
         problem = Problem(Where(file, line), f"this is no JSON: {getattr(error, 'msg', error)}", HINT, "plan_json")
         raise ConfigError([problem]) from error

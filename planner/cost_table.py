@@ -87,7 +87,7 @@ def load_costs(path: Path, where: Where | None = None) -> CostTable:
             text = f"{file} has format {head.format}; this version reads format {COSTS_FORMAT}"
             raise ConfigError([Problem(place, text, "make it again with `realgraph profile`, or a run", "costs")])
         return msgspec.json.decode(content, type=CostTable)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         hint = "expected what `realgraph profile --out FILE` or a finished run writes"
         raise ConfigError([Problem(place, f"{file} is no table of costs: {error}", hint, "costs")]) from error
 

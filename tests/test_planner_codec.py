@@ -81,6 +81,7 @@ def changed(*path: str | int, to: Any) -> str:
     ("text", "path", "says"),
     [
         ("{", "", "this is no JSON"),
+        ("[" * 100_000, "", "this is no JSON"),
         ('{"a": 1, "a": 2}', "", "'a' stands twice"),
         ("[]", "$", "a plan is a JSON object"),
         ("{}", "$", "missing required field `allocations`"),
