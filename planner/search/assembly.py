@@ -82,7 +82,7 @@ def scope_of(prepared: Prepared) -> str:
     rows = sum(len(table) for table in problem.tables)
     what = "dp only, as this version's engines run" if request.engine == "installed" else "dp, tp, pp, ep, cp"
     where = f"{len(problem.meshes)} meshes (aligned blocks and runs of nodes)"
-    return f"schedules that repeat every step; {where}; {rows} options per call and mesh size: {what}"
+    return f"schedules that repeat every step; {where}; {rows} options of all calls and mesh sizes: {what}"
 
 
 def _all_devices(request: PlanRequest, found: Mapping[int, tuple[Turn, ...]]) -> dict[int, tuple[Turn, ...]]:
