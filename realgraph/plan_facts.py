@@ -6,11 +6,11 @@ from msgspec.structs import replace
 
 from realgraph.compose import Checked
 from realgraph.planner.cluster import Cluster
-from realgraph.planner.costs.memory import usable_bytes
 from realgraph.planner.plan import Plan
 from realgraph.planner.report.format import bytes_text, count_text
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.search.validate import validate
+from realgraph.planner.space.tables import device_bytes
 from realgraph.planner.workload import Workload
 
 
@@ -22,7 +22,8 @@ def facts_of(checked: Checked, request: PlanRequest) -> tuple[tuple[str, str], .
     roles = request.graph.models.items()
     sizes = ", ".join(f"{name} {count_text(request.models[name].n_params(role.head))}" for name, role in roles)
     run = f"graph {request.graph.name}, {samples} samples, {_lengths(workload)}, {mode}"
-    return ((checked.name, run), ("models", sizes), ("cluster", "; ".join(map(_nodes, request.cluster.groups))))
+    nodes = "; ".join(_nodes(group, device_bytes(request, group)) for group in request.cluster.groups)
+    return ((checked.name, run), ("models", sizes), ("cluster", nodes))
 
 
 def _lengths(workload: Workload) -> str:
@@ -33,9 +34,9 @@ def _lengths(workload: Workload) -> str:
     )
 
 
-def _nodes(group: Cluster) -> str:
+def _nodes(group: Cluster, usable: int) -> str:
     nodes = f"{group.nodes} node{'s' * (group.nodes > 1)} x {group.devices_per_node} {group.kind}"
-    return f"{nodes} ({bytes_text(group.memory_bytes)} each, {usable_bytes(group) / 1e9:.1f} usable)"
+    return f"{nodes} ({bytes_text(group.memory_bytes)} each, {usable / 1e9:.1f} usable)"
 
 
 def doubts_of(checked: Checked, request: PlanRequest, plan: Plan) -> Iterator[str]:

@@ -14,6 +14,8 @@ from rich.console import Console
 from realgraph.plan_command import show
 from realgraph.plan_gantt import MOST_LANES, Gantt, lane_text
 from realgraph.plan_table import mesh_picture
+from realgraph.planner.constraints import Constraints
+from realgraph.planner.costs.memory import usable_bytes
 from realgraph.planner.events import period
 from realgraph.planner.plan import Plan, Turn
 from realgraph.planner.report.diff import diff
@@ -165,6 +167,13 @@ def test_a_plan_does_not_differ_from_itself_and_every_difference_is_named() -> N
     assert said["", "period"].after == "80.0 s"
     assert {"devices 0-31", "devices 32-63"} <= {subject for subject, _ in said}
     assert ("generate", "layout") not in said
+
+
+def test_memory_is_shown_against_what_the_user_lets_a_plan_fill() -> None:
+    asked, plan = colocated()
+    capped = msgspec.structs.replace(asked, constraints=Constraints(memory_gb=60.0))
+    assert {bar.usable_bytes for bar in report(capped, plan).memory} == {60_000_000_000}
+    assert {bar.usable_bytes for bar in report(asked, plan).memory} == {usable_bytes(asked.cluster)}
 
 
 def test_numbers_are_written_as_people_read_them() -> None:

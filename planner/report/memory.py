@@ -5,12 +5,13 @@ from typing import Literal
 
 from msgspec import Struct
 
-from realgraph.planner.costs.memory import TERMS, usable_bytes
+from realgraph.planner.costs.memory import TERMS
 from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.plan import Plan
 from realgraph.planner.report.format import words
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.space.holdings import Held, active_of, group_for, held_copies
+from realgraph.planner.space.tables import device_bytes
 
 
 class MemoryPart(Struct, frozen=True):
@@ -62,7 +63,7 @@ def _bar(request: PlanRequest, plan: Plan, copies: Sequence[Held], devices: Sequ
     ]
     nodes = group_for(request, Layout(DeviceMesh(device, 1)))
     resident = [part for copy in copies if device in copy.layout.mesh.devices for part in _resident(copy)]
-    return MemoryBar(tuple(devices), (*resident, *running), worst, usable_bytes(nodes), nodes.memory_bytes)
+    return MemoryBar(tuple(devices), (*resident, *running), worst, device_bytes(request, nodes), nodes.memory_bytes)
 
 
 def _resident(copy: Held) -> Iterator[MemoryPart]:
