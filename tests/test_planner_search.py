@@ -16,7 +16,7 @@ from realgraph.planner.problem import Limits
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.search.search import Infeasible, events_of, reprice, search
 from realgraph.planner.search.validate import validate
-from realgraph.planner.space.holdings import active_of, resident_on
+from realgraph.planner.space.holdings import active_of, held_copies
 from realgraph.planner.workload import Workload
 from tests.planner_cases import cluster, grpo, ppo, request
 
@@ -153,7 +153,11 @@ def test_any_pins_give_a_valid_live_plan_whose_fullest_device_is_found(asked: Pl
         pin = asked.pins.get(name, Pin())
         assert pin.devices is None or allocation.layout.mesh == DeviceMesh(pin.first or 0, pin.devices)
         assert pin.sharding in (None, allocation.layout.sharding)
-        held = [resident_on(asked, plan.allocations, device).total for device in allocation.layout.mesh.devices]
+        copies = held_copies(asked, plan.allocations)
+        held = [
+            sum(copy.footprint.total for copy in copies if device in copy.layout.mesh.devices)
+            for device in allocation.layout.mesh.devices
+        ]
         assert allocation.peak_bytes == max(held) + active_of(asked, plan.allocations, name).total
 
 

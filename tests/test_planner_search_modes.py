@@ -14,8 +14,8 @@ from realgraph.planner.problem import Limits, Solution
 from realgraph.planner.request import hashes
 from realgraph.planner.search.alternatives import alternatives
 from realgraph.planner.search.robust import erring, robust, scenario
-from realgraph.planner.search.search import Infeasible, events_of, present, reprice, search, solved
-from realgraph.planner.search.sweep import doubled, larger_memory, resize, sweep, synchronous, what_if
+from realgraph.planner.search.search import Infeasible, events_of, reprice, search, solved
+from realgraph.planner.search.sweep import hints, larger_memory, resize, synchronous
 from realgraph.planner.search.validate import validate
 from realgraph.planner.solve.solver import evaluate
 from realgraph.planner.workload import Workload
@@ -59,32 +59,28 @@ def test_no_alternative_beats_the_plan_by_more_than_the_gap_and_each_says_why(ca
 
 def test_present_settings_are_priced_beside_the_best() -> None:
     pins = {"actor_train": Pin(tp=8), "generate": Pin(tp=8)}
-    mine, best = present(PPO, pins, QUICK), search(PPO, QUICK)
+    mine, best = search(replace(PPO, pins=pins), QUICK), search(PPO, QUICK)
     assert mine.allocations["generate"].layout.tp == 8
     assert best.lower_bound_seconds <= mine.period_seconds
 
 
-def test_a_sweep_gives_a_plan_or_a_reason_for_each_size() -> None:
+def test_more_devices_are_never_worse() -> None:
     asked = request(grpo(), "meta-llama/Llama-3.1-70B", cluster(nodes=8), workload=WORK, engine="any")
-    found = sweep(asked, doubled(8, 64), QUICK)
-    assert [size.devices for size in found] == [8, 16, 32, 64]
-    assert found[0].plan is None
-    assert "no plan fits" in found[0].reason
-    plans = [size.plan for size in found if size.plan is not None]
-    assert plans
+    sizes = [replace(asked, cluster=resize(asked.cluster, devices)) for devices in (8, 32, 64)]
+    with pytest.raises(Infeasible, match="no plan fits"):
+        search(sizes[0], QUICK)
+    plans = [search(size, QUICK) for size in sizes[1:]]
     for smaller, larger in pairwise(plans):
-        assert larger.lower_bound_seconds <= smaller.period_seconds * (1 + 1e-9)  # more devices are never worse
+        assert larger.lower_bound_seconds <= smaller.period_seconds * (1 + 1e-9)
     assert resize(asked.cluster, 4).n_devices == 4
     with pytest.raises(ValueError, match="whole nodes"):
         resize(asked.cluster, 12)
 
 
-def test_hints_are_searches_of_their_own_and_sorted_by_gain() -> None:
+def test_hints_are_searches_of_their_own() -> None:
     asked = replace(PPO, pins={"generate": Pin(tp=8)})
     plan = search(asked, QUICK)
-    hints = what_if(asked, plan, QUICK)
-    assert [hint.gain for hint in hints] == sorted((hint.gain for hint in hints), reverse=True)
-    texts = {hint.text: hint for hint in hints}
+    texts = {hint.text: hint for hint in hints(asked, plan, QUICK)}
     assert "32 devices" in texts
     assert texts["32 devices"].gain > 0
     assert any("batch.groups 512" in text for text in texts)

@@ -1,11 +1,8 @@
 """From a request to the best plan: tables, the search, and the plan with its predictions. Also prices given plans."""
 
-from collections.abc import Mapping
-
 from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError
-from realgraph.planner.pins import Pin
 from realgraph.planner.plan import Plan
 from realgraph.planner.problem import Limits, Solution
 from realgraph.planner.request import PlanRequest
@@ -42,11 +39,6 @@ def solved(request: PlanRequest, limits: Limits = DEFAULT) -> tuple[Prepared, So
     if isinstance(found, Solution):
         return prepared, found
     raise infeasible(request, limits) if found.proven else unfinished(found)
-
-
-def present(request: PlanRequest, pins: Mapping[str, Pin], limits: Limits = DEFAULT) -> Plan:
-    """The best plan under the user's present settings. Raises as `search` does."""
-    return search(replace(request, pins={**request.pins, **pins}), limits)
 
 
 def reprice(request: PlanRequest, plan: Plan) -> Plan:

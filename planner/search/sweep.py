@@ -1,6 +1,6 @@
 """The same request on other clusters and with other settings: how the period scales, and what would help most."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -35,31 +35,7 @@ class Hint(Struct, frozen=True):
     gain: float
 
 
-class Size(Struct, frozen=True):
-    """The plan for a number of devices, or why there is none."""
-
-    devices: int
-    plan: Plan | None
-    reason: str = ""
-
-
 # --- cluster sizes ----------------------------------------------------------------------------------------------------
-
-
-def sweep(request: PlanRequest, sizes: Sequence[int], limits: Limits = QUICK) -> tuple[Size, ...]:
-    """A plan for each number of devices of the first kind, everything else as asked. Pinned places must fit them all.
-
-    Raises ValueError for a size that is neither within a node nor whole nodes.
-    """
-    return tuple(_size(request, size, limits) for size in sizes)
-
-
-def _size(request: PlanRequest, size: int, limits: Limits) -> Size:
-    resized = replace(request, cluster=resize(request.cluster, size))
-    try:
-        return Size(size, search(resized, limits))
-    except ConfigError as error:
-        return Size(size, None, error.problems[0].text)
 
 
 def resize(cluster: Cluster, size: int) -> Cluster:
@@ -72,25 +48,12 @@ def resize(cluster: Cluster, size: int) -> Cluster:
     return replace(cluster, nodes=size // per_node, more=())
 
 
-def doubled(first: int, last: int) -> tuple[int, ...]:
-    """first, twice that, and so on up to `last`, which is always there."""
-    sizes = []
-    while first < last:
-        sizes.append(first)
-        first *= 2
-    return (*sizes, last)
-
-
 # --- what if ----------------------------------------------------------------------------------------------------------
 
 
-def what_if(request: PlanRequest, plan: Plan, limits: Limits = QUICK) -> tuple[Hint, ...]:
-    """Changes with their predicted gain in samples a second, each from a search of its own; the best first."""
-    return tuple(sorted(hints(request, plan, limits), key=lambda hint: -hint.gain))
-
-
 def hints(request: PlanRequest, plan: Plan, limits: Limits = QUICK) -> Iterator[Hint]:
-    """The same one by one, as they are found. A search that ended far from its bound would mislead: it gives none."""
+    """Changes with their predicted gain in samples a second, each from a search of its own, one by one as they are
+    found. A search that ended far from its bound would mislead: it gives none."""
     base = request.workload.n_samples / plan.period_seconds
     for text, changed in _variants(request, plan):
         if limits.stop():

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from msgspec import Struct
 
-from realgraph.graphs.spec import Generate, Train
+from realgraph.graphs.spec import Train
 from realgraph.planner.cluster import Cluster
 from realgraph.planner.costs.memory import Footprint
 from realgraph.planner.layout import Layout
@@ -78,12 +78,6 @@ def held_copies(request: PlanRequest, allocations: Allocations) -> tuple[Held, .
     return tuple(found.values())
 
 
-def resident_on(request: PlanRequest, allocations: Allocations, device: int) -> Footprint:
-    """Bytes that a device holds all the time."""
-    here = (held for held in held_copies(request, allocations) if device in held.layout.mesh.devices)
-    return sum((held.footprint for held in here), Footprint())
-
-
 def active_of(request: PlanRequest, allocations: Allocations, call: str) -> Footprint:
     """Bytes that a running call adds on each device of its mesh."""
     return _held_by(request, allocations, call).active
@@ -132,8 +126,3 @@ def node_of(cluster: Cluster, device: int) -> int:
     group = group_of(cluster, device)
     before = sum(one.nodes for one in cluster.groups[:group])
     return before + (device - cluster.first_of(group)) // cluster.groups[group].devices_per_node
-
-
-def generates(request: PlanRequest, call: str) -> bool:
-    """Whether the call is a generate session."""
-    return isinstance(request.graph.calls[call], Generate)
