@@ -23,7 +23,7 @@ from benchmarks.published_steps import (
     update_seconds,
 )
 from realgraph.planner.cluster import Cluster
-from realgraph.planner.costs.backend import FSDP_2023
+from realgraph.planner.costs.backend import DEEPSPEED_CHAT, ZERO3, Backend
 from realgraph.planner.costs.generate import generate_seconds
 from realgraph.planner.costs.lengths import lengths_of
 from realgraph.planner.costs.setting import Setting
@@ -41,13 +41,16 @@ AREAL_CUT = 0.05
 AREAL_STALENESS = 4
 AREAL_MICROBATCH = 32768
 # Trainers of its benchmark folder, v0.3.0: pipeline stages and tp by billions of parameters; engines of one device, of
-# eight for 32B. Asynchronous: engines on three quarters of the devices (paper).
-# At most 512 groups in flight, new weights through files that are looked for every 5 s (v0.3.0's rollout manager).
-# Synchronous: on one half, training on the other, in turn (v0.2's configuration of 128 devices).
+# eight for 32B, on three quarters of the devices (paper). Synchronous is the same system with a bound of 0: the hours
+# of 1.5B, synchronous over asynchronous, are as 356.6 to 128.7 thousand tokens a second at bounds of 4 and 0 (paper,
+# figure 5c). Both say 76.0 million tokens a batch: known lengths, where the share of cut answers tells only 7B's.
+# At most 512 groups in flight, each until its last answer is done; new weights through files in either mode, which are
+# looked for every 5 s (v0.3.0's rollout manager).
 AREAL_TRAINERS = ((4.0, 2, 1, 1), (10.0, 4, 1, 1), (1e9, 8, 2, 8))
 AREAL_IN_FLIGHT = 512 * 16
 AREAL_LOOKS_SECONDS = 5.0
-AREAL_SHARE = {"async": 0.75, "sync": 0.5}
+AREAL_SHARE = 0.75
+AREAL_TOKENS = ((4.0, 76.0e6),)  # of prompts and answers in a batch, by billions of parameters
 AREAL_STEPS = re.compile(r"hours_for_(\d+)_ppo_steps")
 
 
@@ -59,7 +62,7 @@ def areal(row: Row, model: ModelSpec, cluster: Cluster) -> Told | str:
         return "neither a table of hours nor synchronous or asynchronous"
     devices = row.count("n_gpus")
     stages, tp, engine = next(found[1:] for found in AREAL_TRAINERS if model.n_params() < found[0] * 1e9)
-    part = round(devices * AREAL_SHARE[mode[1]]) // engine * engine
+    part = round(devices * AREAL_SHARE) // engine * engine
     left = (devices - part) // (stages * tp) * stages * tp
     if not part or not left or not float(counted[1]):
         return "fewer devices than its layouts need"
@@ -71,16 +74,26 @@ def areal(row: Row, model: ModelSpec, cluster: Cluster) -> Told | str:
         microbatch=AREAL_MICROBATCH,
         controller=False,
         in_flight=AREAL_IN_FLIGHT,
-        files_seconds=AREAL_LOOKS_SECONDS / 2 if mode[1] == "async" else 0.0,
+        files=True,
+        looks_seconds=AREAL_LOOKS_SECONDS,
     )
-    mean = mean_with_cut(AREAL_BATCH.limit, AREAL_CUT)
+    mean, known = _areal_mean(model)
     batch = replace(AREAL_BATCH, mean=mean, staleness=AREAL_STALENESS if mode[1] == "async" else 0)
     seconds = step_seconds(model, cluster, engines, batch).whole
     said = (
-        f"mean answer {mean:,.0f} tokens ({AREAL_CUT:.0%} cut at {AREAL_BATCH.limit:,}), a batch is four steps, "
+        f"mean answer {mean:,.0f} tokens ({known}), a batch is four steps, "
         f"{part} devices generate and {left} train (pp{stages} tp{tp})"
     )
     return seconds * float(counted[1]) / AREAL_BATCH.steps, said
+
+
+def _areal_mean(model: ModelSpec) -> tuple[float, str]:
+    """Mean tokens of an answer, and where they come from."""
+    told = next((tokens for billions, tokens in AREAL_TOKENS if model.n_params() < billions * 1e9), None)
+    if told is not None:
+        return told / AREAL_BATCH.samples - AREAL_BATCH.prompt, f"{told / 1e6:.1f} million a batch"
+    mean = mean_with_cut(AREAL_BATCH.limit, AREAL_CUT)
+    return mean, f"{AREAL_CUT:.0%} cut at {AREAL_BATCH.limit:,}"
 
 
 def mean_with_cut(limit: int, share: float) -> float:
@@ -99,7 +112,8 @@ def mean_with_cut(limit: int, share: float) -> float:
 # benchmark settings want it; 1,024 samples, 128 an optimizer step; reward model and critic as large as the actor;
 # reference, reward, actor, critic and engines on 1 : 1 : 2 : 2 : 2 eighths of the devices; states of Adam on the host.
 CHAT_BATCH = Batch(samples=1024, per_group=1, prompt=1024, mean=1024.0, limit=1024, steps=8, rewarded=False)
-CHAT_MICROBATCH = 4 * 2048
+CHAT_TOKENS = 2048
+CHAT_MICROBATCH = 4 * CHAT_TOKENS
 EIGHTHS_SMALL, EIGHTHS_LARGE = 1, 2
 # Every rank of the actor asks the engines for so many samples and waits for them before it asks again, by billions of
 # parameters (the same table's micro_batch_size of generation; for 34B, where it is empty, as for 70B).
@@ -107,7 +121,8 @@ CHAT_ASKED = ((10.0, 16), (20.0, 8), (1e9, 4))
 ENGINE_FILL = 0.45  # of a device's memory that an engine's weights may take: tp is the least that keeps to it
 CPU_ADAM_SECONDS = 2.6e-10  # of a parameter on one host's cores (CPU-Adam of ZeRO-Offload, arXiv:2101.06840)
 # DeepSpeed-Chat generates without continuous batching, layer by layer from Python, on all devices: samples at once on a
-# device by billions of parameters (the same table), and a layer's launches where nothing hides them.
+# device by billions of parameters (the same table), in training and scoring too, and a layer's launches where nothing
+# hides them.
 CHAT_RUNNING = ((10.0, 8), (1e9, 2))
 EAGER_LAYER_SECONDS = 1.0e-3
 
@@ -118,7 +133,7 @@ def openrlhf(model: ModelSpec, cluster: Cluster) -> Told:
     small, large = (max(1, devices * eighths // 8) for eighths in (EIGHTHS_SMALL, EIGHTHS_LARGE))
     room = ENGINE_FILL * cluster.memory_bytes
     tp = next((n for n in (1, 2, 4, 8) if 2 * model.n_params() / n <= room), 8)
-    engines = _chat_engines(max(large, tp), tp, large)
+    engines = _chat_engines(layout_of(max(large, tp), tp), large)
     generating = serving(Setting(model, BF16, engines.generate, cluster))
     asked = next(most for billions, most in CHAT_ASKED if model.n_params() < billions * 1e9)
     work = generate_work(generating, engines, CHAT_BATCH)
@@ -139,20 +154,20 @@ def deepspeed_chat(model: ModelSpec, cluster: Cluster) -> Told:
     """Seconds of one PPO batch: every model on all devices, one after the other."""
     devices = cluster.n_devices
     running = next(most for billions, most in CHAT_RUNNING if model.n_params() < billions * 1e9)
-    engines = _chat_engines(devices, 1, devices)
-    setting = Setting(model, BF16, engines.generate, cluster)
+    engines = replace(_chat_engines(layout_of(devices, sharded=True), devices), microbatch=running * CHAT_TOKENS)
+    setting = Setting(model, BF16, engines.generate, cluster, backend=DEEPSPEED_CHAT)
     eager = replace(setting, factors=replace(setting.costs, layer_seconds=EAGER_LAYER_SECONDS))
     seconds = generate_seconds(eager, replace(generate_work(eager, engines, CHAT_BATCH), running=running))
-    trained = _trained(model, cluster, engines.train)
+    trained = _trained(model, cluster, engines.train, DEEPSPEED_CHAT)
     passes = 4 * pass_seconds(trained, engines, CHAT_BATCH)
     training = 2 * (update_seconds(trained, engines, CHAT_BATCH) + _host_adam(model, cluster, devices))
     said = f"prompts and answers of 1,024 tokens, 128 samples an optimizer step, {running} samples at once on a device"
     return seconds + passes + training + glue().step_seconds, said
 
 
-def _chat_engines(generate: int, tp: int, train: int) -> Engines:
+def _chat_engines(generate: Layout, train: int) -> Engines:
     return Engines(
-        generate=layout_of(generate, tp),
+        generate=generate,
         train=layout_of(train, sharded=True),
         colocated=False,
         microbatch=CHAT_MICROBATCH,
@@ -160,9 +175,8 @@ def _chat_engines(generate: int, tp: int, train: int) -> Engines:
     )
 
 
-def _trained(model: ModelSpec, cluster: Cluster, layout: Layout) -> Setting:
-    """ZeRO-3 moves what FSDP moves; both are of 2023."""
-    return Setting(model, BF16, replace(layout, mesh=DeviceMesh(0, layout.mesh.n_devices)), cluster, backend=FSDP_2023)
+def _trained(model: ModelSpec, cluster: Cluster, layout: Layout, engine: Backend = ZERO3) -> Setting:
+    return Setting(model, BF16, replace(layout, mesh=DeviceMesh(0, layout.mesh.n_devices)), cluster, backend=engine)
 
 
 def _host_adam(model: ModelSpec, cluster: Cluster, devices: int) -> float:

@@ -13,6 +13,7 @@ from realgraph.graphs.spec import ModelRole
 from realgraph.planner.cluster import Cluster
 from realgraph.planner.costs.backend import FSDP, MEGATRON
 from realgraph.planner.costs.decode import SAME, Precision, cache_bytes_per_token
+from realgraph.planner.costs.forward import mean_context
 from realgraph.planner.costs.generate import GenerateWork, generate_seconds
 from realgraph.planner.costs.inference import inference_seconds
 from realgraph.planner.costs.lengths import lengths_of
@@ -95,7 +96,8 @@ class Engines(Struct, frozen=True):
     fp8: bool = False
     controller: bool = True
     in_flight: int = 0
-    files_seconds: float = 0.0
+    files: bool = False
+    looks_seconds: float = 0.0
 
 
 class StepSeconds(Struct, frozen=True):
@@ -122,8 +124,8 @@ def step_seconds(model: ModelSpec, cluster: Cluster, engines: Engines, batch: Ba
     passes = batch.passes * pass_seconds(train, engines, batch)
     trained = update_seconds(train, engines, batch)
     sync = sync_seconds(generate)
-    if engines.files_seconds:
-        sync = written_seconds(model) + engines.files_seconds
+    if engines.files:
+        sync = written_seconds(model) + read_seconds(model) + engines.looks_seconds / 2
     reward = batch.samples * table.reward_seconds / table.reward_workers if batch.rewarded else 0.0
     fixed = table.step_seconds
     if engines.colocated or not batch.staleness:
@@ -165,7 +167,8 @@ def generate_work(setting: Setting, engines: Engines, batch: Batch) -> GenerateW
     each = cache_bytes_per_token(setting, engines.precision) * (batch.prompt + 1.15 * lengths.mean_age)
     running = max(1, min(MOST_RUNNING, int(room / each)))
     if engines.in_flight:
-        running = max(1, min(running, engines.in_flight // engines.generate.dp))
+        held = lengths.mean / lengths.expected_max(batch.per_group) if batch.staleness else 1.0
+        running = max(1, min(running, round(engines.in_flight * held / engines.generate.dp)))
     return GenerateWork(
         samples=batch.samples,
         samples_per_group=batch.per_group,
@@ -205,6 +208,7 @@ def train_work(engines: Engines, batch: Batch) -> TrainWork:
         optimizer_steps=batch.steps,
         recompute="full" if engines.recompute else "none",
         longest_tokens=round(batch.prompt + lengths.expected_max(batch.samples / batch.steps)),
+        attended_tokens=mean_context(batch.prompt, lengths),
         fp8=engines.fp8,
     )
 
@@ -231,6 +235,12 @@ def written_seconds(model: ModelSpec, lora_rank: int = 0) -> float:
     tensors = 2 * per_layer * model.layers if lora_rank else tensors_of(model)
     nbytes = 2 * (lora_params(model, lora_rank) if lora_rank else model.n_params())
     return table.sync_seconds + tensors * table.sync_tensor_seconds + nbytes / table.file_bytes_per_s
+
+
+def read_seconds(model: ModelSpec) -> float:
+    """Files of weights in 16 bits into engines, which read them side by side and load tensor by tensor."""
+    table = glue()
+    return tensors_of(model) * table.sync_tensor_seconds + 2 * model.n_params() / table.file_bytes_per_s
 
 
 def reload_seconds(model: ModelSpec, devices: int) -> float:

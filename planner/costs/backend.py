@@ -26,7 +26,9 @@ class Backend(Struct, frozen=True):
     backward: fused cross-entropy reads and writes it thrice, separate operations ten times. reduces_all: gradients are
     all-reduced, not scattered, before a distributed optimizer gathers weights. layer_seconds: of a layer's pass
     besides, where launches do not hide behind kernels. exposed: of traffic that could hide, the share that never does:
-    collectives take cores and memory from the products beside them.
+    collectives take cores and memory from the products beside them. score_bytes: moved for each score of unfused
+    attention, forward. elementwise: bytes that element-wise operations move, over those of fused kernels.
+    batching: of generation. Where it is `static`, samples are padded and run in batches, each to its longest.
     """
 
     name: str
@@ -44,6 +46,9 @@ class Backend(Struct, frozen=True):
     reduces_all: bool = False
     layer_seconds: float = 0.0
     exposed: float = 0.25
+    score_bytes: int = 13
+    elementwise: float = 1.0
+    batching: Literal["continuous", "static"] = "continuous"
 
 
 # Defaults of Megatron-Core: gradients in float32, overlapped with the last backward pass; products overlap part of
@@ -55,6 +60,16 @@ FSDP = Backend("fsdp", compute=1.08, distributed=False, dp_overlap=0.85, sum_byt
 # gathers of later layers (arXiv:2304.11277, sec. 3.4). How much of the traffic shows was set with the speeds
 # of llm-foundry in view: small micro-batches without recomputation against large ones with it.
 FSDP_2023 = replace(FSDP, compute=1.0, exposed=0.75)
+# DeepSpeed's ZeRO-3 under modules of Hugging Face's transformers, eager: the norms of LLaMA in float32 take eight
+# kernels, rotary embeddings nine; counted operation by operation they move 135 bytes an element of hidden width and 10
+# of the MLP's, fused kernels 28 and 8.
+ZERO3 = replace(FSDP_2023, name="zero3", elementwise=3.2)
+# DeepSpeed-Chat (arXiv:2308.01320; DeepSpeedExamples, dschat/utils/ds_utils.py): attention in separate operations, its
+# softmax in float32 (28 bytes a score); at most 3e7 parameters prefetched or live, less than a layer, so that no gather
+# runs ahead of compute. Its hybrid engine gathers weights once a batch and generates the batch to its longest sample.
+DEEPSPEED_CHAT = replace(
+    ZERO3, name="deepspeed-chat", attention="unfused", score_bytes=28, dp_overlap=0.0, exposed=1.0, batching="static"
+)
 # Whole copies with an all-reduce of gradients after the last micro-batch, as this project's engine does.
 REPLICATED = Backend("replicated", distributed=False, dp_overlap=0.0, sum_bytes=12)
 # 2021 and 2022: attention by batched products and a fused softmax; no overlap of gradients; whole residuals on tp.

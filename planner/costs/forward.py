@@ -1,6 +1,7 @@
 """Predicted seconds of one forward pass: 2 operations per weight and token (arXiv:2001.08361, table 1)."""
 
 from realgraph.planner.costs.layer import LayerCosts, layer_costs
+from realgraph.planner.costs.lengths import Lengths
 from realgraph.planner.costs.overhead import elementwise_bytes_per_s, pass_layer_seconds
 from realgraph.planner.costs.setting import Setting, gemm_efficiency
 
@@ -24,6 +25,15 @@ def layer_seconds(costs: LayerCosts, tokens: float, context: float, imbalance: f
     moved = costs.tensor.at(tokens, context) + costs.context.at(tokens, context)
     routed = costs.experts.at(tokens, context) + costs.exchange.at(tokens, context)
     return own + moved + imbalance * routed + costs.dispatch.at(tokens, context) + costs.fixed
+
+
+def mean_context(prompt: float, responses: Lengths) -> float:
+    """Tokens of its own sample that a token attends to, mean over the tokens of samples of a prompt and a response.
+
+    A sample of n tokens has n of them, which attend to n / 2 on average: E[n^2] / 2 E[n].
+    """
+    squared = prompt * prompt + 2 * prompt * responses.mean + responses.second_moment
+    return squared / (2 * (prompt + responses.mean))
 
 
 def _cpu_forward_seconds(setting: Setting, tokens: float, context: float) -> float:

@@ -19,7 +19,7 @@ def inference_seconds(setting: Setting, work: TrainWork) -> float:
     model, layout = setting.model, setting.layout
     per_device = work.tokens / (layout.dp * layout.cp)
     count = max(1, math.ceil(per_device / work.microbatch_tokens))
-    tokens, context = per_device / count, work.sample_tokens / 2
+    tokens, context = per_device / count, work.context
     costs = layer_costs(setting, work.fp8)
     layer = layer_seconds(costs, tokens, context, work.imbalance) + costs.routing
     head = costs.head.at(tokens, context)
@@ -38,7 +38,7 @@ def _cpu_inference_seconds(setting: Setting, work: TrainWork) -> float:
     per_device = math.ceil(work.tokens / layout.dp)
     count = max(1, math.ceil(per_device / work.microbatch_tokens))
     computed = computed_on_cpu(work, per_device / count)
-    forward = forward_seconds(setting, computed, work.sample_tokens / 2) + setting.costs.microbatch_seconds
+    forward = forward_seconds(setting, computed, work.context) + setting.costs.microbatch_seconds
     gathered = 0.0
     if layout.sharding == "fsdp":
         nbytes = setting.element * setting.model.n_params(setting.role.head)

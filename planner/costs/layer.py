@@ -17,7 +17,6 @@ from realgraph.planner.layout import DeviceMesh, Layout
 
 NORM_ELEMENTS = 14  # elements of hidden width that a layer's norms, residuals and rotary embedding read and write
 MLP_ELEMENTS = 4  # of the MLP's width: gate, up, their product, read again
-UNFUSED_BYTES = 13  # of each score: written, masked, normalised, dropped out and read again, in 16 bits
 PERMUTE_ELEMENTS = 8  # of hidden width per token and expert: into experts' order and back, read and written twice
 EXPERT_TILE = 128  # rows of a grouped product's tile: the last of each expert is half empty
 GROUPED = 0.8  # rate of grouped products over that of one product of the same rows
@@ -152,7 +151,9 @@ def _attention(setting: Setting) -> Part:
     position = 4 * model.attention_width() / setting.layout.tp / rate
     if setting.engine.attention == "fused":
         return Part(position=position)
-    scores = 2 * UNFUSED_BYTES * model.heads / setting.layout.tp  # masked ones are computed too: twice the context
+    scores = (
+        2 * setting.engine.score_bytes * model.heads / setting.layout.tp
+    )  # masked ones are computed too: twice the context
     return Part(position=2 * position + scores / (setting.cluster.memory_bytes_per_s * costs.memory))
 
 
@@ -163,7 +164,7 @@ def _traffic(setting: Setting) -> Part:
     routed = model.experts_per_token * model.expert_intermediate + model.shared_intermediate
     mlp = max(dense, routed if model.expert_layers else 0)
     whole = NORM_ELEMENTS * model.hidden / (tp if setting.engine.sequence_parallel else 1)
-    nbytes = setting.element * (whole + MLP_ELEMENTS * mlp / tp)
+    nbytes = setting.element * (whole + MLP_ELEMENTS * mlp / tp) * setting.engine.elementwise
     return Part(token=nbytes / elementwise_bytes_per_s(setting))
 
 

@@ -10,8 +10,9 @@ import math
 from msgspec import Struct
 
 from realgraph.planner.costs.comm import allreduce_seconds, collective_bytes_per_s, gather_seconds, latency_seconds
-from realgraph.planner.costs.forward import IMBALANCE, forward_seconds, layer_seconds
+from realgraph.planner.costs.forward import IMBALANCE, forward_seconds, layer_seconds, mean_context
 from realgraph.planner.costs.layer import BACKWARD_ATTENTION, LayerCosts, layer_costs
+from realgraph.planner.costs.lengths import lognormal
 from realgraph.planner.costs.memory import master_bytes, shards
 from realgraph.planner.costs.overhead import computed_tokens, dispatch_seconds, optimizer_bytes_per_s
 from realgraph.planner.costs.pipeline import MicroBatch, Pipeline, pipeline_seconds
@@ -29,9 +30,9 @@ class TrainWork(Struct, frozen=True):
     prompt_tokens, of a sample, are equal in all `samples_per_group` samples of a group. recompute: what the backward
     pass computes again; `selective` is attention and element-wise operations, `full` whole layers. chunks: groups of
     layers of a stage, where the schedule is interleaved. longest_tokens: of the longest sample, None where all are
-    equal. attended_tokens: of its own sample that a token attends to, mean over all tokens; None: half a sample, as
-    where all are equal. fp8: matrix products of layers in that precision. imbalance: tokens of the busiest expert's
-    device over the mean.
+    equal. attended_tokens: of its own sample that a token attends to, mean over all tokens (`mean_context`); None: that
+    of log-normal lengths up to the longest. fp8: matrix products of layers in that precision. imbalance: tokens of the
+    busiest expert's device over the mean.
     """
 
     tokens: int
@@ -52,7 +53,11 @@ class TrainWork(Struct, frozen=True):
     @property
     def context(self) -> float:
         """Tokens that a token attends to, mean over the tokens: long samples have more of them."""
-        return self.sample_tokens / 2 if self.attended_tokens is None else self.attended_tokens
+        if self.attended_tokens is not None:
+            return self.attended_tokens
+        if self.longest_tokens is None or self.longest_tokens <= self.sample_tokens:
+            return self.sample_tokens / 2
+        return mean_context(0.0, lognormal(self.sample_tokens, self.longest_tokens))
 
 
 def microbatches(setting: Setting, work: TrainWork) -> int:
