@@ -136,9 +136,13 @@ def step_seconds(model: ModelSpec, cluster: Cluster, engines: Engines, batch: Ba
         return StepSeconds(seconds, passes, trained, sync, between, seconds + passes + trained + sync + between)
     variants = rollout_variants(generate, replace(work, stall_seconds=sync), max(1, batch.staleness))
     side = passes + trained + sync + fixed
-    bounds = [max(v.seconds, side, (v.latency + reward + side) / (1 + batch.staleness)) for v in variants]
+    busy = [v.seconds + (0.0 if v.staleness else sync) for v in variants]  # streams stand still for it, batches wait
+    bounds = [
+        max(seconds, side, (v.latency + reward + side) / (1 + batch.staleness))
+        for seconds, v in zip(busy, variants, strict=True)
+    ]
     best = min(range(len(variants)), key=bounds.__getitem__)
-    return StepSeconds(variants[best].seconds, passes, trained, sync, fixed, bounds[best])
+    return StepSeconds(busy[best], passes, trained, sync, fixed, bounds[best])
 
 
 def settings_of(model: ModelSpec, cluster: Cluster, engines: Engines) -> tuple[Setting, Setting]:
