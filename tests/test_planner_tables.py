@@ -15,6 +15,7 @@ from realgraph.graphs.maths import Loss
 from realgraph.graphs.spec import Advantage, Function, ModelRole, Train
 from realgraph.planner.cluster import ClusterSpec, NodesSpec
 from realgraph.planner.constraints import Constraints
+from realgraph.planner.costs.memory import DType
 from realgraph.planner.detect import resolve
 from realgraph.planner.events import Dependency, EventGraph, event_graph, period
 from realgraph.planner.layout import DeviceMesh
@@ -38,6 +39,14 @@ replace = msgspec.structs.replace
 MIXED = resolve(
     ClusterSpec(nodes=2, devices=8, kind="H100-SXM", more=(NodesSpec(3, "A100-80"), NodesSpec(1, "H20", 4))), MACHINE
 )
+
+
+@pytest.mark.parametrize(("dtype", "widest"), [("bfloat16", 8), ("float32", 16)])
+def test_a_replica_spans_nodes_where_none_holds_its_weights(dtype: DType, widest: int) -> None:
+    """70B parameters are 141 GB in bf16 and 282 GB in float32; a node of eight A100-40 has 343 GB, not all for them."""
+    asked = request(grpo(dtype), "meta-llama/Llama-3.1-70B", cluster("A100-40", nodes=4), engine="any")
+    offered = candidates(asked, "rollout", DeviceMesh(0, 32), asked.cluster)
+    assert max(candidate.layout.tp for candidate in offered) == widest
 
 
 def test_context_parallel_ranks_hold_their_part_of_a_long_sample() -> None:

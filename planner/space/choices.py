@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from realgraph.graphs.spec import Generate, Inference, Train
 from realgraph.planner.cluster import Cluster
+from realgraph.planner.costs.memory import element_bytes
 from realgraph.planner.layout import AXES, DeviceMesh, Layout
 from realgraph.planner.pins import Pin
 from realgraph.planner.request import PlanRequest
@@ -113,7 +114,7 @@ def _tensor_ranks(request: PlanRequest, call: str, mesh: DeviceMesh, cluster: Cl
     model, pinned = request.model(call), request.pins.get(call, Pin()).tp
     widest = min(mesh.n_devices, cluster.devices_per_node)
     if isinstance(request.graph.calls[call], Generate):
-        weights = 2 * model.n_params()
+        weights = element_bytes(request.role(call).dtype) * model.n_params()
         while weights > FULL * widest * cluster.memory_bytes and 2 * widest <= mesh.n_devices:
             if widest >= WIDE_TP * cluster.devices_per_node:
                 break
