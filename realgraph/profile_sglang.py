@@ -4,13 +4,12 @@ Two answers of different length to the same prompts, whose keys and values the s
 alone: seconds of a step are the difference over the difference in tokens. All requests of a batch go in one message.
 """
 
-import json
 import os
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -34,6 +33,36 @@ REQUEST_SECONDS = 300.0
 FIRST_TOKEN, TOKENS = 1000, 997  # prompts are made of these
 
 
+Answered = TypeVar("Answered")
+
+
+class ModelInfo(Struct):
+    """What is read of /get_model_info."""
+
+    model_path: str
+
+
+class ServerInfo(Struct):
+    """What is read of /get_server_info; null where the server was started without it."""
+
+    tp_size: int | None = None
+    pp_size: int | None = None
+    dp_size: int | None = None
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
+    max_req_input_len: int | None = None
+
+
+class Finished(Struct):
+    completion_tokens: int
+
+
+class Answer(Struct):
+    """What is read of one answer of /generate."""
+
+    meta_info: Finished
+
+
 class Server(Struct, frozen=True):
     """What a server says of itself."""
 
@@ -47,6 +76,10 @@ class Server(Struct, frozen=True):
 def sglang_costs(costs: Costs, server: Server, cluster: Cluster) -> tuple[Costs, Stage]:
     """`costs` with the decode steps of the server instead of the embedded engine's. Raises ConfigError."""
     points = list(_points(server, cluster))
+    if not points:
+        least = min(context for _, context in SIZES) + LONG
+        text = f"the server takes requests of {server.longest} tokens at most, the shortest measured here has {least}"
+        raise _error(server.url, text, "start it with a longer --context-length")
     fit = fit_costs(costs, DECODING, points)
     return fit.costs, Stage("decoding by SGLang", DECODING, fit.error, len(points))
 
@@ -54,12 +87,11 @@ def sglang_costs(costs: Costs, server: Server, cluster: Cluster) -> tuple[Costs,
 def open_server(url: str) -> Server:
     """Ask the server what it runs. Raises ConfigError where it can't be reached, or can't be priced."""
     base = url.rstrip("/")
-    info, args = _ask(base, "/get_model_info"), _ask(base, "/get_server_info")
-    where = Where(base)
-    model = load_model_spec(str(info.get("model_path", "")), where, hub_cache_folder(os.environ))
-    if int(args.get("pp_size") or 1) > 1 or int(args.get("dp_size") or 1) > 1:
+    info, args = _ask(base, "/get_model_info", ModelInfo), _ask(base, "/get_server_info", ServerInfo)
+    model = load_model_spec(info.model_path, Where(base), hub_cache_folder(os.environ))
+    if (args.pp_size or 1) > 1 or (args.dp_size or 1) > 1:
         raise _error(base, "the server has several pipeline stages or replicas", "start one with --tp-size alone")
-    weights, cache = str(args.get("quantization") or ""), str(args.get("kv_cache_dtype") or "auto")
+    weights, cache = args.quantization or "", args.kv_cache_dtype or "auto"
     precision = Precision(
         weights="float8" if "fp8" in weights else "role", cache="float8" if "fp8" in cache else "role"
     )
@@ -67,8 +99,8 @@ def open_server(url: str) -> Server:
         raise _error(
             base, f"weights quantized by {weights!r} have no formula", "start a server with bf16 or fp8 weights"
         )
-    longest = int(args.get("max_req_input_len") or model.max_positions or max(length for _, length in SIZES))
-    return Server(base, model, int(args.get("tp_size") or 1), longest, precision)
+    longest = args.max_req_input_len or model.max_positions or max(length for _, length in SIZES)
+    return Server(base, model, args.tp_size or 1, longest, precision)
 
 
 def _points(server: Server, cluster: Cluster) -> Iterator[Point]:
@@ -107,24 +139,27 @@ def _generate(server: Server, prompts: Sequence[Sequence[int]], new: int) -> flo
     """Seconds until all answers of exactly `new` tokens are there."""
     sampling = {"max_new_tokens": new, "ignore_eos": True, "temperature": 0.0}
     began = time.perf_counter()
-    answers = _ask(server.url, "/generate", {"input_ids": prompts, "sampling_params": sampling})
+    asked = {"input_ids": prompts, "sampling_params": sampling}
+    answers = _ask(server.url, "/generate", list[Answer], asked)
     seconds = time.perf_counter() - began
-    counts = {answer["meta_info"]["completion_tokens"] for answer in answers}
+    counts = {answer.meta_info.completion_tokens for answer in answers}
     if len(answers) != len(prompts) or counts != {new}:
         text = f"{len(prompts)} requests for {new} tokens got {len(answers)} answers of {sorted(counts)}"
         raise _error(server.url, text, "expected /generate of SGLang 0.4 or later")
     return seconds
 
 
-def _ask(url: str, path: str, body: object = None) -> Any:
+def _ask(url: str, path: str, kind: type[Answered], body: object = None) -> Answered:
     """The decoded answer. Raises ConfigError."""
-    data = None if body is None else json.dumps(body).encode()
+    data = None if body is None else msgspec.json.encode(body)
     request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as answer:
-            return json.loads(answer.read())
+            return msgspec.json.decode(answer.read(), type=kind)
     except urllib.error.HTTPError as error:
         raise _error(url, f"{path} answered {error.code} {error.reason}", "is this an SGLang server?") from error
+    except msgspec.MsgspecError as error:
+        raise _error(url, f"{path} answered something else: {error}", "expected SGLang 0.4 or later") from error
     except (OSError, ValueError) as error:
         hint = "start it first: python -m sglang.launch_server --model-path MODEL --port 30000"
         raise _error(url, f"no SGLang server answers {path}: {error}", hint) from error

@@ -95,6 +95,11 @@ def test_the_server_s_steps_take_the_place_of_the_engine_s(server: StandIn) -> N
 
 def test_what_can_t_be_measured_is_told(server: StandIn) -> None:
     assert "no SGLang server answers /get_model_info" in problem("http://127.0.0.1:9")
+    server.args = {"tp_size": "two"}
+    assert "/get_server_info answered something else" in problem(server.url)
+    server.args = {"max_req_input_len": 100}
+    with pytest.raises(ConfigError, match="requests of 100 tokens at most"):
+        sglang_costs(device_kind("H100-SXM").costs, open_server(server.url), NODE)
     server.args = {"tp_size": 2, "dp_size": 2}
     assert "replicas" in problem(server.url)
     server.args = {"quantization": "awq"}
