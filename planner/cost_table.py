@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.planner.devices import Costs
+from realgraph.planner.layout import Recompute, Schedule
 
 COSTS_FORMAT = 1
 COSTS_FILE = "costs.json"  # in a run directory
@@ -30,7 +31,7 @@ class MeasuredCall(Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds that one call really took under one layout: the median over `count` steps and its relative deviation.
 
     workload: the hash of the workload it was measured with; the planner takes the seconds as they are where graph
-    call, model, layout, micro-batch and workload are equal, and otherwise learns a phase factor from them.
+    call, model, layout, micro-batches and workload are equal, and otherwise learns a phase factor from them.
     """
 
     call: str
@@ -49,6 +50,9 @@ class MeasuredCall(Struct, frozen=True, forbid_unknown_fields=True):
     predicted_seconds: Annotated[float, Meta(ge=0)]  # by the table's factors; 0 where it was by others
     error: Annotated[float, Meta(ge=0)] = 0.0
     count: int = 1
+    recompute: Recompute = "none"
+    schedule: Schedule = "1f1b"
+    chunks: int = 1
 
 
 class CostTable(Struct, frozen=True, forbid_unknown_fields=True):

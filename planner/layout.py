@@ -7,6 +7,7 @@ from msgspec import Struct
 Recompute = Literal["none", "selective", "full"]  # in a backward pass: nothing, all but matrix products, whole layers
 Schedule = Literal["1f1b", "interleaved", "zero_bubble"]  # the order in which pipeline stages take micro-batches
 AXES = ("dp", "tp", "pp", "ep", "cp", "sharding")  # what a layout says besides its mesh
+PASSES = ("recompute", "schedule", "chunks")  # of a train call: how it takes its micro-batches
 
 
 class DeviceMesh(Struct, frozen=True, order=True):

@@ -4,9 +4,11 @@ from typing import Literal
 
 from msgspec import Struct
 
-from realgraph.planner.layout import Layout, Recompute, Schedule
+from realgraph.planner.layout import AXES, PASSES, Layout, Recompute, Schedule
 
 PLAN_FORMAT = 3
+Transport = Literal["in_place", "device", "host"]  # of weights: nothing moves; device to device; through host memory
+TRANSPORTS: tuple[Transport, ...] = ("in_place", "device", "host")
 
 
 class Allocation(Struct, frozen=True):
@@ -16,6 +18,7 @@ class Allocation(Struct, frozen=True):
     the call holds its mesh; `latency_seconds` until all its outputs are there, where a paused generate session makes
     that longer (0: the same). microbatches: of one optimizer step on one data-parallel rank. recompute: of a train
     call's activations, in its backward pass. schedule: of its pipeline stages, each of `chunks` groups of layers.
+    input_seconds: of `seconds`, to bring what the call reads from the devices that made it.
     """
 
     layout: Layout
@@ -32,6 +35,13 @@ class Allocation(Struct, frozen=True):
     running: int = 0  # sequences that decode at once on a data-parallel rank, of a generate call
     host_bytes: int = 0  # per device, of what is offloaded
     error: float = 0.0  # relative standard error of `seconds`, from calibration
+    input_seconds: float = 0.0
+
+    @property
+    def settings(self) -> dict[str, int | str]:
+        """Everything that was chosen but where it lies and what stays there, by the names that pins have."""
+        named = {name: getattr(self, name) for name in ("max_tokens_per_microbatch", *PASSES)}
+        return {**dict(zip(AXES, self.layout.axes, strict=True)), **named}
 
 
 class Turn(Struct, frozen=True):
@@ -67,6 +77,7 @@ class Plan(Struct, frozen=True):
     latency_seconds: float = 0.0  # of one step, from the start of its generation to the end of its training
     starts: dict[str, float] = {}  # seconds: of step 0's calls and reallocations; step k is k periods later
     reallocation_seconds: dict[str, float] = {}  # call -> seconds to bring trained weights to its copy
+    reallocation_transport: dict[str, Transport] = {}  # call that reads trained weights -> how they get there
     stopped: str = ""  # why the search ended: proven, time limit, interrupted, exhausted
     search_seconds: float = 0.0
 

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -151,25 +152,19 @@ def _seconds(name: str, steps: Sequence[StepRecord]) -> list[float]:
 
 
 def _entry(planned: Planned, name: str, phase: Phase, seconds: Sequence[float], predicted: float) -> MeasuredCall:
-    allocation = planned.plan.allocations[name]
-    layout, median = allocation.layout, statistics.median(seconds)
+    allocation, median = planned.plan.allocations[name], statistics.median(seconds)
     deviation = NORMAL * statistics.median(abs(value - median) for value in seconds)
     model, workload = call_hashes(planned.request, name)
-    return MeasuredCall(
-        call=name,
-        phase=phase,
-        model=model,
-        workload=workload,
-        devices=layout.mesh.n_devices,
-        dp=layout.dp,
-        tp=layout.tp,
-        pp=layout.pp,
-        ep=layout.ep,
-        cp=layout.cp,
-        sharding=layout.sharding,
-        max_tokens_per_microbatch=allocation.max_tokens_per_microbatch,
-        seconds=median,
-        predicted_seconds=predicted,
-        error=deviation / median if median > 0 else 0.0,
-        count=len(seconds),
-    )
+    found = {
+        "call": name,
+        "phase": phase,
+        "model": model,
+        "workload": workload,
+        "devices": allocation.layout.mesh.n_devices,
+        **allocation.settings,
+        "seconds": median,
+        "predicted_seconds": predicted,
+        "error": deviation / median if median > 0 else 0.0,
+        "count": len(seconds),
+    }
+    return msgspec.convert(found, MeasuredCall)

@@ -24,13 +24,23 @@ from realgraph.planner.report.format import (
 )
 from realgraph.planner.report.memory import MemoryPart
 from realgraph.planner.report.report import Bottleneck, Hint, Measured, Option, Report, Row, Size
-from realgraph.planner.report.text import batches_text, bound_text, cheapest, predicted_text, weights_text
+from realgraph.planner.report.text import (
+    batches_text,
+    bound_text,
+    cheapest,
+    inputs_text,
+    moves_text,
+    pipelines_text,
+    predicted_text,
+    weights_text,
+)
 
 CELLS = 16  # of a drawn cluster
 MEMORY_CELLS = 40  # of a full device
 NUMBERS = ("micro-batches", "seconds", "share", "memory")
 LEAST_WIDTH = {"on the cluster": 118, "weights": 98, "most of it": 92}
 PART_COLOURS = {"resident": "cyan", "active": "yellow"}
+SLOW_INPUTS = 0.01  # of a call's seconds: inputs that take more are named
 NAMED_PARTS = 6  # of a memory bar
 MOST_NODES = 4  # that are drawn apart
 SHADES = ("█", "▓", "▒", "░", "◼", "▪")
@@ -43,6 +53,7 @@ def plan_parts(report: Report, width: int) -> Iterator[RenderableType]:
     yield allocation_table(report, width)
     yield from gantt(report.timeline)
     yield from bottleneck(report.bottleneck)
+    yield from moves(report)
     yield from memory(report, width)
     yield Text()
     for doubt in report.findings.doubts:
@@ -54,6 +65,8 @@ def explain_parts(report: Report, call: str, found: tuple[Option, ...]) -> Itera
     yield from head(report)
     allocation = report.plan.allocations[call]
     seconds = seconds_text(allocation.seconds)
+    if allocation.input_seconds:
+        seconds += f", {seconds_text(allocation.input_seconds)} of it to bring its inputs"
     text = f"{call}: {layout_text(allocation.layout)}, {allocation.max_tokens_per_microbatch:,} tokens, {seconds}"
     slack = next((row.slack_seconds for row in report.rows if row.call == call), 0.0)
     critical = slack <= 1e-3 * report.plan.period_seconds
@@ -174,6 +187,18 @@ def bottleneck(found: Bottleneck) -> Iterator[Text]:
     chain = " -> ".join(f"{name} {seconds_text(seconds)}" for name, seconds in found.circuit)
     spans = "every step" if found.steps == 1 else f"every {found.steps} steps"
     yield Text.assemble(("critical circuit ", "bold"), f"{chain} -> {found.circuit[0][0]}, {spans}")
+
+
+def moves(report: Report) -> Iterator[Text]:
+    """The order of pipeline stages, how trained weights get to the calls that read them, and slow inputs."""
+    weights, inputs = moves_text(report.plan), inputs_text(report.plan, SLOW_INPUTS)
+    stages = pipelines_text(report.rows)
+    if stages:
+        yield Text.assemble(("pipelines ", "bold"), stages)
+    if weights:
+        yield Text.assemble(("new weights ", "bold"), weights)
+    if inputs:
+        yield Text.assemble(("inputs ", "bold"), f"of the seconds of calls: {inputs}")
 
 
 def memory(report: Report, width: int) -> Iterator[Text]:

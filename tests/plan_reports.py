@@ -48,7 +48,7 @@ def overlapping() -> tuple[PlanRequest, Plan]:
         "generate": _at(HIGH, (4, 8, 1), 44.5, 21_000_000_000, "kv_cache", running=64, residency="reallocated"),
         "ref": _at(LOW, (8, 4, 1), 7.4, 38_100_000_000, "weights", residency="offloaded"),
         "values": _at(ALL, (16, 4, 1), 3.3, 37_700_000_000, "weights"),
-        "actor_train": _at(ALL, (2, 4, 8), 11.3, 68_000_000_000, "optimizer", recompute=True, microbatches=16),
+        "actor_train": _at(ALL, (2, 4, 8), 11.3, 68_000_000_000, "optimizer", recompute="full", microbatches=16),
         "critic_train": _at(LOW, (1, 8, 4), 27.7, 71_300_000_000, "optimizer", microbatches=32),
     }
     first, last = Turn("reallocate:generate"), (Turn("reallocate:values"), Turn("values"), Turn("actor_train"))

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from typing import Literal
 
 from realgraph.graphs.errors import Where
-from realgraph.graphs.graph import Edge, Graph
+from realgraph.graphs.graph import Edge, Graph, Key
+from realgraph.graphs.keys import KeyType
 from realgraph.graphs.maths import Loss
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, ModelRole, Train
 from realgraph.planner.cluster import Cluster, ClusterSpec
@@ -30,13 +31,23 @@ def graph(
     calls: dict[str, ModelCall], data: Iterable[tuple[str, str]], roles: dict[str, ModelRole], staleness: int = 0
 ) -> Graph:
     """A compiled graph with these data edges; weight edges as the compiler draws them."""
-    edges = [Edge(producer, consumer, keys=(f"{producer}_{consumer}",)) for producer, consumer in data]
+    flows = tuple(data)
+    edges = [Edge(producer, consumer, keys=(f"{producer}_{consumer}",)) for producer, consumer in flows]
+    keys = {f"{producer}_{consumer}": _key(calls, producer, consumer) for producer, consumer in flows}
+    reads = {name: tuple(key.name for key in keys.values() if name in key.consumers) for name in calls}
+    writes = {name: tuple(key.name for key in keys.values() if name == key.producer) for name in calls}
     for name, call in calls.items():
         for train, trained in calls.items():
             if isinstance(trained, Train) and isinstance(call, Generate | Inference) and call.model == trained.model:
                 slack = staleness if isinstance(call, Generate) else 0
                 edges.append(Edge(train, name, role=call.model, distance=1 + slack))
-    return Graph("test", calls, roles, {}, {}, {}, tuple(edges), samples_per_group=8)
+    return Graph("test", calls, roles, keys, reads, writes, tuple(edges), samples_per_group=8)
+
+
+def _key(calls: dict[str, ModelCall], producer: str, consumer: str) -> Key:
+    """Samples of a generate call, a number a token of any other."""
+    generated = KeyType("sample", "tokens") if isinstance(calls[producer], Generate) else KeyType("token", "float32")
+    return Key(f"{producer}_{consumer}", generated, producer, (consumer,))
 
 
 def ppo(dtype: DType = "bfloat16", staleness: int = 0) -> Graph:

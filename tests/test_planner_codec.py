@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from realgraph.graphs.errors import ConfigError
 from realgraph.planner.codec import plan_from_json, plan_to_json
 from realgraph.planner.layout import DeviceMesh, Layout
-from realgraph.planner.plan import Allocation, Hashes, Plan, Turn
+from realgraph.planner.plan import TRANSPORTS, Allocation, Hashes, Plan, Turn
 from realgraph.planner.search.search import search
 from tests.planner_cases import ppo, request
 
@@ -39,6 +39,7 @@ ALLOCATIONS = st.builds(
     microbatches=COUNTS,
     running=COUNTS,
     host_bytes=COUNTS,
+    input_seconds=SECONDS,
     error=SECONDS,
 )
 PLANS = st.builds(
@@ -53,6 +54,7 @@ PLANS = st.builds(
     latency_seconds=SECONDS,
     starts=st.dictionaries(WORDS, st.floats(allow_nan=False, allow_infinity=False), max_size=4),
     reallocation_seconds=st.dictionaries(WORDS, SECONDS, max_size=3),
+    reallocation_transport=st.dictionaries(WORDS, st.sampled_from(TRANSPORTS), max_size=3),
     stopped=WORDS,
     search_seconds=SECONDS,
 )

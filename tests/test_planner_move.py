@@ -15,14 +15,15 @@ from realgraph.planner.costs.move import (
     IN_HOST,
     copies_of,
     device_bytes,
+    fastest_transports,
     move_seconds,
     offload_seconds,
     reallocation_seconds,
-    sample_bytes,
     transfer_seconds,
 )
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.plan import TRANSPORTS, Transport
 from tests.planner_cases import cluster, known
 
 BF16 = ModelRole(dtype="bfloat16")
@@ -167,9 +168,59 @@ def test_offloading_shares_the_host() -> None:
     assert offload_seconds(cluster("cpu", 2), 1e9) > 0
 
 
-def test_samples_travel_once() -> None:
+def test_samples_take_longer_from_other_nodes_and_share_the_host() -> None:
     machine = cluster("H100-SXM", 8, 2)
-    nbytes = 512 * sample_bytes(500.0, 1500.0, 8)
-    near = transfer_seconds(machine, DeviceMesh(0, 8), DeviceMesh(0, 8), nbytes)
-    far = transfer_seconds(machine, DeviceMesh(0, 8), DeviceMesh(8, 8), nbytes)
-    assert 0 < near < far < 0.05
+    near, far = (transfer_seconds(machine, 1e9, far=far) for far in (False, True))
+    assert near == pytest.approx(1e9 / 37.5e9, rel=0.05)
+    assert far == pytest.approx(near + 1e9 / 2e9, rel=0.01)
+    assert transfer_seconds(cluster("cpu", 2), 1e6, far=False) < 0.01
+
+
+def chosen(source: Layout, target: Layout, faster: dict[str, float] | None = None, nodes: int = 4) -> Transport:
+    """How weights go from one layout to another, with these rates of devices changed."""
+    points = (at(source, nodes=nodes), at(target, nodes=nodes))
+    changed = [replace(one, cluster=replace(one.cluster, **(faster or {}))) for one in points]
+    copies = [copies_of(one, [one.layout]) for one in changed]
+    return TRANSPORTS[int(fastest_transports(*copies)[1][0, 0])]
+
+
+def test_weights_take_the_fastest_transport() -> None:
+    """NVLink is faster than the host's memory; cards on PCIe alone are not."""
+    assert chosen(layout(0, 8, 2), layout(0, 8, 2)) == "in_place"
+    assert chosen(layout(0, 8), layout(0, 4)) == "in_place"
+    assert chosen(layout(0, 8, 8), layout(0, 8, 4)) == "device"
+    assert chosen(layout(0, 8, 8), layout(0, 8, 4), {"link_bytes_per_s": 2e10}) == "host"
+    assert chosen(layout(0, 1), layout(1, 1), {"link_bytes_per_s": 1e12, "pcie_bytes_per_s": 1e9}) == "device"
+    copies = copies_of(at(layout(0, 8)), [layout(0, 8)])
+    away = replace(copies, cut=copies.cut + IN_HOST)
+    assert TRANSPORTS[int(fastest_transports(away, copies)[1][0, 0])] == "host"
+    cpus = [
+        copies_of(Setting(known("Qwen/Qwen3-0.6B"), BF16, one, cluster("cpu", 4)), [one])
+        for one in (layout(0, 2), layout(2, 2))
+    ]
+    assert TRANSPORTS[int(fastest_transports(*cpus)[1][0, 0])] == "host"
+
+
+@settings(deadline=None, max_examples=200)
+@given(layouts(), layouts(), st.sampled_from([1e10, 5e10, 4e11]), st.sampled_from([5e9, 5e10, 1e12]))
+def test_no_other_transport_is_faster_and_only_what_is_in_place_takes_no_time(
+    one: Layout, other: Layout, link: float, pcie: float
+) -> None:
+    """With the rate of one transport cut to almost nothing the other is what is left."""
+
+    def seconds_at(link: float, pcie: float) -> tuple[float, Transport]:
+        rates = {"link_bytes_per_s": link, "pcie_bytes_per_s": pcie}
+        copies = [
+            copies_of(replace(point, cluster=replace(point.cluster, **rates)), [point.layout])
+            for point in (at(one), at(other))
+        ]
+        found, number = fastest_transports(*copies)
+        return float(found[0, 0]), TRANSPORTS[int(number[0, 0])]
+
+    least, way = seconds_at(link, pcie)
+    (device, by_device), (host, by_host) = seconds_at(link, 1.0), seconds_at(1.0, pcie)
+    assert least == pytest.approx(min(device, host))
+    assert (least == 0) == (way == "in_place")
+    if least > 0:
+        assert (by_device, by_host) == ("device", "host")
+        assert way == ("device" if device <= host else "host")

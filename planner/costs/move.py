@@ -16,6 +16,7 @@ from realgraph.planner.costs.lengths import Floats
 from realgraph.planner.costs.overhead import collective_seconds
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.plan import TRANSPORTS
 from realgraph.planner.problem import Ints
 
 BUCKET_BYTES = 512 << 20  # of the buffers that a move goes through: what a device holds besides both copies
@@ -34,7 +35,8 @@ class Copies(Struct, frozen=True, eq=False):
     nodes: first and last node of the mesh. per_node: devices of the mesh on one of them. device_bytes: of the weights
     on each device; node_bytes: of the distinct slices on one node; whole: of the model. cut: equal numbers stand for
     equal layouts, numbers from IN_HOST on for copies in host memory. link, nic and host: bytes per second of one
-    device, to others of its node, to other nodes, and to its node's memory. fixed: seconds of any move.
+    device, to others of its node, to other nodes, and to its node's memory. fixed: seconds of any move. cpu: devices
+    are processes, whose memory is the node's.
     """
 
     mesh: DeviceMesh
@@ -49,6 +51,7 @@ class Copies(Struct, frozen=True, eq=False):
     nic: float
     host: float
     fixed: float
+    cpu: bool = False
 
 
 def copies_of(setting: Setting, layouts: Sequence[Layout], first_device: int = 0) -> Copies:
@@ -73,15 +76,43 @@ def copies_of(setting: Setting, layouts: Sequence[Layout], first_device: int = 0
         nic=cluster.nic_bytes_per_s * costs.nic,
         host=1 / offload_seconds(cluster, 1.0),
         fixed=collective_seconds(costs) + setting.model.layers * LAYER_SECONDS,
+        cpu=cluster.is_cpu,
     )
 
 
 def move_seconds(source: Copies, target: Copies) -> Floats:
     """Seconds to bring the weights of each source copy to each target copy: [options of source, options of target].
 
-    0 where a device would get exactly what it holds. Of each node: what it needs, less what its own devices hold of it,
-    through its NICs; and no faster than all of the source's NICs send. Of each device: what it lacks, over its link.
-    Both go on at once, bucket by bucket. Where two partial cuts differ, the worst device holds nothing that it needs.
+    By the fastest transport; 0 where a device would get exactly what it holds.
+    """
+    return fastest_transports(source, target)[0]
+
+
+def fastest_transports(source: Copies, target: Copies) -> tuple[Floats, Ints]:
+    """The same seconds, and the transports as numbers in `TRANSPORTS`.
+
+    From device to device each one gets what it lacks over its link, and what its node lacks through the node's NICs.
+    Through host memory every source device writes an equal share of the model there, and each target device reads what
+    it lacks; what the node lacks takes the NICs as well. Copies that wait in host memory are read only. On CPUs there
+    is no other transport: shared memory inside a node. All parts go on at once, bucket by bucket.
+    """
+    lacks, network = _lacking(source, target)
+    away = source.cut[:, None] >= IN_HOST
+    device = np.where(away, np.inf, np.maximum(network, lacks / target.link))
+    written = np.where(away, 0.0, source.whole / source.mesh.n_devices / source.host)
+    host = np.maximum(np.maximum(network, lacks / target.host), written)
+    if source.cpu and target.cpu:
+        device, host = np.full_like(host, np.inf), np.maximum(network, lacks / target.link)
+    seconds = np.minimum(device, host) + lacks / BUCKET_BYTES * BUCKET_SECONDS + target.fixed
+    chosen = np.where(device <= host, TRANSPORTS.index("device"), TRANSPORTS.index("host"))
+    return np.where(lacks > 0, seconds, 0.0), np.where(lacks > 0, chosen, TRANSPORTS.index("in_place"))
+
+
+def _lacking(source: Copies, target: Copies) -> tuple[Floats, Floats]:
+    """[options of source, options of target]: bytes that a target device lacks, and seconds on the NICs.
+
+    Of each node: what it needs, less what its own devices hold of it; no faster than all of the source's NICs send.
+    Where two partial cuts differ, the worst device holds nothing that it needs.
     """
     need, have = target.node_bytes[None, :], source.node_bytes[:, None]
     same_group = source.kind == target.kind
@@ -89,15 +120,11 @@ def move_seconds(source: Copies, target: Copies) -> Floats:
     equal = (source.mesh == target.mesh and same_group) * (source.cut[:, None] == target.cut[None, :])
     here = np.where(need >= target.whole, have, np.where(have >= source.whole, need, 0.0)) * inside
     far = np.where(equal, 0.0, np.maximum(0.0, need - here))
-    nic = min(source.nic, target.nic)
-    network = np.maximum(far / target.per_node, far / source.mesh.n_devices) / nic
+    network = np.maximum(far / target.per_node, far / source.mesh.n_devices) / min(source.nic, target.nic)
     covered = same_group and _covers(source.mesh, target.mesh)
     away = source.cut[:, None] >= IN_HOST
     mine = (source.device_bytes[:, None] >= source.whole) * covered & ~away
-    lacks = np.where(equal | mine, 0.0, target.device_bytes[None, :])
-    near = np.where(away, min(target.link, target.host), target.link)
-    seconds = np.maximum(network, lacks / near) + lacks / BUCKET_BYTES * BUCKET_SECONDS
-    return np.where(lacks > 0, seconds + target.fixed, 0.0)
+    return np.where(equal | mine, 0.0, target.device_bytes[None, :]), network
 
 
 def reallocation_seconds(setting: Setting) -> float:
@@ -137,22 +164,14 @@ def offload_seconds(cluster: Cluster, nbytes: float) -> float:
     return nbytes / min(cluster.pcie_bytes_per_s * PCIE_EFFICIENCY, shared)
 
 
-def transfer_seconds(cluster: Cluster, source: DeviceMesh, target: DeviceMesh, nbytes: float) -> float:
-    """Samples of a batch, `nbytes` in all, from the workers of one mesh to those of another, each sample once.
+def transfer_seconds(cluster: Cluster, nbytes: float, far: bool) -> float:
+    """To bring `nbytes` of samples to each worker, and on to its device, from the workers that made them.
 
-    Workers of one node share host memory; between nodes each worker has its own connections. What stays on a worker is
-    not counted: of two equal meshes nothing moves but what balancing by tokens moves, taken as all.
+    Workers of one node share its memory. far: from other nodes, each worker over a connection of its own. What a worker
+    has made itself is not left out: samples are dealt by their tokens, so most of them change places.
     """
-    workers = min(source.n_devices, target.n_devices)
-    per_node = cluster.devices_per_node
-    near = source.first // per_node == (target.first + target.n_devices - 1) // per_node
-    rate = min(cluster.link_bytes_per_s, HOST_BYTES_PER_S / per_node) if near else WIRE_BYTES_PER_S
-    return MESSAGE_SECONDS + nbytes / (workers * rate)
-
-
-def sample_bytes(prompt_tokens: float, new_tokens: float, token_bytes: int) -> float:
-    """Bytes of one sample: its token ids (8), mask (1), and `token_bytes` a token of the other keys a call reads."""
-    return (prompt_tokens + new_tokens) * (9 + token_bytes)
+    seconds = MESSAGE_SECONDS + offload_seconds(cluster, nbytes)
+    return seconds + nbytes / min(WIRE_BYTES_PER_S, cluster.nic_bytes_per_s) if far else seconds
 
 
 def _cut(layout: Layout) -> int:

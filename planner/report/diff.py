@@ -13,6 +13,7 @@ from realgraph.planner.report.format import (
     seconds_text,
     words,
 )
+from realgraph.planner.report.text import TRANSPORT_WORDS
 
 SAME = 0.005  # of seconds or bytes: below it two predictions are told as equal
 HASH_WORDS = {
@@ -57,9 +58,12 @@ def _calls(before: Plan, after: Plan) -> Iterator[Change]:
             yield Change(name, "call", *(layout_text(a.layout) if a else "absent" for a in (old, new)))
         else:
             yield from _allocation(name, old, new)
-    for name in dict.fromkeys((*before.reallocation_seconds, *after.reallocation_seconds)):
+    for name in dict.fromkeys((*before.reallocation_transport, *after.reallocation_transport)):
         old_seconds, new_seconds = (plan.reallocation_seconds.get(name, 0.0) for plan in (before, after))
         yield from _seconds(name, "reallocation", old_seconds, new_seconds)
+        old_way, new_way = (plan.reallocation_transport.get(name) for plan in (before, after))
+        if old_way and new_way and old_way != new_way:
+            yield Change(name, "transport", *(TRANSPORT_WORDS[way] for way in (old_way, new_way)))
 
 
 def _allocation(name: str, old: Allocation, new: Allocation) -> Iterator[Change]:

@@ -29,7 +29,16 @@ from realgraph.planner.report.svg import (
     shade,
     timeline_svg,
 )
-from realgraph.planner.report.text import batches_text, bound_text, cheapest, predicted_text, weights_text
+from realgraph.planner.report.text import (
+    batches_text,
+    bound_text,
+    cheapest,
+    inputs_text,
+    moves_text,
+    pipelines_text,
+    predicted_text,
+    weights_text,
+)
 
 NUMBERS = (
     "micro-batches",
@@ -133,7 +142,19 @@ def _allocation(report: Report) -> str:
     axes = axes_used(row.allocation.layout for row in report.rows)
     heads = ("call", "on the cluster", "on devices", "/".join(axes), "weights", "micro-batches")
     rows = [_allocation_row(row, report, axes) for row in report.rows]
-    return _table((*heads, "seconds", "share", "slack", "memory", "most of it"), rows)
+    table = _table((*heads, "seconds", "share", "slack", "memory", "most of it"), rows)
+    return table + "".join(f"<p>{escape(line)}.</p>" for line in _moves(report))
+
+
+def _moves(report: Report) -> Iterator[str]:
+    """The order of pipeline stages, and how weights and data get to where they are used."""
+    weights, inputs, stages = moves_text(report.plan), inputs_text(report.plan), pipelines_text(report.rows)
+    if stages:
+        yield f"Pipelines: {stages}"
+    if weights:
+        yield f"New weights: {weights}"
+    if inputs:
+        yield f"To bring what calls read, of their seconds: {inputs}"
 
 
 def _allocation_row(row: Row, report: Report, axes: Sequence[str]) -> tuple[str, ...]:

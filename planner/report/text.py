@@ -3,10 +3,15 @@
 from collections.abc import Sequence
 
 from realgraph.planner.layout import Recompute, Schedule
-from realgraph.planner.plan import Plan
+from realgraph.planner.plan import Plan, Transport
 from realgraph.planner.report.format import gap_text, percent_text, seconds_text
 from realgraph.planner.report.report import Report, Row, Size
 
+TRANSPORT_WORDS: dict[Transport, str] = {
+    "in_place": "in place",
+    "device": "device to device",
+    "host": "through host memory",
+}
 STOPPED = {
     "proven": "the gap was proven",
     "time limit": "the time limit was reached",
@@ -37,15 +42,24 @@ def weights_text(row: Row) -> str:
         parts.append("copy")
     elif allocation.residency == "offloaded":
         parts.append("offloaded")
-    parts += passes_text(allocation.recompute, allocation.schedule, allocation.chunks)
+    parts += passes_text(allocation.recompute)
     return ", ".join(parts)
 
 
-def passes_text(recompute: Recompute, schedule: Schedule, chunks: int) -> list[str]:
+def passes_text(recompute: Recompute, schedule: Schedule = "1f1b", chunks: int = 1) -> list[str]:
     """How a train call takes its micro-batches, where not in the plainest way: `selective recompute`, `zero-bubble`."""
     again = {"none": [], "selective": ["selective recompute"], "full": ["recompute"]}
     order = {"1f1b": [], "interleaved": [f"interleaved x{chunks}"], "zero_bubble": ["zero-bubble"]}
     return [*again[recompute], *order[schedule]]
+
+
+def pipelines_text(rows: Sequence[Row]) -> str:
+    """The order of pipeline stages of each train call that has some: `train_actor interleaved x8`."""
+    return ", ".join(
+        f"{row.call} {' '.join(passes_text('none', found.schedule, found.chunks)) or '1F1B'}"
+        for row, found in ((row, row.allocation) for row in rows if row.kind == "train")
+        if found.layout.pp > 1
+    )
 
 
 def batches_text(row: Row) -> str:
@@ -55,6 +69,24 @@ def batches_text(row: Row) -> str:
     if row.kind == "generate":
         return f"{allocation.running:,} in {tokens}" if allocation.running else f"KV {tokens}"
     return f"{allocation.microbatches:,} x {tokens}" if allocation.microbatches else tokens
+
+
+def moves_text(plan: Plan) -> str:
+    """How trained weights get to each call that reads them: `rollout 30.1 ms device to device, values in place`."""
+    return ", ".join(
+        f"{call} {f'{seconds_text(plan.reallocation_seconds.get(call, 0.0))} ' if transport != 'in_place' else ''}"
+        f"{TRANSPORT_WORDS[transport]}"
+        for call, transport in plan.reallocation_transport.items()
+    )
+
+
+def inputs_text(plan: Plan, least: float = 0.0) -> str:
+    """What bringing their inputs takes of the seconds of calls: `train_actor 7.52 ms`; of those with this share."""
+    return ", ".join(
+        f"{call} {seconds_text(allocation.input_seconds)}"
+        for call, allocation in plan.allocations.items()
+        if allocation.input_seconds > least * allocation.seconds
+    )
 
 
 def cheapest(sizes: Sequence[Size], target_seconds: float | None) -> Size | None:

@@ -6,6 +6,7 @@ Source: Trace Event Format (Google), "JSON Object Format"; times in microseconds
 
 import msgspec
 
+from realgraph.planner.events import REALLOCATION
 from realgraph.planner.report.format import devices_text
 from realgraph.planner.report.report import Report
 from realgraph.planner.report.schedule import Bar
@@ -42,6 +43,9 @@ def _slice(bar: Bar, row: int, report: Report) -> Event:
     if allocation is not None:
         layout = allocation.layout
         arguments |= {"dp": layout.dp, "tp": layout.tp, "pp": layout.pp, "peak_bytes": allocation.peak_bytes}
+    if bar.kind == "reallocate":
+        call = bar.task.removeprefix(REALLOCATION)
+        arguments["transport"] = report.plan.reallocation_transport.get(call, "device")
     return {
         "name": bar.task,
         "cat": bar.kind,
@@ -57,7 +61,7 @@ def _slice(bar: Bar, row: int, report: Report) -> Event:
 
 def _arrow(bar: Bar, row: int, report: Report) -> list[Event]:
     """From the end of a reallocation to the start of its call in the same step, on the call's first group."""
-    target = bar.task.removeprefix("reallocate:")
+    target = bar.task.removeprefix(REALLOCATION)
     if bar.kind != "reallocate":
         return []
     for place, lane in enumerate(report.timeline.lanes):

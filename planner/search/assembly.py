@@ -6,15 +6,15 @@ from msgspec.structs import replace
 
 from realgraph.planner.events import EventGraph, Period, event_graph, period
 from realgraph.planner.layout import DeviceMesh
-from realgraph.planner.plan import Allocation, Plan, Turn
+from realgraph.planner.plan import Allocation, Plan, Transport, Turn
 from realgraph.planner.problem import Choice, Solution
 from realgraph.planner.request import PlanRequest, hashes
 from realgraph.planner.solve.solver import orders
 from realgraph.planner.space.couplings import moves_of
 from realgraph.planner.space.holdings import candidate_of, group_for, host_of, peak_of, reads_in_place
 from realgraph.planner.space.meshes import group_of
-from realgraph.planner.space.moves import Place, move_matrix
-from realgraph.planner.space.options import free_seconds, microbatches_of
+from realgraph.planner.space.moves import Place, move_matrix, transport_of
+from realgraph.planner.space.options import free_seconds, input_seconds, microbatches_of
 from realgraph.planner.space.pricing import Option, options_of
 from realgraph.planner.space.tables import Prepared
 
@@ -40,6 +40,7 @@ def plan_of(prepared: Prepared, solution: Solution) -> Plan:
         scope=scope_of(prepared),
         starts={name: start - first for name, start in solution.starts.items()},
         reallocation_seconds=moved,
+        reallocation_transport=transports_of(request, bare),
         stopped=solution.stopped,
         search_seconds=solution.seconds,
     )
@@ -108,6 +109,7 @@ def _allocation(request: PlanRequest, call: str, option: Option, mesh: DeviceMes
         microbatches=microbatches_of(request, call, candidate, group_for(request, layout)),
         running=option.running,
         error=option.error,
+        input_seconds=input_seconds(request, call, layout, group_for(request, layout)),
     )
 
 
@@ -134,7 +136,12 @@ def repriced(request: PlanRequest, plan: Plan) -> Plan:
         bare[name] = _allocation(request, name, _priced(request, name, plan), old.layout.mesh)
         bare[name] = replace(bare[name], residency=candidate.residency)
     allocations = {name: _completed(request, bare, name) for name in bare}
-    priced = replace(plan, allocations=allocations, reallocation_seconds=_moved(request, allocations))
+    priced = replace(
+        plan,
+        allocations=allocations,
+        reallocation_seconds=_moved(request, allocations),
+        reallocation_transport=transports_of(request, allocations),
+    )
     found = period(events_of(request, priced))
     return with_period(priced, found)
 
@@ -175,6 +182,17 @@ def _moved(request: PlanRequest, allocations: Mapping[str, Allocation]) -> dict[
         source, target = (_place(request, allocations, call) for call in (move.source, move.target))
         seconds[move.target] = float(move_matrix(request, move.target, source, target)[0, 0])
     return seconds
+
+
+def transports_of(request: PlanRequest, allocations: Mapping[str, Allocation]) -> dict[str, Transport]:
+    """call -> how trained weights get to what it reads, of every call that reads them without training."""
+    found: dict[str, Transport] = {}
+    for move in moves_of(request):
+        found[move.target] = "in_place"
+        if not reads_in_place(request, allocations, move.target):
+            source, target = (_place(request, allocations, call) for call in (move.source, move.target))
+            found[move.target] = transport_of(request, move.target, source, target)
+    return found
 
 
 def _place(request: PlanRequest, allocations: Mapping[str, Allocation], call: str) -> Place:

@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from realgraph.graphs.spec import Train
 from realgraph.planner.constraints import Constraints
+from realgraph.planner.layout import PASSES
 from realgraph.planner.pins import Pin
 from realgraph.planner.plan import Allocation, Plan
 from realgraph.planner.problem import Choice
@@ -29,22 +30,9 @@ def pinned_to(request: PlanRequest, plan: Plan, but: str = "") -> PlanRequest:
 
 def _pin(request: PlanRequest, plan: Plan, call: str) -> Pin:
     allocation = plan.allocations[call]
-    layout, trains = allocation.layout, isinstance(request.graph.calls[call], Train)
-    return Pin(
-        first=layout.mesh.first,
-        devices=layout.mesh.n_devices,
-        dp=layout.dp,
-        tp=layout.tp,
-        pp=layout.pp,
-        ep=layout.ep,
-        cp=layout.cp,
-        sharding=layout.sharding,
-        max_tokens_per_microbatch=allocation.max_tokens_per_microbatch,
-        recompute=allocation.recompute if trains else None,
-        schedule=allocation.schedule if trains else None,
-        chunks=allocation.chunks if trains else None,
-        residency="offloaded" if allocation.residency == "offloaded" else "resident",
-    )
+    mesh, trains = allocation.layout.mesh, isinstance(request.graph.calls[call], Train)
+    pin = Pin(mesh.first, mesh.n_devices, residency="offloaded" if allocation.residency == "offloaded" else "resident")
+    return replace(pin, **{name: value for name, value in allocation.settings.items() if trains or name not in PASSES})
 
 
 def choices_of(prepared: Prepared, plan: Plan) -> dict[str, Choice] | None:

@@ -38,7 +38,7 @@ def whole_problem(prepared: Prepared) -> WholeProblem | None:
     found: list[tuple[Option, ...]] = []
     tasks = []
     for task in problem.tasks:
-        timed = Timed({}, {})
+        timed = Timed()
         options = tuple(
             option
             for candidate in candidates(request, task.name, mesh, cluster)

@@ -12,12 +12,14 @@ from realgraph.planner.costs.move import (
     Copies,
     copies_of,
     device_bytes,
+    fastest_transports,
     move_seconds,
     offload_seconds,
     reallocation_seconds,
 )
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.layout import DeviceMesh
+from realgraph.planner.plan import TRANSPORTS, Transport
 from realgraph.planner.problem import Floats, Ints, Move
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.space.pricing import Option, factors_of
@@ -35,8 +37,13 @@ class Place(Struct, frozen=True, eq=False):
 
 def move_matrix(request: PlanRequest, target: str, source: Place, there: Place) -> Floats:
     """Seconds of [options of the source, options of the target]: 0 where nothing is to be moved."""
-    seconds = move_seconds(_copies(request, target, source), _copies(request, target, there))
-    return corrected(request, seconds)
+    return corrected(request, move_seconds(_copies(request, target, source), _copies(request, target, there)))
+
+
+def transport_of(request: PlanRequest, target: str, source: Place, there: Place) -> Transport:
+    """How the weights of the source's only option get to the target's only one."""
+    chosen = fastest_transports(_copies(request, target, source), _copies(request, target, there))[1]
+    return TRANSPORTS[int(chosen[0, 0])]
 
 
 def corrected(request: PlanRequest, seconds: Floats) -> Floats:

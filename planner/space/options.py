@@ -7,11 +7,14 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
+from realgraph.graphs.graph import INPUT
+from realgraph.graphs.keys import DType, KeyType
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Train
 from realgraph.planner.cluster import Cluster
 from realgraph.planner.costs.generate import GenerateWork, generate_seconds
 from realgraph.planner.costs.inference import inference_seconds
 from realgraph.planner.costs.lengths import lengths_of
+from realgraph.planner.costs.move import transfer_seconds
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.costs.train import TrainWork, microbatches, train_seconds
 from realgraph.planner.layout import Layout, Recompute, Schedule
@@ -25,6 +28,18 @@ CACHE_STEP = 64  # positions: the cache of a GPU grows in such steps
 CACHE_STEP_CPU = 16
 FUNCTION_SECONDS = 1e-4  # of one sample, in one of the workers' subprocesses
 ADVANTAGE_SECONDS = 1e-5  # of one sample
+RAGGED = ("tokens", "text", "json")  # one value of which is a whole sample, here counted in tokens
+# Bytes of a number as the data plane carries it; of text and JSON those of a token's characters.
+VALUE_BYTES: dict[DType, int] = {
+    "bool": 1,
+    "int32": 4,
+    "int64": 8,
+    "float32": 4,
+    "float64": 8,
+    "tokens": 8,
+    "text": 4,
+    "json": 4,
+}
 
 Residency = Literal["resident", "offloaded", "reallocated"]
 
@@ -87,9 +102,15 @@ def is_trained(request: PlanRequest, role: str) -> bool:
 
 
 def setting_seconds(request: PlanRequest, call: str, setting: Setting, tokens: int, passes: Passes = PLAIN) -> float:
-    """Predicted seconds of one mesh-holding call with micro-batches (or a cache) of `tokens`, by the formulas alone.
+    """Predicted seconds of one mesh-holding call, its inputs' way to its devices included: see `formula_seconds`."""
+    inputs = input_seconds(request, call, setting.layout, setting.cluster)
+    return inputs + formula_seconds(request, call, setting, tokens, passes)
 
-    passes: of a train call; a role's own gradient checkpointing counts besides.
+
+def formula_seconds(request: PlanRequest, call: str, setting: Setting, tokens: int, passes: Passes = PLAIN) -> float:
+    """Predicted seconds of what a call computes, with micro-batches (or a cache) of `tokens`, by the formulas alone.
+
+    passes: of a train call; a role's own checkpointing counts besides.
     """
     match request.graph.calls[call]:
         case Train() as train:
@@ -100,6 +121,37 @@ def setting_seconds(request: PlanRequest, call: str, setting: Setting, tokens: i
             return generate_seconds(setting, generate_work(request, setting.layout, tokens))
         case Function() | Advantage():
             raise AssertionError(f"{call} holds no mesh")
+
+
+def input_seconds(request: PlanRequest, call: str, layout: Layout, cluster: Cluster) -> float:
+    """Seconds to bring what a call reads to its devices, before it starts: each data-parallel rank gets its samples.
+
+    0 where nothing that it reads was made by another call, or one device makes everything. Where the cluster has
+    several nodes, samples come from others: they are dealt anew at each call.
+    """
+    nbytes = input_bytes(request, call)
+    if not nbytes or request.cluster.n_devices == 1:
+        return 0.0
+    return transfer_seconds(cluster, nbytes / layout.dp, far=request.cluster.nodes > 1 or bool(request.cluster.more))
+
+
+def input_bytes(request: PlanRequest, call: str) -> float:
+    """Bytes of all samples of a step that a call reads and other calls write; each worker reads the data set itself."""
+    keys = (request.graph.keys[name] for name in request.graph.reads.get(call, ()))
+    return sum(_key_bytes(request, key.type) for key in keys if key.producer != INPUT)
+
+
+def _key_bytes(request: PlanRequest, key: KeyType) -> float:
+    """Of a key in a step: an entry a step, group, sample or token; a ragged entry has as many tokens as its sample."""
+    samples = request.workload.n_samples
+    entries = {
+        "step": 1.0,
+        "group": request.workload.groups,
+        "sample": samples,
+        "token": samples * mean_tokens(request),
+    }
+    ragged = mean_tokens(request) if key.level == "sample" else mean_prompt_tokens(request)
+    return entries[key.level] * VALUE_BYTES[key.dtype] * (ragged if key.dtype in RAGGED else 1.0)
 
 
 def generate_work(request: PlanRequest, layout: Layout, tokens: int) -> GenerateWork:

@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from realgraph.graphs.errors import Problem, Where
 from realgraph.graphs.spec import Train
 from realgraph.planner.cluster import Cluster
-from realgraph.planner.layout import Layout, Recompute
+from realgraph.planner.layout import PASSES, Layout, Recompute
 from realgraph.planner.pins import Pin
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.space.options import PLAIN, Candidate, Passes, microbatches_of
 
 CHUNKS = (8, 4, 2)  # groups of layers of an interleaved stage
-FIELDS = Passes.__struct_fields__
 FORWARD = "recompute, schedule and chunks belong to train calls: this one has no backward pass"
 
 
@@ -38,7 +37,7 @@ def passes_for(request: PlanRequest, call: str, size: tuple[Layout, int], cluste
 
 def passes_agree(passes: Passes, pin: Pin) -> bool:
     """Whether they are what the pin sets."""
-    return all(getattr(pin, name) in (None, getattr(passes, name)) for name in FIELDS)
+    return all(getattr(pin, name) in (None, getattr(passes, name)) for name in PASSES)
 
 
 def _wants_plain(request: PlanRequest, call: str) -> bool:
@@ -70,7 +69,7 @@ def _chunks(request: PlanRequest, call: str, size: tuple[Layout, int], cluster: 
 def pin_problems(request: PlanRequest, call: str, pin: Pin, where: Where) -> Iterator[Problem]:
     """What is wrong with the passes that a pin sets, whatever the search would choose."""
     if not isinstance(request.graph.calls[call], Train):
-        if any(getattr(pin, name) is not None for name in FIELDS):
+        if any(getattr(pin, name) is not None for name in PASSES):
             yield Problem(where, FORWARD, "leave them out", "pin")
         return
     piped = pin.schedule not in (None, "1f1b") or (pin.chunks or 1) > 1

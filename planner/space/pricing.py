@@ -11,23 +11,24 @@ from msgspec import Struct
 
 from realgraph.graphs.spec import Generate, Inference, ModelCall, ModelRole, Train
 from realgraph.planner.cluster import Cluster
-from realgraph.planner.cost_table import Phase, PhaseFactor
+from realgraph.planner.cost_table import MeasuredCall, Phase, PhaseFactor
 from realgraph.planner.costs import memory
 from realgraph.planner.costs.memory import Footprint, Running
 from realgraph.planner.costs.move import offload_seconds
 from realgraph.planner.costs.rollout import rollout_variants
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.devices import Costs
-from realgraph.planner.layout import Layout
+from realgraph.planner.layout import AXES, PASSES, Layout
 from realgraph.planner.model_spec import ModelSpec
 from realgraph.planner.request import PlanRequest, call_hashes
 from realgraph.planner.space.options import (
     Candidate,
     Passes,
+    formula_seconds,
     generate_work,
+    input_seconds,
     longest_part,
     running_sequences,
-    setting_seconds,
 )
 
 STREAMS = 3  # levels of sequences in flight of one cache size: the batch as a whole, and the two fullest streams
@@ -89,10 +90,12 @@ Key = tuple[Layout, int, Passes]
 
 
 class Timed(Struct, frozen=True):
-    """Of one call on one mesh, what is the same for a candidate under all residencies: seconds, and bytes of a run."""
+    """Of one call on one mesh, what several candidates share: seconds and bytes of a run under all residencies, and
+    seconds for the inputs of so many data-parallel ranks."""
 
-    timings: dict[Key, tuple[Timing, ...]]
-    running: dict[Key, Footprint]
+    timings: dict[Key, tuple[Timing, ...]] = {}
+    running: dict[Key, Footprint] = {}
+    inputs: dict[int, float] = {}
 
 
 def options_of(
@@ -102,7 +105,7 @@ def options_of(
 
     timed: of one call on one mesh, what was found for the same candidate under other residencies.
     """
-    known = Timed({}, {}) if timed is None else timed
+    known = Timed() if timed is None else timed
     key = (candidate.layout, candidate.tokens, candidate.passes)
     if key not in known.running:
         known.running[key] = _running(request, call, candidate)
@@ -116,7 +119,10 @@ def options_of(
         shared = held.shared
     if key not in known.timings:
         known.timings[key] = formula_timings(request, call, candidate, cluster)
-    more = _offload_seconds(request, call, candidate, cluster)
+    ranks = candidate.layout.dp
+    if ranks not in known.inputs:
+        known.inputs[ranks] = input_seconds(request, call, candidate.layout, cluster)
+    more = known.inputs[ranks] + _offload_seconds(request, call, candidate, cluster)
     for base in known.timings[key]:
         timing = corrected(request, call, candidate, base, more)
         yield Option(
@@ -204,7 +210,7 @@ def formula_timings(request: PlanRequest, call: str, candidate: Candidate, clust
         work = generate_work(request, candidate.layout, candidate.tokens)
         streams = rollout_variants(setting, work, request.workload.staleness)[:STREAMS]
         return tuple(Timing(v.seconds, v.latency, v.running) for v in streams)
-    seconds = setting_seconds(request, call, setting, candidate.tokens, candidate.passes)
+    seconds = formula_seconds(request, call, setting, candidate.tokens, candidate.passes)
     running = running_sequences(request, candidate.layout, candidate.tokens) if generates else 0
     return (Timing(seconds, seconds, running),)
 
@@ -215,7 +221,7 @@ def factors_of(request: PlanRequest, cluster: Cluster) -> Costs | None:
 
 
 def corrected(request: PlanRequest, call: str, candidate: Candidate, timing: Timing, more: float) -> Timing:
-    """With `more` seconds of offloading and the phase's measured factor.
+    """With `more` seconds of offloading and of its inputs, and the phase's measured factor.
 
     Where this very call was measured under this layout and workload, its measured seconds stand.
     """
@@ -231,14 +237,19 @@ def corrected(request: PlanRequest, call: str, candidate: Candidate, timing: Tim
 
 def _measured(request: PlanRequest, call: str, candidate: Candidate) -> tuple[float, float] | None:
     """The measured seconds and error of exactly this call, None where there are none."""
-    layout = candidate.layout
-    axes = (*layout.axes, candidate.tokens)
     for found in request.costs.calls:
-        there = (found.dp, found.tp, found.pp, found.ep, found.cp, found.sharding, found.max_tokens_per_microbatch)
-        same = found.call == call and there == axes and found.devices == layout.mesh.n_devices
+        same = found.call == call and _ran(found, candidate)
         if same and (found.model, found.workload) == call_hashes(request, call):
             return found.seconds, found.error
     return None
+
+
+def _ran(found: MeasuredCall, candidate: Candidate) -> bool:
+    """Whether what was measured ran as the candidate says."""
+    layout, passes = candidate.layout, candidate.passes
+    now = (*layout.axes, passes.recompute, passes.schedule, passes.chunks, layout.mesh.n_devices, candidate.tokens)
+    then = (getattr(found, name) for name in (*AXES, *PASSES, "devices", "max_tokens_per_microbatch"))
+    return now == tuple(then)
 
 
 def _offload_seconds(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> float:

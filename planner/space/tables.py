@@ -146,7 +146,7 @@ class _Tables:
     def _options(self, call: str, group: int, size: int) -> tuple[Option, ...]:
         request, cluster = self._request, self._request.cluster.groups[group]
         mesh = DeviceMesh(request.cluster.first_of(group), size)
-        timed, room = Timed({}, {}), usable_bytes(cluster)
+        timed, room = Timed(), usable_bytes(cluster)
         found = [
             option
             for candidate in candidates(

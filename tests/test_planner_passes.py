@@ -1,0 +1,207 @@
+"""How train calls take their micro-batches: what pins and plans may say, what it costs, and what stages keep."""
+
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from realgraph.graphs.errors import ConfigError
+from realgraph.graphs.spec import ModelRole
+from realgraph.planner.constraints import Constraints
+from realgraph.planner.costs import memory
+from realgraph.planner.costs.memory import Running
+from realgraph.planner.layout import DeviceMesh, Layout, Recompute, Schedule
+from realgraph.planner.pins import Pin
+from realgraph.planner.problem import Limits
+from realgraph.planner.request import PlanRequest
+from realgraph.planner.search.alternatives import alternatives
+from realgraph.planner.search.search import reprice, search
+from realgraph.planner.search.validate import validate
+from realgraph.planner.space.options import Passes, input_bytes, input_seconds
+from realgraph.planner.space.passes import schedule_fault
+from realgraph.planner.workload import Workload
+from tests.planner_cases import cluster, known, ppo, request
+
+BF16 = ModelRole(trainable=True, dtype="bfloat16")
+QUICK = Limits(gap=0.01, seconds=20.0)
+WORK = Workload(256, 1, 512, 2048, 600.0)
+PPO: PlanRequest = request(ppo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), workload=WORK, engine="any")
+STAGES: dict[str, Pin] = {"actor_train": Pin(tp=4, pp=2), "critic_train": Pin(tp=4, pp=2)}
+
+
+def pinned(engine: Literal["installed", "any"] = "any", **fields: object) -> PlanRequest:
+    """The request with the actor's training pinned to these fields."""
+    return replace(PPO, engine=engine, pins={"actor_train": replace(Pin(), **fields)})
+
+
+def refused(asked: PlanRequest) -> str:
+    with pytest.raises(ConfigError) as raised:
+        search(asked, QUICK)
+    return "\n".join(f"{problem.where.path} {problem.text}" for problem in raised.value.problems)
+
+
+# --- pins -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
+def test_what_is_pinned_is_what_is_planned(recompute: Recompute, schedule: Schedule) -> None:
+    if (recompute, schedule) == ("full", "zero_bubble"):
+        return
+    more = {"chunks": 2} if schedule == "interleaved" else {}
+    plan = search(pinned(tp=4, pp=2, recompute=recompute, schedule=schedule, **more), QUICK)
+    found = plan.allocations["actor_train"]
+    assert (found.recompute, found.schedule, found.chunks) == (recompute, schedule, 2 if more else 1)
+    assert validate(plan, PPO) == ()
+    again = reprice(PPO, plan)
+    assert again.allocations == plan.allocations
+    assert again.reallocation_transport == plan.reallocation_transport
+
+
+@pytest.mark.parametrize(
+    ("fields", "engine", "says"),
+    [
+        ({"schedule": "zero_bubble", "pp": 1}, "any", "needs pipeline stages"),
+        ({"schedule": "zero_bubble", "chunks": 2}, "any", "needs schedule interleaved"),
+        ({"schedule": "zero_bubble", "recompute": "full"}, "any", "recompute full is to save"),
+        ({"schedule": "interleaved", "chunks": 1, "pp": 2}, "any", "two chunks or more"),
+        ({"pp": 8, "chunks": 5}, "any", "more than the 32 layers"),
+        ({"schedule": "interleaved"}, "installed", "run no pipeline stages"),
+        ({"recompute": "selective"}, "installed", "recompute can't be selective"),
+        ({"recompute": "full"}, "installed", "gradient_checkpointing is false"),
+    ],
+)
+def test_passes_that_nothing_can_run_are_named(
+    fields: dict[str, object], engine: Literal["installed", "any"], says: str
+) -> None:
+    text = refused(pinned(engine, **fields))
+    assert says in text and "$.allocation.actor_train" in text
+
+
+def test_passes_are_of_train_calls_and_models_may_force_recomputation() -> None:
+    assert "belong to train calls" in refused(replace(PPO, pins={"generate": Pin(recompute="full")}))
+    models = {name: replace(role, gradient_checkpointing=True) for name, role in PPO.graph.models.items()}
+    forced = replace(pinned(recompute="selective"), graph=replace(PPO.graph, models=models))
+    assert "models.actor.gradient_checkpointing is true" in refused(forced)
+
+
+def test_forbidden_schedules_leave_the_others() -> None:
+    forbid = {name: (Pin(schedule="interleaved"), Pin(schedule="zero_bubble")) for name in STAGES}
+    plan = search(replace(PPO, pins=STAGES, constraints=Constraints(forbid=forbid)), QUICK)
+    assert all(plan.allocations[name].schedule == "1f1b" for name in STAGES)
+    free = search(replace(PPO, pins=STAGES), QUICK)
+    assert free.period_seconds <= plan.period_seconds * 1.01
+    assert all(
+        free.allocations[name].schedule != "1f1b" or free.allocations[name].recompute == "full" for name in STAGES
+    )
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "fields", "path"),
+    [
+        ("actor_train", {"schedule": "zero_bubble"}, "$.allocations.actor_train.schedule"),
+        ("actor_train", {"chunks": 2}, "$.allocations.actor_train.schedule"),
+        ("values", {"recompute": "full"}, "$.allocations.values"),
+        ("generate", {"schedule": "interleaved", "chunks": 2}, "$.allocations.generate"),
+    ],
+)
+def test_an_edited_plan_with_passes_that_can_not_be_is_refused(call: str, fields: dict[str, object], path: str) -> None:
+    plan = search(replace(PPO, pins={"actor_train": Pin(pp=1)}), QUICK)
+    edited = replace(plan, allocations={**plan.allocations, call: replace(plan.allocations[call], **fields)})
+    assert path in {problem.where.path for problem in validate(edited, PPO, "plan.json")}
+
+
+def test_installed_engines_refuse_what_they_do_not_run() -> None:
+    asked = replace(PPO, engine="installed", models=dict.fromkeys(PPO.models, known("Qwen/Qwen3-0.6B")))
+    plan = search(asked, QUICK)
+    told = {}
+    for recompute in ("selective", "full"):
+        train = replace(plan.allocations["actor_train"], recompute=recompute)
+        edited = replace(plan, allocations={**plan.allocations, "actor_train": train})
+        told[recompute] = " ".join(problem.text for problem in validate(edited, asked))
+    assert "can't be selective" in told["selective"]
+    assert "gradient_checkpointing is false" in told["full"]
+
+
+def test_explanations_name_the_passes_of_other_options() -> None:
+    asked = replace(PPO, pins=STAGES)
+    plan = search(asked, QUICK)
+    found = alternatives(replace(asked, pins={}), plan, "actor_train")
+    assert {one.passes for one in found} > {Passes()}
+
+
+# --- what stages keep -------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B")),
+    st.sampled_from((2, 4, 8)),
+    st.sampled_from((1, 2, 8)),
+    st.sampled_from(("none", "selective", "full")),
+)
+def test_stages_keep_what_the_papers_say(name: str, pp: int, tp: int, recompute: Recompute) -> None:
+    """First stage: p (1 + (p - 1) / (p v)) micro-batches interleaved (arXiv:2205.05198), p otherwise. Only the critic,
+    whose last stage has no logits, shows it alone."""
+    model, critic = known(name), replace(BF16, head="value")
+    layout = Layout(DeviceMesh(0, tp * pp), tp=tp, pp=pp)
+
+    def kept(tokens: int = 8192, **how: object) -> float:
+        running = replace(Running(recompute=recompute), **how)
+        return memory.train_activations(model, critic, layout, tokens, running).activations
+
+    plain, single = kept(), kept(microbatches=1)
+    each = (plain - single) / (pp - 1) if pp > 1 else 0.0  # of one micro-batch
+    for chunks in (2, 4):
+        assert kept(chunks=chunks) == pytest.approx(plain + each * (pp - 1) / chunks, rel=1e-3)
+        assert plain < kept(chunks=2 * chunks) < kept(chunks=chunks)
+    assert kept(delayed=True) == plain
+    logits = memory.train_activations(model, BF16, layout, 8192, Running(recompute=recompute, delayed=True))
+    assert logits.logits > 0 and logits.activations == plain
+
+
+@pytest.mark.parametrize("layers", range(2, 40))
+def test_a_schedule_without_fault_gives_every_chunk_a_layer(layers: int) -> None:
+    for stages in range(1, 9):
+        for chunks in range(1, 9):
+            sound = schedule_fault(Passes("none", "interleaved", chunks), stages, layers) == ""
+            assert sound == (stages > 1 and chunks > 1 and stages * chunks <= layers)
+    assert schedule_fault(Passes("full"), 1, layers) == schedule_fault(Passes("none", "zero_bubble"), 2, layers) == ""
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def test_inputs_are_part_of_what_a_call_takes() -> None:
+    plan = search(PPO, QUICK)
+    for name, found in plan.allocations.items():
+        expected = input_seconds(PPO, name, found.layout, PPO.cluster)
+        assert found.input_seconds == expected
+        assert (expected > 0) == (input_bytes(PPO, name) > 0)
+        assert expected < found.seconds
+    assert plan.allocations["generate"].input_seconds == 0.0  # prompts are read from the data set
+
+
+def test_more_ranks_get_less_each_and_other_nodes_send_slowly() -> None:
+    """256 samples of 1,112 tokens: eight bytes a token id."""
+    assert input_bytes(PPO, "ref") == pytest.approx(256 * 1112 * 8)
+    wide, narrow = (Layout(DeviceMesh(0, 8), dp=dp, tp=8 // dp) for dp in (8, 1))
+    one_node = cluster(nodes=1)
+    near = input_seconds(replace(PPO, cluster=one_node), "ref", narrow, one_node)
+    far = input_seconds(PPO, "ref", narrow, PPO.cluster)
+    assert input_seconds(PPO, "ref", wide, PPO.cluster) < far
+    assert near < far
+    alone = cluster(devices=1)
+    assert input_seconds(replace(PPO, cluster=alone), "ref", Layout(DeviceMesh(0, 1)), alone) == 0.0
+
+
+def test_every_call_that_reads_trained_weights_has_a_transport() -> None:
+    plan = search(PPO, QUICK)
+    assert plan.reallocation_transport.keys() == {"generate", "values"}
+    for name, transport in plan.reallocation_transport.items():
+        assert (transport == "in_place") == (plan.reallocation_seconds.get(name, 0.0) == 0.0)
