@@ -1,8 +1,10 @@
 """What no device can beat, and what extrapolates: predictions on every kind of device, at any length and precision."""
 
+import heapq
 import itertools
 import math
 import random
+import statistics
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from realgraph.planner.costs.inference import inference_seconds
 from realgraph.planner.costs.lengths import lognormal, measured
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.costs.static import batches, static_occupancy
-from realgraph.planner.costs.train import TrainWork, train_seconds
+from realgraph.planner.costs.train import TrainWork, spread, train_seconds
 from realgraph.planner.devices import device_kinds
 from realgraph.planner.layout import DeviceMesh, Layout
 from tests.planner_cases import cluster, known
@@ -127,6 +129,31 @@ def test_unequal_samples_attend_to_more_than_half_their_mean(mean: float) -> Non
     setting = Setting(known(MODELS[1]), BF16, Layout(DeviceMesh(0, 8), dp=8), cluster("H100-SXM", 8))
     for seconds in (train_seconds, inference_seconds):
         assert seconds(setting, uneven) > seconds(setting, equal)
+
+
+def dealt(lengths: list[float], ranks: int) -> float:
+    """Tokens of the fullest rank, longest first, each to the rank with the fewest."""
+    loads = [0.0] * ranks
+    for length in sorted(lengths, reverse=True):
+        heapq.heapreplace(loads, loads[0] + length)
+    return max(loads)
+
+
+@pytest.mark.parametrize(("per_rank", "error"), [(1, 0.05), (2, 0.2), (4, 0.12), (8, 0.1), (32, 0.02)])
+@pytest.mark.parametrize(("mean", "limit"), [(1200.0, 28672), (3200.0, 4096), (9000.0, 27648)])
+def test_the_busiest_rank_is_that_of_samples_dealt_by_length(
+    mean: float, limit: int, per_rank: int, error: float
+) -> None:
+    ranks, lengths = 32, lognormal(mean, limit)
+    rng, samples = np.random.default_rng(per_rank), per_rank * ranks
+    drawn = np.interp(rng.random((40, samples)), lengths.shares, lengths.tokens)
+    ratio = statistics.fmean(dealt(list(one), ranks) / (one.sum() / ranks) for one in drawn)
+    longest = round(lengths.expected_max(samples))
+    work = TrainWork(round(mean * samples), mean, 32768, longest_tokens=longest)
+    setting = Setting(known(MODELS[0]), BF16, Layout(DeviceMesh(0, 32), dp=32), cluster("H100-SXM", 8, 4))
+    assert spread(setting, work, mean * per_rank) == pytest.approx(ratio, rel=error)
+    assert spread(setting, replace(work, longest_tokens=None), mean * per_rank) == pytest.approx(1)
+    assert spread(setting, replace(work, longest_tokens=None), mean / 2) == pytest.approx(2)  # half of the ranks idle
 
 
 @settings(deadline=None, max_examples=60)

@@ -9,7 +9,7 @@ from realgraph.planner.costs.overhead import dispatch_seconds
 from realgraph.planner.costs.pipeline import stage_layers
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.costs.states import exposed_seconds, state_costs
-from realgraph.planner.costs.train import TrainWork, computed_on_cpu, fsdp_slowdown, hand_over_seconds
+from realgraph.planner.costs.train import TrainWork, computed_on_cpu, fsdp_slowdown, hand_over_seconds, spread
 
 
 def inference_seconds(setting: Setting, work: TrainWork) -> float:
@@ -26,6 +26,7 @@ def inference_seconds(setting: Setting, work: TrainWork) -> float:
     stage = stage_layers(model.layers, layout.pp, head / layer) * layer
     stage += hand_over_seconds(setting, tokens)
     passes = count * stage + (layout.pp - 1) * (model.layers * layer + head) / layout.pp
+    passes *= spread(setting, work, per_device * layout.cp)
     if layout.sharding == "fsdp":
         engine = setting.engine
         passes += exposed_seconds(count * state_costs(setting).gather, passes, engine.dp_overlap, engine.exposed)
