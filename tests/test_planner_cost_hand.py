@@ -1,4 +1,4 @@
-"""Parts of a layer, and of a whole training step, computed by hand from data sheets: each term by itself.
+"""Parts of a layer, of a training step and of a decode step, by hand from data sheets: each term by itself.
 
 H100 SXM: 989 TFLOP/s x 0.72 x 0.9 for products, x 0.54 x 0.9 for attention; 3.35 TB/s x 0.85; NVLink 450 GB/s x 0.75;
 a card 50 GB/s x 0.8. Collectives: 10 us, and 2 us for each further rank.
@@ -7,12 +7,17 @@ a card 50 GB/s x 0.8. Collectives: 10 us, and 2 us for each further rank.
 import math
 
 import pytest
+from msgspec.structs import replace
 
 from realgraph.graphs.spec import ModelRole
+from realgraph.planner.costs.decode import decode_step
+from realgraph.planner.costs.generate import GenerateWork, generate_seconds
 from realgraph.planner.costs.layer import layer_costs
+from realgraph.planner.costs.pipeline import MicroBatch, Pipeline, pipeline_seconds
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.costs.states import state_costs
 from realgraph.planner.costs.train import TrainWork, train_seconds
+from realgraph.planner.devices import device_kind
 from realgraph.planner.layout import DeviceMesh, Layout
 from tests.planner_cases import cluster, known
 
@@ -101,3 +106,53 @@ def test_states_wait_for_two_collectives_a_step() -> None:
     assert state_costs(setting(dp=8)).step == pytest.approx(2 * 7 / 8 * 4 * PARAMS / LINK + 2 * hop(8))
     cut = state_costs(setting(dp=4, tp=2))
     assert cut.step == pytest.approx(3 / 4 * 6 * PARAMS / 2 / LINK + 2 * hop(4))
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_the_bubble_of_zero_bubble_stages_is_the_papers(stages: int) -> None:
+    """ZB-H1: (p - 1) (T_F + T_B - T_W) beside the work itself (arXiv:2401.10241, table 1)."""
+    forward, inputs, weights, layers, count = 1.0, 1.2, 0.9, 4 * stages, 64
+    one = MicroBatch(forward, inputs + weights, weights, 0.0)
+    seconds = pipeline_seconds(one, Pipeline(layers, stages, "zero_bubble"), count)
+    work = count * 4 * (forward + inputs + weights)
+    assert seconds - work == pytest.approx((stages - 1) * 4 * (forward + inputs - weights))
+
+
+def test_a_decode_step_of_experts_over_two_nodes() -> None:
+    """Qwen3 235B-A22B on two replicas of tp 8 whose 16 devices hold 8 of 128 experts each, whole; 8 of a token.
+
+    Fixed: 0.6 ms, of each of 94 layers 10 us and 30 us for small kernels, and a dispatch and a combine between nodes.
+    """
+    step = decode_step(setting(QWEN, dp=2, tp=8, ep=16))
+    expert, layers = 3 * 4096 * 1536, 94
+    assert step.expert_read == pytest.approx(2 * layers * 8 * expert / MEMORY * (1 + 64 / 1536))
+    assert step.fixed == pytest.approx(6e-4 + layers * (10e-6 + 30e-6) + 2 * layers * (10e-6 + 15e-6))
+    attention = 2 * 4096 * 64 * 128 + 2 * 4096 * 4 * 128 + 2 * 128
+    dense = layers * (attention + 2 * 4096 + 128 * 4096) + 4096 + 4096 * 151936
+    assert step.dense_read == pytest.approx(2 * dense / 8 / MEMORY, rel=1e-6)
+    assert step.cache_token == pytest.approx(layers * 2 * 2 * 4 * 128 / 4 / (3.35e12 * 0.75))
+    rate = 989e12 * 0.72 * 512 / (512 + 128)
+    assert step.expert_token == pytest.approx(2 * 8 * layers * expert / 8 / (rate * 0.8))
+    exchanged = 2 * layers * 2 * 4096 * 8 / 8 / NIC
+    elementwise = layers * 2 * (14 * 4096 + 4 * 12288 / 8) / MEMORY
+    assert step.sequence == pytest.approx(1e-6 + elementwise + exchanged)
+    one = 1 - (1 - 8 / 128) ** (4 * 2)  # of the experts, by 4 sequences on each replica
+    direct = 2 * layers * (10e-6 + 4 * 7 * 2 * 4096 / LINK)
+    expected = step.dense_read + one * step.expert_read + 4 * (1000 * step.cache_token + step.sequence) + direct
+    assert step.seconds(4, 1000) == pytest.approx(expected + step.fixed)
+
+
+@pytest.mark.parametrize(("longest", "mean", "refills"), [(64, 64.0, 3.0), (1000, 100.0, 3 * 99.0)])
+def test_on_a_cpu_each_step_that_takes_prompts_in_is_a_pass_of_its_own(
+    longest: int, mean: float, refills: float
+) -> None:
+    """32 samples on 8 slots: three times all of them at once where lengths are equal, else one by one at every step."""
+    model, role = known("Qwen/Qwen3-0.6B"), ModelRole(dtype="float32")
+    machine = cluster("cpu", 1)
+    work = GenerateWork(32, 8, 16.0, mean, longest, 8)
+
+    def seconds(of_a_layer: float) -> float:
+        costs = replace(device_kind("cpu").costs, pass_layer_seconds=of_a_layer)
+        return generate_seconds(Setting(model, role, Layout(DeviceMesh(0, 1)), machine, costs), work)
+
+    assert seconds(1e-3) - seconds(0.0) == pytest.approx(28e-3 * (1 + refills), rel=0.02)
