@@ -1,7 +1,8 @@
 """Real runs for tests: a tiny model, a tiny data set, the command line in a process of its own, and ways to break it.
 
-The process of a run is forked from a server that has torch and transformers loaded, and so is that run's own fork
-server: the seconds of importing them are paid once for all tests. Everything after that is what `realgraph run` does.
+The process of a run is forked from a server that has torch, transformers and the planner's compiled search loaded, and
+so is that run's own fork server: those seconds are paid once for all tests. Everything after that is what
+`realgraph run` does.
 """
 
 import json
@@ -12,14 +13,18 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-PRELOAD = ("torch", "transformers", "realgraph.runtime.worker", "realgraph.run_command", __name__)
+from realgraph.graphs.errors import ConfigError
+from tests.traces import processes_at
+
+PRELOAD = ("torch", "transformers", "realgraph.runtime.worker", "realgraph.run_command", "tests.warmed", __name__)
 PATIENCE = 90.0  # seconds that anything may take before a test gives up on it
 
 REWARDS = '''
@@ -45,7 +50,9 @@ def score(text: str, answer: str) -> float:
 def spoil(batch, outputs):
     """A loss term that changes nothing, until it is told to."""
     told = fault()
-    time.sleep(told.get("compute_sleep", 0.0))
+    if "compute_sleep" in told:
+        (HERE / "computing").touch()
+        time.sleep(told["compute_sleep"])
     return outputs.logprobs * (float("nan") if told.get("nan") else 0.0)
 '''
 
@@ -222,7 +229,7 @@ class Running:
         while not holds():
             assert self.process.is_alive(), f"the run ended before {what}:\n{self.output()}"
             assert time.monotonic() < deadline, f"{what} has not come in {PATIENCE:.0f} s:\n{self.output()}"
-            time.sleep(0.005)
+            time.sleep(0.01)
 
     def until_step(self, step: int) -> None:
         """Wait until `step` whole steps are recorded."""
@@ -269,6 +276,34 @@ def finish(home: Path, *argv: str, name: str = "run", code: int = 0) -> Running:
     return running
 
 
+def apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `function` of a module returns in a process of its own, whose workers start as fast as a run's.
+
+    Raises the ConfigError that it raises there.
+    """
+    ours, theirs = _CONTEXT.Pipe()
+    process = _CONTEXT.Process(target=_answer, args=(theirs, function, arguments))
+    process.start()
+    _STARTED.append(process)
+    theirs.close()
+    assert ours.poll(PATIENCE), f"{function.__name__} has not answered in {PATIENCE:.0f} s"
+    well, found = ours.recv()
+    process.join()
+    if not well:
+        raise ConfigError(found)
+    return found
+
+
+def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    from realgraph.runtime import launch
+
+    launch.open_server = _fork_server
+    try:
+        pipe.send((True, function(*arguments)))
+    except ConfigError as error:
+        pipe.send((False, error.problems))
+
+
 def stop(running: Running) -> None:
     """Whatever a test has left."""
     if running.process.is_alive():
@@ -301,68 +336,6 @@ def numbers(folder: Path) -> dict[int, dict[str, float]]:
         record["step"]: {name: value for name, value in record["metrics"].items() if not name.endswith(TIMES)}
         for record in records(folder)
     }
-
-
-def processes_at(home: Path) -> list[int]:
-    """Processes, zombies left out, that hold a file under `home` open."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            links = [os.readlink(link) for link in (entry / "fd").iterdir()]
-        except (FileNotFoundError, PermissionError, ProcessLookupError):
-            continue
-        if any(link.startswith(f"{home}/") for link in links):
-            found.append(int(entry.name))
-    return found
-
-
-def listening(pids: Sequence[int]) -> set[str]:
-    """Local TCP addresses, as the kernel writes them, on which these processes listen."""
-    inodes = set()
-    for pid in pids:
-        try:
-            links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        inodes |= {link[8:-1] for link in links if link.startswith("socket:[")}
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return {row[1] for row in rows if row[3] == "0A" and row[9] in inodes}
-
-
-def all_listening() -> set[str]:
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return {row[1] for row in rows if row[3] == "0A"}
-
-
-@dataclass
-class Traces:
-    """What a run holds while it lives, to be gone when it has ended."""
-
-    home: Path
-    shared: set[str]
-    ports: set[str] = field(default_factory=set)
-
-    def look(self) -> None:
-        """Note the ports that the run's processes listen on now."""
-        self.ports |= listening(processes_at(self.home))
-        assert self.ports, "the run listens nowhere: the test looks in the wrong place"
-
-    def gone(self, seconds: float = 5.0) -> None:
-        """No process, no port, nothing in /dev/shm."""
-        deadline = time.monotonic() + seconds
-        while True:
-            left = processes_at(self.home), self.ports & all_listening(), set(os.listdir("/dev/shm")) - self.shared
-            if not any(left):
-                return
-            assert time.monotonic() < deadline, f"left behind: processes, ports, shared memory: {left}"
-            time.sleep(0.02)
-
-
-def traces(home: Path) -> Traces:
-    """To be made before the run starts."""
-    return Traces(home, set(os.listdir("/dev/shm")))
 
 
 def copy_home(home: Path, target: Path) -> Path:

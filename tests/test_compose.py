@@ -119,7 +119,7 @@ def escaped(value: Any) -> Any:
 
 
 @given(SETTINGS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_a_value_means_the_same_in_the_file_on_the_command_line_and_in_the_resolved_file(
     values: dict[str, Any],
 ) -> None:

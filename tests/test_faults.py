@@ -13,22 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.runs import (
-    GRPO,
-    Running,
-    Traces,
-    copy_home,
-    finish,
-    home,
-    numbers,
-    processes_at,
-    records,
-    set_fault,
-    start,
-    stop,
-    traces,
-    write_run,
-)
+from tests.runs import GRPO, Running, copy_home, finish, home, numbers, records, set_fault, start, stop, write_run
+from tests.traces import Traces, processes_at, traces
 
 __all__ = ["home"]
 
@@ -79,11 +65,9 @@ class Broken:
         return lines[0]
 
     def slow_training(self) -> None:
-        """From now on most of a step is training; returns while the run is in it."""
+        """From now on most of a step is training; returns when the run is in it."""
         set_fault(self.home, compute_sleep=1.5)
-        step = len(self.running.records())
-        self.running.until_step(step + 1)
-        time.sleep(0.5)
+        self.running.until((self.home / "computing").exists, "slow training")
 
     @property
     def saved(self) -> int:
@@ -291,9 +275,10 @@ def test_an_unreadable_row_is_named_and_may_be_mended(own: Path, reference: dict
 
 def test_a_long_call_is_no_silence(own: Path) -> None:
     """Workers beat while their compute thread is in a call that takes longer than a worker may be silent."""
-    run = Broken(own, {"runtime": {"heartbeat_seconds": 0.2, "lost_after_seconds": 2.5}, "steps": 2})
+    short = {"params": {"minibatches": 1}, "steps": 2}
+    run = Broken(own, {"runtime": {"heartbeat_seconds": 0.2, "lost_after_seconds": 2.5}}, short)
     set_fault(own, compute_sleep=3.5)
-    run.running.until_step(1)
+    run.running.until((own / "computing").exists, "the long call")
     set_fault(own)
     run.ends(0)
 

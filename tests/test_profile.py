@@ -32,7 +32,7 @@ from realgraph.running import prepare
 from realgraph.runtime.observer import RunEnded, RunStarted, StepRecord
 from realgraph.runtime.profile_launch import measure
 from realgraph.runtime.profile_worker import still_falls
-from tests.runs import GRPO, finish, home, merged, records, write_run
+from tests.runs import GRPO, apart, finish, home, merged, records, write_run
 
 __all__ = ["home"]
 
@@ -152,7 +152,7 @@ def test_a_profile_measures_all_kinds_of_cases_on_all_devices() -> None:
         DecodeCase(SMALL, 4, 16),
         RolloutCase(SMALL, 2, 4, 8, 4, 4),
     )
-    measured = measure(ProfileTask(cases, NODE, "float32", rounds=2))
+    measured = apart(measure, ProfileTask(cases, NODE, "float32", rounds=2))
     assert tuple(one.case for one in measured) == cases
     assert all(one.seconds > 0 and one.spread >= 0 and one.count == 2 for one in measured)
     found = profiled(measured, NODE, "float32")
@@ -164,7 +164,7 @@ def test_a_profile_measures_all_kinds_of_cases_on_all_devices() -> None:
 
 def test_a_worker_that_fails_is_named_with_its_last_words() -> None:
     with pytest.raises(ConfigError) as raised:
-        measure(ProfileTask((HostLink(1024, True),), replace(NODE, devices_per_node=1), "float32", rounds=1))
+        apart(measure, ProfileTask((HostLink(1024, True),), replace(NODE, devices_per_node=1), "float32", rounds=1))
     text = str(raised.value.problems[0])
     assert "worker 0 ended with exit code 1" in text
     assert "Error" in text

@@ -13,7 +13,8 @@ import pytest
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.running import CHANGEABLE, prepare_resume
-from tests.runs import BASE, GRPO, Running, finish, home, merged, numbers, records, start, stop, traces, write_run
+from tests.runs import BASE, GRPO, Running, finish, home, merged, numbers, records, start, stop, write_run
+from tests.traces import traces
 
 __all__ = ["home"]
 

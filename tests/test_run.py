@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.runs import BASE, GRPO, finish, home, merged, records, start, traces, write_run
+from tests.runs import BASE, GRPO, finish, home, merged, records, start, write_run
+from tests.traces import traces
 
 __all__ = ["home"]
 

@@ -1,0 +1,69 @@
+"""What a run holds while it lives: processes, ports, shared memory; all of it is gone when the run has ended. Linux."""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+def processes_at(home: Path) -> list[int]:
+    """Processes, zombies left out, that hold a file under `home` open."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            links = [os.readlink(link) for link in (entry / "fd").iterdir()]
+        except (FileNotFoundError, PermissionError, ProcessLookupError):
+            continue
+        if any(link.startswith(f"{home}/") for link in links):
+            found.append(int(entry.name))
+    return found
+
+
+def listening(pids: Sequence[int]) -> set[str]:
+    """Local TCP addresses, as the kernel writes them, on which these processes listen."""
+    inodes = set()
+    for pid in pids:
+        try:
+            links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        inodes |= {link[8:-1] for link in links if link.startswith("socket:[")}
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {row[1] for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+def all_listening() -> set[str]:
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {row[1] for row in rows if row[3] == "0A"}
+
+
+@dataclass
+class Traces:
+    """What a run holds while it lives, to be gone when it has ended."""
+
+    home: Path
+    shared: set[str]
+    ports: set[str] = field(default_factory=set)
+
+    def look(self) -> None:
+        """Note the ports that the run's processes listen on now."""
+        self.ports |= listening(processes_at(self.home))
+        assert self.ports, "the run listens nowhere: the test looks in the wrong place"
+
+    def gone(self, seconds: float = 5.0) -> None:
+        """No process, no port, nothing in /dev/shm."""
+        deadline = time.monotonic() + seconds
+        while True:
+            left = processes_at(self.home), self.ports & all_listening(), set(os.listdir("/dev/shm")) - self.shared
+            if not any(left):
+                return
+            assert time.monotonic() < deadline, f"left behind: processes, ports, shared memory: {left}"
+            time.sleep(0.02)
+
+
+def traces(home: Path) -> Traces:
+    """To be made before the run starts."""
+    return Traces(home, set(os.listdir("/dev/shm")))
