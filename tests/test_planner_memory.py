@@ -78,6 +78,24 @@ def test_adapters_have_states_and_the_rest_only_weights() -> None:
     assert light.gradients + light.optimizer == pytest.approx(18 * 41_943_040, rel=1e-6)
 
 
+def test_what_fsdp_gathers_by_hand() -> None:
+    """Llama 3.1 8B: two layers of 218,112,000 parameters, embedding and head; gradients of one layer and of the ends."""
+    model, ends = known("meta-llama/Llama-3.1-8B"), 2 * 128256 * 4096
+    sharded = replace(layout(8), sharding="fsdp")
+    trains = memory.gathered(model, BF16, sharded, trains=True)
+    assert trains.weights == 2 * (2 * 218_112_000 + ends)
+    assert trains.gradients == 4 * (218_112_000 + ends)
+    assert memory.gathered(model, BF16, sharded, trains=False).gradients == 0
+    assert memory.gathered(model, BF16, layout(8), trains=True).total == 0
+
+
+def test_rescue_copies_are_two_of_weights_moments_and_masters() -> None:
+    model = known("Qwen/Qwen3-0.6B")
+    assert memory.rescue_copies(model, BF16, layout(2)).total == 2 * (2 + 4 + 4 + 4) * model.n_params()
+    assert memory.rescue_copies(model, replace(BF16, dtype="float32"), layout(2)).total == 2 * 12 * model.n_params()
+    assert memory.rescue_copies(model, BF16, replace(layout(2), sharding="fsdp")).total == 0
+
+
 def test_logits_whole_or_in_chunks() -> None:
     model = known("meta-llama/Llama-3.1-8B")
     chunked = memory.train_activations(model, BF16, layout(), 16384)
