@@ -79,7 +79,7 @@ def test_adapters_have_states_and_the_rest_only_weights() -> None:
 
 
 def test_what_fsdp_gathers_by_hand() -> None:
-    """Llama 3.1 8B: two layers of 218,112,000 parameters, embedding and head; gradients of one layer and of the ends."""
+    """Llama 3.1 8B: two layers of 218,112,000 parameters, embedding and head; gradients of one layer and the ends."""
     model, ends = known("meta-llama/Llama-3.1-8B"), 2 * 128256 * 4096
     sharded = replace(layout(8), sharding="fsdp")
     trains = memory.gathered(model, BF16, sharded, trains=True)
