@@ -167,6 +167,8 @@ class Solution(Struct, frozen=True):
 
     @property
     def gap(self) -> float:
+        if self.period <= self.bound:
+            return 0.0
         return self.period / self.bound - 1 if self.bound > 0 else float("inf")
 
 

@@ -247,6 +247,20 @@ def test_equal_options_share_a_table() -> None:
 # --- the answer -------------------------------------------------------------------------------------------------------
 
 
+def test_calls_that_take_no_time_have_a_plan() -> None:
+    whole = small(reallocations=[])
+    for call in whole["calls"]:
+        for each in call["options"]:
+            each["seconds"] = 0.0
+    read = read_problem(json.dumps(whole))
+    found = solve(read.problem)
+    assert isinstance(found, Solution)
+    assert (found.period, found.gap, found.stopped) == (0.0, 0.0, "proven")
+    answer = json.loads(solution_json(read, found, orders(read.problem, found)))
+    assert answer["gap"] == 0.0
+    assert set(answer["starts"].values()) == {0.0}
+
+
 @pytest.mark.parametrize("seconds", [0.0, 1.0, 5e3, 5e7])
 def test_a_move_that_takes_far_longer_than_all_calls_is_planned(seconds: float) -> None:
     """Both meshes are held while weights move: generate, train and move follow each other."""

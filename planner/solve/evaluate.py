@@ -67,7 +67,7 @@ def schedule(problem: SearchProblem, timed: Timing) -> Schedule | None:
     names = [node.name for node in timed.nodes]
     members = [names[i] for i in circuit[: circuit.tolist().index(-1)]][::-1]
     first = min(range(len(members)), key=lambda i: names.index(members[i]), default=0)
-    early = _early(problem, timed, starts, period)
+    early = _early(problem, timed, starts, period) if period > 0 else starts.tolist()  # at 0 all steps are at one time
     return Schedule(period, dict(zip(names, early, strict=True)), tuple(members[first:] + members[:first]))
 
 
@@ -212,7 +212,7 @@ def orders(problem: SearchProblem, solution: Solution) -> dict[int, tuple[Turn, 
     nodes = timing(problem, solution.choices).nodes
     turns = []
     for number, node in enumerate(nodes):
-        rounds = floor(solution.starts[node.name] / solution.period + INSIDE)
+        rounds = floor(solution.starts[node.name] / solution.period + INSIDE) if solution.period > 0 else 0
         phase = max(0.0, solution.starts[node.name] - rounds * solution.period)
         turns.append((phase, node.seconds > 0, solution.starts[node.name], number, Turn(node.name, -rounds)))
     turns.sort(key=lambda turn: turn[:4])
