@@ -94,7 +94,7 @@ def _prediction(row: Row) -> Prediction | str:
     if model is None:
         return f"no shape known of {row.model}"
     if cluster is None:
-        return f"no device kind for {row.gpu}"
+        return f"no machine known of {row.n_gpus or 1} x {row.gpu}"
     if row.number("value") <= 0:
         return "no measured value"
     if row.phase == "e2e" and row.system.startswith(ASSUMED):
@@ -164,12 +164,14 @@ def _served(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
         return "no new tokens"
     if not row.unit.startswith("token"):
         return f"no speed in tokens: {row.unit or 'no unit'}"
-    tp = row.count("tp", 1) or 1
+    tp, pp = row.count("tp", 1) or 1, row.count("pp", 1) or 1
+    if pp > model.layers:
+        return "more stages than layers"
     precision = FLOAT8 if "FP8" in row.notes else SAME
-    setting = Setting(model, BF16, Layout(DeviceMesh(0, tp), tp=tp), cluster)
-    held = (1 if precision is FLOAT8 else 2) * model.n_params() / tp
+    setting = Setting(model, BF16, Layout(DeviceMesh(0, tp * pp), tp=tp, pp=pp), cluster)
+    held = (1 if precision is FLOAT8 else 2) * model.n_params() / (tp * pp)
     room = TRT_CACHE_SHARE * (cluster.memory_bytes - held - TRT_BUFFER_BYTES)
-    running = int(room / (cache_bytes_per_token(setting, precision) * (prompt + new)))
+    running = int(room * pp / (cache_bytes_per_token(setting, precision) * (prompt + new)))
     most = TRT_MOST_RUNNING
     if not row.system.startswith("TensorRT-LLM"):
         setting, most = serving(setting), MOST_RUNNING
@@ -182,8 +184,8 @@ def _served(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
         running=max(1, min(most, running)),
         precision=precision,
     )
-    devices = max(tp, row.count("n_gpus", tp))
-    found = generation(setting, work).tokens_per_second * devices / tp
+    devices = max(tp * pp, row.count("n_gpus", tp * pp))
+    found = generation(setting, work).tokens_per_second * devices / (tp * pp)
     return _told(row, model, "generate", found / devices if "per_gpu" in row.metric else found)
 
 

@@ -6,7 +6,7 @@ import re
 from msgspec.structs import replace
 
 from benchmarks.published import Row
-from realgraph.graphs.errors import Where
+from realgraph.graphs.errors import ConfigError, Where
 from realgraph.planner.cluster import Cluster, ClusterSpec
 from realgraph.planner.detect import Probe, resolve
 from realgraph.planner.model_spec import LatentAttention, ModelSpec, known_models, spec_from_config
@@ -116,7 +116,66 @@ GLM_AIR = ModelSpec(  # zai-org/GLM-4.5-Air, config.json
     shared_intermediate=1408,
 )
 LLAMA_34B = ModelSpec("llama", 8192, 48, 64, 8, 128, 22016, 32000, False, 4096)  # arXiv:2307.09288, appendix A.2
-UNKNOWN = re.compile(r"nemotron")  # layers of other kinds: no formula here
+UNKNOWN = re.compile(r"nemotron(?!-?4)|qwen3.?next")  # layers of other kinds: no formula here
+
+
+def gated(width: tuple[int, int], layers: int, heads: tuple[int, int, int], vocab: int) -> ModelSpec:
+    """A dense decoder of LLaMA's kind, untied. width: hidden and of the MLP; heads: queries', keys', and their size."""
+    return ModelSpec("llama", width[0], layers, *heads, width[1], vocab, False, 0)
+
+
+def routed(dense: ModelSpec, experts: tuple[int, int, int], layers: int, shared: int) -> ModelSpec:
+    """The same with experts (how many, how many of them a token passes, width of one) in so many of its layers."""
+    count, chosen, width = experts
+    return replace(
+        dense,
+        experts=count,
+        experts_per_token=chosen,
+        expert_intermediate=width,
+        expert_layers=layers,
+        shared_intermediate=shared,
+    )
+
+
+def plain(width: tuple[int, int], layers: int, heads: tuple[int, int, int], vocab: int, tied: bool) -> ModelSpec:
+    """The same as `gated` with an MLP of two matrices."""
+    return replace(gated(width, layers, heads, vocab), mlp_matrices=2, tied=tied)
+
+
+# Their config.json on the Hub; Nemotron-4: arXiv:2402.16819 and 2406.11704. By a pattern of what sources call them.
+OTHERS = (
+    (r"falcon.*180b", plain((14848, 59392), 80, (232, 8, 64), 65024, True)),
+    (r"falcon.*40b", plain((8192, 32768), 60, (128, 8, 64), 65024, True)),
+    (r"gpt-?j", plain((4096, 16384), 28, (16, 16, 256), 50400, False)),
+    (r"nemotron-?4.*340b", plain((18432, 73728), 96, (96, 8, 192), 256000, False)),
+    (r"nemotron-?4.*15b", plain((6144, 24576), 32, (48, 8, 128), 256000, False)),
+    (r"bloom.?176b", gpt(14336, 70, 112, 250880)),
+    (r"opt.?1\.3b", gpt(2048, 24, 32, 50272)),
+    (r"opt.?6\.7b", gpt(4096, 32, 32, 50272)),
+    (r"opt.?13b", gpt(5120, 40, 40, 50272)),
+    (r"opt.?30b", gpt(7168, 48, 56, 50272)),
+    (r"opt.?66b", gpt(9216, 64, 72, 50272)),
+    (r"opt.?175b", gpt(12288, 96, 96, 50272)),
+    (r"mistral.?large", gated((12288, 28672), 88, (96, 8, 128), 32768)),
+    (r"deepseek.?llm.?7b", gated((4096, 11008), 30, (32, 32, 128), 102400)),
+    (r"\byi.?34b", gated((7168, 20480), 60, (56, 8, 128), 64000)),
+    (r"phi-?3-mini", gated((3072, 8192), 32, (32, 32, 96), 32064)),
+    (r"qwen2.?57b", routed(gated((3584, 20480), 28, (28, 4, 128), 151936), (64, 8, 2560), 28, 20480)),
+    (r"glm-?4\.5(?!.?air)", routed(gated((5120, 12288), 92, (96, 8, 128), 151552), (160, 8, 1536), 89, 1536)),
+    (r"llama.?4.*scout", routed(gated((5120, 8192), 48, (40, 8, 128), 202048), (16, 1, 8192), 48, 8192)),
+    (r"llama.?4.*(maverick|e128)", routed(gated((5120, 16384), 48, (40, 8, 128), 202048), (128, 1, 8192), 24, 8192)),
+    (
+        r"deepseek.?v2.?lite",
+        replace(MOONLIGHT, intermediate=10944, vocab=102400),
+    ),
+    (
+        r"deepseek.?v2",
+        replace(
+            routed(gated((5120, 12288), 60, (128, 128, 128), 102400), (160, 6, 1536), 59, 3072),
+            latent=LatentAttention(1536, 512, 64, 128),
+        ),
+    ),
+)
 MIXTRAL = ModelSpec(  # mistralai/Mixtral-8x7B-v0.1, config.json
     architecture="llama",
     hidden=4096,
@@ -134,6 +193,7 @@ MIXTRAL = ModelSpec(  # mistralai/Mixtral-8x7B-v0.1, config.json
     expert_layers=32,
 )
 NAMED = (
+    *OTHERS,
     (r"deepseek.?v3|deepseek-r1(?!-distill)", DEEPSEEK_V3),
     (r"kimi.?k2|kimi-k2", KIMI_K2),
     (r"moonlight", MOONLIGHT),
@@ -210,7 +270,8 @@ def _gpt_of(row: Row) -> ModelSpec | None:
     """A GPT from the notes' hidden, layers and heads; layers from the parameters where they are not told."""
     hidden, layers, heads = (_noted(row, word) for word in ("hidden", "layers", "heads"))
     vocab = 250880 if "250k" in row.notes else 51200
-    params = row.number("params_b") * 1e9
+    told = re.search(r"([\d.]+)b\b", row.model.lower())
+    params = row.number("params_b", float(told[1]) if told else 0.0) * 1e9
     if not hidden:
         near = min(GPT, key=lambda size: abs(size * 1e9 - params))
         return GPT[near] if abs(near * 1e9 - params) < 0.06 * params else None
@@ -238,11 +299,13 @@ KINDS = (
     (r"gb200", "GB200"),
     (r"b300", "B300"),
     (r"b200", "B200"),
+    (r"gh200", "GH200"),
     (r"h100.*pcie", "H100-PCIe"),
     (r"h100", "H100-SXM"),
     (r"h200", "H200"),
     (r"h800", "H800"),
     (r"h20\b|h20-", "H20"),
+    (r"l40s", "L40S"),
     (r"a6000", "RTX-A6000"),
     (r"mi300", "MI300X"),
 )
@@ -257,14 +320,17 @@ def _of_axes(row: Row) -> int:
 
 
 def cluster_of(row: Row) -> Cluster | None:
-    """The machine behind a row's `gpu` and `n_gpus`; None where the kind is in no table."""
+    """The machine behind a row's `gpu` and `n_gpus`; None where the kind is in no table, or no cluster has so many."""
     name, count = row.gpu.lower(), max(1, row.count("n_gpus", 1) or _of_axes(row))
     kind = next((kind for pattern, kind in KINDS if re.search(pattern, name)), None)
     if kind is None:
         return None
     per_node = min(count, NVL72 if kind.startswith("GB") else 8)
     spec = ClusterSpec(nodes=-(-count // per_node), devices=per_node, kind=kind)
-    found = resolve(spec, HOST)
+    try:
+        found = resolve(spec, HOST)
+    except ConfigError:
+        return None
     if "hbm2e" in name and kind == "H100-SXM":
         found = replace(found, memory_bytes=96 * 10**9, memory_bytes_per_s=HBM2E_BYTES_PER_S)
     watts = re.search(r"(\d+)w\b", name)

@@ -127,7 +127,7 @@ def _case(group: dict[str, Row]) -> Case | str:
     if model is None:
         return f"no shape known of {row.model}"
     if cluster is None:
-        return f"no device kind for {row.gpu}"
+        return f"no machine known of {row.n_gpus or 1} x {row.gpu}"
     if not (row.count("tp") and row.count("dp")):
         return "the layout is not published"
     length = row.count("seq_len")

@@ -54,6 +54,17 @@ def test_shapes_have_their_published_number_of_parameters(model: ModelSpec, bill
         ("MPT-7b", "", 6.65),
         ("GPT-181B", "250k/150k vocab; heads n/a; hidden 14336 layers 72", 181.2),
         ("Qwen3_235B_a22B", "", 235.1),
+        ("Falcon-180B", "", 178.6),
+        ("GPT-J 6B", "", 6.05),
+        ("OPT-66B", "", 65.7),
+        ("Nemotron4 340B", "", 341),
+        ("Mistral-Large", "", 122.6),
+        ("GLM-4.5", "", 355),
+        ("LLAMA4 Scout", "", 107.8),
+        ("LLAMA4-e128", "", 400.7),
+        ("DeepSeek-V2", "", 235.7),
+        ("DeepSeek-V2-Lite", "", 15.7),
+        ("Qwen2-57B-A14B", "", 57.4),
     ],
 )
 def test_names_and_notes_tell_shapes(name: str, notes: str, billions: float) -> None:
@@ -84,7 +95,7 @@ def test_a_configuration_is_one_prediction_whatever_its_units() -> None:
     assert reasons == [
         "the same measurement in another unit",
         "no shape known of Nemotron-H",
-        "no device kind for TPU-v5p",
+        "no machine known of 1024 x TPU-v5p",
     ]
 
 
