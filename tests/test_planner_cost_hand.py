@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.decode import decode_step
 from realgraph.planner.costs.generate import GenerateWork, generate_seconds
+from realgraph.planner.costs.inference import inference_seconds
 from realgraph.planner.costs.layer import layer_costs
 from realgraph.planner.costs.pipeline import MicroBatch, Pipeline, pipeline_seconds
 from realgraph.planner.costs.setting import Setting
@@ -156,3 +157,17 @@ def test_on_a_cpu_each_step_that_takes_prompts_in_is_a_pass_of_its_own(
         return generate_seconds(Setting(model, role, Layout(DeviceMesh(0, 1)), machine, costs), work)
 
     assert seconds(1e-3) - seconds(0.0) == pytest.approx(28e-3 * (1 + refills), rel=0.02)
+
+
+def test_each_sample_of_a_call_is_sent_and_of_a_rollout_taken_in_besides() -> None:
+    """64 samples on two ranks: 32 each, 1 ms a sample, 2 ms of each that generation takes in, 5 ms of the call."""
+    bare = device_kind("cpu").costs
+    costs = replace(bare, call_seconds=5e-3, sample_seconds=1e-3, admission_seconds=2e-3)
+    layout, machine = Layout(DeviceMesh(0, 2), dp=2), cluster("cpu", 2)
+    before, after = (
+        Setting(known("Qwen/Qwen3-0.6B"), ModelRole(dtype="float32"), layout, machine, each) for each in (bare, costs)
+    )
+    rollout, packed = GenerateWork(64, 8, 16.0, 32.0, 64, 8), TrainWork(64 * 48, 48.0, 1024)
+    assert generate_seconds(after, rollout) - generate_seconds(before, rollout) == pytest.approx(5e-3 + 32 * 3e-3)
+    for seconds in (train_seconds, inference_seconds):
+        assert seconds(after, packed) - seconds(before, packed) == pytest.approx(5e-3 + 32e-3)
