@@ -156,6 +156,8 @@ def _compose(text: str, shown: str) -> tuple[Loader, yaml.Node | None]:
         raise ConfigError([Problem(Where(shown, mark.line + 1 if mark else 0), f"YAML syntax: {text}")]) from None
     except yaml.YAMLError as error:
         raise ConfigError([Problem(Where(shown), f"YAML syntax: {error}")]) from None
+    except RecursionError:
+        raise ConfigError([Problem(Where(shown), "is nested too deeply")]) from None
 
 
 class _Builder:

@@ -6,6 +6,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 Count = Annotated[int, Meta(ge=1)]
+MOST_DEVICES = 65_536  # of a cluster
 
 
 class NodesSpec(Struct, frozen=True, forbid_unknown_fields=True):

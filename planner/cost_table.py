@@ -15,14 +15,15 @@ from realgraph.planner.layout import Recompute, Schedule
 
 COSTS_FORMAT = 1
 COSTS_FILE = "costs.json"  # in a run directory
+MOST = 1e6  # a factor, or the seconds of a call: more is a slip of the pen
 Phase = Literal["train", "inference", "generate", "reallocate"]
 
 
 class PhaseFactor(Struct, frozen=True, forbid_unknown_fields=True):
     """measured seconds = factor x predicted + constant_seconds; error: relative standard deviation of what is left."""
 
-    factor: Annotated[float, Meta(gt=0)] = 1.0
-    constant_seconds: Annotated[float, Meta(ge=0)] = 0.0
+    factor: Annotated[float, Meta(gt=0, le=MOST)] = 1.0
+    constant_seconds: Annotated[float, Meta(ge=0, le=MOST)] = 0.0
     error: Annotated[float, Meta(ge=0)] = 0.0
     count: int = 0  # measurements behind it
 
@@ -46,7 +47,7 @@ class MeasuredCall(Struct, frozen=True, forbid_unknown_fields=True):
     cp: int
     sharding: Literal["replicated", "fsdp"]
     max_tokens_per_microbatch: int
-    seconds: Annotated[float, Meta(gt=0)]
+    seconds: Annotated[float, Meta(gt=0, le=MOST)]
     predicted_seconds: Annotated[float, Meta(ge=0)]  # by the table's factors; 0 where it was by others
     error: Annotated[float, Meta(ge=0)] = 0.0
     count: int = 1
@@ -65,7 +66,7 @@ class CostTable(Struct, frozen=True, forbid_unknown_fields=True):
     factors: Costs | None = None
     phases: dict[Phase, PhaseFactor] = {}
     calls: tuple[MeasuredCall, ...] = ()
-    lengths: tuple[int, ...] = ()
+    lengths: tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], ...] = ()
     format: int = COSTS_FORMAT
 
 

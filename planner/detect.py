@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.planner.cluster import Cluster, ClusterSpec
+from realgraph.planner.cluster import MOST_DEVICES, Cluster, ClusterSpec
 from realgraph.planner.devices import DeviceKind, device_kind, device_kinds
 
 CPU = "cpu"
@@ -44,13 +44,17 @@ def probe() -> Probe:
 def resolve(spec: ClusterSpec, machine: Probe) -> Cluster:
     """Every number of the cluster: the spec's own, else the kind's, else this machine's.
 
-    Raises ConfigError for a kind that no table has, GPUs that can't be read, a count that nothing tells, and CPU nodes
-    beside others.
+    Raises ConfigError for a kind that no table has, GPUs that can't be read, a count that nothing tells, CPU nodes
+    beside others, and more devices than a cluster has.
     """
     name = _kind_name(spec, machine)
     kind = device_kind(name)
     first = _cpu_cluster(spec, machine, kind) if name == CPU else _gpu_cluster(spec, machine, name, kind)
-    return replace(first, more=tuple(_more(spec, i, name) for i in range(len(spec.more)))) if spec.more else first
+    whole = replace(first, more=tuple(_more(spec, i, name) for i in range(len(spec.more)))) if spec.more else first
+    if whole.n_devices > MOST_DEVICES:
+        text = f"these are {whole.n_devices:,} devices; a cluster has at most {MOST_DEVICES:,}"
+        raise _error("nodes", text, "cluster.nodes counts hosts, cluster.devices those of one host")
+    return whole
 
 
 def _more(spec: ClusterSpec, number: int, first: str) -> Cluster:

@@ -1,8 +1,10 @@
 """Where a role's weights lie: a device mesh and how the axes of parallelism cut the weights over it."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
+
+from realgraph.planner.cluster import MOST_DEVICES
 
 Recompute = Literal["none", "selective", "full"]  # in a backward pass: nothing, all but matrix products, whole layers
 Schedule = Literal["1f1b", "interleaved", "zero_bubble"]  # the order in which pipeline stages take micro-batches
@@ -13,8 +15,8 @@ PASSES = ("recompute", "schedule", "chunks")  # of a train call: how it takes it
 class DeviceMesh(Struct, frozen=True, order=True):
     """`n_devices` consecutive devices from `first`: an aligned power of two inside a node, or whole nodes."""
 
-    first: int
-    n_devices: int
+    first: Annotated[int, Meta(ge=0, lt=MOST_DEVICES)]
+    n_devices: Annotated[int, Meta(ge=1, le=MOST_DEVICES)]
 
     @property
     def devices(self) -> range:

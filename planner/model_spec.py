@@ -270,7 +270,7 @@ def _read_config(file: Path, where: Where) -> ModelSpec:
     except FileNotFoundError:
         hint = "a model is a directory with a Hugging Face config.json"
         raise ConfigError([Problem(where, f"no {file}", hint, "model")]) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError([Problem(where, f"{file} can't be read: {error}", "", "model")]) from error
     if not isinstance(config, dict):
         raise ConfigError([Problem(where, f"{file} does not hold a JSON object", "", "model")])

@@ -80,7 +80,7 @@ def _probe_json_lines(files: Sequence[Path], limit: int | None, where: Where) ->
 def _columns(line: bytes, place: str, where: Where) -> tuple[str, ...]:
     try:
         row = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
             [Problem(where, f"{place} is not JSON: {error}", "one JSON object per line", "data")]
         ) from error

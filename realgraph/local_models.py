@@ -16,7 +16,7 @@ def model_problems(folder: Path, where: Where) -> list[Problem]:
     except OSError as error:
         text = f"{folder} has no readable config.json: {error.strerror or error}"
         return [Problem(where, text, "expected a folder as `save_pretrained` writes it", "model")]
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return [Problem(where, f"{folder / 'config.json'} is not JSON: {error}", "", "model")]
     if not isinstance(config, dict):
         return [Problem(where, f"{folder / 'config.json'} is not a JSON object", "", "model")]

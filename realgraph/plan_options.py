@@ -6,9 +6,9 @@ from typing import Literal
 from msgspec import Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.planner.cluster import MOST_DEVICES
 
 COMMAND_LINE = "command line"
-MOST_DEVICES = 65_536  # of a sweep
 
 
 class PlanOptions(Struct, frozen=True):

@@ -35,11 +35,13 @@ SMALL_VOCABULARY = 2000  # with fewer tokens a token is about a character
 class Asked(Struct, frozen=True):
     """What a command asks of the planner beside the run file. engine `auto`: the whole space on GPUs, on CPUs what the
     installed engines run. lengths: measured new tokens of samples, in any order; they come before those of `costs`.
+    costs_file: where `costs` come from, for messages.
     """
 
     engine: Literal["installed", "any", "auto"] = "installed"
     costs: CostTable = CostTable()
     lengths: tuple[int, ...] = ()
+    costs_file: str = ""
 
 
 def request_for(checked: Checked, hub_cache: Path | None = None, asked: Asked = Asked()) -> PlanRequest:
@@ -79,7 +81,7 @@ def request_for(checked: Checked, hub_cache: Path | None = None, asked: Asked = 
         models=models,
         pins=pins,
         engine=auto if asked.engine == "auto" else asked.engine,
-        costs=_costs_for(cluster, asked.costs),
+        costs=_costs_for(cluster, asked, checked.where("$.cluster.kind")),
         constraints=checked.run.constraints,
     )
 
@@ -93,14 +95,13 @@ def with_lengths(workload: Workload, measured: Sequence[int]) -> Workload:
     return msgspec.structs.replace(workload, lengths=quantiles(cut), mean_new_tokens=mean)
 
 
-def _costs_for(cluster: Cluster, costs: CostTable) -> CostTable:
+def _costs_for(cluster: Cluster, asked: Asked, where: Where) -> CostTable:
     """The table where it speaks of a kind that the cluster has. Raises ConfigError where it does not."""
-    kinds = sorted({group.kind for group in cluster.groups})
+    costs, kinds = asked.costs, sorted({group.kind for group in cluster.groups})
     if costs.kind and costs.kind not in kinds:
-        text = f"the costs {costs.name!r} were measured on {costs.kind}, the cluster has {', '.join(kinds)}"
-        raise ConfigError(
-            [Problem(Where(path="$.cluster.kind"), text, "measure this kind, or leave --costs out", "costs")]
-        )
+        whose = f"the costs in {asked.costs_file}" if asked.costs_file else "the costs"
+        text = f"{whose} were measured on {costs.kind}, the cluster has {', '.join(kinds)}"
+        raise ConfigError([Problem(where, text, "measure this kind, or leave --costs out", "costs")])
     return costs
 
 
@@ -157,7 +158,7 @@ def _characters(file: Path, column: str, where: Where) -> Iterator[int]:
                 continue
             try:
                 text = msgspec.json.decode(line, type=dict[str, Any]).get(column)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 text = f"{file}:{number} is no JSON object: {error}"
                 raise ConfigError([Problem(where, text, "one JSON object a line", "data")]) from error
             messages = text if isinstance(text, list) else [{"content": text}]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realgraph.graphs.errors import ConfigError
+from realgraph.planner.cluster import MOST_DEVICES
 from realgraph.planner.codec import plan_from_json, plan_to_json
 from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.plan import TRANSPORTS, Allocation, Hashes, Plan, Turn
@@ -19,7 +20,7 @@ SECONDS = st.floats(0, allow_nan=False, allow_infinity=False)
 WORDS = st.text(max_size=12)
 LAYOUTS = st.builds(
     Layout,
-    mesh=st.builds(DeviceMesh, COUNTS, COUNTS),
+    mesh=st.builds(DeviceMesh, st.integers(0, MOST_DEVICES - 1), st.integers(1, MOST_DEVICES)),
     dp=COUNTS,
     tp=COUNTS,
     sharding=st.sampled_from(["replicated", "fsdp"]),

@@ -1,0 +1,122 @@
+"""What people hand to `realgraph plan` by mistake or malice ends in an error that names it, never in a traceback."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from realgraph.graphs.errors import ConfigError
+from realgraph.plan_command import plan_command
+from realgraph.plan_diff import diff_command
+from realgraph.plan_options import PlanOptions
+from realgraph.planner.codec import plan_to_json
+
+RUN = """
+graph: grpo
+models: {actor: {path: Qwen/Qwen3-0.6B, dtype: bfloat16}}
+data: {path: rows.jsonl, columns: {prompt: question, answer: answer}, max_prompt_tokens: 64}
+batch: {groups: 8, max_new_tokens: 64, expected_new_tokens: 40}
+cluster: {devices: 2, kind: H100-SXM}
+"""
+DEEP = "[" * 100_000 + "]" * 100_000
+BRIEF = PlanOptions(brief=True)
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 20)
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "required, but not given"),
+        (b"a: " + b"[" * 20_000 + b"]" * 20_000, "nested too deeply"),
+        (b"graph: grpo\ngraph: ppo\n", "given twice"),
+        (b"- a\n", "expected a mapping"),
+        (b"\xff\xfe", "is not UTF-8"),
+        (b"a: &a [*a]\n", "alias inside its own anchor"),
+    ],
+)
+def test_a_file_that_is_no_run_file_is_named(content: bytes, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "odd.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=says):
+        plan_command(file)
+
+
+@pytest.mark.parametrize(
+    "content", [DEEP, '{"format": 1, "x": ' + DEEP + "}", '{"format": 1, "phases": []}', "", "nul"]
+)
+@pytest.mark.parametrize("what", ["costs", "lengths", "edited"])
+def test_a_file_of_another_sort_is_named(what: str, content: str, run_file: Path) -> None:
+    file = run_file.parent / "odd.json"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=r"odd\.json"):
+        plan_command(run_file, options=msgspec.structs.replace(BRIEF, **{what: file}))
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [{"factor": 0}, {"factor": -3}, {"factor": 1e300}, {"constant_seconds": -1}, {"constant_seconds": 1e300}],
+)
+def test_impossible_costs_are_refused_before_a_search(phase: dict[str, float], run_file: Path) -> None:
+    table = run_file.parent / "costs.json"
+    table.write_bytes(msgspec.json.encode({"format": 1, "phases": {"train": phase}}))
+    with pytest.raises(ConfigError, match="no table of costs"):
+        plan_command(run_file, options=msgspec.structs.replace(BRIEF, costs=table))
+
+
+def test_costs_of_another_kind_are_named_with_file_and_line(run_file: Path) -> None:
+    table = run_file.parent / "costs.json"
+    table.write_bytes(msgspec.json.encode({"format": 1, "kind": "A100-80"}))
+    with pytest.raises(ConfigError, match=r"costs\.json.*measured on A100-80, the cluster has H100-SXM") as caught:
+        plan_command(run_file, options=msgspec.structs.replace(BRIEF, costs=table))
+    assert caught.value.problems[0].where.line == 6
+
+
+@pytest.mark.parametrize("cluster", ["{nodes: 100000000, devices: 8}", "{devices: 100000}"])
+def test_a_cluster_beyond_all_clusters_is_refused_at_once(cluster: str, run_file: Path) -> None:
+    with pytest.raises(ConfigError, match="at most 65,536"):
+        plan_command(run_file, [f"cluster={cluster}", "cluster.kind=H100-SXM"])
+
+
+@pytest.mark.parametrize("mesh", [{"n_devices": 10**30}, {"n_devices": 10**7}, {"n_devices": 0}, {"first": -1}])
+def test_a_mesh_beyond_all_clusters_is_refused_at_once(mesh: dict[str, int], run_file: Path) -> None:
+    plan = plan_command(run_file, options=BRIEF)
+    good, odd = run_file.parent / "good.json", run_file.parent / "odd.json"
+    good.write_text(plan_to_json(plan))
+    raw = msgspec.json.decode(good.read_bytes())
+    raw["allocations"]["train"]["layout"]["mesh"].update(mesh)
+    odd.write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=r"allocations\.train\.layout\.mesh"):
+        plan_command(run_file, options=msgspec.structs.replace(BRIEF, edited=odd))
+    with pytest.raises(ConfigError, match=r"allocations\.train\.layout\.mesh"):
+        diff_command(good, odd)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["batch.groups=1"],
+        ["batch.max_new_tokens=1", "batch.expected_new_tokens=1"],
+        ["data.max_prompt_tokens=1"],
+        ["cluster.devices=1"],
+        ["cluster={nodes: 3, devices: 6, kind: H100-SXM}"],
+        ["staleness=100"],
+        [
+            "params.group_size=2",
+            "batch.groups=1",
+            "batch.max_new_tokens=1",
+            "batch.expected_new_tokens=1",
+            "staleness=1",
+        ],
+    ],
+)
+def test_extremes_have_a_plan(overrides: list[str], run_file: Path) -> None:
+    plan = plan_command(run_file, overrides, BRIEF)
+    assert 0 < plan.lower_bound_seconds <= plan.period_seconds * 1.000001
