@@ -1,8 +1,8 @@
 """The Plan: what runs where and in which order. Plain data with a JSON form that can be edited by hand."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from realgraph.planner.layout import AXES, PASSES, Layout, Recompute, Schedule
 
@@ -25,7 +25,7 @@ class Allocation(Struct, frozen=True):
     max_tokens_per_microbatch: int
     recompute: Recompute = "none"
     schedule: Schedule = "1f1b"
-    chunks: int = 1
+    chunks: Annotated[int, Meta(ge=1)] = 1
     residency: Literal["resident", "offloaded", "reallocated"] = "resident"
     seconds: float = 0.0
     peak_bytes: int = 0
