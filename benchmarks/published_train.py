@@ -72,11 +72,14 @@ RECOMPUTE = re.compile(r"ckpt|recompute|\bac\b|sac|full-ac")
 
 
 class Case(Struct, frozen=True):
-    """A configuration that was measured: what the formulas need of it. rows: its measurements by metric."""
+    """A configuration that was measured: what the formulas need of it. rows: its measurements by metric. whole: share
+    of layers that are computed again whole, the others as `work` says.
+    """
 
     setting: Setting
     work: TrainWork
     rows: dict[str, Row]
+    whole: float = 0.0
 
 
 def predictions(rows: Sequence[Row]) -> Iterator[Prediction]:
@@ -160,15 +163,26 @@ def _case(group: dict[str, Row]) -> Case | str:
     setting = Setting(
         model, ModelRole(dtype="bfloat16"), layout, cluster, factors_of(row, cluster.kind), rank, backend_of(row)
     )
-    case = Case(setting, work, group)
+    # FSDP's selective recomputation: every second product is computed again, half-way to all
+    half = work.recompute == "selective" and setting.engine.name == FSDP.name
+    case = Case(setting, work, group, 0.5 if half else 0.0)
     return case if "Megatron" not in row.system or RECOMPUTE.search(row.notes.lower()) else _least_recompute(case)
 
 
 def _least_recompute(case: Case) -> Case:
-    """Of a configuration whose recomputation is not published: the least with which it fits, as a user would set."""
-    choices: tuple[Recompute, ...] = ("none", "selective", "full")
-    ways = [replace(case, work=replace(case.work, recompute=way)) for way in choices]
-    return next((way for way in ways if footprint(way).total <= usable_bytes(case.setting.cluster)), case)
+    """Of a configuration whose recomputation is not published: the least with which it fits, as a user would set.
+
+    Where attention and element-wise operations are not enough, as few whole layers as fit (Megatron-Core's
+    recompute_num_layers).
+    """
+    room = usable_bytes(case.setting.cluster)
+    some, every = (replace(case, work=replace(case.work, recompute=way)) for way in ("selective", "full"))
+    held, least = footprint(some).total, footprint(every).total
+    if footprint(case).total <= room:
+        return case
+    if held <= room:
+        return some
+    return replace(some, whole=(held - room) / (held - least)) if least <= room else case
 
 
 def _layout(row: Row) -> Layout:
@@ -227,9 +241,9 @@ def recompute_of(row: Row) -> Recompute:
 def _seconds(case: Case) -> float:
     """Of one optimizer step, with what the engine or the machine adds to the arithmetic."""
     notes, seconds = next(iter(case.rows.values())).notes, train_seconds(case.setting, case.work)
-    if case.work.recompute == "selective" and case.setting.engine.name == FSDP.name:
-        # op-level: every second product is computed again, half-way to all
-        seconds = (seconds + train_seconds(case.setting, replace(case.work, recompute="full"))) / 2
+    if case.whole:
+        again = train_seconds(case.setting, replace(case.work, recompute="full"))
+        seconds = (1 - case.whole) * seconds + case.whole * again
     if case.setting.engine is DEEPSPEED_2022 and re.search(r"02-2[0-4]", notes):
         seconds *= SLOW_NUMA
     if footprint(case).total > CROWDED * usable_bytes(case.setting.cluster):
@@ -279,10 +293,13 @@ def _in_unit(case: Case, row: Row, seconds: float) -> float | None:
 
 def footprint(case: Case) -> Footprint:
     """Bytes of the fullest device of a configuration, the runtime's own aside."""
-    if case.work.recompute != "selective" or case.setting.engine.name != FSDP.name:
-        return _footprint(case, case.work.recompute)
-    parts = (_footprint(case, "selective"), _footprint(case, "full"))  # half-way, as seconds are
-    return Footprint(*((getattr(parts[0], term) + getattr(parts[1], term)) // 2 for term in TERMS))
+    some = _footprint(case, case.work.recompute)
+    if not case.whole:
+        return some
+    every = _footprint(case, "full")
+    return Footprint(
+        *(round((1 - case.whole) * getattr(some, term) + case.whole * getattr(every, term)) for term in TERMS)
+    )
 
 
 def _footprint(case: Case, recompute: Recompute) -> Footprint:
