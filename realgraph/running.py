@@ -11,7 +11,7 @@ from realgraph.compose import Checked, check_run
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import Train
 from realgraph.planner.codec import plan_to_json
-from realgraph.planner.plan import Plan
+from realgraph.planner.plan import PLAN_FORMAT, Plan
 from realgraph.planner.request import PlanRequest
 from realgraph.planning import plan_for, read_plan, request_for
 from realgraph.resolved import resolved_text
@@ -89,10 +89,7 @@ def prepare_resume(root: Path, overrides: Sequence[str]) -> Prepared:
     folder = RunFolder(root.expanduser().absolute())
     if not folder.job.is_file():
         raise ConfigError([Problem(Where(str(root)), "no run lies here: there is no job.json", "name a run directory")])
-    try:
-        old = msgspec.json.decode(folder.job.read_bytes(), type=Job)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError([Problem(Where(str(folder.job)), f"the run can't be read: {error}")]) from None
+    old = _old_job(folder)
     checkpoint = folder.latest()
     if checkpoint is None:
         text = "the run has no checkpoint to go on from"
@@ -103,6 +100,27 @@ def prepare_resume(root: Path, overrides: Sequence[str]) -> Prepared:
     new = msgspec.structs.replace(job_of(checked, request, old.plan, folder), user_dir=old.user_dir)
     refuse_changes(old, new, checked)
     return Prepared(new, folder, checked, request, resolved_text(checked.composed), checkpoint)
+
+
+class _Planned(Struct, frozen=True):
+    """Of a plan, or of a job with one, what every version has."""
+
+    format: int = PLAN_FORMAT
+    plan: "_Planned | None" = None
+
+
+def _old_job(folder: RunFolder) -> Job:
+    """The job of a run that goes on. Raises ConfigError, with a word for plans of other versions."""
+    try:
+        content = folder.job.read_bytes()
+        head = msgspec.json.decode(content, type=_Planned).plan
+        if head is not None and head.format != PLAN_FORMAT:
+            text = f"this run's plan has format {head.format}; this version reads format {PLAN_FORMAT}"
+            hint = f"go on with the version that began it, or anew: realgraph run {folder.config} outputs.dir=ANOTHER"
+            raise ConfigError([Problem(Where(str(folder.job), path="$.plan.format"), text, hint, "plan_format")])
+        return msgspec.json.decode(content, type=Job)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError([Problem(Where(str(folder.job)), f"the run can't be read: {error}")]) from None
 
 
 def refuse_changes(old: Job, new: Job, checked: Checked) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -107,6 +108,10 @@ def test_what_can_not_be_resumed_says_why(whole: Path, tmp_path: Path) -> None:
         prepare_resume(tmp_path, [])
     folder = copied(whole.parent, "whole", tmp_path / "bare", 0)
     with pytest.raises(ConfigError, match="no checkpoint to go on from"):
+        prepare_resume(folder, [])
+    job = (folder / "job.json").read_text()
+    (folder / "job.json").write_text(re.sub(r'("format": )\d', r"\g<1>2", job))
+    with pytest.raises(ConfigError, match="plan has format 2; this version reads format 3"):
         prepare_resume(folder, [])
     (folder / "job.json").write_text("{")
     with pytest.raises(ConfigError, match="the run can't be read"):
