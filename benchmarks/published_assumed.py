@@ -4,6 +4,7 @@ Nothing here is set by the measured value. Each prediction carries its assumptio
 """
 
 import re
+from collections.abc import Callable
 
 import numpy as np
 from msgspec.structs import replace
@@ -25,7 +26,7 @@ from benchmarks.published_steps import (
 from realgraph.planner.cluster import Cluster
 from realgraph.planner.costs.backend import DEEPSPEED_CHAT, ZERO3, Backend
 from realgraph.planner.costs.generate import generate_seconds
-from realgraph.planner.costs.lengths import lengths_of
+from realgraph.planner.costs.lengths import Lengths, lengths_of, lognormal
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.model_spec import ModelSpec
@@ -43,7 +44,8 @@ AREAL_MICROBATCH = 32768
 # Trainers of its benchmark folder, v0.3.0: pipeline stages and tp by billions of parameters; engines of one device, of
 # eight for 32B, on three quarters of the devices (paper). Synchronous is the same system with a bound of 0: the hours
 # of 1.5B, synchronous over asynchronous, are as 356.6 to 128.7 thousand tokens a second at bounds of 4 and 0 (paper,
-# figure 5c). Both say 76.0 million tokens a batch: known lengths, where the share of cut answers tells only 7B's.
+# figure 5c). Both say 76.0 million tokens a batch: with the share of cut answers, mean and spread of 1.5B's lengths; of
+# 7B's, with the usual spread, that share tells the mean.
 # At most 512 groups in flight, each until its last answer is done; new weights through files in either mode, which are
 # looked for every 5 s (v0.3.0's rollout manager).
 AREAL_TRAINERS = ((4.0, 2, 1, 1), (10.0, 4, 1, 1), (1e9, 8, 2, 8))
@@ -51,6 +53,7 @@ AREAL_IN_FLIGHT = 512 * 16
 AREAL_LOOKS_SECONDS = 5.0
 AREAL_SHARE = 0.75
 AREAL_TOKENS = ((4.0, 76.0e6),)  # of prompts and answers in a batch, by billions of parameters
+QUANTILES = 256
 AREAL_STEPS = re.compile(r"hours_for_(\d+)_ppo_steps")
 
 
@@ -77,8 +80,8 @@ def areal(row: Row, model: ModelSpec, cluster: Cluster) -> Told | str:
         files=True,
         looks_seconds=AREAL_LOOKS_SECONDS,
     )
-    mean, known = _areal_mean(model)
-    batch = replace(AREAL_BATCH, mean=mean, staleness=AREAL_STALENESS if mode[1] == "async" else 0)
+    mean, lengths, known = _areal_lengths(model)
+    batch = replace(AREAL_BATCH, mean=mean, lengths=lengths, staleness=AREAL_STALENESS if mode[1] == "async" else 0)
     seconds = step_seconds(model, cluster, engines, batch).whole
     said = (
         f"mean answer {mean:,.0f} tokens ({known}), a batch is four steps, "
@@ -87,22 +90,37 @@ def areal(row: Row, model: ModelSpec, cluster: Cluster) -> Told | str:
     return seconds * float(counted[1]) / AREAL_BATCH.steps, said
 
 
-def _areal_mean(model: ModelSpec) -> tuple[float, str]:
-    """Mean tokens of an answer, and where they come from."""
+def _areal_lengths(model: ModelSpec) -> tuple[float, tuple[int, ...], str]:
+    """Mean tokens of an answer; quantiles where the share of cut answers is known besides; and what is said."""
+    cut = f"{AREAL_CUT:.0%} cut at {AREAL_BATCH.limit:,}"
     told = next((tokens for billions, tokens in AREAL_TOKENS if model.n_params() < billions * 1e9), None)
-    if told is not None:
-        return told / AREAL_BATCH.samples - AREAL_BATCH.prompt, f"{told / 1e6:.1f} million a batch"
-    mean = mean_with_cut(AREAL_BATCH.limit, AREAL_CUT)
-    return mean, f"{AREAL_CUT:.0%} cut at {AREAL_BATCH.limit:,}"
+    if told is None:
+        return mean_with_cut(AREAL_BATCH.limit, AREAL_CUT), (), cut
+    mean = told / AREAL_BATCH.samples - AREAL_BATCH.prompt
+    known = lengths_with_cut(mean, AREAL_BATCH.limit, AREAL_CUT)
+    places = [(i + 0.5) / QUANTILES for i in range(QUANTILES)]
+    return mean, tuple(round(known.quantile(place)) for place in places), f"{told / 1e6:.1f} million a batch, {cut}"
 
 
 def mean_with_cut(limit: int, share: float) -> float:
     """Mean tokens of log-normal lengths of which `share` reach the limit, by bisection."""
-    low, high = 1.0, float(limit)
+    return _bisected(1.0, float(limit), lambda mean: _cut_share(lengths_of(mean, limit), limit) < share)
+
+
+def lengths_with_cut(mean: float, limit: int, share: float) -> Lengths:
+    """Log-normal lengths of this mean of which `share` reach the limit: the wider, the more do."""
+    deviation = _bisected(0.1, 3.0, lambda wide: _cut_share(lognormal(mean, limit, wide), limit) < share)
+    return lognormal(mean, limit, deviation)
+
+
+def _cut_share(lengths: Lengths, limit: int) -> float:
+    return float(lengths.survival(np.array([limit - 1.0]))[0])
+
+
+def _bisected(low: float, high: float, too_small: Callable[[float], bool]) -> float:
     for _ in range(40):
         middle = (low + high) / 2
-        cut = float(lengths_of(middle, limit).survival(np.array([limit - 1.0]))[0])
-        low, high = (middle, high) if cut < share else (low, middle)
+        low, high = (middle, high) if too_small(middle) else (low, middle)
     return (low + high) / 2
 
 
@@ -121,10 +139,12 @@ CHAT_ASKED = ((10.0, 16), (20.0, 8), (1e9, 4))
 ENGINE_FILL = 0.45  # of a device's memory that an engine's weights may take: tp is the least that keeps to it
 CPU_ADAM_SECONDS = 2.6e-10  # of a parameter on one host's cores (CPU-Adam of ZeRO-Offload, arXiv:2101.06840)
 # DeepSpeed-Chat generates without continuous batching, layer by layer from Python, on all devices: samples at once on a
-# device by billions of parameters (the same table), in training and scoring too, and a layer's launches where nothing
-# hides them.
+# device by billions of parameters (the same table), in training and scoring too. A layer's launches and hooks, which
+# nothing hides: from its own post of April 2023 (microsoft/DeepSpeed, blogs/deepspeed-chat): 131.9 thousand prompts and
+# answers of 256 tokens on A100-80GB, OPT-13B in 9 h on 8 and 1.25 h on 64, OPT-66B in 2.1 days and 7.5 h. With its
+# scripts' 16 and 4 samples a device (tp 2 and 8), what arithmetic leaves is 1.8 to 2.4 ms a layer and token step.
 CHAT_RUNNING = ((10.0, 8), (1e9, 2))
-EAGER_LAYER_SECONDS = 1.0e-3
+EAGER_LAYER_SECONDS = 2.1e-3
 
 
 def openrlhf(model: ModelSpec, cluster: Cluster) -> Told:
@@ -155,14 +175,19 @@ def deepspeed_chat(model: ModelSpec, cluster: Cluster) -> Told:
     devices = cluster.n_devices
     running = next(most for billions, most in CHAT_RUNNING if model.n_params() < billions * 1e9)
     engines = replace(_chat_engines(layout_of(devices, sharded=True), devices), microbatch=running * CHAT_TOKENS)
-    setting = Setting(model, BF16, engines.generate, cluster, backend=DEEPSPEED_CHAT)
-    eager = replace(setting, factors=replace(setting.costs, layer_seconds=EAGER_LAYER_SECONDS))
+    eager = hybrid_engine(Setting(model, BF16, engines.generate, cluster))
     seconds = generate_seconds(eager, replace(generate_work(eager, engines, CHAT_BATCH), running=running))
     trained = _trained(model, cluster, engines.train, DEEPSPEED_CHAT)
     passes = 4 * pass_seconds(trained, engines, CHAT_BATCH)
     training = 2 * (update_seconds(trained, engines, CHAT_BATCH) + _host_adam(model, cluster, devices))
     said = f"prompts and answers of 1,024 tokens, 128 samples an optimizer step, {running} samples at once on a device"
     return seconds + passes + training + glue().step_seconds, said
+
+
+def hybrid_engine(setting: Setting) -> Setting:
+    """DeepSpeed-Chat's engine for generation."""
+    eager = replace(setting.costs, layer_seconds=EAGER_LAYER_SECONDS)
+    return replace(setting, factors=eager, backend=DEEPSPEED_CHAT)
 
 
 def _chat_engines(generate: Layout, train: int) -> Engines:

@@ -63,7 +63,8 @@ def glue() -> Glue:
 class Batch(Struct, frozen=True):
     """Of one step: samples, their group, lengths in tokens, optimizer steps; forward passes besides training.
 
-    limit: of new tokens. staleness: 0 is synchronous. rewarded: answers are checked by rules on cores.
+    limit: of new tokens. staleness: 0 is synchronous. rewarded: answers are checked by rules on cores. lengths: new
+    tokens at equal steps of probability, where more is known of them than the mean.
     """
 
     samples: int
@@ -75,6 +76,7 @@ class Batch(Struct, frozen=True):
     passes: int = 1
     staleness: int = 0
     rewarded: bool = True
+    lengths: tuple[int, ...] = ()
 
 
 class Engines(Struct, frozen=True):
@@ -167,7 +169,7 @@ def generate_work(setting: Setting, engines: Engines, batch: Batch) -> GenerateW
     weight = 1 if engines.precision.weights == "float8" else 2
     held = weight * setting.model.n_params() / engines.generate.tp
     room = engines.memory_share * setting.cluster.memory_bytes - held - ENGINE_BYTES
-    lengths = lengths_of(batch.mean, batch.limit)
+    lengths = lengths_of(batch.mean, batch.limit, batch.lengths)
     each = cache_bytes_per_token(setting, engines.precision) * (batch.prompt + 1.15 * lengths.mean_age)
     running = max(1, min(MOST_RUNNING, int(room / each)))
     if engines.in_flight:
@@ -180,6 +182,7 @@ def generate_work(setting: Setting, engines: Engines, batch: Batch) -> GenerateW
         mean_new_tokens=batch.mean,
         max_new_tokens=batch.limit,
         running=running,
+        lengths=batch.lengths,
         precision=engines.precision,
     )
 
@@ -204,7 +207,7 @@ def controller_seconds(engines: Engines, batch: Batch) -> float:
 
 def train_work(engines: Engines, batch: Batch) -> TrainWork:
     """Packed samples; ranks get equal shares up to the longest sample."""
-    sample, lengths = batch.prompt + batch.mean, lengths_of(batch.mean, batch.limit)
+    sample, lengths = batch.prompt + batch.mean, lengths_of(batch.mean, batch.limit, batch.lengths)
     return TrainWork(
         tokens=round(batch.samples * sample),
         sample_tokens=sample,

@@ -4,20 +4,37 @@ import csv
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from benchmarks import cost_model
 from benchmarks.cost_model import calibrated, ranked, shared_factor, spearman, system_of, targets
 from benchmarks.published import Prediction, Row, read_rows
-from benchmarks.published_assumed import mean_with_cut
+from benchmarks.published_assumed import hybrid_engine, lengths_with_cut, mean_with_cut
 from benchmarks.published_rl import predictions as rl_predictions
-from benchmarks.published_shapes import DEEPSEEK_V3, GLM_AIR, GPT_OSS, KIMI_K2, MIXTRAL, MOONLIGHT, cluster_of, model_of
-from benchmarks.published_steps import glue, written_seconds
+from benchmarks.published_shapes import (
+    DEEPSEEK_V3,
+    GLM_AIR,
+    GPT_OSS,
+    KIMI_K2,
+    MIXTRAL,
+    MOONLIGHT,
+    cluster_of,
+    gpt,
+    model_of,
+)
+from benchmarks.published_steps import glue, layout_of, written_seconds
 from benchmarks.published_train import predictions, unpredicted
+from realgraph.graphs.spec import ModelRole
+from realgraph.planner.costs.backend import DEEPSPEED_CHAT
+from realgraph.planner.costs.generate import GenerateWork, generate_seconds
+from realgraph.planner.costs.inference import inference_seconds
 from realgraph.planner.costs.lengths import lengths_of
+from realgraph.planner.costs.setting import Setting
+from realgraph.planner.costs.train import TrainWork, train_seconds
 from realgraph.planner.model_spec import ModelSpec
-from tests.planner_cases import known
+from tests.planner_cases import cluster, known
 
 
 def row(**fields: str) -> Row:
@@ -127,6 +144,38 @@ def test_what_is_assumed_teaches_no_factor_but_counts() -> None:
     assert [one.predicted for one in calibrated([*guessed, made("C", 10.0, 10.0)])] == [10.0] * 51
     claims = list(targets([(one, one) for one in guessed], {}))
     assert claims[0].value == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "nodes", "asked", "tp", "hours"),
+    [
+        ((5120, 40, 40), 1, 16, 2, 9.0),
+        ((5120, 40, 40), 8, 16, 2, 1.25),
+        ((9216, 64, 72), 1, 4, 8, 50.4),
+        ((9216, 64, 72), 8, 4, 8, 7.5),
+    ],
+)
+def test_deepspeed_chat_is_near_its_own_post(
+    shape: tuple[int, int, int], nodes: int, asked: int, tp: int, hours: float
+) -> None:
+    """OPT-13B and OPT-66B, 131.9 thousand prompts and answers of 256 tokens, adapters of rank 128."""
+    model, machine, devices = gpt(*shape, 50272), cluster("A100-80", 8, nodes), 8 * nodes
+    work = GenerateWork(1024, 1, 256, 256, 256, asked * tp)
+    generate = Setting(model, ModelRole(dtype="bfloat16"), layout_of(devices, tp, sharded=True), machine)
+    train = Setting(
+        model, ModelRole(dtype="bfloat16"), layout_of(devices, sharded=True), machine, None, 128, DEEPSPEED_CHAT
+    )
+    batch = TrainWork(1024 * 512, 512, asked * 512, 1024 // (asked * devices), recompute="full")
+    scored = 2 * inference_seconds(train, replace(batch, optimizer_steps=1))
+    step = generate_seconds(hybrid_engine(generate), work) + scored + train_seconds(train, batch)
+    assert step * 131_900 / 1024 / 3600 == pytest.approx(hours, rel=0.12)
+
+
+def test_mean_and_cut_share_tell_the_spread_of_lengths() -> None:
+    found = lengths_with_cut(9000.0, 27648, 0.05)
+    assert found.mean == pytest.approx(9000, rel=0.01)
+    assert 1 - float(np.interp(27647, found.tokens, found.shares)) == pytest.approx(0.05, abs=0.002)
+    assert found.mean_age > lengths_of(9000.0, 27648).mean_age
 
 
 def test_a_share_of_cut_answers_tells_their_mean() -> None:
