@@ -70,11 +70,13 @@ def _searched(name: str, note: str, session: Session, request: PlanRequest) -> C
     problem = problem_of(request).problem
     lost = [task.name for task in problem.tasks if not task.tables]
     if lost:
-        return Comparison(name, None, f"{lost[0]} fits no device")
+        return Comparison(name, None, f"{lost[0]} has no layout that fits the devices")
     found = solve(problem, session.quick(OTHER_SECONDS))
     if isinstance(found, Solution):
         return Comparison(name, found.period, note)
-    return Comparison(name, None, "no plan fits the memory" if found.proven else "none was found in a short search")
+    if found.proven:
+        return Comparison(name, None, "no plan fits the memory")
+    return Comparison(name, None, "a short search found none, and did not rule one out", "not found")
 
 
 def hints_of(session: Session, request: PlanRequest, plan: Plan, budget: Budget) -> tuple[Hint, ...]:

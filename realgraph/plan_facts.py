@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from realgraph.compose import Checked
 from realgraph.planner.cluster import Cluster
 from realgraph.planner.plan import Plan
-from realgraph.planner.report.format import bytes_text, count_text
+from realgraph.planner.report.format import bytes_text, count_text, counted
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.search.validate import validate
 from realgraph.planner.space.tables import device_bytes
@@ -18,10 +18,10 @@ def facts_of(checked: Checked, request: PlanRequest) -> tuple[tuple[str, str], .
     """Lines of (name, text): the run, its models, its cluster."""
     workload = request.workload
     mode = f"staleness {workload.staleness}" if workload.staleness else "synchronous"
-    samples = f"{workload.groups} groups x {workload.samples_per_group}"
+    samples = f"{counted(workload.groups, 'group')} x {counted(workload.samples_per_group, 'sample')}"
     roles = request.graph.models.items()
     sizes = ", ".join(f"{name} {count_text(request.models[name].n_params(role.head))}" for name, role in roles)
-    run = f"graph {request.graph.name}, {samples} samples, {_lengths(workload)}, {mode}"
+    run = f"graph {request.graph.name}, {samples}, {_lengths(workload)}, {mode}"
     nodes = "; ".join(_nodes(group, device_bytes(request, group)) for group in request.cluster.groups)
     return ((checked.name, run), ("models", sizes), ("cluster", nodes))
 
@@ -29,13 +29,13 @@ def facts_of(checked: Checked, request: PlanRequest) -> tuple[tuple[str, str], .
 def _lengths(workload: Workload) -> str:
     prompts = workload.prompt_tokens if workload.mean_prompt_tokens is None else workload.mean_prompt_tokens
     return (
-        f"prompts of {prompts:.0f} (at most {workload.prompt_tokens}) and "
-        f"{workload.mean_new_tokens:.0f} (at most {workload.max_new_tokens}) new tokens expected"
+        f"prompts of {prompts:,.0f} (at most {workload.prompt_tokens:,}) and "
+        f"{workload.mean_new_tokens:,.0f} (at most {workload.max_new_tokens:,}) new tokens expected"
     )
 
 
 def _nodes(group: Cluster, usable: int) -> str:
-    nodes = f"{group.nodes} node{'s' * (group.nodes > 1)} x {group.devices_per_node} {group.kind}"
+    nodes = f"{counted(group.nodes, 'node')} x {group.devices_per_node:,} {group.kind}"
     return f"{nodes} ({bytes_text(group.memory_bytes)} each, {usable / 1e9:.1f} usable)"
 
 
@@ -53,7 +53,7 @@ def doubts_of(checked: Checked, request: PlanRequest, plan: Plan) -> Iterator[st
         yield f"the costs were measured on {costs.kind}, the cluster is {request.cluster.kind}"
     if not workload.lengths and not costs.lengths:
         if checked.run.batch.expected_new_tokens is None:
-            guess = f"half of batch.max_new_tokens, {workload.mean_new_tokens:.0f}"
+            guess = f"half of batch.max_new_tokens, {workload.mean_new_tokens:,.0f}"
             yield f"the mean length of a response is guessed: {guess} (batch.expected_new_tokens, or --lengths)"
         else:
             yield "the lengths of responses are drawn around batch.expected_new_tokens, not measured (--lengths)"

@@ -1,8 +1,9 @@
 """A plan report as text and tables for a terminal. Computes nothing: `planner/report/report.py` does."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -38,7 +39,7 @@ from realgraph.planner.report.text import (
 CELLS = 16  # of a drawn cluster
 MEMORY_CELLS = 40  # of a full device
 NUMBERS = ("micro-batches", "seconds", "share", "memory")
-LEAST_WIDTH = {"on the cluster": 118, "weights": 98, "most of it": 92}
+SPARED = ("most of it", "on the cluster", "weights", "share", "micro-batches")  # by a narrow terminal, in this order
 PART_COLOURS = {"resident": "cyan", "active": "yellow"}
 SLOW_INPUTS = 0.01  # of a call's seconds: inputs that take more are named
 NAMED_PARTS = 6  # of a memory bar
@@ -120,11 +121,12 @@ def allocation_table(report: Report, width: int) -> Table:
     """
     axes = axes_used(row.allocation.layout for row in report.rows)
     table = titled("allocation")
-    hidden = {name for name, least in LEAST_WIDTH.items() if width < least}
-    for name in (name for name in columns(axes) if name not in hidden):
-        table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=name != "devices")
-    for row in report.rows:
-        table.add_row(*(cell for name, cell in _cells(row, report, axes).items() if name not in hidden))
+    rows = [_cells(row, report, axes) for row in report.rows]
+    shown = _fitting(rows, columns(axes), width)
+    for name in shown:
+        table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[name] for name in shown))
     table.caption, table.caption_justify = "; ".join(_notes(report)), "left"
     return table
 
@@ -134,10 +136,19 @@ def columns(axes: tuple[str, ...]) -> tuple[str, ...]:
     return ("call", "on the cluster", "devices", "/".join(axes), "weights", *NUMBERS, "most of it")
 
 
-def _cells(row: Row, report: Report, axes: tuple[str, ...]) -> dict[str, RenderableType]:
+def _fitting(rows: Sequence[Mapping[str, Text | str]], names: tuple[str, ...], width: int) -> tuple[str, ...]:
+    """The columns that `width` characters have room for, two between any."""
+    needed = {name: max(cell_len(name), *(cell_len(str(row[name])) for row in rows)) + 2 for name in names}
+    for name in SPARED:
+        if sum(needed.values()) > width:
+            del needed[name]
+    return tuple(needed)
+
+
+def _cells(row: Row, report: Report, axes: tuple[str, ...]) -> dict[str, Text | str]:
     allocation = row.allocation
     layout, colour = allocation.layout, COLOURS[row.kind]
-    values: list[RenderableType] = [
+    values: list[Text | str] = [
         Text(row.call, style="bold" if row.critical else ""),
         Text(mesh_picture(layout.mesh.devices, report), style=colour),
         devices_text(layout.mesh.devices),
@@ -220,15 +231,19 @@ def memory(report: Report, width: int) -> Iterator[Text]:
 
 def _legend(parts: Sequence[MemoryPart], indent: int, width: int) -> Iterator[Text]:
     """What the largest parts are, as many to a line as fit."""
-    named = [f"{part.label} {bytes_text(part.nbytes)}" for part in parts[:NAMED_PARTS]]
+    entries = [
+        Text.assemble((SHADES[i % len(SHADES)], PART_COLOURS[part.kind]), f" {part.label} {bytes_text(part.nbytes)}")
+        for i, part in enumerate(parts[:NAMED_PARTS])
+    ]
+    if len(parts) > NAMED_PARTS:
+        entries.append(Text(f"and {len(parts) - NAMED_PARTS} smaller"))
     line = Text(" " * indent)
-    for i, (part, text) in enumerate(zip(parts, named, strict=False)):
-        if len(line) > indent and len(line) + len(text) + 2 > width:
+    for entry in entries:
+        if len(line) > indent and len(line) + len(entry) > width:
             yield line
             line = Text(" " * indent)
-        line.append(SHADES[i % len(SHADES)], style=PART_COLOURS[part.kind]).append(f" {text}  ")
-    hidden = len(parts) - len(named)
-    yield line.append(f"and {hidden} smaller" if hidden > 0 else "")
+        line.append_text(entry).append("  ")
+    yield line
 
 
 def _stack(parts: Sequence[MemoryPart], usable_bytes: int) -> Text:
@@ -253,7 +268,7 @@ def comparisons(report: Report) -> Table:
     own = report.plan.period_seconds
     for other in report.findings.comparisons:
         if other.period_seconds is None:
-            table.add_row(other.name, "-", "does not fit", escape(other.note))
+            table.add_row(other.name, "-", other.without, escape(other.note))
         else:
             change = change_text(other.period_seconds / own) if own > 0 else ""
             table.add_row(other.name, seconds_text(other.period_seconds), change, escape(other.note))

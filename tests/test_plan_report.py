@@ -5,21 +5,24 @@ import math
 import os
 import random
 import re
+from io import StringIO
 from itertools import pairwise
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from realgraph.plan_command import show
 from realgraph.plan_gantt import MOST_LANES, Gantt, lane_text
-from realgraph.plan_table import mesh_picture
+from realgraph.plan_table import SHADES, allocation_table, memory, mesh_picture
 from realgraph.planner.constraints import Constraints
 from realgraph.planner.costs.memory import usable_bytes
 from realgraph.planner.events import period
 from realgraph.planner.plan import Plan, Turn
 from realgraph.planner.report.diff import diff
-from realgraph.planner.report.format import change_text, devices_text, gap_text, seconds_text
+from realgraph.planner.report.format import change_text, count_text, devices_text, gap_text, seconds_text
 from realgraph.planner.report.html import page
 from realgraph.planner.report.price import price_of
 from realgraph.planner.report.report import Report, report_of
@@ -182,6 +185,42 @@ def test_numbers_are_written_as_people_read_them() -> None:
     assert [change_text(value) for value in (1.14, 0.968, 1.0001)] == ["+14 %", "-3.2 %", "equal"]
     assert [gap_text(value) for value in (0.0, 0.0013, 0.034, 0.28)] == ["0 %", "0.13 %", "3.4 %", "28 %"]
     assert devices_text([0, 1, 2, 8, 10, 9]) == "0-2, 8-10" and devices_text([3]) == "3"
+
+
+@given(st.floats(1e-9, 1e9))
+def test_seconds_have_three_digits_and_no_empty_fraction(seconds: float) -> None:
+    number, unit = seconds_text(seconds).split()
+    value = float(number.replace(",", "")) * {"s": 1, "ms": 1e-3, "us": 1e-6}[unit]
+    assert value == pytest.approx(seconds, rel=0.0051)
+    assert not number.endswith(".")
+    assert seconds >= 100 or sum(letter.isdigit() for letter in number.lstrip("0.")) == 3
+
+
+@pytest.mark.parametrize(("n_params", "text"), [(8.03e9, "8.03B"), (596e6, "596M"), (999.9e6, "1B"), (18_100, "18.1K")])
+def test_sizes_of_models_are_written_as_people_name_them(n_params: float, text: str) -> None:
+    assert count_text(n_params) == text
+
+
+@pytest.mark.parametrize("width", range(76, 180, 4))
+def test_the_allocation_is_never_cut_off_and_spares_columns_instead(width: int) -> None:
+    asked, plan = overlapping()
+    shown = report(asked, plan)
+    console = Console(width=width, file=StringIO(), record=True)
+    console.print(allocation_table(shown, width))
+    text = console.export_text()
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    for row in shown.rows:
+        assert row.call in text
+        assert seconds_text(row.allocation.seconds) in text
+
+
+@pytest.mark.parametrize("width", range(60, 160, 4))
+def test_every_line_of_the_memory_fits(width: int) -> None:
+    shown = everything()
+    for line in memory(shown, width):
+        legend = any(shade in line.plain for shade in SHADES) and "GB of" not in line.plain
+        assert not legend or len(line.plain.rstrip()) <= width
 
 
 def test_a_price_counts_every_device_all_the_time() -> None:

@@ -12,13 +12,20 @@ RARE_AXES = ("cp", "ep")  # named only where one is above 1
 def seconds_text(seconds: float) -> str:
     """Three significant digits: `1,204 s`, `67.3 s`, `0.104 s`, `68.4 ms`, `20.0 us`; `0 s`."""
     if seconds >= 0.1:
-        return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:#.3g} s"
-    return f"{seconds * 1e3:#.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:#.3g} us" if seconds > 0 else "0 s"
+        return f"{rate_text(seconds)} s"
+    if seconds >= 1e-3:
+        return f"{rate_text(seconds * 1e3)} ms"
+    return f"{rate_text(seconds * 1e6)} us" if seconds > 0 else "0 s"
 
 
 def rate_text(per_second: float) -> str:
     """Three significant digits, thousands in full: `7.68`, `41.8`, `1,190`."""
-    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:#.3g}"
+    return f"{per_second:,.0f}" if per_second >= 99.95 else f"{per_second:#.3g}"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 node`, `2,048 groups`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def percent_text(share: float, digits: int = 0) -> str:
@@ -48,7 +55,7 @@ def bytes_text(nbytes: float) -> str:
 
 def count_text(n_params: float) -> str:
     """`8.03B`, `596M`, `18.1K`."""
-    if n_params >= 1e8:
+    if n_params >= 999.5e6:
         return f"{n_params / 1e9:.3g}B"
     return f"{n_params / 1e6:.3g}M" if n_params >= 1e5 else f"{n_params / 1e3:.3g}K"
 

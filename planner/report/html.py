@@ -199,7 +199,7 @@ def _comparisons(report: Report) -> str:
 
 def _other(other: Comparison, own: float, longest: float) -> tuple[str, str, str, str, str]:
     if other.period_seconds is None:
-        return other.name, "", "", "does not fit", other.note
+        return other.name, "", "", other.without, other.note
     ratio, bar = other.period_seconds / own if own > 0 else 1.0, bar_svg(other.period_seconds / longest, "r2")
     change = _change(ratio, change_text(ratio))
     return other.name, f"\0{bar}", seconds_text(other.period_seconds), change, other.note

@@ -56,11 +56,12 @@ class Bottleneck(Struct, frozen=True):
 
 
 class Comparison(Struct, frozen=True):
-    """Another plan of the same run under the same costs. period_seconds None: it does not fit."""
+    """Another plan of the same run under the same costs. period_seconds None: there is none, for a reason in words."""
 
     name: str
     period_seconds: float | None
     note: str = ""
+    without: str = "does not fit"
 
 
 class Hint(Struct, frozen=True):
