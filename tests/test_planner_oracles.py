@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 
 from realgraph.planner.plan import Turn
 from realgraph.planner.problem import Choice, Limits, SearchProblem, Solution, Unsolved
-from realgraph.planner.solve.evaluate import evaluate, orders, slacks
+from realgraph.planner.solve.evaluate import evaluate, orders
 from realgraph.planner.solve.solver import solve
 from tests.planner_oracles import (
     Edges,
@@ -159,20 +159,6 @@ def test_the_orders_of_the_devices_alone_give_the_period(seed: int) -> None:
     if isinstance(found, Solution):
         period = ordered_period(problem, found.choices, orders(problem, found))
         assert period == pytest.approx(found.period, rel=NEAR)
-
-
-@pytest.mark.parametrize("seed", range(2, 200, 4))
-def test_slack_is_what_a_task_may_take_longer(seed: int) -> None:
-    problem = problem_of_seed(seed)
-    found = solve(problem, EXACT)
-    if not isinstance(found, Solution):
-        return
-    nodes, _ = nodes_of(problem, found.choices)
-    slack = slacks(problem, found)
-    assert slack.keys() == {node.name for node in nodes}
-    if found.period > problem.floor_seconds * (1 + NEAR):
-        assert all(slack[name] <= NEAR * found.period for name in found.critical)
-        assert found.critical
 
 
 def test_the_search_is_the_same_twice() -> None:

@@ -174,7 +174,7 @@ def fits(problem: SearchProblem, choices: Mapping[str, Choice]) -> bool:
     return bool((np.bincount(nodes, host, len(problem.host_memory)) <= problem.host_memory).all())
 
 
-# --- orders and slack -------------------------------------------------------------------------------------------------
+# --- orders -----------------------------------------------------------------------------------------------------------
 
 
 def _early(problem: SearchProblem, timed: Timing, starts: Floats, period: float) -> list[float]:
@@ -225,35 +225,3 @@ def orders(problem: SearchProblem, solution: Solution) -> dict[int, tuple[Turn, 
         device: shared.setdefault(tuple(places), tuple(turns[place][4] for place in places))
         for device, places in enumerate(holders)
     }
-
-
-def slacks(problem: SearchProblem, solution: Solution) -> dict[str, float]:
-    """Seconds by which each task and move could be longer, alone, before the period rises, in the order of the starts.
-
-    0 on the critical circuit; infinite where nothing waits for it.
-    """
-    timed = timing(problem, solution.choices)
-    net = net_of(timed)
-    for p in range(int(net.size[2])):
-        i, j = int(net.left[p]), int(net.right[p])
-        ahead = solution.starts[timed.nodes[j].name] - solution.starts[timed.nodes[i].name]
-        net.k[i, j] = -floor(ahead / solution.period + INSIDE)
-    arcs = list(timed.arcs)
-    for p in range(int(net.size[2])):
-        i, j = int(net.left[p]), int(net.right[p])
-        arcs.append(Arc(i, j, timed.nodes[i].seconds, int(net.k[i, j])))
-        arcs.append(Arc(j, i, timed.nodes[j].seconds, 1 - int(net.k[i, j])))
-    n = len(timed.nodes)
-    longest = np.full((n, n), -np.inf)
-    np.fill_diagonal(longest, 0.0)
-    for arc in arcs:
-        weight = arc.cost - arc.tokens * solution.period
-        longest[arc.source, arc.target] = max(longest[arc.source, arc.target], weight)
-    for via in range(n):
-        np.maximum(longest, longest[:, via, None] + longest[None, via, :], out=longest)
-    slack = {node.name: solution.period - node.seconds for node in timed.nodes}
-    for arc in arcs:
-        circuit = arc.cost - arc.tokens * solution.period + longest[arc.target, arc.source]
-        name = timed.nodes[arc.source].name
-        slack[name] = max(0.0, min(slack[name], -float(circuit)))
-    return slack

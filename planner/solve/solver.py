@@ -34,10 +34,3 @@ def orders(problem: SearchProblem, solution: Solution) -> dict[int, tuple[Turn, 
     from realgraph.planner.solve import evaluate as compiled
 
     return compiled.orders(problem, solution)
-
-
-def slacks(problem: SearchProblem, solution: Solution) -> dict[str, float]:
-    """Seconds by which each task and move could be longer, alone and in the same order, before the period rises."""
-    from realgraph.planner.solve import evaluate as compiled
-
-    return compiled.slacks(problem, solution)
