@@ -151,8 +151,7 @@ def openrlhf(model: ModelSpec, cluster: Cluster) -> Told:
     """Seconds of one PPO batch: engines, then four passes side by side, then actor and critic side by side."""
     devices = cluster.n_devices
     small, large = (max(1, devices * eighths // 8) for eighths in (EIGHTHS_SMALL, EIGHTHS_LARGE))
-    room = ENGINE_FILL * cluster.memory_bytes
-    tp = next((n for n in (1, 2, 4, 8) if 2 * model.n_params() / n <= room), 8)
+    tp = _least_tp(model, cluster)
     engines = _chat_engines(layout_of(max(large, tp), tp), large)
     generating = serving(Setting(model, BF16, engines.generate, cluster))
     asked = next(most for billions, most in CHAT_ASKED if model.n_params() < billions * 1e9)
@@ -174,14 +173,21 @@ def deepspeed_chat(model: ModelSpec, cluster: Cluster) -> Told:
     """Seconds of one PPO batch: every model on all devices, one after the other."""
     devices = cluster.n_devices
     running = next(most for billions, most in CHAT_RUNNING if model.n_params() < billions * 1e9)
-    engines = replace(_chat_engines(layout_of(devices, sharded=True), devices), microbatch=running * CHAT_TOKENS)
+    tp = min(devices, _least_tp(model, cluster))  # its engine gathers whole layers on so many devices together
+    engines = replace(_chat_engines(layout_of(devices, tp, sharded=True), devices), microbatch=running * CHAT_TOKENS)
     eager = hybrid_engine(Setting(model, BF16, engines.generate, cluster))
-    seconds = generate_seconds(eager, replace(generate_work(eager, engines, CHAT_BATCH), running=running))
+    seconds = generate_seconds(eager, replace(generate_work(eager, engines, CHAT_BATCH), running=running * tp))
     trained = _trained(model, cluster, engines.train, DEEPSPEED_CHAT)
     passes = 4 * pass_seconds(trained, engines, CHAT_BATCH)
     training = 2 * (update_seconds(trained, engines, CHAT_BATCH) + _host_adam(model, cluster, devices))
     said = f"prompts and answers of 1,024 tokens, 128 samples an optimizer step, {running} samples at once on a device"
     return seconds + passes + training + glue().step_seconds, said
+
+
+def _least_tp(model: ModelSpec, cluster: Cluster) -> int:
+    """Devices over which an engine cuts its weights."""
+    room = ENGINE_FILL * cluster.memory_bytes
+    return next((n for n in (1, 2, 4, 8) if 2 * model.n_params() / n <= room), 8)
 
 
 def hybrid_engine(setting: Setting) -> Setting:
