@@ -247,6 +247,21 @@ def test_equal_options_share_a_table() -> None:
 # --- the answer -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("late", [0.0, 0.05])
+def test_a_slower_option_whose_weights_come_sooner_is_found(late: float) -> None:
+    """Options of 1.0, 1.1 and 1.2 seconds, to which weights take 10, 10 and 1: the last is best by far."""
+    ways = [option(sharding=str(i), seconds=s, latency=s + i * late) for i, s in enumerate((1.0, 1.1, 1.2))]
+    calls = [
+        {"name": "generate", "role": "actor", "options": ways},
+        {"name": "train", "role": "actor", "trains": True, "options": [option(seconds=1.0)]},
+    ]
+    moves = [{"source": "train", "target": "generate", "seconds": [10.0, 10.0, 1.0]}]
+    found = solve(read_problem(json.dumps(small(calls=calls, reallocations=moves))).problem)
+    assert isinstance(found, Solution)
+    assert found.choices["generate"].option == 2
+    assert found.bound <= found.period == pytest.approx(1.2 + 2 * late + 1.0 + 1.0)
+
+
 def test_calls_that_take_no_time_have_a_plan() -> None:
     whole = small(reallocations=[])
     for call in whole["calls"]:

@@ -128,22 +128,23 @@ def _filter_seconds(
 ) -> bool:
     """Drops options that are too slow even beside the fastest of the others; false where a task has none left.
 
-    Where latencies rise as seconds do, bisection finds the first that is too slow; any other is tried by itself.
+    Where latencies rise as seconds do, bisection finds the first that is too slow; any other is tried by itself. Moves
+    take the least that they may between any options: with an option's own, a slower one may be in time again.
     """
     if _moves_in_time(instance, needs, lists, state, moves, net, limit, ZERO) == 0:
-        return False
+        return False  # else lists.moved has the least seconds of all moves from here on
     for i in range(len(instance.role)):
         low, high = ZERO, lists.left[i] - 1
         while low < high:
             middle = (low + high + 1) // 2
             needs.option[i] = lists.options[i, middle]
-            if _moves_in_time(instance, needs, lists, state, moves, net, limit, ZERO) == 0:
+            if in_time(instance, needs, lists, net, limit, ZERO) == 0:
                 high = middle - 1
             else:
                 low = middle
         ready, late = NONE, 1e300  # latencies that are in time with the seconds of `low`; that are too late with more
         needs.option[i] = lists.options[i, low]
-        if low > 0 or _moves_in_time(instance, needs, lists, state, moves, net, limit, ZERO) != 0:
+        if low > 0 or in_time(instance, needs, lists, net, limit, ZERO) != 0:
             ready = instance.latency[needs.option[i]]
         kept = ZERO
         for c in range(lists.left[i]):
@@ -152,7 +153,7 @@ def _filter_seconds(
             if c > low and instance.latency[o] >= late:
                 continue
             untried = c > low or instance.latency[o] > ready
-            if untried and _moves_in_time(instance, needs, lists, state, moves, net, limit, ZERO) == 0:
+            if untried and in_time(instance, needs, lists, net, limit, ZERO) == 0:
                 late = min(late, instance.latency[o]) if c > low else late
                 continue
             lists.options[i, kept] = o
