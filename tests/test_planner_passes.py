@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError
-from realgraph.graphs.spec import ModelRole
+from realgraph.graphs.maths import Loss
+from realgraph.graphs.spec import ModelRole, Train
 from realgraph.planner.constraints import Constraints
 from realgraph.planner.costs import memory
 from realgraph.planner.costs.memory import Running
@@ -17,12 +18,15 @@ from realgraph.planner.pins import Pin
 from realgraph.planner.problem import Limits
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.search.alternatives import alternatives
-from realgraph.planner.search.search import reprice, search
+from realgraph.planner.search.changes import WAYS
+from realgraph.planner.search.search import Infeasible, reprice, search
 from realgraph.planner.search.validate import validate
+from realgraph.planner.space.choices import candidates
 from realgraph.planner.space.options import Passes, input_bytes, input_seconds
 from realgraph.planner.space.passes import schedule_fault
+from realgraph.planner.space.pricing import holding
 from realgraph.planner.workload import Workload
-from tests.planner_cases import cluster, known, ppo, request
+from tests.planner_cases import cluster, graph, known, ppo, request
 
 BF16 = ModelRole(trainable=True, dtype="bfloat16")
 QUICK = Limits(gap=0.01, seconds=20.0)
@@ -85,6 +89,24 @@ def test_passes_are_of_train_calls_and_models_may_force_recomputation() -> None:
     models = {name: replace(role, gradient_checkpointing=True) for name, role in PPO.graph.models.items()}
     forced = replace(pinned(recompute="selective"), graph=replace(PPO.graph, models=models))
     assert "models.actor.gradient_checkpointing is true" in refused(forced)
+
+
+def test_a_pin_that_keeps_too_much_is_told_what_keeps_less() -> None:
+    """One train call alone, with memory half-way between what it takes and what less of its activations would leave."""
+    lone = graph({"train": Train(model="actor", loss=Loss({}))}, [], {"actor": BF16})
+    base = request(lone, "meta-llama/Llama-3.1-8B", cluster(), workload=WORK, engine="any")
+    pins = {way: {"train": Pin(tp=4, pp=2, recompute=way, schedule="interleaved")} for way in WAYS}
+    least = {}
+    for way in WAYS:
+        asked = replace(base, pins=pins[way])
+        offered = candidates(asked, "train", DeviceMesh(0, 8), asked.cluster)
+        held = [holding(asked, "train", candidate, asked.cluster) for candidate in offered]
+        least[way] = min(one.resident.total + one.active.total for one in held)
+    tight = Constraints(memory_gb=(least["none"] + least["selective"]) / 2e9, offload=False)
+    with pytest.raises(Infeasible) as raised:
+        search(replace(base, pins=pins["none"], constraints=tight), QUICK)
+    assert "set allocation.train.recompute: selective" in raised.value.changes
+    assert search(replace(base, pins=pins["selective"], constraints=tight), QUICK).period_seconds > 0
 
 
 def test_forbidden_schedules_leave_the_others() -> None:

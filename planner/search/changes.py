@@ -7,12 +7,14 @@ from msgspec.structs import replace
 
 from realgraph.graphs.spec import Generate
 from realgraph.planner.cluster import Cluster
+from realgraph.planner.layout import Recompute
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.space.options import is_trained, sample_tokens
 
 MOST_NODES = 512
 FACTORS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # of the nodes, as offered
 LOCAL_DEVICES = 8  # that a node usually has room for
+WAYS: tuple[Recompute, ...] = ("none", "selective", "full")  # of keeping activations, the one that keeps most first
 SHORTEST = 128  # new tokens: shorter responses are no help
 
 
@@ -30,6 +32,7 @@ def changes(request: PlanRequest) -> Iterator[Series]:
     """Fewer tokens at once, recomputation, sharding, offload, narrower weights, shorter responses."""
     yield from _fewer_tokens(request)
     yield _recomputation(request)
+    yield from _pinned_passes(request)
     yield from _sharding(request)
     yield _offload(request)
     yield _narrower(request)
@@ -89,6 +92,23 @@ def _recomputation(request: PlanRequest) -> Series:
         _of_models(request, off[: i + 1], "gradient_checkpointing", True)  # one role more with each
         for i in range(len(off))
     )
+
+
+def _pinned_passes(request: PlanRequest) -> Iterator[Series]:
+    """What pins keep of activations, less of it; stages whose schedule keeps more than zero-bubble's do."""
+    for call, pin in request.pins.items():
+        if pin.recompute is not None and request.engine == "any":
+            ways = WAYS[:-1] if pin.schedule == "zero_bubble" else WAYS
+            yield tuple(_pinned(request, call, "recompute", way) for way in ways[WAYS.index(pin.recompute) + 1 :])
+        if pin.schedule == "interleaved":
+            yield (_pinned(request, call, "schedule", "zero_bubble"),)
+
+
+def _pinned(request: PlanRequest, call: str, field: str, value: str) -> Change:
+    """One field of a pin set to a value; groups of layers belong to one schedule alone."""
+    pin = replace(request.pins[call], **{field: value})
+    kept = replace(pin, chunks=None) if field == "schedule" else pin
+    return Change(f"set allocation.{call}.{field}: {value}", replace(request, pins={**request.pins, call: kept}))
 
 
 def _sharding(request: PlanRequest) -> Iterator[Series]:
