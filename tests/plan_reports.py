@@ -7,7 +7,7 @@ import msgspec
 from realgraph.planner.cluster import Cluster
 from realgraph.planner.events import period
 from realgraph.planner.layout import DeviceMesh, Layout
-from realgraph.planner.plan import Allocation, Plan, Turn
+from realgraph.planner.plan import Allocation, Plan, Transport, Turn
 from realgraph.planner.report.report import (
     Comparison,
     Findings,
@@ -22,13 +22,15 @@ from realgraph.planner.request import PlanRequest, hashes
 from realgraph.planner.search.search import events_of
 from tests.planner_cases import cluster, grpo, ppo, request
 
+TRAIN = {"microbatches": 32, "schedule": "interleaved", "chunks": 2, "recompute": "selective", "input_seconds": 0.5}
 LOW, HIGH, ALL = DeviceMesh(0, 32), DeviceMesh(32, 32), DeviceMesh(0, 64)
 
 
 def finished(asked: PlanRequest, allocations: Mapping[str, Allocation], orders: Mapping[int, tuple[Turn, ...]]) -> Plan:
     """A plan with the period that its orders give, and a bound 0.13 % below."""
     moved = {"generate": 0.9} if "generate" in allocations else {}
-    plan = Plan(dict(allocations), dict(orders), hashes(asked), reallocation_seconds=moved)
+    ways: dict[str, Transport] = {"generate": "device", "values": "in_place"} if moved else {}
+    plan = Plan(dict(allocations), dict(orders), hashes(asked), reallocation_seconds=moved, reallocation_transport=ways)
     found = period(events_of(asked, plan))
     return msgspec.structs.replace(
         plan,
@@ -49,7 +51,7 @@ def overlapping() -> tuple[PlanRequest, Plan]:
         "ref": _at(LOW, (8, 4, 1), 7.4, 38_100_000_000, "weights", residency="offloaded"),
         "values": _at(ALL, (16, 4, 1), 3.3, 37_700_000_000, "weights"),
         "actor_train": _at(ALL, (2, 4, 8), 11.3, 68_000_000_000, "optimizer", recompute="full", microbatches=16),
-        "critic_train": _at(LOW, (1, 8, 4), 27.7, 71_300_000_000, "optimizer", microbatches=32),
+        "critic_train": _at(LOW, (1, 8, 4), 27.7, 71_300_000_000, "optimizer", **TRAIN),
     }
     first, last = Turn("reallocate:generate"), (Turn("reallocate:values"), Turn("values"), Turn("actor_train"))
     low = (first, Turn("critic_train", -1), Turn("ref"), *last)

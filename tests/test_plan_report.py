@@ -121,6 +121,23 @@ def test_the_terminal_shows_every_part_at_every_width(width: int) -> None:
         assert "━" in lane_text(lane, shown.timeline.window_seconds, width).plain
 
 
+@pytest.mark.parametrize("width", [80, 200])
+def test_pipelines_new_weights_and_slow_inputs_are_told(width: int) -> None:
+    shown = everything()
+    console = Console(record=True, width=width, file=open("/dev/null", "w"), highlight=False)  # noqa: SIM115
+    show(shown, console)
+    terminal = " ".join(console.export_text().split())
+    html = page(shown)
+    stages = "actor_train 1F1B, critic_train interleaved x2"
+    weights = "generate 0.900 s device to device, values in place"
+    inputs = "critic_train 0.500 s"
+    for text in (f"pipelines {stages}", f"new weights {weights}", f"inputs of the seconds of calls: {inputs}"):
+        assert text in terminal
+    for text in (f"Pipelines: {stages}.", f"New weights: {weights}.", f"of their seconds: {inputs}."):
+        assert text in html
+    assert "selective recompute" in terminal or width == 80
+
+
 def test_meshes_are_drawn_on_the_cluster() -> None:
     shown = everything()
     assert mesh_picture(range(32, 64), shown) == "········████████"
@@ -137,6 +154,7 @@ def test_the_trace_is_one_json_with_a_slice_per_bar() -> None:
     slices = [event for event in document["traceEvents"] if event["ph"] == "X"]
     assert len(slices) == sum(len(lane.bars) for lane in shown.timeline.lanes)
     for event in slices:
+        assert event["cat"] != "reallocate" or event["args"]["transport"] == "device"
         assert event["dur"] > 0 and event["ts"] + event["dur"] <= shown.timeline.window_seconds * 1e6 + 1
     starts, ends = (
         {event["id"] for event in document["traceEvents"] if event["ph"] == letter} for letter in ("s", "f")
@@ -158,15 +176,21 @@ def test_a_plan_does_not_differ_from_itself_and_every_difference_is_named() -> N
     assert diff(plan, plan) == ()
     train = plan.allocations["actor_train"]
     layout = msgspec.structs.replace(train.layout, tp=8, pp=4)
-    moved = msgspec.structs.replace(train, layout=layout, seconds=train.seconds * 2, recompute="none")
+    moved = msgspec.structs.replace(
+        train, layout=layout, seconds=train.seconds * 2, recompute="none", schedule="zero_bubble"
+    )
     orders = {device: (*turns[:-1], Turn("actor_train", 1)) for device, turns in plan.orders.items()}
     other = msgspec.structs.replace(
         plan, allocations={**plan.allocations, "actor_train": moved}, orders=orders, period_seconds=80.0
     )
+    other = msgspec.structs.replace(other, reallocation_transport={"generate": "host", "values": "in_place"})
     said = {(change.subject, change.what): change for change in diff(plan, other)}
     assert said["actor_train", "layout"].after == "dp 2, tp 8, pp 4 on devices 0-63"
     assert said["actor_train", "seconds"].change == "+100 %"
     assert said["actor_train", "recompute"].after == "none"
+    assert said["actor_train", "schedule"].after == "zero_bubble"
+    assert said["generate", "transport"].after == "through host memory"
+    assert ("values", "transport") not in said
     assert said["", "period"].after == "80.0 s"
     assert {"devices 0-31", "devices 32-63"} <= {subject for subject, _ in said}
     assert ("generate", "layout") not in said

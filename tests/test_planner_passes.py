@@ -54,10 +54,10 @@ def refused(asked: PlanRequest) -> str:
 def test_what_is_pinned_is_what_is_planned(recompute: Recompute, schedule: Schedule) -> None:
     if (recompute, schedule) == ("full", "zero_bubble"):
         return
-    more = {"chunks": 2} if schedule == "interleaved" else {}
-    plan = search(pinned(tp=4, pp=2, recompute=recompute, schedule=schedule, **more), QUICK)
+    chunks = 2 if schedule == "interleaved" else None
+    plan = search(pinned(tp=4, pp=2, recompute=recompute, schedule=schedule, chunks=chunks), QUICK)
     found = plan.allocations["actor_train"]
-    assert (found.recompute, found.schedule, found.chunks) == (recompute, schedule, 2 if more else 1)
+    assert (found.recompute, found.schedule, found.chunks) == (recompute, schedule, chunks or 1)
     assert validate(plan, PPO) == ()
     again = reprice(PPO, plan)
     assert again.allocations == plan.allocations

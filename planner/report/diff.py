@@ -58,12 +58,17 @@ def _calls(before: Plan, after: Plan) -> Iterator[Change]:
             yield Change(name, "call", *(layout_text(a.layout) if a else "absent" for a in (old, new)))
         else:
             yield from _allocation(name, old, new)
-    for name in dict.fromkeys((*before.reallocation_transport, *after.reallocation_transport)):
+    for name in _moved(before) | _moved(after):
         old_seconds, new_seconds = (plan.reallocation_seconds.get(name, 0.0) for plan in (before, after))
         yield from _seconds(name, "reallocation", old_seconds, new_seconds)
-        old_way, new_way = (plan.reallocation_transport.get(name) for plan in (before, after))
-        if old_way and new_way and old_way != new_way:
-            yield Change(name, "transport", *(TRANSPORT_WORDS[way] for way in (old_way, new_way)))
+        old_way, new_way = before.reallocation_transport.get(name), after.reallocation_transport.get(name)
+        if old_way is not None and new_way is not None and old_way != new_way:
+            yield Change(name, "transport", TRANSPORT_WORDS[old_way], TRANSPORT_WORDS[new_way])
+
+
+def _moved(plan: Plan) -> dict[str, None]:
+    """The calls that read trained weights, in the plan's order."""
+    return dict.fromkeys((*plan.reallocation_transport, *plan.reallocation_seconds))
 
 
 def _allocation(name: str, old: Allocation, new: Allocation) -> Iterator[Change]:
