@@ -99,6 +99,7 @@ class SearchProblem(Struct, frozen=True, eq=False):
     tree: of the devices, for symmetry; None where nothing is known to be symmetric.
     floor_seconds: a period below it is impossible whatever is chosen (free calls, the user's own limits).
     longest_move_seconds: no move takes longer; 0 where none takes much longer than all tasks together.
+    moves_by_layout: whether options of equal layouts on one mesh have equal `move_seconds`.
     """
 
     devices: int
@@ -115,6 +116,7 @@ class SearchProblem(Struct, frozen=True, eq=False):
     floor_seconds: float = 0.0
     ties: tuple[Tie, ...] = ()
     longest_move_seconds: float = 0.0
+    moves_by_layout: bool = True
 
 
 class Limits(Struct, frozen=True):

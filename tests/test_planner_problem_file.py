@@ -248,9 +248,11 @@ def test_equal_options_share_a_table() -> None:
 
 
 @pytest.mark.parametrize("late", [0.0, 0.05])
-def test_a_slower_option_whose_weights_come_sooner_is_found(late: float) -> None:
+@pytest.mark.parametrize("layouts", ["xyz", "xxx", "xyx"])
+def test_a_slower_option_whose_weights_come_sooner_is_found(late: float, layouts: str) -> None:
     """Options of 1.0, 1.1 and 1.2 seconds, to which weights take 10, 10 and 1: the last is best by far."""
-    ways = [option(sharding=str(i), seconds=s, latency=s + i * late) for i, s in enumerate((1.0, 1.1, 1.2))]
+    taking = enumerate(zip((1.0, 1.1, 1.2), layouts, strict=True))
+    ways = [option(sharding=word, seconds=s, latency=s + i * late) for i, (s, word) in taking]
     calls = [
         {"name": "generate", "role": "actor", "options": ways},
         {"name": "train", "role": "actor", "trains": True, "options": [option(seconds=1.0)]},

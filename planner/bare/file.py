@@ -124,6 +124,23 @@ def _free(entry: ReallocationSpec, columns: Mapping[str, Columns]) -> npt.NDArra
     return free
 
 
+def _by_layout(spec: ProblemFile, entry: ReallocationSpec, columns: Mapping[str, Columns]) -> bool:
+    """Whether options of equal layouts on one mesh have equal seconds, at both ends."""
+    matrix = np.atleast_2d(np.array(entry.seconds, np.float64))
+    free = _free(entry, columns) if entry.in_place else np.zeros((1, 1), np.bool_)
+    calls = {call.name: call for call in spec.calls}
+    for end, name in enumerate((entry.source, entry.target)):
+        seen: dict[tuple[int, DeviceMesh], int] = {}
+        for i, option in enumerate(calls[name].options):
+            for mesh in meshes_of(option):
+                other = seen.setdefault((int(columns[name].layout[i]), mesh), i)
+                for seconds in (matrix, free):
+                    last = seconds.shape[end] - 1
+                    if (seconds.take(min(i, last), end) != seconds.take(min(other, last), end)).any():
+                        return False
+    return True
+
+
 def build_problem(spec: ProblemFile) -> FileProblem:
     """Of a file without mistakes."""
     meshes = sorted({mesh for call in spec.calls for option in call.options for mesh in meshes_of(option)})
@@ -157,6 +174,7 @@ def build_problem(spec: ProblemFile) -> FileProblem:
         floor_seconds=spec.floor_seconds,
         ties=tuple(Tie(tie.calls, tie.layout) for tie in spec.ties),
         longest_move_seconds=max((float(np.max(entry.seconds)) for entry in spec.reallocations), default=0.0),
+        moves_by_layout=all(_by_layout(spec, entry, columns) for entry in spec.reallocations),
     )
     problem = msgspec.structs.replace(problem, tree=symmetric_tree(problem, rows))
     return FileProblem(spec, problem, rows)

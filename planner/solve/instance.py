@@ -52,7 +52,7 @@ def instance_of(problem: SearchProblem) -> Instance:
     for i, task in enumerate(problem.tasks):
         for mesh, table in task.tables.items():
             tables[i, mesh] = table
-    kept = [_kept(table, blind) for table, blind in zip(problem.tables, _layout_blind(problem), strict=True)]
+    kept = _kept_rows(problem)
 
     def column(name: str) -> list[np.ndarray[tuple[int, ...], np.dtype[np.generic]]]:
         return [np.asarray(getattr(table, name))[rows] for table, rows in zip(problem.tables, kept, strict=True)]
@@ -118,9 +118,24 @@ def _layout_blind(problem: SearchProblem) -> list[bool]:
     return blind
 
 
+def _kept_rows(problem: SearchProblem) -> list[Ints]:
+    """Of each table the options that may be needed: all where moves of weights tell equal layouts apart."""
+    moved = {name for move in problem.moves for name in (move.source, move.target)}
+    told = {table for task in problem.tasks if task.name in moved for table in task.tables.values()}
+    whole = set() if problem.moves_by_layout else told
+    return [
+        _fastest_first(table) if i in whole else _kept(table, blind)
+        for i, (table, blind) in enumerate(zip(problem.tables, _layout_blind(problem), strict=True))
+    ]
+
+
+def _fastest_first(table: OptionTable) -> Ints:
+    return np.lexsort((table.active, table.resident, table.latency, table.seconds)).astype(np.int64)
+
+
 def _kept(table: OptionTable, blind: bool) -> Ints:
     """The options that no other is at least as good as in everything, the fastest first."""
-    order = np.lexsort((table.active, table.resident, table.latency, table.seconds))
+    order = _fastest_first(table)
     columns = [table.seconds, table.latency, table.resident, table.active, table.host]
     if not blind:
         columns.append(table.active - table.shared)
@@ -131,7 +146,7 @@ def _kept(table: OptionTable, blind: bool) -> Ints:
         rows = [row for row in kept if blind or layout[row] == layout[at]]
         if not (rows and bool((values[:, rows] <= values[:, at, None]).all(axis=0).any())):
             kept.append(at)
-    return order[kept].astype(np.int64)
+    return order[kept]
 
 
 def _exclusive(n: int, source: Ints, target: Ints, tokens: Ints) -> Ints:
