@@ -13,6 +13,7 @@ from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.comm import Link, axis_link, collective_bytes_per_s, exchange_seconds, gather_seconds
 from realgraph.planner.costs.forward import forward_seconds
 from realgraph.planner.costs.inference import inference_seconds
+from realgraph.planner.costs.layer import adapter_costs, layer_costs
 from realgraph.planner.costs.pipeline import MicroBatch, Pipeline, pipeline_seconds, stage_layers
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.costs.states import exposed_seconds, stage_params, state_costs
@@ -74,7 +75,10 @@ def test_more_work_takes_longer_and_recomputation_and_adapters_are_ordered(point
         train_seconds(setting, replace(work, recompute=way)) for way in ("none", "selective", "full")
     )
     assert none < selective < full < 1.5 * none
-    assert train_seconds(replace(setting, lora_rank=8), work) <= train_seconds(replace(setting, lora_rank=0), work)
+    adapted = [train_seconds(replace(setting, lora_rank=rank), replace(work, fp8=False)) for rank in (8, 64, 256)]
+    assert adapted[0] <= adapted[1] < adapted[2]  # thin products are as long as a tile, however low the rank
+    whole = train_seconds(replace(setting, lora_rank=0), replace(work, fp8=False))
+    assert adapted[0] < (1.6 if setting.model.hidden < 4096 else 1.25) * whole  # a small model's adapters do not pay
     assert inference_seconds(setting, work) < seconds
 
 
@@ -230,3 +234,15 @@ def test_a_layout_that_cuts_nothing_runs_as_this_projects_engine() -> None:
     }
     assert engines == {"replicated", "fsdp"}
     assert Setting(model, BF16, Layout(DeviceMesh(0, 8), dp=4, tp=2), machine).engine.name == "megatron"
+
+
+def test_adapters_of_a_layer_by_hand() -> None:
+    """Llama 3.1 8B: seven matrices from 4096 x 3, 4096, 4096 x 2 and 14336 to 4096, 1024 x 2, 4096, 14336 x 2, 4096."""
+    setting = Setting(known(MODELS[0]), BF16, Layout(DeviceMesh(0, 1)), cluster("H100-SXM", 8), None, 16)
+    inputs, outputs = 6 * 4096 + 14336, 3 * 4096 + 2 * 1024 + 2 * 14336
+    assert layer_costs(setting) == layer_costs(replace(setting, lora_rank=0))
+    rate, moved = 989e12 * 0.72 * 0.9 * 64 / (64 + 128), 2 * (inputs + 4 * outputs)
+    token = 2 * 64 * (inputs + outputs) / rate + moved / (3.35e12 * 0.85)
+    assert adapter_costs(setting).token == pytest.approx(token)
+    assert adapter_costs(replace(setting, lora_rank=64)) == adapter_costs(setting)
+    assert adapter_costs(replace(setting, lora_rank=0)).at(8192, 4096) == 0

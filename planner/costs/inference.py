@@ -4,7 +4,7 @@ import math
 
 from realgraph.planner.costs.comm import collective_bytes_per_s, gather_seconds
 from realgraph.planner.costs.forward import forward_seconds, layer_seconds
-from realgraph.planner.costs.layer import layer_costs
+from realgraph.planner.costs.layer import adapter_costs, layer_costs
 from realgraph.planner.costs.overhead import dispatch_seconds
 from realgraph.planner.costs.pipeline import stage_layers
 from realgraph.planner.costs.setting import Setting
@@ -22,6 +22,7 @@ def inference_seconds(setting: Setting, work: TrainWork) -> float:
     tokens, context = per_device / count, work.context
     costs = layer_costs(setting, work.fp8)
     layer = layer_seconds(costs, tokens, context, work.imbalance) + costs.routing
+    layer += adapter_costs(setting).at(tokens, context)
     head = costs.head.at(tokens, context)
     stage = stage_layers(model.layers, layout.pp, head / layer) * layer
     stage += hand_over_seconds(setting, tokens)

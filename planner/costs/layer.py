@@ -6,6 +6,7 @@ product of n rows reaches n / (n + gemm_tokens) of its best rate, so half-empty 
 gemm_tokens further rows.
 """
 
+import math
 from functools import lru_cache
 
 from msgspec import Struct
@@ -22,6 +23,7 @@ EXPERT_TILE = 128  # rows of a grouped product's tile: the last of each expert i
 GROUPED = 0.8  # rate of grouped products over that of one product of the same rows
 ROUTING_SECONDS = 1e-3  # of an expert layer's pass: the host waits for the tokens of each expert before it goes on
 EXPERT_LAUNCH_SECONDS = 4e-6  # of one expert's products in a grouped kernel's schedule
+ADAPTER_OUTPUTS = 4  # of an adapter's: written, read with the matrix's own output, and their sum written
 BACKWARD_ATTENTION = 2.5  # five products instead of two: scores are computed again (arXiv:2307.08691)
 ALIGNED = 64  # elements of a side on which tensor cores read whole lines (NVIDIA, Matrix Multiplication Background)
 MISALIGNED = 0.62  # rate of products with a side that is no multiple of it (compare arXiv:2401.14489, sec. 6)
@@ -101,6 +103,30 @@ def product(setting: Setting, params: float, width: float, fp8: bool = False) ->
         rate *= MISALIGNED
     token = 2 * params / (rate * (costs.fp8 if fp8 else 1.0))
     return Part(fixed=token * (costs.pass_tokens or costs.gemm_tokens), token=token)
+
+
+@lru_cache(maxsize=1 << 12)
+def adapter_costs(setting: Setting) -> Part:
+    """The mean layer's forward pass through adapters (arXiv:2106.09685): two thin products beside each matrix, which
+    read its input, write an output as wide as its own, and add that to it: apart from the matrix's own product. The
+    rank fills whole tiles.
+    """
+    model, rank = setting.model, setting.lora_rank
+    if not rank:
+        return Part()
+    queries, keys = model.attention_width(), model.kv_heads * model.head_dim
+    inputs, outputs = 3.0 * model.hidden + queries, queries + 2.0 * keys + model.hidden
+    experts, inner = model.expert_layers / model.layers, model.mlp_matrices - 1
+    for share, wide in (
+        (1 - experts, model.intermediate),
+        (experts * model.experts_per_token, model.expert_intermediate),
+    ):
+        inputs += share * (inner * model.hidden + wide)
+        outputs += share * (inner * wide + model.hidden)
+    tile = ALIGNED * math.ceil(rank / ALIGNED)
+    thin = product(setting, tile * (inputs + outputs) / setting.layout.tp, tile)
+    moved = setting.element * (inputs + ADAPTER_OUTPUTS * outputs) / setting.layout.tp
+    return _scaled(_add(thin, Part(token=moved / elementwise_bytes_per_s(setting))), setting.engine.compute)
 
 
 def _dense_products(setting: Setting, fp8: bool, dense: float) -> Part:

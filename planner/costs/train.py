@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from realgraph.planner.costs.comm import allreduce_seconds, collective_bytes_per_s, gather_seconds, latency_seconds
 from realgraph.planner.costs.forward import IMBALANCE, forward_seconds, layer_seconds, mean_context
-from realgraph.planner.costs.layer import BACKWARD_ATTENTION, LayerCosts, layer_costs
+from realgraph.planner.costs.layer import BACKWARD_ATTENTION, LayerCosts, adapter_costs, layer_costs
 from realgraph.planner.costs.lengths import lognormal
 from realgraph.planner.costs.memory import master_bytes, shards
 from realgraph.planner.costs.overhead import computed_tokens, dispatch_seconds, optimizer_bytes_per_s
@@ -94,11 +94,12 @@ def train_seconds(setting: Setting, work: TrainWork) -> float:
 def _microbatch(setting: Setting, work: TrainWork, layers: LayerCosts, tokens: float) -> MicroBatch:
     """Seconds of one micro-batch of `tokens` on each cp rank."""
     context = work.context
-    forward = layer_seconds(layers, tokens, context, work.imbalance) + layers.routing
+    adapters = adapter_costs(setting).at(tokens, context)
+    forward = layer_seconds(layers, tokens, context, work.imbalance) + layers.routing + adapters
     products = layers.products.at(tokens, context) + work.imbalance * layers.experts.at(tokens, context)
     attention, traffic = layers.attention.at(tokens, context), layers.traffic.at(tokens, context)
     more = setting.costs.backward - 1
-    weights = 0.0 if setting.lora_rank else products * more
+    weights = adapters if setting.lora_rank else products * more
     backward = forward + weights + (BACKWARD_ATTENTION - 1) * attention + more * traffic
     recompute = work.recompute if work.recompute != "none" or not setting.role.gradient_checkpointing else "full"
     if recompute == "full":
