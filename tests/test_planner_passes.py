@@ -109,6 +109,17 @@ def test_a_pin_that_keeps_too_much_is_told_what_keeps_less() -> None:
     assert search(replace(base, pins=pins["selective"], constraints=tight), QUICK).period_seconds > 0
 
 
+def test_two_train_calls_of_one_role_find_the_same_layers_on_every_stage() -> None:
+    train = PPO.graph.calls["actor_train"]
+    twice = graph({"train": train, "again": train}, [], {"actor": BF16})
+    asked = request(twice, "meta-llama/Llama-3.1-8B", cluster(nodes=2), workload=WORK, engine="any")
+    for call in twice.calls:
+        offered = candidates(asked, call, DeviceMesh(0, 16), asked.cluster)
+        assert {one.passes.schedule for one in offered} == {"1f1b", "zero_bubble"}
+    text = refused(replace(asked, pins={"train": Pin(pp=2, schedule="interleaved")}))
+    assert "'again', which trains the same role" in text
+
+
 def test_forbidden_schedules_leave_the_others() -> None:
     forbid = {name: (Pin(schedule="interleaved"), Pin(schedule="zero_bubble")) for name in STAGES}
     plan = search(replace(PPO, pins=STAGES, constraints=Constraints(forbid=forbid)), QUICK)

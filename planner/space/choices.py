@@ -20,10 +20,11 @@ from realgraph.planner.space.options import (
     longest_part,
     most_running,
     sample_tokens,
+    sequences_in_flight,
     slot_tokens,
     tokens_in_flight,
 )
-from realgraph.planner.space.passes import passes_agree, passes_for
+from realgraph.planner.space.passes import passes_agree, passes_for, shared_states
 
 LADDER_CPU = (1024, 2048, 4096, 8192)
 LADDER_GPU = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -171,9 +172,9 @@ def token_ladder(request: PlanRequest, call: str, layout: Layout, cluster: Clust
     A pin or `batch.max_tokens_per_microbatch` leaves one size; a sample that is longer is a micro-batch of its own.
     """
     workload, pinned = request.workload, request.pins.get(call, Pin()).max_tokens_per_microbatch
-    share = math.ceil(workload.n_samples / layout.dp)
     if isinstance(request.graph.calls[call], Generate):
-        return (pinned,) if pinned else _cache_ladder(request, share)
+        return (pinned,) if pinned else _cache_ladder(request, sequences_in_flight(request, layout.dp))
+    share = math.ceil(workload.n_samples / layout.dp)
     fixed = pinned or workload.max_tokens_per_microbatch
     longest = longest_part(request, layout)
     if fixed:
@@ -190,12 +191,12 @@ def _ladder(request: PlanRequest, call: str, cluster: Cluster) -> tuple[int, ...
     return FORWARD_LADDER if wide else LADDER_GPU
 
 
-def _cache_ladder(request: PlanRequest, share: int) -> tuple[int, ...]:
-    """Cache tokens for all of a rank's share at once, for half of it, and so on.
+def _cache_ladder(request: PlanRequest, in_flight: int) -> tuple[int, ...]:
+    """Cache tokens for all that may be in flight on a rank at once, for half of it, and so on.
 
     The embedded engine keeps places for whole samples; a server's cache is paged and holds what sequences have now.
     """
-    running = min(share, most_running(request))
+    running = min(in_flight, most_running(request))
     longest = slot_tokens(request, sample_tokens(request))
     rungs = [running >> i for i in range(running.bit_length())]
     if request.engine == "installed":
@@ -208,22 +209,18 @@ def _cache_ladder(request: PlanRequest, share: int) -> tuple[int, ...]:
 
 
 def _ways(request: PlanRequest, call: str, size: tuple[Layout, int], cluster: Cluster) -> Iterator[Candidate]:
-    """Recomputation, schedule and residency, of a layout and tokens of a micro-batch."""
+    """Recomputation, schedule and residency, of a layout and tokens of a micro-batch.
+
+    States that several train calls share lie once, for all of them, and stay on the devices.
+    """
     kind = request.graph.calls[call]
     if is_trained(request, request.graph.role(call)) and not isinstance(kind, Train):
         yield Candidate(*size, residency="reallocated")
         if request.engine == "installed" and (not isinstance(kind, Generate) or size[0].sharding == "replicated"):
             yield Candidate(*size, home=True)
         return
-    offloads = request.engine == "any" and request.constraints.offload and not _twice(request, call)
+    offloads = request.engine == "any" and request.constraints.offload and not shared_states(request, call)
     for passes in passes_for(request, call, size, cluster) if isinstance(kind, Train) else (PLAIN,):
         yield Candidate(*size, passes)
         if offloads:
             yield Candidate(*size, passes, "offloaded")
-
-
-def _twice(request: PlanRequest, call: str) -> bool:
-    """Whether a role has several train calls: its states lie once, for all of them, and stay on the devices."""
-    role, kind = request.graph.role(call), request.graph.calls[call]
-    calls = request.graph.calls.values()
-    return isinstance(kind, Train) and sum(isinstance(c, Train) and c.model == role for c in calls) > 1

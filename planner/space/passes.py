@@ -1,4 +1,8 @@
-"""How a train call may take its micro-batches: recomputation, and the order of its pipeline stages. Prices nothing."""
+"""How a train call may take its micro-batches: recomputation, and the order of its pipeline stages. Prices nothing.
+
+Interleaved stages hold groups of layers that are no neighbours. What reads such a copy in place passes the groups in
+the same turns; a second train call of the role would need its states elsewhere, so such roles have none.
+"""
 
 from collections.abc import Iterator
 
@@ -8,6 +12,7 @@ from realgraph.planner.cluster import Cluster
 from realgraph.planner.layout import PASSES, Layout, Recompute
 from realgraph.planner.pins import Pin
 from realgraph.planner.request import PlanRequest
+from realgraph.planner.space.couplings import train_calls
 from realgraph.planner.space.options import PLAIN, Candidate, Passes, microbatches_of
 
 CHUNKS = (8, 4, 2)  # groups of layers of an interleaved stage
@@ -53,7 +58,7 @@ def _chunks(request: PlanRequest, call: str, size: tuple[Layout, int], cluster: 
     """
     layout, pinned = size[0], request.pins.get(call, Pin()).chunks
     most = request.model(call).layers // layout.pp
-    if layout.pp == 1 or most < 2:
+    if layout.pp == 1 or most < 2 or shared_states(request, call):
         return 0
     kind = request.graph.calls[call]
     steps = kind.minibatches if isinstance(kind, Train) else 1
@@ -77,7 +82,7 @@ def pin_problems(request: PlanRequest, call: str, pin: Pin, where: Where) -> Ite
     if passes.schedule == "interleaved" and pin.chunks is None:
         passes = Passes(passes.recompute, passes.schedule, 2)
     stages = pin.pp or (min(2, request.model(call).layers) if piped else 1)
-    fault = schedule_fault(passes, stages, request.model(call).layers)
+    fault = schedule_fault(passes, stages, request.model(call).layers) or _shared_fault(request, call, passes)
     if fault:
         yield Problem(where, fault, "leave schedule and chunks out", "pin")
     elif piped and request.engine == "installed":
@@ -96,11 +101,25 @@ def plan_problems(request: PlanRequest, call: str, candidate: Candidate, where: 
         if passes != PLAIN:
             yield Problem(where, FORWARD, "leave them out", "plan_passes")
         return
-    fault = schedule_fault(passes, candidate.layout.pp, request.model(call).layers)
+    stages, layers = candidate.layout.pp, request.model(call).layers
+    fault = schedule_fault(passes, stages, layers) or _shared_fault(request, call, passes)
     if fault:
         yield Problem(Where(where.file, path=f"{where.path}.schedule"), fault, "", "plan_passes")
     place = Where(where.file, path=f"{where.path}.recompute")
     yield from _recompute_problems(request, call, passes.recompute, place)
+
+
+def shared_states(request: PlanRequest, call: str) -> str:
+    """Another train call of the same role, '' where there is none."""
+    others = (name for name in train_calls(request, request.graph.role(call)) if name != call)
+    return next(others, "")
+
+
+def _shared_fault(request: PlanRequest, call: str, passes: Passes) -> str:
+    other = shared_states(request, call)
+    if not other or passes.schedule != "interleaved":
+        return ""
+    return f"interleaved stages hold other layers than {other!r}, which trains the same role, would find there"
 
 
 def schedule_fault(passes: Passes, stages: int, layers: int) -> str:
