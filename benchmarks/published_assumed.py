@@ -43,13 +43,13 @@ AREAL_CUT = 0.05
 AREAL_STALENESS = 4
 AREAL_MICROBATCH = 32768
 # Trainers of its benchmark folder, v0.3.0: pipeline stages and tp by billions of parameters; engines of one device, of
-# eight for 32B, on three quarters of the devices (paper). Synchronous is the same system with a bound of 0: the hours
-# of 1.5B, synchronous over asynchronous, are as 356.6 to 128.7 thousand tokens a second at bounds of 4 and 0 (paper,
-# figure 5c). Both say 76.0 million tokens a batch: with the share of cut answers, mean and spread of 1.5B's lengths; of
-# 7B's, with the usual spread, that share tells the mean.
+# four for 14B (v0.3's plan for 48 nodes), eight for 32B; on three quarters of the devices (paper). Synchronous is the
+# same system with a bound of 0: the hours of 1.5B, synchronous over asynchronous, are as 356.6 to 128.7 thousand tokens
+# a second at bounds of 4 and 0 (paper, figure 5c). Both say 76.0 million tokens a batch: with the share of cut answers,
+# mean and spread of 1.5B's lengths; of 7B's, with the usual spread, that share tells the mean.
 # At most 512 groups in flight, each until its last answer is done; new weights through files in either mode, which are
 # looked for every 5 s (v0.3.0's rollout manager).
-AREAL_TRAINERS = ((4.0, 2, 1, 1), (10.0, 4, 1, 1), (1e9, 8, 2, 8))
+AREAL_TRAINERS = ((4.0, 2, 1, 1), (10.0, 4, 1, 1), (20.0, 8, 2, 4), (1e9, 8, 2, 8))
 AREAL_IN_FLIGHT = 512 * 16
 AREAL_LOOKS_SECONDS = 5.0
 AREAL_SHARE = 0.75
