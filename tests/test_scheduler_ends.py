@@ -17,15 +17,20 @@ from tests.simulator import Simulator
 STREAMING = ("reward", "bonus", "other", "filter")
 
 
+def under_way(rng: random.Random, most_events: int) -> Simulator:
+    """A random run after some of its events."""
+    simulator = Simulator(random_shape(rng), rng)
+    simulator.run(max_events=rng.randint(1, most_events))
+    return simulator
+
+
 @pytest.mark.parametrize("seed", range(120))
 def test_a_lost_worker_ends_the_run_once_and_is_named(seed: int) -> None:
     rng = random.Random(seed)
-    shape = random_shape(rng)
-    simulator = Simulator(shape, rng)
-    simulator.run(max_events=rng.randint(1, 60))
+    simulator = under_way(rng, 60)
     if simulator.halt is not None:
         return
-    worker = rng.randrange(shape.n_workers)
+    worker = rng.randrange(simulator.shape.n_workers)
     simulator.feed(WorkerLost(worker, "killed by signal 9"))
     assert simulator.halt is not None
     error = simulator.halt.error
@@ -112,13 +117,10 @@ def test_an_answer_to_nothing_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("seed", range(120))
 def test_a_stop_ends_after_the_step_in_hand_with_a_checkpoint(seed: int) -> None:
-    rng = random.Random(seed)
-    shape = random_shape(rng)
-    simulator = Simulator(shape, rng)
-    simulator.run(max_events=rng.randint(1, 80))
+    simulator = under_way(random.Random(seed), 80)
     if simulator.halt is not None:
         return
-    at_stop = simulator.step
+    shape, at_stop = simulator.shape, simulator.step
     simulator.feed(StopRequested())
     halt = simulator.halt or simulator.run()
     assert halt is not None
