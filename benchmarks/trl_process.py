@@ -23,7 +23,7 @@ def trl_main(task: dict[str, Any]) -> None:
     ends: list[float] = []
     lengths: list[int] = []
 
-    def reward(completions: list[str], completion_ids: list[list[int]], **_: object) -> list[float]:
+    def reward(completions: list[str], completion_ids: list[list[int]], **_: object) -> list[float | None]:
         lengths.extend(map(len, completion_ids))
         return [score(text) for text in completions]
 

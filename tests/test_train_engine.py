@@ -27,6 +27,7 @@ from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.runtime.models import Wants
 from realgraph.runtime.optimizer import LossScale
 from realgraph.runtime.parallel import Ranks
+from realgraph.runtime.protocol import Mean
 from realgraph.runtime.train_engine import Settings, open_engine
 from tests import tiny
 from tests.engines import CPU, OPTIMIZER, POLICY, call, close, engine, folder, optimizer, same, weights_of
@@ -88,6 +89,7 @@ def test_idle_samples_can_be_left_out_exactly(folder: Path) -> None:
     loss = Loss({"policy": PolicyGradient()}, SequenceMean())
     found = []
     for skip in (False, True):
+        metrics: dict[str, Mean] = {}
         one = engine(folder, {"dtype": "float64"}, skip_idle=skip, max_tokens_per_microbatch=60)
         for step in range(3):
             batch = tiny.batch(tiny.lengths(12, 40, step), step, group_size=4, dtype=torch.float64)
