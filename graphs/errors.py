@@ -41,6 +41,13 @@ class ConfigError(Exception):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
+def reason(error: OSError | UnicodeDecodeError) -> str:
+    """Why a file can't be read as text, in words."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8 text: byte {error.start}"
+    return (error.strerror or str(error)).lower()
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """A hint that names the closest known spelling, or lists what is known when nothing is close.
 

@@ -117,9 +117,11 @@ def _dispatch(file: Path | None, overrides: list[str], problem: Path | None, opt
     """One of: the difference of two plans, a bare problem, a run."""
     if file is not None and file == Path("diff") and not file.is_file():
         from realgraph.plan_diff import diff_command
+        from realgraph.plan_options import refuse_others
 
         if len(overrides) != 2:
             raise _mistake("`plan diff` compares two plan files", "realgraph plan diff A.json B.json")
+        refuse_others(options, ("json_out",), "`plan diff`")
         diff_command(Path(overrides[0]), Path(overrides[1]), options.json_out)
     elif problem is not None:
         from realgraph.plan_problem import problem_command

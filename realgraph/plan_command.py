@@ -9,14 +9,13 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from realgraph.compose import Checked, check_run
-from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.plan_beside import BESIDE_SECONDS, hints_of, other_plans, rules, simpler, synchrony
-from realgraph.plan_console import console, write
-from realgraph.plan_explain import explained
+from realgraph.plan_console import console, refuse_unwritable, write
+from realgraph.plan_explain import explained, refuse_free
 from realgraph.plan_facts import doubts_of, facts_of
 from realgraph.plan_lengths import read_lengths
 from realgraph.plan_measured import measured_calls, read_run
-from realgraph.plan_options import PlanOptions, sizes_of
+from realgraph.plan_options import PlanOptions, refuse_clashes, sizes_of
 from realgraph.plan_session import Budget, Session, session
 from realgraph.plan_sweep import sweep_json, swept, unreached
 from realgraph.plan_table import beside_parts, explain_parts, plan_parts
@@ -48,11 +47,13 @@ class Made(Struct, frozen=True):
 
 def plan_command(file: Path, overrides: Sequence[str] = (), options: PlanOptions = PlanOptions()) -> Plan:
     """Plan the run in `file` and show the plan as the options ask. Raises ConfigError with every problem."""
-    if options.target is not None and options.devices is None:
-        where = Where("command line", path="--target")
-        raise ConfigError([Problem(where, "a target chooses among cluster sizes", "add --devices 8..1024", "target")])
+    refuse_clashes(options)
+    for file_out in (options.out, options.html, options.trace):
+        refuse_unwritable(file_out)
     checked = check_run(file, overrides)
     request = asked_for(checked, options)
+    if options.explain is not None:
+        refuse_free(request, options.explain)
     measured = measured_calls(read_run(options.run_dir)) if options.run_dir is not None else ()
     with session(options, checked) as now:
         made = now.find(lambda: _made(now, request, options))

@@ -1,5 +1,6 @@
 """Where `realgraph plan` writes to: the terminal, or a pipe with room for the whole table; and files."""
 
+import os
 from pathlib import Path
 
 from rich.console import Console
@@ -15,10 +16,27 @@ def console() -> Console:
     return own if own.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
+def refuse_unwritable(out: Path | None) -> None:
+    """Raise ConfigError for a file that can't be written, before anybody has waited for what goes there."""
+    if out is None:
+        return
+    folder = out.absolute().parent
+    if out.is_dir():
+        raise _unwritable(out, "it is a directory")
+    if not folder.is_dir():
+        raise _unwritable(out, f"there is no directory {folder}")
+    if not os.access(out if out.exists() else folder, os.W_OK):
+        raise _unwritable(out, "permission denied")
+
+
 def write(out: Path, text: str) -> None:
     """Write a file that the user asked for. Raises ConfigError where that can't be."""
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
-        hint = "give it a name in a folder that exists"
-        raise ConfigError([Problem(Where(str(out)), f"can't be written: {error.strerror}", hint, "out")]) from error
+        raise _unwritable(out, (error.strerror or str(error)).lower()) from error
+
+
+def _unwritable(out: Path, why: str) -> ConfigError:
+    hint = "name a file in a directory that exists and is yours"
+    return ConfigError([Problem(Where(str(out)), f"can't be written: {why}", hint, "out")])

@@ -6,7 +6,7 @@ import msgspec
 from rich.markup import escape
 from rich.table import Table
 
-from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.errors import ConfigError, Problem, Where, reason
 from realgraph.plan_console import console
 from realgraph.planner.codec import plan_from_json
 from realgraph.planner.plan import Plan
@@ -46,4 +46,13 @@ def _read(file: Path) -> Plan:
     try:
         return plan_from_json(file.read_text(encoding="utf-8"), str(file))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([Problem(Where(str(file)), f"the plan can't be read: {error}", "", "plan")]) from error
+        raise ConfigError(
+            [
+                Problem(
+                    Where(str(file)),
+                    f"the plan can't be read: {reason(error)}",
+                    "a plan is what `realgraph plan --out FILE` writes",
+                    "plan",
+                )
+            ]
+        ) from error

@@ -2,23 +2,55 @@
 
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
 from realgraph.planner.plan import Plan
+from realgraph.planner.report.format import change_text, seconds_text
 from realgraph.planner.report.report import Option
 from realgraph.planner.report.text import passes_text
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.search.alternatives import Alternative, alternatives
 
+SAME = 1e-6  # relative: periods closer than this are equal
+NOTHING = 5e-7  # seconds
 
-def explained(request: PlanRequest, plan: Plan, call: str) -> tuple[Option, ...]:
-    """The best first. Raises ConfigError for what is no call with devices."""
+
+def refuse_free(request: PlanRequest, call: str) -> None:
+    """Raise ConfigError for what is no call with devices."""
     if call not in request.mesh_calls:
         what = "holds no devices, so it has no options" if call in request.graph.calls else "is no call of the graph"
         where = Where("command line", path="--explain")
         raise ConfigError([Problem(where, f"{call!r} {what}", suggest(call, request.mesh_calls), "explain")])
-    return tuple(_option(one) for one in alternatives(request, plan, call))
 
 
-def _option(found: Alternative) -> Option:
+def explained(request: PlanRequest, plan: Plan, call: str) -> tuple[Option, ...]:
+    """The best first."""
+    own = plan.allocations[call].seconds
+    return tuple(_option(one, plan.period_seconds, own) for one in alternatives(request, plan, call))
+
+
+def _option(found: Alternative, period: float, seconds: float) -> Option:
+    """period, seconds: the plan's, and those of the call in it."""
     notes = passes_text(found.passes.recompute, found.passes.schedule, found.passes.chunks)
     if found.residency != "resident":
         notes.append("copy" if found.residency == "reallocated" else found.residency)
-    return Option(found.layout, found.tokens, ", ".join(notes), found.seconds, found.period, found.reason)
+    return Option(
+        found.layout, found.tokens, ", ".join(notes), found.seconds, found.period, _why(found, period, seconds)
+    )
+
+
+def _why(found: Alternative, period: float, seconds: float) -> str:
+    """What it costs, or why it does not fit."""
+    if found.period is None:
+        return found.reason
+    call = difference(found.seconds - seconds)
+    if found.period > period * (1 + SAME):
+        change = change_text(found.period / period)
+        return f"a step takes {difference(found.period - period)} ({change}); the call {call}"
+    if found.period < period * (1 - SAME):
+        return f"a step takes {difference(found.period - period)}: within what the search left open"
+    return f"a step takes as long; the call {call}"
+
+
+def difference(seconds: float) -> str:
+    """`0.778 s more`, `41.2 ms less`, `as long`."""
+    if abs(seconds) < NOTHING:
+        return "as long"
+    return f"{seconds_text(abs(seconds))} {'more' if seconds > 0 else 'less'}"

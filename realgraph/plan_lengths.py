@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.errors import ConfigError, Problem, Where, reason
 from realgraph.planner.cost_table import load_costs
 
 MOST = 10_000_000  # of a file: a few hundred quantiles are kept of them
@@ -23,7 +23,9 @@ def read_lengths(path: Path) -> tuple[int, ...]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise _error(path, 0, f"the lengths can't be read: {error}", "a file of numbers, or a run directory") from error
+        raise _error(
+            path, 0, f"the lengths can't be read: {reason(error)}", "a file of numbers, or a run directory"
+        ) from error
     lengths = _of_json(path, text) if text.lstrip().startswith("[") else _of_lines(path, text)
     if not 0 < len(lengths) <= MOST:
         raise _error(path, 0, f"{len(lengths):,} lengths: expected 1 to {MOST:,}", "")

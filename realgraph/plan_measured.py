@@ -6,7 +6,7 @@ from statistics import median, quantiles
 
 import msgspec
 
-from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.errors import ConfigError, Problem, Where, reason
 from realgraph.planner.codec import plan_from_json
 from realgraph.planner.events import reallocation_node
 from realgraph.planner.plan import Plan
@@ -34,7 +34,9 @@ def read_run(root: Path) -> RunRead:
         records = _records(folder.metrics)
     except OSError as error:
         hint = "name the directory of a run: it has plan.json and metrics.jsonl"
-        raise ConfigError([Problem(Where(str(root)), f"no run can be read here: {error}", hint, "run")]) from error
+        raise ConfigError(
+            [Problem(Where(str(root)), f"no run can be read here: {reason(error)}", hint, "run")]
+        ) from error
     steps = tuple(_warm(records))
     if not steps:
         raise ConfigError([Problem(Where(str(folder.metrics)), "the run has finished no step", "", "run")])

@@ -1,5 +1,6 @@
 """What a user asks of `realgraph plan` on the command line. Data and the reading of it; plans nothing."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
@@ -37,6 +38,41 @@ class PlanOptions(Struct, frozen=True):
     lengths: Path | None = None
 
 
+NAMES = {
+    "json_out": "json",
+    "edited": "plan",
+    "run_dir": "run",
+}  # options that are called otherwise on the command line
+CLASHES = (("edited", "robust"), ("edited", "devices"), ("robust", "devices"))
+
+
+def refuse_others(options: PlanOptions, known: Collection[str], what: str) -> None:
+    """Raise ConfigError for the options that `what` would leave unheard: all that are given but the known ones."""
+    plain = PlanOptions()
+    given = [name for name in PlanOptions.__struct_fields__ if getattr(options, name) != getattr(plain, name)]
+    unheard = [_flag(name) for name in given if name not in known]
+    if unheard:
+        raise _error(f"{what} takes no {', '.join(unheard)}", "leave it out", unheard[0])
+
+
+def refuse_clashes(options: PlanOptions) -> None:
+    """Raise ConfigError for two options of which only one would be heard, and for a target without sizes."""
+    plain = PlanOptions()
+    for one, other in CLASHES:
+        if all(getattr(options, name) != getattr(plain, name) for name in (one, other)):
+            text = f"{_flag(one)} and {_flag(other)} say two things: {MEANS[one]}, and {MEANS[other]}"
+            raise _error(text, f"give {_flag(one)} or {_flag(other)}", _flag(other))
+    if options.target is not None and options.devices is None:
+        raise _error("a target chooses among cluster sizes", "add --devices 8..1024", "--target")
+
+
+MEANS = {"edited": "judge this plan", "robust": "choose the steadiest plan", "devices": "plan for each of these sizes"}
+
+
+def _flag(name: str) -> str:
+    return f"--{NAMES.get(name, name).replace('_', '-')}"
+
+
 def sizes_of(text: str, per_node: int) -> tuple[int, ...]:
     """The cluster sizes of `--devices`: `8..1024` doubles from 8 on and ends with 1024; `8,24,96` are themselves.
 
@@ -69,5 +105,5 @@ def _doubled(first: int, last: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*sizes, last)))
 
 
-def _error(text: str, hint: str) -> ConfigError:
-    return ConfigError([Problem(Where(COMMAND_LINE, path="--devices"), text, hint, "devices")])
+def _error(text: str, hint: str, flag: str = "--devices") -> ConfigError:
+    return ConfigError([Problem(Where(COMMAND_LINE, path=flag), text, hint, flag.removeprefix("--"))])

@@ -10,9 +10,9 @@ from rich.text import Text
 
 from realgraph.first_search import prepare_search
 from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.plan_console import console, write
+from realgraph.plan_console import console, refuse_unwritable, write
 from realgraph.plan_gantt import gantt
-from realgraph.plan_options import PlanOptions
+from realgraph.plan_options import PlanOptions, refuse_others
 from realgraph.plan_session import INTERRUPTED, NOT_FOUND, NoPlanYet, session
 from realgraph.plan_table import titled
 from realgraph.planner.bare.file import Answer, FileProblem, answer_of, read_problem, solution_json
@@ -31,6 +31,8 @@ class NoPlan(ConfigError):
 
 def problem_command(file: Path, options: PlanOptions) -> Solution:
     """Solve and print the answer. Raises ConfigError for a wrong file, NoPlan (4) and NoPlanYet (5 or 130)."""
+    refuse_others(options, ("json_out", "out", "time_limit", "seed"), "--problem")
+    refuse_unwritable(options.out)
     read = read_problem(_bytes(file), str(file))
     prepare_search()
     with session(options) as now:

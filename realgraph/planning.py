@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from realgraph.compose import Checked
 from realgraph.first_search import prepare_search
-from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.errors import ConfigError, Problem, Where, reason
 from realgraph.graphs.spec import Generate
 from realgraph.local_data import JSON_LINES, data_files
 from realgraph.planner.cluster import Cluster, ClusterSpec
@@ -27,6 +27,7 @@ from realgraph.planner.search.search import Infeasible, reprice, search
 from realgraph.planner.search.validate import validate
 from realgraph.planner.workload import Workload
 
+PLAN_HINT = "a plan is what `realgraph plan --out FILE` writes"
 TRIED_ROWS = 256  # of the data, to guess the mean length of a prompt
 CHARACTERS_PER_TOKEN = 4  # of English text under a vocabulary of 32,000 or more
 SMALL_VOCABULARY = 2000  # with fewer tokens a token is about a character
@@ -194,7 +195,9 @@ def read_plan(file: Path, request: PlanRequest) -> Plan:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([Problem(Where(str(file)), f"the plan can't be read: {error}", "", "plan")]) from error
+        raise ConfigError(
+            [Problem(Where(str(file)), f"the plan can't be read: {reason(error)}", PLAN_HINT, "plan")]
+        ) from error
     plan = plan_from_json(text, str(file))
     problems = validate(plan, request, str(file))
     if problems:

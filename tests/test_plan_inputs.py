@@ -10,6 +10,7 @@ from realgraph.graphs.errors import ConfigError
 from realgraph.plan_command import plan_command
 from realgraph.plan_diff import diff_command
 from realgraph.plan_options import PlanOptions
+from realgraph.plan_problem import problem_command
 from realgraph.planner.codec import plan_to_json
 
 RUN = """
@@ -19,6 +20,7 @@ data: {path: rows.jsonl, columns: {prompt: question, answer: answer}, max_prompt
 batch: {groups: 8, max_new_tokens: 64, expected_new_tokens: 40}
 cluster: {devices: 2, kind: H100-SXM}
 """
+PROBLEM = Path(__file__).parent.parent / "docs" / "planning_problem.json"
 DEEP = "[" * 100_000 + "]" * 100_000
 BRIEF = PlanOptions(brief=True)
 
@@ -120,3 +122,28 @@ def test_a_mesh_beyond_all_clusters_is_refused_at_once(mesh: dict[str, int], run
 def test_extremes_have_a_plan(overrides: list[str], run_file: Path) -> None:
     plan = plan_command(run_file, overrides, BRIEF)
     assert 0 < plan.lower_bound_seconds <= plan.period_seconds * 1.000001
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"edited": Path("a"), "robust": True}, "--plan and --robust"),
+        ({"edited": Path("a"), "devices": "8..16"}, "--plan and --devices"),
+        ({"robust": True, "devices": "8..16"}, "--robust and --devices"),
+        ({"target": 3.0}, "add --devices"),
+        ({"explain": "trian"}, "did you mean 'train'"),
+        ({"out": Path("/nowhere/at/all.json")}, "there is no directory /nowhere/at"),
+        ({"html": Path("/tmp")}, "it is a directory"),
+    ],
+)
+def test_what_can_not_be_done_is_said_before_any_search(
+    options: dict[str, object], says: str, run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("realgraph.plan_command.session", lambda *_: pytest.fail("a search began"))
+    with pytest.raises(ConfigError, match=says):
+        plan_command(run_file, options=msgspec.structs.replace(BRIEF, **options))
+
+
+def test_options_that_a_bare_problem_has_no_use_for_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--problem takes no --explain, --html, --robust, --brief"):
+        problem_command(PROBLEM, msgspec.structs.replace(BRIEF, html=Path("x.html"), explain="train", robust=True))

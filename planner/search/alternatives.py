@@ -15,17 +15,15 @@ from realgraph.planner.search.diagnose import shown_bytes
 from realgraph.planner.search.fixed import choices_of, pinned_to
 from realgraph.planner.solve.solver import evaluate
 from realgraph.planner.space.options import Passes
-from realgraph.planner.space.pricing import Option
 from realgraph.planner.space.tables import Prepared, problem_of
 
 MOST_LAYOUTS = 8  # that are shown on the call's own mesh
 MOST_SIZES = 6  # of meshes of other sizes or places, each with its best layout
 MOST_TRIED = 200  # of which the exact period is found
-SAME = 1e-6  # relative: periods closer than this are equal
 
 
 class Alternative(Struct, frozen=True):
-    """One other way to run a call. period: of the whole plan with it, None where it does not fit."""
+    """One other way to run a call. period: of the whole plan with it, None where it does not fit; reason: why not."""
 
     layout: Layout
     tokens: int
@@ -96,25 +94,8 @@ def _judged(prepared: Prepared, choices: dict[str, Choice], call: str, plan: Pla
         residency=candidate.residency,
         seconds=option.seconds,
         period=None if schedule is None else schedule.period,
-        reason=_reason(prepared, choices, call, plan)
-        if schedule is None
-        else _slower(schedule.period, option, plan, call),
+        reason=_reason(prepared, choices, call, plan) if schedule is None else "",
     )
-
-
-def _slower(period: float, option: Option, plan: Plan, call: str) -> str:
-    more, own = period - plan.period_seconds, option.seconds - plan.allocations[call].seconds
-    if more > SAME * plan.period_seconds:
-        return f"a step takes {more:.3g} s more ({more / plan.period_seconds:.1%}); the call {_difference(own)}"
-    if more < -SAME * plan.period_seconds:
-        return f"a step takes {-more:.3g} s less: within what the search left open"
-    return f"a step takes as long; the call {_difference(own)}"
-
-
-def _difference(seconds: float) -> str:
-    if abs(seconds) < 5e-7:
-        return "too"
-    return f"{seconds:.3g} s more" if seconds > 0 else f"{-seconds:.3g} s less"
 
 
 def _reason(prepared: Prepared, choices: dict[str, Choice], call: str, plan: Plan) -> str:
