@@ -34,38 +34,34 @@ def kept_rows(rows: Rows) -> tuple[int, ...]:
     if n == 0:
         return ()
     order = np.lexsort((np.arange(n), table.resident + table.active, table.latency, table.seconds))
-    kept: list[int] = []
-    for b in order:
-        if not kept or not _beaten(rows, np.array(kept), int(b)):
-            kept.append(int(b))
-    return tuple(kept)
+    worth = np.stack([table.latency, table.resident, table.host, table.active], axis=1).astype(np.float64)[
+        order
+    ]  # exact: bytes are fewer than 2^53
+    held, kept, count = np.empty_like(worth), np.empty(n, dtype=np.int64), 0
+    for place, b in enumerate(order):
+        near = kept[:count][(held[:count] <= worth[place]).all(axis=1)]  # seconds are no worse either: they are sorted
+        if not len(near) or not _beaten(rows, near, int(b)):
+            held[count], kept[count] = worth[place], b
+            count += 1
+    return tuple(int(row) for row in kept[:count])
 
 
-def _beaten(rows: Rows, kept: npt.NDArray[np.int64], b: int) -> bool:
-    """Whether one of the kept rows beats row b."""
-    t = rows.table
-    alone, shared = t.active[kept], (t.active - t.shared)[kept]
-    same = (
-        (t.seconds[kept] <= t.seconds[b])
-        & (t.latency[kept] <= t.latency[b])
-        & (t.resident[kept] <= t.resident[b])
-        & (t.host[kept] <= t.host[b])
-        & (alone <= t.active[b])
-    )
-    if not same.any():
-        return False
-    equal = t.layout[kept] == t.layout[b]
+def _beaten(rows: Rows, near: npt.NDArray[np.int64], b: int) -> bool:
+    """Whether one of the rows `near` beats row b; all are no worse where layouts do not matter."""
     if rows.slack is None:
-        return bool(same.any())
-    if bool((same & equal & (shared <= t.active[b] - t.shared[b])).any()):
+        return True
+    t = rows.table
+    alone, shared = t.active[near], (t.active - t.shared)[near]
+    equal = t.layout[near] == t.layout[b]
+    if bool((equal & (shared <= t.active[b] - t.shared[b])).any()):
         return True
     bonus = 0 if rows.bonus is None else rows.bonus[b]
     beside = ELSEWHERE if rows.beside is None else rows.beside[b]
-    slack = rows.slack[kept] + (0.0 if rows.edge is None else rows.edge[b])
+    slack = rows.slack[near] + (0.0 if rows.edge is None else rows.edge[b])
     across = (
-        (t.seconds[kept] + slack <= t.seconds[b])
-        & (t.latency[kept] + slack <= t.latency[b])
+        (t.seconds[near] + slack <= t.seconds[b])
+        & (t.latency[near] + slack <= t.latency[b])
         & (alone <= t.active[b] - t.shared[b])
-        & ((t.resident[kept] + bonus <= t.resident[b]) | (t.resident[kept] + beside <= t.resident[b] + t.active[b]))
+        & ((t.resident[near] + bonus <= t.resident[b]) | (t.resident[near] + beside <= t.resident[b] + t.active[b]))
     )
-    return bool((same & across).any())
+    return bool(across.any())
