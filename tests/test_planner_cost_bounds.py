@@ -123,8 +123,11 @@ def test_the_mean_context_is_that_of_all_tokens(seed: int) -> None:
 def test_unequal_samples_attend_to_more_than_half_their_mean(mean: float) -> None:
     equal = TrainWork(tokens=1 << 22, sample_tokens=mean, microbatch_tokens=16384)
     uneven = replace(equal, longest_tokens=32768)
-    known_lengths = replace(uneven, attended_tokens=mean_context(100.0, lognormal(mean - 100, 32768)))
-    assert equal.context == mean / 2 < known_lengths.context < 1.02 * uneven.context
+    known_lengths = mean_context(100.0, lognormal(mean - 100, 32668))
+    assert equal.context == mean / 2 < known_lengths < 1.02 * uneven.context
+    assert replace(uneven, prompt_tokens=100.0).context == pytest.approx(known_lengths)
+    assert replace(uneven, attended_tokens=known_lengths).context == known_lengths
+    assert replace(uneven, prompt_tokens=mean).context == mean / 2
     assert replace(equal, longest_tokens=round(mean)).context == pytest.approx(mean / 2)
     setting = Setting(known(MODELS[1]), BF16, Layout(DeviceMesh(0, 8), dp=8), cluster("H100-SXM", 8))
     for seconds in (train_seconds, inference_seconds):

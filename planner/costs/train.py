@@ -32,8 +32,8 @@ class TrainWork(Struct, frozen=True):
     pass computes again; `selective` is attention and element-wise operations, `full` whole layers. chunks: groups of
     layers of a stage, where the schedule is interleaved. longest_tokens: of the longest sample, None where all are
     equal. attended_tokens: of its own sample that a token attends to, mean over all tokens (`mean_context`); None: that
-    of log-normal lengths up to the longest. fp8: matrix products of layers in that precision. imbalance: tokens of the
-    busiest expert's device over the mean.
+    of log-normal responses up to the longest. fp8: matrix products of layers in that precision. imbalance: tokens of
+    the busiest expert's device over the mean.
     """
 
     tokens: int
@@ -56,9 +56,10 @@ class TrainWork(Struct, frozen=True):
         """Tokens that a token attends to, mean over the tokens: long samples have more of them."""
         if self.attended_tokens is not None:
             return self.attended_tokens
-        if self.longest_tokens is None or self.longest_tokens <= self.sample_tokens:
+        longest, response = self.longest_tokens or 0, self.sample_tokens - self.prompt_tokens
+        if longest <= self.sample_tokens or response <= 0:
             return self.sample_tokens / 2
-        return mean_context(0.0, lognormal(self.sample_tokens, self.longest_tokens))
+        return mean_context(self.prompt_tokens, lognormal(response, longest - self.prompt_tokens))
 
 
 def microbatches(setting: Setting, work: TrainWork) -> int:
