@@ -9,7 +9,7 @@ from realgraph.planner.request import PlanRequest
 from realgraph.planner.search.alternatives import Alternative, alternatives
 
 SAME = 1e-6  # relative: periods closer than this are equal
-NOTHING = 5e-7  # seconds
+NOTHING, SAME_LONG = 5e-7, "as long"  # seconds, and the word for fewer
 
 
 def refuse_free(request: PlanRequest, call: str) -> None:
@@ -46,11 +46,11 @@ def _why(found: Alternative, period: float, seconds: float) -> str:
         return f"a step takes {difference(found.period - period)} ({change}); the call {call}"
     if found.period < period * (1 - SAME):
         return f"a step takes {difference(found.period - period)}: within what the search left open"
-    return f"a step takes as long; the call {call}"
+    return "nothing changes" if call == SAME_LONG else f"a step takes as long; the call {call}"
 
 
 def difference(seconds: float) -> str:
     """`0.778 s more`, `41.2 ms less`, `as long`."""
     if abs(seconds) < NOTHING:
-        return "as long"
+        return SAME_LONG
     return f"{seconds_text(abs(seconds))} {'more' if seconds > 0 else 'less'}"

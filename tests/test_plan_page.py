@@ -69,6 +69,12 @@ def _readable(tab: Any, theme: str) -> None:
     for text in texts:
         assert (max(text, card) + 0.05) / (min(text, card) + 0.05) >= 4.5
 
+    kinds = ["generate", "inference", "train", "reallocate"]
+    for colour in tab.evaluate(
+        f"{kinds}.map(name => getComputedStyle(document.documentElement).getPropertyValue('--' + name).trim())"
+    ):
+        assert 1.05 / (_luminance(colour) + 0.05) >= 4.5, f"white labels on {colour}"
+
 
 def _luminance(colour: str) -> float:
     """Relative luminance of #rrggbb, 0 to 1 (WCAG 2.2)."""

@@ -27,7 +27,7 @@ from realgraph.planner.report.html import page
 from realgraph.planner.report.price import price_of
 from realgraph.planner.report.report import Report, report_of
 from realgraph.planner.report.schedule import slacks
-from realgraph.planner.report.svg import CHARACTER, fitting, log_ticks, ticks
+from realgraph.planner.report.svg import ACTIVE, CHARACTER, RESIDENT, fitting, log_ticks, shades, ticks
 from realgraph.planner.report.trace import trace_json
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.search.search import events_of
@@ -267,6 +267,13 @@ def test_axes_have_a_handful_of_round_numbers_within_them(seed: int) -> None:
     between = log_ticks(low, high)
     assert list(between) == sorted(set(between)) and all(low <= tick <= high for tick in between)
     assert len(between) <= 16
+
+
+def test_a_part_of_memory_has_one_colour_in_all_bars_and_the_largest_have_their_own() -> None:
+    colours = shades(everything().memory)
+    for kind, count in (("resident", RESIDENT), ("active", ACTIVE)):
+        own = [colour for (of, _), colour in colours.items() if of == kind][:count]
+        assert len(set(own)) == len(own) > 0
 
 
 def test_labels_never_reach_beyond_their_bars() -> None:

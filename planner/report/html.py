@@ -20,13 +20,14 @@ from realgraph.planner.report.format import (
 )
 from realgraph.planner.report.report import Comparison, Hint, Report, Row
 from realgraph.planner.report.svg import (
+    MOST_LANES,
     bar_svg,
     chip_svg,
     memory_svg,
     mesh_svg,
     pairs_svg,
     scaling_svg,
-    shade,
+    shades,
     timeline_svg,
 )
 from realgraph.planner.report.text import (
@@ -51,7 +52,10 @@ NUMBERS = (
     "samples/s",
     "devices",
     "device seconds",
+    "bound",
+    "efficiency",
 )
+WORDS = ("what it is", "")  # columns of sentences
 LARGEST = 8  # parts of a memory bar that its legend names
 
 
@@ -98,7 +102,8 @@ def _sections(report: Report) -> Iterator[str]:
     if any(lane.bars for lane in report.timeline.lanes):
         kinds = dict.fromkeys(bar.kind for lane in report.timeline.lanes for bar in lane.bars)
         legend = _legend([*((kind, kind) for kind in kinds), ("ink", "edge below: on the critical circuit")])
-        yield _section("Timeline: two periods", f'<div class="wide">{timeline_svg(report.timeline)}</div>{legend}')
+        picture = f'<div class="wide">{timeline_svg(report.timeline)}</div>'
+        yield _section("Timeline: two periods", picture + _more_lanes(report) + legend)
     yield _section("Allocation", _allocation(report))
     if any(bar.parts for bar in report.memory):
         yield _section("Memory at the worst moment", _memory(report))
@@ -110,12 +115,18 @@ def _sections(report: Report) -> Iterator[str]:
     if any(size.period_seconds for size in found.sweep):
         yield _section("Cluster sizes", _sizes(report))
     if found.measured:
-        legend = _legend([("r2", "predicted"), ("generate", "measured: median of the run's steps")])
+        legend = _legend([("other", "predicted"), ("generate", "measured: median of the run's steps")])
         yield _section("Predicted against measured", f'<div class="wide">{pairs_svg(found.measured)}</div>{legend}')
     remarks = [*found.notes, *found.doubts]
     if remarks:
         items = "".join(f"<li>{escape(remark)}</li>" for remark in remarks)
         yield _section("Notes and doubts", f'<ul class="plain">{items}</ul>')
+
+
+def _more_lanes(report: Report) -> str:
+    hidden = report.timeline.lanes[MOST_LANES:]
+    n_devices = sum(len(lane.devices) for lane in hidden)
+    return f'<p class="note">{len(hidden)} more groups with {n_devices:,} devices are not drawn.</p>' if hidden else ""
 
 
 def _hint(hint: Hint) -> tuple[str, str, str]:
@@ -143,7 +154,9 @@ def _allocation(report: Report) -> str:
     heads = ("call", "on the cluster", "on devices", "/".join(axes), "weights", "micro-batches")
     rows = [_allocation_row(row, report, axes) for row in report.rows]
     table = _table((*heads, "seconds", "share", "slack", "memory", "most of it"), rows)
-    return table + "".join(f"<p>{escape(line)}.</p>" for line in _moves(report))
+    return table + "".join(
+        f'<p class="note">{escape(line)}.</p>' for line in (*_moves(report), "; ".join(_words(report)))
+    )
 
 
 def _moves(report: Report) -> Iterator[str]:
@@ -155,6 +168,16 @@ def _moves(report: Report) -> Iterator[str]:
         yield f"New weights: {weights}"
     if inputs:
         yield f"To bring what calls read, of their seconds: {inputs}"
+
+
+def _words(report: Report) -> Iterator[str]:
+    """What the table's heads and cells mean."""
+    yield "Bold calls are on the critical circuit; slack is how much longer the others may take before the period grows"
+    yield "micro-batches are those of a rank and optimizer step, x tokens at most"
+    if any(row.kind == "generate" for row in report.rows):
+        yield "of a generate call: sequences at once in tokens of KV cache"
+    if any(row.allocation.residency == "reallocated" for row in report.rows):
+        yield "a copy is refreshed from the trained weights every step"
 
 
 def _allocation_row(row: Row, report: Report, axes: Sequence[str]) -> tuple[str, ...]:
@@ -177,15 +200,16 @@ def _allocation_row(row: Row, report: Report, axes: Sequence[str]) -> tuple[str,
 
 def _memory(report: Report) -> str:
     bars = [bar for bar in report.memory if bar.parts]
-    legends = []
+    colours, legends = shades(bars), []
     for bar in bars:
         largest = sorted(bar.parts, key=lambda part: -part.nbytes)[:LARGEST]
-        parts = [(shade(part, bar.parts), f"{part.label} {bytes_text(part.nbytes)}") for part in largest]
+        parts = [(colours[part.kind, part.label], f"{part.label} {bytes_text(part.nbytes)}") for part in largest]
         while_text = f", while {bar.call} runs" if bar.call else ""
         where = f"device{'s' * (len(bar.devices) > 1)} {devices_text(bar.devices)}"
         head = f"{where}{while_text}: {bytes_text(bar.total_bytes)}"
         legends.append(_legend(parts, f"<b>{escape(head)}</b>"))
-    return f'<div class="wide">{memory_svg(bars)}</div>{"".join(legends)}'
+    note = "Cool colours lie there all the time, warm ones while the call runs; the line is what a plan may fill."
+    return f'<div class="wide">{memory_svg(bars)}</div>{"".join(legends)}<p class="note">{note}</p>'
 
 
 def _comparisons(report: Report) -> str:
@@ -200,7 +224,7 @@ def _comparisons(report: Report) -> str:
 def _other(other: Comparison, own: float, longest: float) -> tuple[str, str, str, str, str]:
     if other.period_seconds is None:
         return other.name, "", "", other.without, other.note
-    ratio, bar = other.period_seconds / own if own > 0 else 1.0, bar_svg(other.period_seconds / longest, "r2")
+    ratio, bar = other.period_seconds / own if own > 0 else 1.0, bar_svg(other.period_seconds / longest, "other")
     change = _change(ratio, change_text(ratio))
     return other.name, f"\0{bar}", seconds_text(other.period_seconds), change, other.note
 
@@ -214,19 +238,25 @@ def _change(ratio: float, text: str) -> str:
 def _sizes(report: Report) -> str:
     found = report.findings
     reached = cheapest(found.sweep, found.target_seconds)
+    least = min((size.period_seconds * size.devices for size in found.sweep if size.period_seconds), default=0.0)
     rows = []
     for size in sorted(found.sweep, key=lambda size: size.devices):
         mark = "the least that reaches the target" if size is reached else size.note
-        period = seconds_text(size.period_seconds) if size.period_seconds else "no plan"
-        area = f"{size.period_seconds * size.devices:,.0f}" if size.period_seconds else ""
-        rows.append((f"{size.devices:,}", period, area, mark))
+        if size.period_seconds:
+            area = size.period_seconds * size.devices
+            bound = seconds_text(size.lower_bound_seconds)
+            numbers = (seconds_text(size.period_seconds), bound, f"{area:,.0f}", percent_text(least / area))
+        else:
+            numbers = ("no plan", "", "", "")
+        rows.append((f"{size.devices:,}", *numbers, mark))
     curve = f'<div class="wide">{scaling_svg(found.sweep, found.target_seconds)}</div>'
-    return curve + _table(("devices", "period", "device seconds", ""), rows)
+    legend = _legend([("generate", "period"), ("other", "dotted: lower bound")])
+    return curve + legend + _table(("devices", "period", "bound", "device seconds", "efficiency", ""), rows)
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Cells are text; one that begins with NUL is HTML already."""
-    kinds = [' class="n"' if head in NUMBERS else "" for head in heads]
+    kinds = [' class="n"' if head in NUMBERS else ' class="w"' if head in WORDS else "" for head in heads]
     head = "".join(f"<th{kind}>{escape(text)}</th>" for text, kind in zip(heads, kinds, strict=True))
     body = "".join(
         "<tr>" + "".join(f"<td{kind}>{_cell(cell)}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"

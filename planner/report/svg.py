@@ -4,19 +4,20 @@ Colours are classes of the page's style sheet, so both themes share them. Every 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from realgraph.planner.report.format import bytes_text, devices_text, percent_text, seconds_text
-from realgraph.planner.report.memory import MemoryBar, MemoryPart
+from realgraph.planner.report.memory import MemoryBar
 from realgraph.planner.report.report import Measured, Size
 from realgraph.planner.report.schedule import Bar, Lane, Timeline
 
 WIDTH, LABEL, RIGHT = 1040, 120, 70  # of a picture, of its names on the left, of its numbers on the right
 LANE, GAP, AXIS = 40, 10, 26
 CHARACTER = 7.0  # width of one, roughly
-SHADES = 4  # of resident and of active memory
+RESIDENT, ACTIVE = 8, 5  # colours of memory; what has none left is grey, or pale
 MOST_LANES = 40
+FOOT = 20  # below the lanes: what the two halves are
 MILLISECONDS_BELOW = 0.5  # seconds that a timeline shows
 
 
@@ -68,9 +69,11 @@ def timeline_svg(timeline: Timeline) -> str:
     for i, lane in enumerate(lanes):
         parts += _lane(lane, AXIS + i * (LANE + GAP), scale)
     middle = LABEL + timeline.period_seconds * scale
-    parts.append(_line((middle, AXIS - 6, middle, bottom - GAP + 4), "rule thin"))
-    period = f"period {seconds_text(timeline.period_seconds)}"
-    return svg(WIDTH, bottom + 2, parts, f"timeline of two periods, {period}")
+    parts.append(_line((middle, AXIS - 6, middle, bottom + FOOT - GAP), "rule thin"))
+    period = f"one period: {seconds_text(timeline.period_seconds)}"
+    for i, text in enumerate((period, "the next one")):
+        parts.append(_text(LABEL + (i + 0.5) * (middle - LABEL), bottom + FOOT - GAP, text, "soft mid"))
+    return svg(WIDTH, bottom + FOOT, parts, f"timeline of two periods; {period}")
 
 
 def _time_axis(timeline: Timeline, scale: float, bottom: float) -> Iterator[str]:
@@ -109,7 +112,8 @@ def _bar(bar: Bar, top: float, scale: float) -> str:
 
 
 def memory_svg(bars: Sequence[MemoryBar]) -> str:
-    """A stacked bar per group of devices at its worst moment; the line is what a plan may fill."""
+    """A stacked bar per group of devices at its worst moment; the line is what a plan may fill, and so 100 %."""
+    colours = shades(bars)
     most = max(max(bar.device_bytes, bar.total_bytes) for bar in bars)
     scale = (WIDTH - LABEL - RIGHT) / most
     bottom = AXIS + len(bars) * (LANE + GAP)
@@ -118,24 +122,33 @@ def memory_svg(bars: Sequence[MemoryBar]) -> str:
         x = LABEL + gigabytes * 1e9 * scale
         parts += [_line((x, AXIS - 6, x, bottom - GAP), "line"), _text(x, 12, f"{gigabytes:g} GB", "soft mid")]
     for i, bar in enumerate(bars):
-        parts += _stack(bar, AXIS + i * (LANE + GAP), scale)
+        parts += _stack(bar, AXIS + i * (LANE + GAP), scale, colours)
+    parts.append(_text(WIDTH, 12, "full", "soft end"))
     return svg(WIDTH, bottom + 2, parts, "memory of each group of devices at its worst moment")
 
 
-def shade(part: MemoryPart, parts: Sequence[MemoryPart]) -> str:
-    """The class of a part's colour: its rank among those of its kind."""
-    rank = [other for other in parts if other.kind == part.kind].index(part)
-    return f"{'r' if part.kind == 'resident' else 'a'}{rank % SHADES}"
+def shades(bars: Sequence[MemoryBar]) -> dict[tuple[str, str], str]:
+    """(kind, label) of a part -> the class of its colour: the same in all bars, the largest parts first."""
+    most: dict[tuple[str, str], int] = {}
+    for part in (part for bar in bars for part in bar.parts):
+        most[part.kind, part.label] = max(part.nbytes, most.get((part.kind, part.label), 0))
+    found: dict[tuple[str, str], str] = {}
+    for kind, letter, count in (("resident", "r", RESIDENT), ("active", "a", ACTIVE)):
+        ranked = sorted((key for key in most if key[0] == kind), key=lambda key: -most[key])
+        found |= {key: f"{letter}{min(rank, count)}" for rank, key in enumerate(ranked)}
+    return found
 
 
-def _stack(bar: MemoryBar, top: float, scale: float) -> Iterator[str]:
-    yield _text(0, top + LANE / 2 + 4, fitting(devices_text(bar.devices), LABEL + 6))
+def _stack(bar: MemoryBar, top: float, scale: float, colours: Mapping[tuple[str, str], str]) -> Iterator[str]:
+    whole = f"{len(bar.devices)} device{'s' * (len(bar.devices) > 1)}: {devices_text(bar.devices)}"
+    name = _text(0, top + LANE / 2 + 4, fitting(devices_text(bar.devices), LABEL + 6))
+    yield f"<g><title>{escape(whole)}</title>{name}</g>"
     yield _rect((LABEL, top, bar.device_bytes * scale, LANE), "track", 4)
     x = float(LABEL)
-    for part in bar.parts:
+    for part in sorted(bar.parts, key=lambda part: (part.kind != "resident", -part.nbytes)):
         width = part.nbytes * scale
-        hover = f"{part.label}: {bytes_text(part.nbytes)}, {part.kind}"
-        box = _rect((x, top, max(0.5, width - 1.5), LANE), shade(part, bar.parts))
+        hover = f"{part.label}: {bytes_text(part.nbytes)}, {KINDS[part.kind]}"
+        box = _rect((x, top, max(0.5, width - 1.5), LANE), colours[part.kind, part.label])
         yield f'<g class="bar"><title>{escape(hover)}</title>{box}</g>'
         x += width
     limit = LABEL + bar.usable_bytes * scale
@@ -143,6 +156,9 @@ def _stack(bar: MemoryBar, top: float, scale: float) -> Iterator[str]:
     yield f"<g><title>{usable}</title>{_line((limit, top - 4, limit, top + LANE + 4), 'rule')}</g>"
     share = bar.total_bytes / bar.usable_bytes if bar.usable_bytes else 0.0
     yield _text(WIDTH, top + LANE / 2 + 4, percent_text(share), "soft end")
+
+
+KINDS = {"resident": "all the time", "active": "while the call runs"}
 
 
 # --- small pictures ---------------------------------------------------------------------------------------------------
@@ -181,7 +197,7 @@ def scaling_svg(sizes: Sequence[Size], target_seconds: float | None) -> str:
     values = [value for _, period, bound in planned for value in (period, bound) if value and value > 0]
     low, high = min([*values, target_seconds or values[0]]) / 1.15, max([*values, target_seconds or values[0]]) * 1.15
     first, last = min(d for d, _, _ in planned), max(d for d, _, _ in planned)
-    height, left, right, top, base = 300.0, 60.0, 24.0, 16.0, 264.0
+    height, left, right, top, base = 310.0, 60.0, 24.0, 16.0, 264.0
 
     def x_of(devices: float) -> float:
         spread = math.log(last / first) or 1.0
@@ -205,6 +221,7 @@ def scaling_svg(sizes: Sequence[Size], target_seconds: float | None) -> str:
             hover = f"<title>{devices:,} devices: {seconds_text(period)} a step</title>"
             dot = f'<circle cx="{x_of(devices):.1f}" cy="{y_of(period):.1f}" r="5" class="generate"/>'
             parts += [f'<g class="bar">{hover}{dot}</g>', _text(x_of(devices), base + 20, f"{devices:,}", "soft mid")]
+    parts.append(_text((left + WIDTH - right) / 2, height - 6, "devices", "soft mid"))
     return svg(WIDTH, height, parts, "period over the number of devices")
 
 
@@ -226,7 +243,7 @@ def pairs_svg(calls: Sequence[Measured]) -> str:
     for i, call in enumerate(calls):
         top = i * (LANE + GAP)
         parts.append(_text(0, top + LANE / 2 + 4, fitting(call.call, LABEL + 6)))
-        both = (("predicted", call.predicted_seconds, "r2"), ("measured", call.measured_seconds, "generate"))
+        both = (("predicted", call.predicted_seconds, "other"), ("measured", call.measured_seconds, "generate"))
         for row, (what, seconds, kind) in enumerate(both):
             y, width = top + row * LANE / 2, max(1.5, seconds * scale)
             hover = f"<title>{escape(call.call)}, {what}: {seconds_text(seconds)}</title>"
