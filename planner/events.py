@@ -53,8 +53,9 @@ def reallocation_node(call: str) -> str:
 def event_graph(graph: Graph, plan: Plan, staleness: int, extra_seconds: Mapping[str, float]) -> EventGraph:
     """Calls of the graph under the plan's device orders.
 
-    What reads a call's outputs waits for its latency; what follows it on a device waits for its seconds. extra_seconds:
-    of free calls, which the plan does not price, and of reallocation nodes where not the plan's; 0 where absent.
+    What reads a call's outputs waits for its latency; what follows it on a device waits for its seconds. A stream of
+    generation begins batches `ahead` of the one it completes, so it needs the weights for these. extra_seconds: of free
+    calls, which the plan does not price, and of reallocation nodes where not the plan's; 0 where absent.
     """
     moved = moved_calls(graph, plan)
     seconds = {name: extra_seconds.get(name, 0.0) for name in graph.calls}
@@ -63,9 +64,14 @@ def event_graph(graph: Graph, plan: Plan, staleness: int, extra_seconds: Mapping
         reallocation_node(call): extra_seconds.get(reallocation_node(call), plan.reallocation_seconds.get(call, 0.0))
         for call in moved
     }
-    late = {name: max(0.0, a.latency_seconds - a.seconds) for name, a in plan.allocations.items()}
+    late = {
+        name: a.latency_seconds - a.seconds if a.ahead else max(0.0, a.latency_seconds - a.seconds)
+        for name, a in plan.allocations.items()
+    }
     found = {Dependency(name, name, 1) for name in seconds}
     for source, target, tokens in graph_edges(graph, staleness):
+        if target in plan.allocations and isinstance(graph.calls[source], Train):
+            tokens -= plan.allocations[target].ahead
         if target in moved and source == moved[target]:
             found.add(Dependency(source, reallocation_node(target), tokens))
             found.add(Dependency(reallocation_node(target), target, 0))

@@ -33,6 +33,7 @@ class Allocation(Struct, frozen=True):
     latency_seconds: float = 0.0
     microbatches: int = 0
     running: int = 0  # sequences that decode at once on a data-parallel rank, of a generate call
+    ahead: int = 0  # of a stream of generation: batches that it has begun before the one that a session completes
     host_bytes: int = 0  # per device, of what is offloaded
     error: float = 0.0  # relative standard error of `seconds`, from calibration
     input_seconds: float = 0.0

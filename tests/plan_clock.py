@@ -1,13 +1,23 @@
-"""A plan on the wall clock: workers that take exactly the predicted seconds drive the runtime's own Scheduler."""
+"""A plan on the wall clock: workers that take exactly the predicted seconds drive the runtime's own Scheduler.
+
+A stream of generation is followed sequence by sequence: each has a length of its own, gains a token a step, and every
+token step of a replica takes what the cost model says of the sequences that run there then. Groups end when their
+sequences do: neither the seconds of a step's generation nor its latency are told to the clock.
+"""
 
 import heapq
+import random
 from collections import deque
 from collections.abc import Mapping
 from itertools import count
 
+import numpy as np
 from msgspec import Struct
 
-from realgraph.graphs.spec import Generate
+from realgraph.graphs.spec import Generate, Train
+from realgraph.planner.costs.generate import prefill_seconds
+from realgraph.planner.costs.overhead import rollout_dispatch_seconds
+from realgraph.planner.costs.rollout import Stream
 from realgraph.planner.events import reallocation_node
 from realgraph.runtime.actions import Action, CheckpointWritten, Event, Halt, Send, StepEnded
 from realgraph.runtime.job import Job
@@ -28,31 +38,119 @@ from realgraph.runtime.protocol import (
 from realgraph.runtime.scheduler import Scheduler
 
 ROWS = 1_000_000
+STRIDE = 64.0  # tokens for which a step is taken to cost the same
+
+
+class Prices:
+    """Seconds of a stream's parts. slots: sequences that run at once on a replica; inputs: seconds of a step; kept:
+    whether its caches stay where they are while other calls have the devices."""
+
+    def __init__(self, stream: Stream, slots: int, inputs: float, kept: bool) -> None:
+        work = stream.work
+        self.stream, self.slots, self.kept = stream, slots, kept
+        running = np.arange(1.0, slots + 1)
+        none = stream.step(running, np.zeros(slots))
+        self.fixed = [0.0, *none.tolist()]
+        self.each = [0.0, *(stream.step(running, np.ones(slots)) - none).tolist()]  # of a token of mean length more
+        starting = stream.prompt_seconds + rollout_dispatch_seconds(stream.setting.costs, stream.share) + inputs
+        self.start = starting / stream.share  # of one sequence
+        self._samples, self._drawn = work.samples, dict[int, list[float]]()
+
+    def again(self, running: int, tokens: float) -> float:
+        """An interruption of so many sequences with so many tokens in all."""
+        work = self.stream.work
+        return prefill_seconds(self.stream.setting, work.precision, tokens, tokens / running) + work.stall_seconds
+
+    def length(self, sample: int) -> float:
+        """Tokens of a sample: each batch has the quantiles of the lengths, in an order of its own."""
+        batch, place = divmod(sample, self._samples)
+        if batch not in self._drawn:
+            lengths = self.stream.lengths
+            shares = (np.arange(self._samples) + 0.5) / self._samples
+            drawn = [max(1.0, float(one)) for one in np.interp(shares, lengths.shares, lengths.tokens)]
+            random.Random(batch).shuffle(drawn)
+            self._drawn[batch] = drawn
+        return self._drawn[batch][place]
 
 
 class Home:
-    """One data-parallel rank of the generate call: it makes groups one by one, and none while another call holds it.
+    """One data-parallel rank of the generate call. It stands still while another call holds its devices."""
 
-    one: seconds from one group to the next. Many are in the making at once; that they end one by one is what
-    Little's law leaves of it: a group that has K before it is there after K + 1 such times.
-    """
-
-    def __init__(self, one: float) -> None:
-        self.one, self.queue = one, deque[tuple[int, int]]()  # (group, version)
-        self.left = one  # of the first in the queue
-        self.since = 0.0  # when it was last looked at
-        self.held = 0  # calls on its devices now
+    def __init__(self, prices: Prices) -> None:
+        self.prices = prices
+        self.waiting = deque[tuple[int, float]]()  # group and length of sequences without a slot
+        self.running: list[tuple[float, int, float]] = []  # heap: token at which one ends, group, token of its start
+        self.versions: dict[int, int] = {}  # of the groups in hand
+        self.left: dict[int, int] = {}  # sequences of a group that have not ended
+        self.token = self.starts = 0.0  # gained by whoever runs all the time; sum of the starts of what runs
+        self.still = 0.0  # seconds for which it stands still from `since` on
+        self.since = 0.0
+        self.held = 0
+        self.stale = False  # whether what runs has to be prefilled again
         self.epoch = 0  # events of an earlier one no longer hold
+
+    def token_seconds(self) -> float:
+        """Of a token step with what runs now, in the middle of the next stride."""
+        n = len(self.running)
+        mean = self.prices.stream.work.prompt_tokens + self.token - self.starts / n + min(self.ahead, STRIDE) / 2
+        return self.prices.fixed[n] + self.prices.each[n] * mean
+
+    @property
+    def ahead(self) -> float:
+        """Tokens until the next sequence ends."""
+        return max(0.0, self.running[0][0] - self.token)
+
+    def admit(self, group: int, version: int, lengths: list[float]) -> None:
+        self.versions[group], self.left[group] = version, len(lengths)
+        self.waiting.extend((group, length) for length in lengths)
 
     def settle(self, now: float) -> None:
         """What has been done until now."""
-        if self.queue and not self.held:
-            self.left -= now - self.since
-        self.since, self.epoch = now, self.epoch + 1
+        seconds, self.since = now - self.since, now
+        self.epoch += 1
+        if self.held:
+            return
+        pause = min(self.still, seconds)
+        self.still -= pause
+        if self.running and seconds > pause:
+            self.token += (seconds - pause) / self.token_seconds()
+
+    def hold(self, change: int, update: bool) -> None:
+        """Other calls take the devices, or give them back; without caches, or under new weights, all is prefilled."""
+        self.held += change
+        self.stale |= update or not self.prices.kept
+        if not self.held and self.stale and self.running:
+            self.stale = False
+            n = len(self.running)
+            tokens = n * (self.prices.stream.work.prompt_tokens + self.token) - self.starts
+            self.still = self.prices.again(n, tokens)
+
+    def fill(self) -> None:
+        """Free slots take what waits."""
+        while self.waiting and len(self.running) < self.prices.slots:
+            group, length = self.waiting.popleft()
+            heapq.heappush(self.running, (self.token + length, group, self.token))
+            self.starts += self.token
+            self.still += self.prices.start
+
+    def next_seconds(self) -> float:
+        """Until something is to be looked at."""
+        return self.still + min(self.ahead, STRIDE) * self.token_seconds()
+
+    def ended(self) -> list[int]:
+        """Groups all of whose sequences have ended."""
+        found = []
+        while self.running and self.running[0][0] <= self.token + 1e-6:
+            _, group, start = heapq.heappop(self.running)
+            self.starts -= start
+            self.left[group] -= 1
+            if not self.left[group]:
+                found.append(group)
+        return found
 
 
 class Made(Struct, frozen=True):
-    """A home's next group is there, if nothing has come between."""
+    """A home is to be looked at, if nothing has come between."""
 
     home: int
     epoch: int
@@ -61,10 +159,10 @@ class Made(Struct, frozen=True):
 class PlanClock:
     """One run of a job's steps. extra: seconds of free calls by name, and of reallocations by their node.
 
-    A synchronous batch is there at once after its seconds; with staleness a home makes its groups as a stream.
+    A synchronous batch is there at once after its seconds; with staleness `prices` say how it streams.
     """
 
-    def __init__(self, job: Job, extra: Mapping[str, float]) -> None:
+    def __init__(self, job: Job, extra: Mapping[str, float], prices: Prices | None = None) -> None:
         self.job, self.now = job, 0.0
         self.ended: list[float] = []
         calls = {name: allocation.seconds for name, allocation in job.plan.allocations.items()}
@@ -73,13 +171,15 @@ class PlanClock:
         self._events: list[tuple[float, int, Event | Made]] = []
         self._number = count()
         self._generate = next((n for n, call in job.graph.calls.items() if isinstance(call, Generate)), "")
+        self._role = job.graph.role(self._generate) if self._generate else ""
         self._homes: dict[int, Home] = {}
+        self._prices = prices
         self._home_of: dict[int, int] = {}  # device -> the home whose rank it belongs to
         if self._generate:
             layout = job.plan.allocations[self._generate].layout
             for rank in ranks_of(layout):
-                one = self._seconds[self._generate] * layout.dp / job.batch.groups
-                self._homes[rank[0]] = Home(one)
+                if prices is not None:
+                    self._homes[rank[0]] = Home(prices)
                 self._home_of |= dict.fromkeys(rank, rank[0])
         self.spans: list[tuple[str, int, float, float]] = []  # call, worker, from, to
         self.halt: Halt | None = None
@@ -147,40 +247,45 @@ class PlanClock:
     # --- generation ---------------------------------------------------------------------------------------------------
 
     def _submit(self, home: int, groups: tuple[int, ...], version: int) -> None:
-        if not self.job.staleness:
+        if self._prices is None:
             seconds = self._seconds[self._generate]
             self._later(seconds, Generated(home, self._generate, groups, self._samples(groups, version), {}))
             return
+        n = self.job.graph.samples_per_group
         self._homes[home].settle(self.now)
-        self._homes[home].queue.extend((group, version) for group in groups)
+        for group in groups:
+            lengths = [self._prices.length(group * n + i) for i in range(n)]
+            self._homes[home].admit(group, version, lengths)
         self._go_on(home)
 
     def _held(self, worker: int, call: str, change: int) -> None:
-        home = self._home_of.get(worker)
+        home = self._homes.get(self._home_of.get(worker, -1))
         if home is None or call not in self.job.plan.allocations:
             return
-        self._homes[home].settle(self.now)
-        self._homes[home].held += change
-        self._go_on(home)
+        home.settle(self.now)
+        kind = self.job.graph.calls[call]
+        home.hold(change, call == self._generate or (isinstance(kind, Train) and kind.model == self._role))
+        self._go_on(self._home_of[worker])
 
     def _go_on(self, number: int) -> None:
         home = self._homes[number]
-        if home.queue and not home.held:
-            self._later(max(0.0, home.left), Made(number, home.epoch))
+        if not home.held:
+            home.fill()
+            if home.running:
+                self._later(home.next_seconds(), Made(number, home.epoch))
 
     def _made(self, made: Made) -> None:
         home = self._homes[made.home]
         if made.epoch != home.epoch:
             return
         home.settle(self.now)
-        home.left = home.one
-        group, version = home.queue.popleft()
+        groups = home.ended()
         self._go_on(made.home)
-        self._take(
-            self._scheduler.on(
-                Generated(made.home, self._generate, (group,), self._samples((group,), version), {}), self.now
-            )
-        )
+        for group in groups:
+            samples = self._samples((group,), home.versions.pop(group))
+            del home.left[group]
+            done = Generated(made.home, self._generate, (group,), samples, {})
+            self._take(self._scheduler.on(done, self.now))
 
     def _samples(self, groups: tuple[int, ...], version: int) -> tuple[Sample, ...]:
         n = self.job.graph.samples_per_group

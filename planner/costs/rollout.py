@@ -1,129 +1,224 @@
 """Predicted seconds of generation that runs on while weights are trained: a stream instead of a batch.
 
 With a staleness bound of eta >= 1 a generate call admits groups as the bound lets it and hands over finished ones; no
-replica waits for the last sequence of a batch. How many sequences are in flight is then a choice: more of them decode
-more tokens a second, and take longer each. So one call has several variants, and the event graph of a plan decides:
-its mesh is held for `seconds` a step, and what reads its outputs waits for `latency`.
+replica waits for the last sequence of a batch. AReaL's rule (arXiv:2505.24298, eq. 3) admits group number i at version
+v while floor((i - 1) / B) <= v + eta: a burst of B groups at each weight update. What the stream looks like depends on
+one number, the tokens x that a sequence gains between two updates. Fewer tokens between them mean more sequences in
+flight: more of them decode more tokens a second, and take longer each. `bursts.py` has the shape for a given x: n(v)
+sequences on a replica at v tokens after an update, and the wait W of a batch, w whole bursts and r tokens. Priced with
+the seconds s(n) of a token step:
+  seconds       T = interruption + prefill of B / D prompts + integral over [0, x] of s(n(v)) dv    of a step
+  rest          R = the same over [0, r] alone
+  wait          L = w P + R      from the admission of a batch until it is complete, where updates are P apart
+P = T + O is the period: what else the mesh does in O seconds of a step (weights that arrive, calls that share it)
+pauses the stream, and its tokens stand still. The staleness bound wants a batch to be complete, trained on and its
+weights back, in U seconds, before 1 + eta periods are over: w P + R + U <= (1 + eta) P. More tokens between updates
+make T larger and W / x smaller, so a plan has one x at which both hold: the stream finds it by itself, and
+`search/streams.py` finds it for a plan. Offered to the search are intervals of x, each at the least seconds and waits
+within: no x of the interval makes a better plan.
 
-Derivation. N samples in B groups of g a step, mean length m, E_g the expected longest of g, on D replicas with n
-sequences each; s(n) seconds of one token step at their mean length (prompts, and the mean age of renewal theory).
-  decoding      d = N m / (D n) x s(n)                             tokens of a step over tokens a second
-  seconds       T = d + prefill of B / D prompts + interruption    one interruption a step, at the weight update: n
-                                                                   sequences are prefilled again, and stand still
-  group         L = E_g s(n) x T / d                               its longest sample, slowed down by all the rest
-  in flight     K = B L / T = E_g D n / (g m) groups               Little's law
-AReaL's rule (arXiv:2505.24298, eq. 3) admits group number i at version v while floor((i - 1) / B) <= v + eta: a burst
-of B more at each weight update. What is admitted and not yet trained on is (1 + eta) B: K in flight, B in training for
-the share u of the time, and finished ones that wait for their batch, half a batch on average. With frequent bursts,
-then, K <= (1 + eta - u - 1/2) B, and the circuit generate -> train -> generate of a plan with its 1 + eta tokens says
-the same, (latency + training) / (1 + eta) <= T with training = u T, if latency = L + T / 2. With rare ones a batch
-waits for its late groups, down to its very last one: `batch_wait.py` has the latency in between. It depends on the
-interval between updates, which the whole plan decides; taken is the longer of T and of that at which the staleness
-bound itself rules. At eta = 0 there is no stream: the batch is generated as a whole, tail and all.
-
-The variants hold where nothing else interrupts the session. Where the mesh is shared with other calls the sequences in
-flight are paused for those, and a group takes L / T sessions, not L seconds.
+An interruption is the stall of an update and the prefill anew of all sequences in flight. Where slots are so many that
+this costs more than they gain, fewer are used: that is up to the engine's limit of running sequences, which a plan
+names. At eta = 0 there is no stream: the batch is generated as a whole, tail and all.
 """
 
-from msgspec import Struct
+import math
+from functools import cached_property
 
-from realgraph.planner.costs.batch_wait import bound_interval, wait_tokens
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from realgraph.planner.costs.bursts import CELLS, Shape, between_for, least_between, shape
 from realgraph.planner.costs.decode import DecodeStep, decode_step
 from realgraph.planner.costs.generate import GenerateWork, generate_seconds, prefill_seconds
 from realgraph.planner.costs.lengths import Lengths
 from realgraph.planner.costs.overhead import rollout_dispatch_seconds
 from realgraph.planner.costs.setting import Setting
 
-LEVELS = 6  # numbers of sequences in flight that are offered
-RATIO = 0.7  # of one level to the next larger one
+LEVELS = 24  # intervals of the tokens between two updates that are offered, of each of two kinds
+FEWER = 0.9  # of one number of slots to the next smaller one that is tried
+LEAST_SHARE = 0.02  # of a burst: no fewer slots are tried
 
 
 class Variant(Struct, frozen=True):
-    """One way to run a generate call. seconds: the mesh is needed per step. latency: from the admission of a step's
-    batch until it is complete. running: sequences on a replica. groups_in_flight: begun and not yet complete, mean.
-    staleness: mean number of weight updates between the first token of a group and its batch being complete; 0 where
-    the batch is generated as a whole.
+    """One way to run a generate call. seconds: the mesh is needed per step. whole, rest: from the admission of a batch
+    until it is complete, so many periods and seconds; 0 and `seconds` where the batch is generated as a whole.
+    running: the most sequences at once on a replica. groups_in_flight: begun and not yet complete, mean. between:
+    tokens between two updates, 0 of a batch. again, pause: the seconds of an update's interruption, and of another one.
+    staleness: updates from the first token of a group until its batch is complete.
     """
 
     seconds: float
-    latency: float
+    whole: int
+    rest: float
     running: int
     groups_in_flight: float
+    between: float = 0.0
+    again: float = 0.0
+    pause: float = 0.0
     staleness: float = 0.0
 
+    @property
+    def latency(self) -> float:
+        """From the admission of a batch until it is complete, where nothing else pauses the stream."""
+        return self.whole * self.seconds + self.rest
 
-class _Stream(Struct, frozen=True, eq=False):
-    """What the levels of one call share."""
+
+class Stream(Struct, frozen=True, eq=False, dict=True):
+    """What the variants of one call share. slots: sequences that run at once on a replica, at most."""
 
     setting: Setting
     work: GenerateWork
     step: DecodeStep
     lengths: Lengths
-    staleness: int
-    longest_of_group: float
+    slots: float
     prompt_seconds: float
 
+    @property
+    def share(self) -> float:
+        """Sequences of one replica in a burst."""
+        return self.work.samples / self.setting.layout.dp
 
-def rollout_variants(setting: Setting, work: GenerateWork, staleness: int) -> tuple[Variant, ...]:
-    """The batch as a whole; and for a staleness bound above 0, streams with fewer and fewer sequences in flight.
+    @property
+    def groups(self) -> float:
+        return self.work.samples / self.work.samples_per_group
 
-    No stream has more in flight than the bound admits were training to take no time. What is no faster than another in
-    both seconds and latency is left out, the batch too.
-    """
+    @cached_property
+    def least(self) -> float:
+        """The fewest tokens between two updates: all slots are always in use."""
+        return least_between(self.lengths, self.slots / self.share) * 1.02
+
+    @cached_property
+    def most(self) -> float:
+        """Tokens between two updates at which each batch is complete just before the next: more gain nothing."""
+        return max(self.least, between_for(self.lengths, self.work.samples_per_group, self.groups, 1.0))
+
+
+def batch_variant(setting: Setting, work: GenerateWork) -> Variant:
+    """The batch as a whole."""
     seconds = generate_seconds(setting, work)
-    groups = work.samples / work.samples_per_group
     running = max(1, min(work.running, -(-work.samples // setting.layout.dp)))
-    batch = Variant(seconds, seconds, running, groups)
-    if staleness < 1:
-        return (batch,)
-    stream = _stream(setting, work, staleness)
-    share = work.samples / setting.layout.dp
-    most = min(float(work.running), (staleness + 0.5) * share * stream.lengths.mean / stream.longest_of_group)
-    levels = {max(1, round(most * RATIO**level)) for level in range(LEVELS)}
-    found = [batch, *(_variant(stream, level) for level in sorted(levels, reverse=True))]
-    return tuple(
-        one for i, one in enumerate(found) if not any(_beats(other, one, j < i) for j, other in enumerate(found))
-    )
+    return Variant(seconds, 0, seconds, running, work.samples / work.samples_per_group)
 
 
-def _beats(one: Variant, other: Variant, first: bool) -> bool:
-    """Whether `one` is as good in both, and better in one or before `other` in the list."""
-    as_good = one.seconds <= other.seconds and one.latency <= other.latency
-    return as_good and (first or (one.seconds, one.latency) != (other.seconds, other.latency))
-
-
-def stream_seconds(setting: Setting, work: GenerateWork, staleness: int, running: int) -> Variant:
-    """A stream with `running` sequences on each replica."""
-    return _variant(_stream(setting, work, staleness), running)
-
-
-def _stream(setting: Setting, work: GenerateWork, staleness: int) -> _Stream:
-    lengths = work.distribution
+def stream_of(setting: Setting, work: GenerateWork) -> Stream:
+    """The stream of a setting, with as many slots as pay."""
     prompts = work.samples / work.samples_per_group / setting.layout.dp * work.prompt_tokens
-    return _Stream(
+    step = decode_step(setting, work.precision)
+    return Stream(
         setting=setting,
         work=work,
-        step=decode_step(setting, work.precision),
-        lengths=lengths,
-        staleness=staleness,
-        longest_of_group=lengths.expected_max(work.samples_per_group),
+        step=step,
+        lengths=work.distribution,
+        slots=_slots(setting, work, step),
         prompt_seconds=prefill_seconds(setting, work.precision, prompts, work.prompt_tokens),
     )
 
 
-def _variant(stream: _Stream, running: int) -> Variant:
-    """The formulas at the head of this file."""
-    setting, work, lengths = stream.setting, stream.work, stream.lengths
-    replicas, groups = setting.layout.dp, work.samples / work.samples_per_group
-    context = work.prompt_tokens + lengths.mean_age
-    token = stream.step.seconds(running, context)
-    decode = work.samples * lengths.mean / (replicas * running) * token
-    again = prefill_seconds(setting, work.precision, running * context, context) + work.stall_seconds
-    dispatch = rollout_dispatch_seconds(setting.costs, work.samples / replicas)
-    seconds = decode + stream.prompt_seconds + again + dispatch
-    slow = token * seconds / decode  # of one token, with all that interrupts it
-    group = stream.longest_of_group * slow
-    per_group = work.samples_per_group
-    between = max(seconds / slow, bound_interval(lengths, per_group, groups, stream.staleness))
-    latency = max(seconds, wait_tokens(lengths, per_group, groups, between) * slow)
-    return Variant(seconds, latency, running, groups * group / seconds, group / seconds + 0.5)
+def _slots(setting: Setting, work: GenerateWork, step: DecodeStep) -> float:
+    """Of the engine's slots, always in use, the number with which a step takes least."""
+    share, mean = work.samples / setting.layout.dp, work.distribution.mean
+    context = work.prompt_tokens + work.distribution.mean_age
+
+    def seconds(slots: float) -> float:
+        return share * mean / slots * step.seconds(slots, context) + _again(setting, work, slots, context)
+
+    best, fewer = float(work.running), float(work.running)
+    least = seconds(best)
+    while fewer > max(1.0, LEAST_SHARE * share):
+        fewer = max(1.0, FEWER * fewer)
+        found = seconds(fewer)
+        if found >= least:
+            break
+        best, least = fewer, found
+    return float(math.floor(best))
+
+
+def _again(setting: Setting, work: GenerateWork, running: float, context: float) -> float:
+    """Seconds of one interruption: so many sequences are prefilled again."""
+    return prefill_seconds(setting, work.precision, running * context, context) + work.stall_seconds
+
+
+def variant_of(stream: Stream, between: float, paused: bool = False) -> Variant:
+    """The stream with so many tokens between two updates, no fewer than its slots allow: the formulas at the head.
+
+    paused: calls that read a batch take the mesh and the memory of its caches as soon as it is complete, besides the
+    update: a second interruption.
+    """
+    setting, work = stream.setting, stream.work
+    found = shape(
+        stream.lengths, work.samples_per_group, stream.groups, max(between, stream.least), stream.slots / stream.share
+    )
+    again = _again_at(stream, found, found.between)
+    decode = _decode(stream, found)
+    dispatch = rollout_dispatch_seconds(setting.costs, stream.share)
+    pause = _again_at(stream, found, found.rest) if paused else 0.0
+    seconds = again + pause + stream.prompt_seconds + dispatch + float(decode[-1])
+    edges = np.linspace(0.0, found.between, CELLS + 1)
+    begun = float(np.interp(found.rest, edges[:-1], found.begun[1:]))
+    part = dispatch * found.rest / found.between
+    rest = again + stream.prompt_seconds * begun + part + float(np.interp(found.rest, edges, decode))
+    mean = float(found.running.mean())
+    longest = stream.lengths.expected_max(work.samples_per_group)
+    return Variant(
+        seconds=seconds,
+        whole=found.whole,
+        rest=rest,
+        running=max(1, min(work.running, math.ceil(stream.share * float(found.running.max())))),
+        groups_in_flight=stream.groups * mean * longest / stream.lengths.mean,
+        between=found.between,
+        again=again,
+        pause=pause,
+        staleness=found.whole + found.rest / found.between,
+    )
+
+
+def _again_at(stream: Stream, found: Shape, tokens: float) -> float:
+    """Seconds of an interruption at so many tokens after an update."""
+    cell = min(CELLS - 1, int(tokens / found.between * CELLS))
+    context = stream.work.prompt_tokens + float(found.age[cell])
+    return _again(stream.setting, stream.work, stream.share * float(found.running[cell]), context)
+
+
+def _decode(stream: Stream, found: Shape) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """[CELLS + 1]: seconds of decoding from an update to each edge of the cells; a replica runs one sequence at least,
+    as some replica does as long as a batch is not complete."""
+    running = np.maximum(1.0, stream.share * found.running)
+    steps = stream.step(running, stream.work.prompt_tokens + found.age) * (found.between / CELLS)
+    return np.append(0.0, np.cumsum(steps))
+
+
+def rollout_variants(setting: Setting, work: GenerateWork, staleness: int) -> tuple[Variant, ...]:
+    """The batch as a whole; and for a staleness bound above 0, streams of fewer and fewer sequences in flight.
+
+    The first has as much in flight as the bound admits were training to take no time.
+    """
+    batch = batch_variant(setting, work)
+    return (batch, *_levels(stream_of(setting, work), staleness)) if staleness > 0 else (batch,)
+
+
+def offered_variants(setting: Setting, work: GenerateWork, staleness: int) -> tuple[Variant, ...]:
+    """What a search chooses from: at a bound above 0 each stands for an interval of the tokens between two updates, and
+    has the least seconds and the shortest wait of all streams within or beyond."""
+    if staleness < 1:
+        return (batch_variant(setting, work),)
+    found = _levels(stream_of(setting, work), staleness)
+    ends = [*found[1:], found[-1]]  # of the intervals: interruptions are shortest there, decoding is where they begin
+    least = [one.seconds - one.again + min(one.again, end.again) for one, end in zip(found, ends, strict=True)]
+    fastest = np.minimum.accumulate(least[::-1])[::-1]
+    return tuple(
+        replace(one, seconds=float(seconds), whole=end.whole, rest=end.rest)
+        for one, end, seconds in zip(found, ends, fastest, strict=True)
+    )
+
+
+def _levels(stream: Stream, staleness: int) -> list[Variant]:
+    """Streams with more and more tokens between two updates: a batch waits for 1 + staleness of them, down to one.
+
+    Where what follows generation takes `spent` periods, it waits for so many fewer; mostly that is about one.
+    """
+    spent = np.concatenate([np.linspace(0.0, 1.25, LEVELS + 1), np.linspace(1.25, staleness, LEVELS + 1)])
+    waits = 1.0 + staleness - np.minimum(spent, staleness)
+    found = {between_for(stream.lengths, stream.work.samples_per_group, stream.groups, float(one)) for one in waits}
+    return [variant_of(stream, between) for between in sorted({max(stream.least, one) for one in found})]

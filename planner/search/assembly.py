@@ -9,6 +9,7 @@ from realgraph.planner.layout import DeviceMesh
 from realgraph.planner.plan import Allocation, Plan, Transport, Turn
 from realgraph.planner.problem import Choice, Solution
 from realgraph.planner.request import PlanRequest, hashes
+from realgraph.planner.search.streams import settled
 from realgraph.planner.solve.solver import orders
 from realgraph.planner.space.couplings import moves_of
 from realgraph.planner.space.holdings import candidate_of, group_for, host_of, peak_of, reads_in_place
@@ -44,6 +45,7 @@ def plan_of(prepared: Prepared, solution: Solution) -> Plan:
         stopped=solution.stopped,
         search_seconds=solution.seconds,
     )
+    plan = settled(request, plan)
     bounds = period(events_of(request, plan)).circuit  # the search's own circuit leaves out the free calls
     return replace(plan, bottleneck=bounds, latency_seconds=step_latency(plan))
 
@@ -67,13 +69,18 @@ def events_of(request: PlanRequest, plan: Plan) -> EventGraph:
 
 
 def step_latency(plan: Plan) -> float:
-    """Seconds from the start of a step's first call to the end of its last; 0 where no starts are known."""
+    """Seconds from the start of a step's first call, or of the session that begins its batch, to the end of its last; 0
+    where no starts are known."""
     ends = [
         plan.starts[name] + max(allocation.seconds, allocation.latency_seconds)
         for name, allocation in plan.allocations.items()
         if name in plan.starts
     ]
-    begun = [plan.starts[name] for name in plan.allocations if name in plan.starts]
+    begun = [
+        plan.starts[name] - allocation.ahead * plan.period_seconds
+        for name, allocation in plan.allocations.items()
+        if name in plan.starts
+    ]
     return max(ends) - min(begun) if ends else 0.0
 
 
@@ -134,7 +141,7 @@ def repriced(request: PlanRequest, plan: Plan) -> Plan:
     for name, old in plan.allocations.items():
         candidate = candidate_of(request, plan.allocations, name)
         bare[name] = _allocation(request, name, _priced(request, name, plan), old.layout.mesh)
-        bare[name] = replace(bare[name], residency=candidate.residency)
+        bare[name] = replace(bare[name], residency=candidate.residency, ahead=old.ahead)
     allocations = {name: _completed(request, bare, name) for name in bare}
     priced = replace(
         plan,
@@ -142,6 +149,7 @@ def repriced(request: PlanRequest, plan: Plan) -> Plan:
         reallocation_seconds=_moved(request, allocations),
         reallocation_transport=transports_of(request, allocations),
     )
+    priced = settled(request, replace(priced, starts={}))
     found = period(events_of(request, priced))
     return with_period(priced, found)
 

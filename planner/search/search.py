@@ -11,6 +11,7 @@ from realgraph.planner.search.assembly import plan_of, repriced
 from realgraph.planner.search.diagnose import Infeasible as Infeasible
 from realgraph.planner.search.diagnose import infeasible, unfinished
 from realgraph.planner.search.fixed import choices_of, pinned_to
+from realgraph.planner.search.streams import streams
 from realgraph.planner.solve.solver import evaluate, solve
 from realgraph.planner.space.tables import Prepared, problem_of
 from realgraph.planner.space.wishes import wish_problems
@@ -36,6 +37,16 @@ def solved(request: PlanRequest, limits: Limits = DEFAULT) -> tuple[Prepared, So
     if not all(task.tables for task in prepared.problem.tasks):
         raise infeasible(request, limits)
     found = solve(prepared.problem, limits)
+    least = 0.0
+    while isinstance(found, Solution) and streams(request) and found.stopped == "proven":
+        if found.bound <= least * (1 + limits.gap / 2):
+            break
+        least = found.bound  # streams wait for periods, which are no shorter than this
+        prepared = problem_of(request, least=least)
+        again = solve(prepared.problem, limits)
+        if not isinstance(again, Solution):
+            break
+        found = again
     if isinstance(found, Solution):
         return prepared, found
     raise infeasible(request, limits) if found.proven else unfinished(found)

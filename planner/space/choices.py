@@ -20,6 +20,7 @@ from realgraph.planner.space.options import (
     longest_part,
     most_running,
     sample_tokens,
+    sequences_in_flight,
     slot_tokens,
     tokens_in_flight,
 )
@@ -49,12 +50,13 @@ def candidates(
     cluster: the group of nodes that the mesh lies in. fits: layouts of which it is false are left out.
     """
     pin, forbidden = request.pins.get(call, Pin()), request.constraints.forbid.get(call, ())
+    free = pin == Pin() and not forbidden
     for layout in _layouts(request, call, mesh, cluster):
         if not agrees(layout, pin) or any(bars(layout, other) for other in forbidden) or not fits(layout):
             continue
         for tokens in token_ladder(request, call, layout, cluster):
             for candidate in _ways(request, call, (layout, tokens), cluster):
-                if _kept(candidate, pin) and not any(_barred(candidate, other) for other in forbidden):
+                if free or (_kept(candidate, pin) and not any(_barred(candidate, other) for other in forbidden)):
                     yield candidate
 
 
@@ -171,9 +173,9 @@ def token_ladder(request: PlanRequest, call: str, layout: Layout, cluster: Clust
     A pin or `batch.max_tokens_per_microbatch` leaves one size; a sample that is longer is a micro-batch of its own.
     """
     workload, pinned = request.workload, request.pins.get(call, Pin()).max_tokens_per_microbatch
-    share = math.ceil(workload.n_samples / layout.dp)
     if isinstance(request.graph.calls[call], Generate):
-        return (pinned,) if pinned else _cache_ladder(request, share)
+        return (pinned,) if pinned else _cache_ladder(request, sequences_in_flight(request, layout.dp))
+    share = math.ceil(workload.n_samples / layout.dp)
     fixed = pinned or workload.max_tokens_per_microbatch
     longest = longest_part(request, layout)
     if fixed:
@@ -190,12 +192,12 @@ def _ladder(request: PlanRequest, call: str, cluster: Cluster) -> tuple[int, ...
     return FORWARD_LADDER if wide else LADDER_GPU
 
 
-def _cache_ladder(request: PlanRequest, share: int) -> tuple[int, ...]:
-    """Cache tokens for all of a rank's share at once, for half of it, and so on.
+def _cache_ladder(request: PlanRequest, in_flight: int) -> tuple[int, ...]:
+    """Cache tokens for all that may be in flight on a rank at once, for half of it, and so on.
 
     The embedded engine keeps places for whole samples; a server's cache is paged and holds what sequences have now.
     """
-    running = min(share, most_running(request))
+    running = min(in_flight, most_running(request))
     longest = slot_tokens(request, sample_tokens(request))
     rungs = [running >> i for i in range(running.bit_length())]
     if request.engine == "installed":

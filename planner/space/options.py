@@ -216,10 +216,15 @@ def running_sequences(request: PlanRequest, layout: Layout, kv_tokens: int) -> i
 
     The embedded engine's cache grows in whole steps; a server's is paged.
     """
-    share = math.ceil(request.workload.n_samples / layout.dp)
+    share = sequences_in_flight(request, layout.dp)
     if request.engine == "any":
         return max(1, min(share, most_running(request), int(kv_tokens / tokens_in_flight(request) + 1e-9)))
     return max(1, min(share, most_running(request), kv_tokens // slot_tokens(request, mean_tokens(request))))
+
+
+def sequences_in_flight(request: PlanRequest, replicas: int) -> int:
+    """The most that the staleness bound lets be in flight on one of so many replicas: 1 + staleness batches in all."""
+    return math.ceil(request.workload.n_samples / replicas) * (1 + request.workload.staleness)
 
 
 def most_running(request: PlanRequest) -> int:

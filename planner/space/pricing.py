@@ -1,7 +1,7 @@
 """Seconds and bytes of one way to run a call: the rows of the search's tables. Chooses nothing.
 
-A stream of generation on a mesh that other calls share is priced as if nothing paused it: the pauses lengthen its
-latency, which the staleness bound limits in the same way as sequences in flight. So its best level may be one too high.
+How much a stream of generation has in flight depends on the whole plan, and so do the pauses that lengthen its latency.
+Its rows are bounds: no stream within the interval of a row is faster or has a shorter latency.
 """
 
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ from realgraph.planner.cost_table import MeasuredCall, Phase, PhaseFactor
 from realgraph.planner.costs import memory
 from realgraph.planner.costs.memory import Footprint, Running
 from realgraph.planner.costs.move import offload_seconds
-from realgraph.planner.costs.rollout import rollout_variants
+from realgraph.planner.costs.rollout import Stream, Variant, offered_variants, stream_of
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.devices import Costs
-from realgraph.planner.layout import AXES, PASSES, Layout
+from realgraph.planner.layout import AXES, PASSES, DeviceMesh, Layout
 from realgraph.planner.model_spec import ModelSpec
 from realgraph.planner.request import PlanRequest, call_hashes
 from realgraph.planner.space.options import (
@@ -31,7 +31,7 @@ from realgraph.planner.space.options import (
     running_sequences,
 )
 
-STREAMS = 3  # levels of sequences in flight of one cache size: the batch as a whole, and the two fullest streams
+ONE = DeviceMesh(0, 1)
 ELSEWHERE = 1 << 50  # bytes that no device has: what reads the trained copy in place fits nowhere else
 DEFAULT_ERROR: dict[Phase, float] = {"train": 0.12, "inference": 0.25, "generate": 0.15, "reallocate": 0.5}
 
@@ -53,6 +53,7 @@ class Option(Struct, frozen=True):
     """A candidate with its price. running: sequences that decode at once on a replica, of a generate call.
 
     error: relative standard error of `seconds`. nbytes: resident, active and shared, as the search counts them.
+    whole: of a stream, how many periods are part of `latency`.
     """
 
     candidate: Candidate
@@ -62,15 +63,20 @@ class Option(Struct, frozen=True):
     host: int = 0
     running: int = 0
     error: float = 0.0
+    whole: int = 0
 
 
 class Timing(Struct, frozen=True):
-    """Seconds that a call holds its mesh, seconds until its outputs are there, sequences that decode at once."""
+    """Seconds that a call holds its mesh, seconds until its outputs are there, sequences that decode at once.
+
+    whole: of a stream, how many of its own `seconds` are part of `latency`.
+    """
 
     seconds: float
     latency: float
     running: int = 0
     error: float = 0.0
+    whole: int = 0
 
 
 def phase_of(call: ModelCall) -> Phase:
@@ -90,11 +96,13 @@ Key = tuple[Layout, int, Passes]
 
 
 class Timed(Struct, frozen=True):
-    """Of one call on one mesh, what several candidates share: seconds and bytes of a run under all residencies, and
-    seconds for the inputs of so many data-parallel ranks."""
+    """Of one call on one mesh, what several candidates share: seconds and bytes of a run, bytes of a copy, and seconds
+    for the inputs of so many data-parallel ranks. least: no plan has a shorter period, as far as is known."""
 
+    least: float = 0.0
     timings: dict[Key, tuple[Timing, ...]] = {}
     running: dict[Key, Footprint] = {}
+    copies: dict[Layout, Footprint] = {}
     inputs: dict[int, float] = {}
 
 
@@ -103,16 +111,19 @@ def options_of(
 ) -> Iterator[Option]:
     """The rows of one candidate, none where it can't fit an empty device of `cluster`, its group of nodes.
 
-    timed: of one call on one mesh, what was found for the same candidate under other residencies.
+    timed: of one call on one mesh, what several candidates share.
     """
     known = Timed() if timed is None else timed
     key = (candidate.layout, candidate.tokens, candidate.passes)
     if key not in known.running:
         known.running[key] = _running(request, call, candidate)
-    held = _holding(request, call, candidate, cluster, known.running[key])
-    resident, active = held.resident.total, held.active.total
-    if resident + active > memory.usable_bytes(cluster):
+    if candidate.layout not in known.copies:
+        known.copies[candidate.layout] = copy_of(request, call, candidate.layout, cluster)
+    copy, added = known.copies[candidate.layout], known.running[key]
+    if added.total + (0 if candidate.home else copy.total) > memory.usable_bytes(cluster):
         return
+    held = _holding(request, candidate, copy, added)
+    resident, active = held.resident.total, held.active.total
     if candidate.home:
         active, shared = active + ELSEWHERE, ELSEWHERE
     else:
@@ -122,17 +133,18 @@ def options_of(
     ranks = candidate.layout.dp
     if ranks not in known.inputs:
         known.inputs[ranks] = input_seconds(request, call, candidate.layout, cluster)
-    more = known.inputs[ranks] + _offload_seconds(request, call, candidate, cluster)
+    more = known.inputs[ranks] + offloading_seconds(request, call, candidate, cluster)
     for base in known.timings[key]:
         timing = corrected(request, call, candidate, base, more)
         yield Option(
             candidate=candidate,
             seconds=timing.seconds,
-            latency=timing.latency,
+            latency=timing.latency + timing.whole * max(0.0, known.least - timing.seconds),
             nbytes=(resident, active, shared),
             host=held.host,
             running=timing.running,
             error=timing.error,
+            whole=timing.whole,
         )
 
 
@@ -141,7 +153,8 @@ def options_of(
 
 def holding(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> Holding:
     """What a call's devices hold for it. Where a copy is dropped after use, its weights count while the call runs."""
-    return _holding(request, call, candidate, cluster, _running(request, call, candidate))
+    copy = copy_of(request, call, candidate.layout, cluster)
+    return _holding(request, candidate, copy, _running(request, call, candidate))
 
 
 def copy_of(request: PlanRequest, call: str, layout: Layout, cluster: Cluster) -> Footprint:
@@ -150,11 +163,10 @@ def copy_of(request: PlanRequest, call: str, layout: Layout, cluster: Cluster) -
     return (_trained if trains else _frozen)(request.model(call), request.role(call), layout, cluster.is_cpu)
 
 
-def _holding(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster, active: Footprint) -> Holding:
-    """The same where what a running call adds is known."""
+def _holding(request: PlanRequest, candidate: Candidate, copy: Footprint, active: Footprint) -> Holding:
+    """The same where its own copy's bytes and what a running call adds are known."""
     if candidate.home:
         return Holding(Footprint(), active)
-    copy = copy_of(request, call, candidate.layout, cluster)
     if candidate.residency == "offloaded":
         return Holding(Footprint(), active + copy, host=copy.total)
     if request.engine == "any" and candidate.residency == "reallocated":
@@ -164,16 +176,18 @@ def _holding(request: PlanRequest, call: str, candidate: Candidate, cluster: Clu
 
 def _running(request: PlanRequest, call: str, candidate: Candidate) -> Footprint:
     """What a running call adds, its weights left aside."""
-    model, role, layout = request.model(call), request.role(call), candidate.layout
-    if isinstance(request.graph.calls[call], Generate):
-        return memory.generation(model, role, layout, candidate.tokens)
+    model, role, layout, kind = request.model(call), request.role(call), candidate.layout, request.graph.calls[call]
+    cut = Layout(ONE, tp=layout.tp, pp=layout.pp, ep=layout.ep, cp=layout.cp)  # on all meshes, activations are the same
+    if isinstance(kind, Generate):
+        return memory.generation(model, role, cut, candidate.tokens)
     tokens = max(candidate.tokens, longest_part(request, layout))
-    trains = isinstance(request.graph.calls[call], Train)
-    if trains:
-        rows = memory.train_activations(model, role, layout, tokens, running_of(candidate.passes))
+    if isinstance(kind, Train):
+        rows = memory.train_activations(model, role, cut, tokens, running_of(candidate.passes))
     else:
-        rows = _forward(model, role, layout, tokens)
-    return rows + memory.gathered(model, role, layout, trains)
+        rows = _forward(model, role, cut, tokens)
+    if layout.sharding == "replicated":
+        return rows
+    return rows + memory.gathered(model, role, layout, isinstance(kind, Train))
 
 
 def running_of(passes: Passes) -> Running:
@@ -205,14 +219,32 @@ def _frozen(model: ModelSpec, role: ModelRole, layout: Layout, cpu: bool) -> Foo
 def formula_timings(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> tuple[Timing, ...]:
     """By the formulas alone; several where a generate call may have more or less in flight."""
     generates = isinstance(request.graph.calls[call], Generate)
-    setting = Setting(request.model(call), request.role(call), candidate.layout, cluster, factors_of(request, cluster))
     if generates and request.workload.staleness > 0:
         work = generate_work(request, candidate.layout, candidate.tokens)
-        streams = rollout_variants(setting, work, request.workload.staleness)[:STREAMS]
-        return tuple(Timing(v.seconds, v.latency, v.running) for v in streams)
+        found = offered_variants(_setting(request, call, candidate, cluster), work, request.workload.staleness)
+        return tuple(Timing(one.seconds, one.latency, one.running, whole=one.whole) for one in found)
+    setting = _setting(request, call, candidate, cluster)
     seconds = formula_seconds(request, call, setting, candidate.tokens, candidate.passes)
     running = running_sequences(request, candidate.layout, candidate.tokens) if generates else 0
     return (Timing(seconds, seconds, running),)
+
+
+def candidate_stream(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> Stream:
+    """The stream of a generate call."""
+    work = generate_work(request, candidate.layout, candidate.tokens)
+    return stream_of(_setting(request, call, candidate, cluster), work)
+
+
+def stream_timing(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster, found: Variant) -> Timing:
+    """Of one stream of a generate call, as `options_of` prices its rows."""
+    more = input_seconds(request, call, candidate.layout, cluster)
+    more += offloading_seconds(request, call, candidate, cluster)
+    bare = Timing(found.seconds, found.latency, found.running, whole=found.whole)
+    return corrected(request, call, candidate, bare, more)
+
+
+def _setting(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> Setting:
+    return Setting(request.model(call), request.role(call), candidate.layout, cluster, factors_of(request, cluster))
 
 
 def factors_of(request: PlanRequest, cluster: Cluster) -> Costs | None:
@@ -231,8 +263,14 @@ def corrected(request: PlanRequest, call: str, candidate: Candidate, timing: Tim
     phase = phase_of(request.graph.calls[call])
     found = request.costs.phases.get(phase, PhaseFactor())
     seconds = found.factor * (timing.seconds + more) + found.constant_seconds
-    latency = found.factor * (timing.latency + more) + found.constant_seconds
-    return Timing(seconds, max(seconds, latency), timing.running, found.error or DEFAULT_ERROR[phase])
+    rest = timing.latency - timing.whole * timing.seconds
+    latency = timing.whole * seconds + found.factor * (rest + more) + found.constant_seconds
+    return Timing(seconds, latency, timing.running, found.error or DEFAULT_ERROR[phase], timing.whole)
+
+
+def is_measured(request: PlanRequest, call: str, candidate: Candidate) -> bool:
+    """Whether exactly this call was measured."""
+    return _measured(request, call, candidate) is not None
 
 
 def _measured(request: PlanRequest, call: str, candidate: Candidate) -> tuple[float, float] | None:
@@ -252,7 +290,7 @@ def _ran(found: MeasuredCall, candidate: Candidate) -> bool:
     return now == tuple(then)
 
 
-def _offload_seconds(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> float:
+def offloading_seconds(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> float:
     """Frozen weights are read from the host before use; trained states are read and written back."""
     if candidate.residency != "offloaded":
         return 0.0

@@ -38,13 +38,14 @@ class Prepared(Struct, frozen=True, eq=False):
     groups: tuple[int, ...]
 
 
-def problem_of(request: PlanRequest, whole: str = "") -> Prepared:
+def problem_of(request: PlanRequest, whole: str = "", least: float = 0.0) -> Prepared:
     """The whole search problem of a request. Pins and constraints must be sound: see `wishes.wish_problems`.
 
-    whole: a call of which every option that fits is kept, for explanations.
+    whole: a call of which every option that fits is kept, for explanations. least: a bound of every plan's period, on
+    which the latencies of streams depend.
     """
     found = family(request.cluster, request.constraints.reserve, named_meshes(request))
-    made = _Tables(request, found, whole)
+    made = _Tables(request, found, whole, least)
     by_call = {call: made.on_meshes(call) for call in _readers_first(request)}
     wanted = sorted({mesh for numbers in by_call.values() for mesh in numbers})
     number = {mesh: i for i, mesh in enumerate(wanted)}
@@ -116,8 +117,8 @@ Spot = tuple[str, int, int, int]  # reader, group of nodes, devices, number of a
 class _Tables:
     """Builds each (call, group, size) once. layouts: numbers of equal layouts, offloaded trained states apart."""
 
-    def __init__(self, request: PlanRequest, found: Family, whole: str) -> None:
-        self._request, self._family, self._whole = request, found, whole
+    def __init__(self, request: PlanRequest, found: Family, whole: str, least: float) -> None:
+        self._request, self._family, self._whole, self._least = request, found, whole, least
         self._made: dict[Key, int | None] = {}
         self.tables: list[tuple[Option, ...]] = []
         self.layouts: dict[tuple[object, ...], int] = {}
@@ -146,7 +147,7 @@ class _Tables:
     def _options(self, call: str, group: int, size: int) -> tuple[Option, ...]:
         request, cluster = self._request, self._request.cluster.groups[group]
         mesh = DeviceMesh(request.cluster.first_of(group), size)
-        timed, room = Timed(), usable_bytes(cluster)
+        timed, room = Timed(self._least), usable_bytes(cluster)
         found = [
             option
             for candidate in candidates(

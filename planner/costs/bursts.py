@@ -1,0 +1,169 @@
+"""The shape of a stream of generation, in tokens: who runs, how old, and how long a batch waits for its last group.
+
+Groups are admitted in bursts, one per weight update. Every running sequence gains one token a step, whatever a step
+costs, so the shape depends on lengths, group and batch, on the tokens between two bursts and on the slots alone. It is
+found once and then priced for every model and layout: see `rollout.py`. Knows no seconds.
+"""
+
+import math
+from functools import lru_cache
+
+import numpy as np
+from msgspec import Struct
+
+from realgraph.planner.costs.lengths import Floats, Lengths
+
+CELLS = 32  # of the time between two bursts
+GRID = 2048  # points at which integrals over the lengths are known
+MISSING = 0.5  # groups: the expected number that is missing when the last one is about to come
+POINTS = 48  # intervals for which waits are tabled
+SHORTEST = 64  # the smallest of them, as a part of the longest response
+LONGEST = 1.5  # the largest, likewise
+SLOTS = 1.02  # numbers of slots are taken in such steps, each rounded down
+
+
+class Shape(Struct, frozen=True, eq=False):
+    """A stream whose bursts are `between` tokens apart; counts are per admitted sequence of a burst.
+
+    running, age: [CELLS] of the time between two bursts: sequences that run, and their mean number of new tokens.
+    begun: [CELLS + 1] share of a burst that has started by the edges of the cells. whole, rest: a batch is complete so
+    many bursts, and tokens after these, after the burst it was admitted with.
+    """
+
+    between: float
+    running: Floats
+    age: Floats
+    begun: Floats
+    whole: int
+    rest: float
+
+
+def shape(lengths: Lengths, per_group: int, groups: float, between: float, slots: float = math.inf) -> Shape:
+    """Of bursts of `groups` groups that are `between` tokens apart.
+
+    slots: how many sequences may run at once, as a multiple of those in a burst. `between` is no less than what so many
+    need if they are always in use, see `least_between`.
+    """
+    if math.isfinite(slots):
+        slots = SLOTS ** math.floor(math.log(slots, SLOTS) + 1e-9)
+        if _at_once(lengths, between)[0][0] <= slots:
+            slots = math.inf
+    return _shape(lengths, per_group, groups, max(between, least_between(lengths, slots)), slots)
+
+
+def least_between(lengths: Lengths, slots: float) -> float:
+    """Tokens between bursts at which `slots` (a multiple of the sequences of a burst) are always in use."""
+    return lengths.mean / slots * (1 + 1e-9)
+
+
+@lru_cache(maxsize=16384)
+def _shape(lengths: Lengths, per_group: int, groups: float, between: float, slots: float) -> Shape:
+    running, aged = _at_once(lengths, between)
+    starts = np.zeros(CELLS)
+    starts[0] = 1.0
+    if math.isfinite(slots):
+        starts = _starts(running, slots)
+        running, aged = _turned(running, starts), _turned(aged, starts)
+    waited = _wait(lengths, per_group, groups, between, starts)
+    whole = int(waited / between)
+    age = aged / np.maximum(running, 1e-12)
+    return Shape(between, running, age, np.append(0.0, np.cumsum(starts)), whole, waited - whole * between)
+
+
+@lru_cache(maxsize=1024)
+def _at_once(lengths: Lengths, between: float) -> tuple[Floats, Floats]:
+    """Where each burst starts at once: sequences that run in each cell, and the sum of their new tokens."""
+    at, alive, aged = _integrals(lengths)
+    bursts = np.arange(math.ceil(lengths.longest / between) + 1) * between
+    edges = np.linspace(0.0, between, CELLS + 1)[:, None] + bursts[None, :]
+    width = between / CELLS
+    running: Floats = np.diff(np.interp(edges, at, alive), axis=0).sum(axis=1) / width
+    old: Floats = np.diff(np.interp(edges, at, aged), axis=0).sum(axis=1) / width
+    return running, old
+
+
+@lru_cache(maxsize=64)
+def _integrals(lengths: Lengths) -> tuple[Floats, Floats, Floats]:
+    """Points in tokens, and the integrals to each of the survival S(u) and of u S(u)."""
+    at = np.unique(np.concatenate([np.linspace(0.0, lengths.longest, GRID), np.array(lengths.tokens)]))
+    width, middle = np.diff(at), (at[1:] + at[:-1]) / 2
+    alive = lengths.survival(middle) * width
+    return at, np.append(0.0, np.cumsum(alive)), np.append(0.0, np.cumsum(alive * middle))
+
+
+# --- slots ------------------------------------------------------------------------------------------------------------
+
+
+def _starts(running: Floats, slots: float) -> Floats:
+    """Share of a burst that starts in each cell where no more than `slots` may run.
+
+    All slots are in use from the burst until the last of it has started: running, turned by the starts, is `slots` in
+    those cells. That is linear; the number of cells is the least whose starts add up to the burst.
+    """
+    low, high = 0, CELLS
+    found = {0: np.zeros(CELLS), CELLS: _filling(running, slots, CELLS)}
+    while high - low > 1:
+        middle = (low + high) // 2
+        found[middle] = _filling(running, slots, middle)
+        low, high = (low, middle) if found[middle].sum() >= 1 else (middle, high)
+    less, more = float(found[low].sum()), float(found[high].sum())
+    share = min(1.0, max(0.0, (1 - less) / max(1e-12, more - less)))
+    mixed: Floats = share * found[high] + (1 - share) * found[low]
+    starts: Floats = mixed / mixed.sum()
+    return starts
+
+
+def _filling(running: Floats, slots: float, cells: int) -> Floats:
+    """Starts in the first so many cells with which `slots` run in each of them."""
+    lag = (np.arange(cells)[:, None] - np.arange(cells)[None, :]) % CELLS
+    starts = np.zeros(CELLS)
+    starts[:cells] = np.maximum(0.0, np.linalg.solve(running[lag], np.full(cells, slots)))
+    return starts
+
+
+def _turned(values: Floats, starts: Floats) -> Floats:
+    """What one start in cell 0 makes of each cell, of `starts` in all of them; both go round."""
+    lag = (np.arange(CELLS)[:, None] - np.arange(CELLS)[None, :]) % CELLS
+    turned: Floats = values[lag] @ starts
+    return turned
+
+
+# --- waits ------------------------------------------------------------------------------------------------------------
+
+
+def _wait(lengths: Lengths, per_group: int, groups: float, between: float, starts: Floats) -> float:
+    """Tokens from a burst until as many groups are complete as have been admitted with it: those of its own that are
+    late may be made good by early ones of later bursts.
+
+    At t after burst k and x between bursts, with F the distribution of when a burst's groups are complete: late ones
+    are sum over i >= 0 of 1 - F(t + i x), early ones sum over i >= 1 of F(t - i x); the wait is the t at which both
+    agree up to half a group. All times are multiples of a cell; straight lines between.
+    """
+    width = between / CELLS
+    bursts = math.ceil(lengths.longest / between) + 2
+    at: Floats = np.arange(bursts * CELLS, dtype=np.float64) * width
+    one = 1 - (1 - lengths.survival(at)) ** per_group
+    late: Floats = (
+        np.convolve(one, starts)[: len(one)] + np.append(1 - np.cumsum(starts), np.zeros(len(one)))[: len(one)]
+    )
+    of_bursts = late.reshape(bursts, CELLS)
+    behind = np.cumsum(of_bursts[::-1], axis=0)[::-1].ravel()
+    early = np.cumsum(1 - of_bursts, axis=0).ravel()
+    ahead = np.append(np.zeros(CELLS), early)[: len(early)]
+    open_groups = behind - ahead
+    return float(np.interp(-MISSING / groups, -open_groups, at))
+
+
+@lru_cache(maxsize=256)
+def _waits(lengths: Lengths, per_group: int, groups: float) -> tuple[Floats, Floats]:
+    """Tokens between bursts, falling, and how many bursts a batch then waits for, rising; slots enough for all."""
+    between: Floats = np.geomspace(LONGEST, 1 / SHORTEST, POINTS) * lengths.longest
+    alone = np.append(1.0, np.zeros(CELLS - 1))
+    waits = [_wait(lengths, per_group, groups, float(one), alone) / float(one) for one in between]
+    return between, np.maximum.accumulate(np.array(waits))
+
+
+def between_for(lengths: Lengths, per_group: int, groups: float, bursts: float) -> float:
+    """Tokens between bursts where a batch waits for so many of them."""
+    between, waits = _waits(lengths, per_group, groups)
+    return float(np.exp(np.interp(bursts, waits, np.log(between))))

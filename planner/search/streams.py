@@ -1,0 +1,235 @@
+"""How much a plan's stream of generation has in flight, and what that makes of its period. Searches no layouts.
+
+Tokens between two weight updates follow from the plan: the stream has the time that its mesh has left in a period, so
+their seconds and the rest of the mesh's calls add up to the period. With fewer tokens there is more in flight, until
+the staleness bound, which counts that, makes the period longer than the mesh needs: see `costs/rollout.py`.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from realgraph.graphs.spec import Generate
+from realgraph.planner.cluster import Cluster
+from realgraph.planner.costs.rollout import Stream, variant_of
+from realgraph.planner.events import (
+    REALLOCATION,
+    Dependency,
+    EventGraph,
+    event_graph,
+    moved_calls,
+    period,
+    reallocation_node,
+)
+from realgraph.planner.plan import Plan
+from realgraph.planner.request import PlanRequest
+from realgraph.planner.space.holdings import active_of, candidate_of, group_for, peak_of
+from realgraph.planner.space.options import Candidate, free_seconds
+from realgraph.planner.space.pricing import Timing, candidate_stream, is_measured, stream_timing
+from realgraph.planner.space.tables import device_bytes
+
+POINTS = 16  # tokens between two updates that are tried before the place between two of them is found
+HALVINGS = 24
+BOUND = 1 - 1e-9  # of a period: a mesh that is in use for so much of it decides it
+
+
+class _Flow(Struct, frozen=True, eq=False):
+    """What is known of a plan's stream. events: with the call's data edges told by their delay."""
+
+    request: PlanRequest
+    call: str
+    candidate: Candidate
+    cluster: Cluster
+    stream: Stream
+    paused: bool
+    events: EventGraph
+    turns: tuple[tuple[str, ...], ...]  # nodes that hold each device of the mesh, in any order
+
+
+class _Point(Struct, frozen=True):
+    """One number of tokens between updates. period: of the whole plan; bound: whether the stream's mesh decides it."""
+
+    between: float
+    timing: Timing
+    period: float
+    bound: bool
+
+
+def streams(request: PlanRequest) -> bool:
+    """Whether generation runs on while weights are trained."""
+    calls = request.graph.calls
+    return request.workload.staleness > 0 and any(isinstance(calls[name], Generate) for name in request.mesh_calls)
+
+
+def settled(request: PlanRequest, plan: Plan) -> Plan:
+    """The plan with the seconds and the latency that its stream of generation finds, and the period that follows.
+
+    As it is where nothing streams, or where the call itself was measured.
+    """
+    calls = request.graph.calls
+    call = next((name for name in plan.allocations if isinstance(calls[name], Generate)), "")
+    if not call or request.workload.staleness < 1:
+        return plan
+    candidate = candidate_of(request, plan.allocations, call)
+    if is_measured(request, call, candidate):
+        return plan
+    begun = _labelled(plan, call, -plan.allocations[call].ahead)
+    flow = _flow(request, begun, call)
+    point = _settled(flow)
+    if not keeps_caches(request, plan, call):
+        anew = variant_of(flow.stream, point.between, paused=True).pause
+        if _blocks(request, _with_point(begun, call, point), call, anew) > 1:
+            point = _settled(replace(flow, paused=True))
+    found = _labelled(_with_point(begun, call, point), call, point.timing.whole)
+    return replace(found, starts=starts_of(request, found)) if plan.starts else found
+
+
+def keeps_caches(request: PlanRequest, plan: Plan, call: str) -> bool:
+    """Whether a paused stream's caches and weights stay where they are: all that runs there meanwhile has room beside.
+
+    If not, its sequences are prefilled again after the pause.
+    """
+    layout, limit = (
+        plan.allocations[call].layout,
+        device_bytes(request, group_for(request, plan.allocations[call].layout)),
+    )
+    own = active_of(request, plan.allocations, call).total
+    others = [n for n, other in plan.allocations.items() if n != call and other.layout.mesh.meets(layout.mesh)]
+    return all(peak_of(request, plan.allocations, name)[1].total + own <= limit for name in others)
+
+
+def _with_point(plan: Plan, call: str, point: "_Point") -> Plan:
+    """Where step k of the call is the one that begins batch k."""
+    timing = point.timing
+    latency = timing.latency + timing.whole * (point.period - timing.seconds)
+    allocation = replace(
+        plan.allocations[call], seconds=timing.seconds, latency_seconds=latency, running=timing.running
+    )
+    return replace(plan, allocations={**plan.allocations, call: allocation}, period_seconds=point.period)
+
+
+def _labelled(plan: Plan, call: str, batches: int) -> Plan:
+    """Step k of the call becomes the session that many batches later: from the one that begins batch k to the one that
+    completes it, as the runtime counts; or back, with a negative number."""
+    if not batches:
+        return plan
+    old, moved = plan.allocations[call], reallocation_node(call)
+    latency = old.latency_seconds - batches * plan.period_seconds
+    allocation = replace(old, ahead=old.ahead + batches, latency_seconds=latency)
+    orders = {
+        device: tuple(replace(t, offset=t.offset - batches) if t.call in (call, moved) else t for t in order)
+        for device, order in plan.orders.items()
+    }
+    return replace(plan, allocations={**plan.allocations, call: allocation}, orders=orders)
+
+
+def starts_of(request: PlanRequest, plan: Plan) -> dict[str, float]:
+    """Seconds at which the calls and reallocations of step 0 may start at the earliest in the plan's period; the first
+    at 0. Longest paths, see `planner/events.py`."""
+    events = event_graph(request.graph, plan, request.workload.staleness, free_seconds(request))
+    starts = dict.fromkeys(events.seconds, 0.0)
+    for _ in range(len(starts) + 1):
+        for edge in events.dependencies:
+            soonest = starts[edge.source] + events.seconds[edge.source] + edge.delay - edge.tokens * plan.period_seconds
+            starts[edge.target] = max(starts[edge.target], soonest)
+    known = [name for name in starts if name in plan.allocations or name.startswith(REALLOCATION)]
+    first = min(starts[name] for name in known)
+    return {name: starts[name] - first for name in known}
+
+
+def _blocks(request: PlanRequest, plan: Plan, call: str, anew: float) -> int:
+    """How often in a period other calls take the mesh of the stream and the memory of its caches. New weights arrive as
+    soon as they are trained, whatever the order of calls.
+
+    anew: seconds in which the caches are computed anew. A gap that is no longer leaves the stream no time: what comes
+    before and after it counts once.
+    """
+    starts, whole = starts_of(request, plan), plan.period_seconds
+    spans = {name: (starts[name], plan.allocations[name].seconds) for name in plan.allocations if name != call}
+    trainer = moved_calls(request.graph, plan).get(call)
+    if trainer:
+        spans[reallocation_node(call)] = (sum(spans[trainer]), plan.reallocation_seconds.get(call, 0.0))
+    most = 0
+    layout = plan.allocations[call].layout
+    size = layout.mesh.n_devices // layout.dp
+    for first in range(layout.mesh.first, layout.mesh.first + layout.mesh.n_devices, size):
+        there = {turn.call for device in range(first, first + size) for turn in plan.orders.get(device, ())}
+        held = sorted((spans[n][0] % whole, spans[n][1]) for n in {*there, reallocation_node(call)} if n in spans)
+        ends = [start + seconds for start, seconds in held]
+        latest = [max(ends[: i + 1]) for i in range(len(held))]
+        gaps = sum(held[i + 1][0] > latest[i] + anew for i in range(len(held) - 1))
+        round_it = bool(held) and held[0][0] + whole > latest[-1] + anew
+        most = max(most, gaps + round_it)
+    return most
+
+
+def _flow(request: PlanRequest, plan: Plan, call: str) -> _Flow:
+    candidate = candidate_of(request, plan.allocations, call)
+    cluster = group_for(request, candidate.layout)
+    told = replace(plan.allocations[call], seconds=1.0, latency_seconds=2.0)
+    marked = replace(plan, allocations={**plan.allocations, call: told})
+    devices = candidate.layout.mesh.devices
+    held = {plan.orders.get(device, ()) for device in devices}
+    moved = reallocation_node(call)
+    turns = {tuple(sorted({*(turn.call for turn in order), moved})) for order in held}
+    return _Flow(
+        request=request,
+        call=call,
+        candidate=candidate,
+        cluster=cluster,
+        stream=candidate_stream(request, call, candidate, cluster),
+        paused=False,
+        events=event_graph(request.graph, marked, request.workload.staleness, free_seconds(request)),
+        turns=tuple(turns),
+    )
+
+
+def _settled(flow: _Flow) -> _Point:
+    """The fewest tokens between two updates at which the mesh itself, and not the staleness bound, decides the period;
+    where it never does, the point of the least period, and of those the last."""
+    before: _Point | None = None
+    points: list[_Point] = []
+    for between in np.geomspace(flow.stream.least, flow.stream.most, POINTS):
+        point = _point(flow, float(between))
+        points.append(point)
+        if point.bound:
+            return point if before is None else _first_bound(flow, before, point)
+        before = point
+    least = min(point.period for point in points)
+    return [point for point in points if point.period <= least * (1 + 1e-9)][-1]
+
+
+def _first_bound(flow: _Flow, free: _Point, bound: _Point) -> _Point:
+    """Between a point where the mesh does not decide and one where it does."""
+    for _ in range(HALVINGS):
+        middle = _point(flow, (free.between * bound.between) ** 0.5)
+        free, bound = (free, middle) if middle.bound else (middle, bound)
+    return bound
+
+
+def _point(flow: _Flow, between: float) -> _Point:
+    variant = variant_of(flow.stream, between, flow.paused)
+    timing = stream_timing(flow.request, flow.call, flow.candidate, flow.cluster, variant)
+    events = _streamed(flow, timing)
+    try:
+        found = period(events).seconds
+    except ValueError:  # a batch would take longer than the staleness bound has periods: more tokens between updates
+        found = float("inf")
+    load = max(sum(events.seconds.get(name, 0.0) for name in names) for names in flow.turns)
+    return _Point(between, timing, found, load >= found * BOUND)
+
+
+def _streamed(flow: _Flow, timing: Timing) -> EventGraph:
+    """What reads the outputs of step k starts `rest` seconds after the session of step k + `whole` has begun."""
+    seconds: Mapping[str, float] = {**flow.events.seconds, flow.call: timing.seconds}
+    late = timing.latency - (timing.whole + 1) * timing.seconds  # after the end of that session
+    late = late if timing.whole else max(0.0, late)
+    edges = [
+        Dependency(edge.source, edge.target, edge.tokens - timing.whole, late)
+        if edge.source == flow.call and edge.delay > 0
+        else edge
+        for edge in flow.events.dependencies
+    ]
+    return EventGraph(dict(seconds), tuple(edges))
