@@ -128,12 +128,14 @@ def _filter_seconds(
 ) -> bool:
     """Drops options that are too slow even beside the fastest of the others; false where a task has none left.
 
-    Where latencies rise as seconds do, bisection finds the first that is too slow; any other is tried by itself. Moves
-    take the least that they may between any options: with an option's own, a slower one may be in time again.
+    Where latencies rise as seconds do, bisection finds the first that is too slow; any other is tried by itself. In
+    that, moves take the least that they may between any options: with an option's own, a slower one may be in time
+    again. What is left then is tried with its own moves.
     """
     if _moves_in_time(instance, needs, lists, state, moves, net, limit, ZERO) == 0:
-        return False  # else lists.moved has the least seconds of all moves from here on
+        return False
     for i in range(len(instance.role)):
+        moving = _is_moved(instance, i)
         low, high = ZERO, lists.left[i] - 1
         while low < high:
             middle = (low + high + 1) // 2
@@ -156,6 +158,11 @@ def _filter_seconds(
             if untried and in_time(instance, needs, lists, net, limit, ZERO) == 0:
                 late = min(late, instance.latency[o]) if c > low else late
                 continue
+            if moving:
+                verdict = _moves_in_time(instance, needs, lists, state, moves, net, limit, ZERO)
+                _set_least_moves(instance, lists, state)
+                if verdict == 0:
+                    continue
             lists.options[i, kept] = o
             kept += 1
         needs.option[i] = -1
@@ -163,6 +170,23 @@ def _filter_seconds(
         if kept == 0:
             return False
     return True
+
+
+@compiled
+def _is_moved(instance: Instance, task: int) -> bool:
+    """Whether weights are moved from or to the task."""
+    for a in range(len(instance.arc_source)):
+        if instance.arc_move[a] >= 0 and (instance.arc_source[a] == task or instance.arc_target[a] == task):
+            return True
+    return False
+
+
+@compiled
+def _set_least_moves(instance: Instance, lists: Lists, state: Choosing) -> None:
+    """Each move takes the least that it may between any options."""
+    for a in range(len(instance.arc_source)):
+        if instance.arc_move[a] >= 0:
+            lists.moved[a] = state.least_move[a]
 
 
 @compiled

@@ -35,7 +35,7 @@ from realgraph.planner.solve.period import new_net
 from realgraph.planner.solve.places import Tree, no_tree, tree_of
 
 TOLERANCES = (0.5, 0.3, 0.2, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01, 0.005)
-QUICK = 0.1  # seconds: after a pass that was shorter the next tolerance but one follows
+QUICK = 5_000  # placements and options: after a pass that looked at fewer the next tolerance but one follows
 SLICE = 500  # placements between two looks at the clock
 OPTIONS_SLICE = 200  # of the second level
 PATIENCE = 50_000  # placements and options without a better plan, after which neighbourhoods are searched
@@ -139,9 +139,9 @@ class Search:
         while left and self.best is not None:
             tolerance = left.pop(0)
             if self.best.schedule.period > self.bound * (1 + tolerance):
-                before = time.monotonic()
+                before = self._effort()
                 self._pass(tolerance)
-                if len(left) > 1 and time.monotonic() - before < QUICK:
+                if len(left) > 1 and self._effort() - before < QUICK:
                     left.pop(0)
 
     def _together(self) -> None:
