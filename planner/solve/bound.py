@@ -17,6 +17,7 @@ from realgraph.planner.solve.compiled import Floats, Ints, Mask
 from realgraph.planner.solve.instance import Instance
 
 MOST_CLIQUES = 96
+PATIENCE, LEAST_SCALE = 10, 0.01  # of the ascent: steps without gain before they are halved, and how often
 
 
 class Rows(Struct, frozen=True, eq=False):
@@ -125,35 +126,43 @@ def costs(rows: Rows, cliques: Floats, memory: Floats) -> Floats:
 
 
 def ascend(rows: Rows, start: Prices, target: float, steps: int) -> Prices:
-    """Better prices by projected subgradients with Polyak's steps towards `target`."""
+    """Better prices by projected subgradients with Polyak's steps towards `target`, which ends the ascent.
+
+    Each step goes half the way of the one before as well, which keeps it from swinging (Camerini, Fratta and Maffioli
+    1975).
+    """
     best = start
-    cliques, memory = start.cliques.copy(), start.memory.copy()
-    scale = 1.0
-    stale = 0
-    scaled = max(target, 1e-9)
+    cliques, memory = start.cliques, start.memory
+    along, above = np.zeros_like(cliques), np.zeros_like(memory)
+    scale, stale = 1.0, 0
+    scaled = max(target, 1e-9)  # prices of memory are in units of it
     for _ in range(steps):
         value = costs(rows, cliques, memory)
         least = _argmin(value, rows.begin)
         bound = float(value[least].sum() - memory.sum())
+        stale = 0 if bound > best.bound + 1e-4 * scaled else stale + 1
         if bound > best.bound:
-            if bound > best.bound + 1e-4 * scaled:
-                stale = 0
-            best = Prices(cliques.copy(), memory.copy(), bound)
-        stale += 1
-        if stale > 12:
+            best = Prices(cliques, memory, bound)
+        if bound > target:
+            break
+        if stale > PATIENCE:
             scale, stale = scale / 2, 0
-            cliques, memory = best.cliques.copy(), best.memory.copy()
-            if scale < 0.02:
+            if scale < LEAST_SCALE:
                 break
+            cliques, memory = best.cliques, best.memory
+            along, above = np.zeros_like(cliques), np.zeros_like(memory)
+            continue
         clique_rows = rows.inside @ rows.seconds[least] + rows.beside @ rows.area[least]
-        memory_rows = (rows.resident[least].sum() + rows.active[least] - 1.0) * scaled  # prices in units of `target`
-        away = clique_rows - clique_rows.mean()
-        norm = float(away @ away + memory_rows @ memory_rows)
+        memory_rows = (rows.resident[least].sum() + rows.active[least] - 1.0) * scaled
+        memory_rows[(memory <= 0) & (memory_rows < 0)] = 0.0
+        along = clique_rows - cliques @ clique_rows + along / 2
+        above = memory_rows + above / 2
+        norm = float(along @ along + above @ above)
         if norm <= 1e-18:
             break
         length = scale * max(target - bound, 1e-3 * scaled) / norm
-        cliques = _on_simplex(cliques + length * away)
-        memory = np.maximum(0.0, memory + length * memory_rows * scaled)
+        cliques = _on_simplex(cliques + length * along)
+        memory = np.maximum(0.0, memory + length * above * scaled)
     return best
 
 
@@ -174,15 +183,17 @@ def _on_simplex(values: Floats) -> Floats:
 
 def first_prices(rows: Rows) -> Prices:
     """The best of the rows alone."""
-    n = len(rows.begin)
-    best = Prices(np.eye(len(rows.inside))[0], np.zeros(n), -np.inf)
-    for number in range(len(rows.inside)):
-        cliques = np.eye(len(rows.inside))[number]
-        value = costs(rows, cliques, best.memory)
-        bound = float(value[_argmin(value, rows.begin)].sum())
-        if bound > best.bound:
-            best = Prices(cliques, best.memory, bound)
-    return best
+    values = rows.seconds * rows.inside[:, rows.task] + rows.area * rows.beside[:, rows.task]
+    bounds = np.minimum.reduceat(values, rows.begin, axis=1).sum(axis=1)
+    number = int(np.argmax(bounds))
+    return Prices(np.eye(len(bounds))[number], np.zeros(len(rows.begin)), float(bounds[number]))
+
+
+def worth(rows: Rows, prices: Prices) -> Prices:
+    """The same prices with what they prove of these rows."""
+    value = costs(rows, prices.cliques, prices.memory)
+    bound = float(np.minimum.reduceat(value, rows.begin).sum() - prices.memory.sum())
+    return Prices(prices.cliques, prices.memory, bound)
 
 
 class Priced(Struct, frozen=True, eq=False):

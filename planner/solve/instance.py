@@ -37,6 +37,7 @@ class Instance(NamedTuple):
     exclusive: Ints  # [tasks, tasks]: 1: no schedule lets the two overlap
     leader: Ints  # [tasks]: the first of those that share its mesh by a tie
     tied: Ints  # the first of those that share its layout by a tie
+    alike: Ints  # the first of those that differ in nothing but their names
     memory: Ints  # [levels, devices]: least memory of 2^level devices from one on
     host_memory: Ints  # [levels, nodes]
     per_node: int
@@ -86,6 +87,7 @@ def instance_of(problem: SearchProblem) -> Instance:
         exclusive=_exclusive(len(names), source, target, tokens),
         leader=_leaders(problem, layout=False),
         tied=_leaders(problem, layout=True),
+        alike=_alike(problem),
         memory=_range_minima(problem.memory),
         host_memory=_range_minima(problem.host_memory),
         per_node=problem.devices_per_node,
@@ -169,6 +171,31 @@ def _leaders(problem: SearchProblem, layout: bool) -> Ints:
         joined = np.isin(leader, leader[[names.index(name) for name in tie.tasks]])
         leader[joined] = np.flatnonzero(joined).min()
     return leader.astype(np.int64)
+
+
+def _alike(problem: SearchProblem) -> Ints:
+    """The first task of each set of twins: the only calls of frozen roles, with equal options and neighbours."""
+    roles = [task.role for task in problem.tasks]
+    bound = {name for tie in problem.ties for name in tie.tasks}
+    bound |= {name for move in problem.moves for name in (move.source, move.target)}
+    known: dict[bytes, int] = {}
+    content = [known.setdefault(_content(table), number) for number, table in enumerate(problem.tables)]
+    seen: dict[object, int] = {}
+    alike = list(range(len(roles)))
+    for i, task in enumerate(problem.tasks):
+        if task.trains or task.name in bound or roles.count(task.role) > 1:
+            continue
+        arcs = [(p.target, p.distance, p.delay, 0) for p in problem.precedences if p.source == task.name]
+        arcs += [(p.source, p.distance, p.delay, 1) for p in problem.precedences if p.target == task.name]
+        places = tuple(sorted((mesh, content[table]) for mesh, table in task.tables.items()))
+        alike[i] = seen.setdefault((places, tuple(sorted(arcs))), i)
+    return np.array(alike, np.int64)
+
+
+def _content(table: OptionTable) -> bytes:
+    """What tables of twins have in common."""
+    columns = (table.seconds, table.latency, table.resident, table.active, table.host)
+    return b"|".join(np.asarray(column).tobytes() for column in columns)
 
 
 def _range_minima(values: Ints) -> Ints:

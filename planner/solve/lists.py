@@ -9,7 +9,8 @@ from realgraph.planner.solve.instance import Instance
 from realgraph.planner.solve.memory import Needs, at_home, least, memory_fits
 from realgraph.planner.solve.period import Net, add_arc, add_pair, clear, feasible
 
-SCHEDULES = 5_000  # nodes of one search for integers k
+SCHEDULES = 5_000  # nodes of one search for integers k where it decides
+GLANCE = 200  # and where it only saves work: proofs that take longer cost more than they cut off
 ASCENT = 12  # steps towards the best price of a device's memory
 
 
@@ -97,10 +98,12 @@ def fits(instance: Instance, needs: Needs, lists: Lists) -> bool:
 
 
 @compiled
-def in_time(instance: Instance, needs: Needs, lists: Lists, net: Net, limit: float, thorough: int) -> int:
+def in_time(
+    instance: Instance, needs: Needs, lists: Lists, net: Net, limit: float, thorough: int, schedules: int
+) -> int:
     """0: no period within the limit, even with the fastest of what is left; 1: there is one; -1: perhaps.
 
-    thorough: 1 asks also whether memory leaves options that are fast enough.
+    thorough: 1 asks also whether memory leaves options that are fast enough. schedules: `feasible`'s budget.
     """
     n = len(instance.role)
     clear(net, n)
@@ -127,7 +130,7 @@ def in_time(instance: Instance, needs: Needs, lists: Lists, net: Net, limit: flo
                 add_arc(net, i, node, latency, tokens)
                 add_arc(net, node, target, lists.moved[a], ZERO)
     _add_pairs(instance, needs, net)
-    verdict = feasible(net, limit, ZERO + SCHEDULES)
+    verdict = feasible(net, limit, schedules)
     if thorough == 1 and verdict != 0 and _crowded(instance, needs, lists, net, limit):
         return 0
     return verdict
@@ -145,6 +148,11 @@ def _add_pairs(instance: Instance, needs: Needs, net: Net) -> None:
             i_target = i if i < n else int(instance.arc_target[net.k[i, i]])
             if j < n and instance.exclusive[i, j] == 1:
                 net.apart[i, j] = net.apart[j, i] = 1
+            elif j < n and instance.alike[i] == instance.alike[j] and needs.mesh[i] == needs.mesh[j] >= 0:
+                net.apart[i, j] = net.apart[j, i] = 1
+                add_arc(
+                    net, i, j, float(net.seconds[i]), ZERO
+                )  # twins may change names: the first in number goes first
             elif (
                 _overlap(instance, needs, i_source, j_source)
                 or (j >= n and _overlap(instance, needs, i_source, j_target))

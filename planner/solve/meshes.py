@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realgraph.planner.solve.compiled import ONE, Floats, Ints, Mask, compiled, entry
+from realgraph.planner.solve.compiled import ONE, ZERO, Floats, Ints, Mask, compiled, entry
 from realgraph.planner.solve.instance import Instance
-from realgraph.planner.solve.lists import Lists, fill, filter_memory, in_time
+from realgraph.planner.solve.lists import GLANCE, Lists, fill, filter_memory, in_time
 from realgraph.planner.solve.memory import Needs
 from realgraph.planner.solve.period import Net
 from realgraph.planner.solve.places import Tree, places
@@ -40,13 +40,20 @@ class Walk(NamedTuple):
     nodes: Ints  # [1]
     places: Ints  # [tasks]: how many meshes are left to each
 
+    def restart(self) -> None:
+        """At its beginning."""
+        self.mesh[:] = -1
+        self.many[:] = -1
+        self.depth[0] = 0
+
 
 class Costs(NamedTuple):
     """`bound.Priced`, for compiled code."""
 
-    table: Floats  # [sets, tasks, tables]
-    free: Floats  # [sets, tasks]
+    table: Floats  # [tasks, tables, sets]
+    free: Floats  # [tasks, sets]: of a task without a place
     spent: Floats  # [sets]
+    rest: Floats  # [sets]: scratch, the costs of all tasks but one
 
 
 def new_walk(tasks: int, meshes: int) -> Walk:
@@ -155,9 +162,11 @@ def _rank(instance: Instance, tree: Tree, allowed: Mask, costs: Costs, walk: Wal
     else:
         count = places(instance, tree, allowed, task, walk.mesh, walk.places[task] == 1, found)
     kept = 0
+    _sum_others(instance, costs, walk.mesh, task)
     for c in range(count):
-        walk.mesh[task] = found[c]
-        excess = _excess(instance, costs, walk.mesh, limit)
+        if not _in_rank(instance, walk.mesh, task, int(found[c])):
+            continue
+        excess = _excess(costs, task, int(instance.tables[task, found[c]]), limit)
         if excess <= 0:
             mesh, at = found[c], kept
             while at > 0 and walk.score[at - 1] > excess:
@@ -167,20 +176,40 @@ def _rank(instance: Instance, tree: Tree, allowed: Mask, costs: Costs, walk: Wal
             walk.score[at] = excess
             found[at] = mesh
             kept += 1
-    walk.mesh[task] = -1
     return kept
 
 
 @compiled
-def _excess(instance: Instance, costs: Costs, mesh: Ints, limit: float) -> float:
+def _in_rank(instance: Instance, mesh: Ints, task: int, place: int) -> bool:
+    """Twins may change names: of those that have a place, the first in number has the largest."""
+    size = instance.size[place]
+    for other in range(len(mesh)):
+        if instance.alike[other] == instance.alike[task] and mesh[other] >= 0:
+            taken = instance.size[mesh[other]]
+            if (other < task and taken < size) or (other > task and taken > size):
+                return False
+    return True
+
+
+@compiled
+def _sum_others(instance: Instance, costs: Costs, mesh: Ints, task: int) -> None:
+    """Of each set of prices what all tasks but this one cost."""
+    for s in range(len(costs.spent)):
+        costs.rest[s] = -costs.spent[s]
+    for i in range(len(mesh)):
+        if i == task:
+            continue
+        for s in range(len(costs.spent)):
+            costs.rest[s] += costs.free[i, s] if mesh[i] < 0 else costs.table[i, instance.tables[i, mesh[i]], s]
+
+
+@compiled
+def _excess(costs: Costs, task: int, table: int, limit: float) -> float:
     """By how much the bound of the most telling prices passes the limit."""
     most = -1e300
     for s in range(len(costs.spent)):
-        total = -costs.spent[s]
-        for i in range(len(mesh)):
-            total += costs.free[s, i] if mesh[i] < 0 else costs.table[s, i, instance.tables[i, mesh[i]]]
-        most = max(most, total - limit * (1 + 1e-9))
-    return most
+        most = max(most, costs.rest[s] + costs.table[task, table, s])
+    return most - limit * (1 + 1e-9)
 
 
 @compiled
@@ -200,4 +229,4 @@ def judge(instance: Instance, walk: Walk, needs: Needs, lists: Lists, moves: Mov
             lists.moved[a] = _least_move(moves, (instance.arc_move[a] * meshes + source) * meshes + target)
     if moves.missing[0] > 0:
         return UNKNOWN
-    return CUT if in_time(instance, needs, lists, net, limit, ONE) == 0 else KEPT
+    return CUT if in_time(instance, needs, lists, net, limit, ONE, ZERO + GLANCE) == 0 else KEPT

@@ -6,7 +6,7 @@ import numpy as np
 
 from realgraph.planner.solve.compiled import NONE, ONE, ZERO, Floats, Ints, compiled, entry
 from realgraph.planner.solve.instance import Instance
-from realgraph.planner.solve.lists import Lists, fill, filter_memory, fits, in_time
+from realgraph.planner.solve.lists import GLANCE, SCHEDULES, Lists, fill, filter_memory, fits, in_time
 from realgraph.planner.solve.memory import Needs
 from realgraph.planner.solve.period import Net
 
@@ -140,13 +140,13 @@ def _filter_seconds(
         while low < high:
             middle = (low + high + 1) // 2
             needs.option[i] = lists.options[i, middle]
-            if in_time(instance, needs, lists, net, limit, ZERO) == 0:
+            if in_time(instance, needs, lists, net, limit, ZERO, ZERO + GLANCE) == 0:
                 high = middle - 1
             else:
                 low = middle
         ready, late = NONE, 1e300  # latencies that are in time with the seconds of `low`; that are too late with more
         needs.option[i] = lists.options[i, low]
-        if low > 0 or in_time(instance, needs, lists, net, limit, ZERO) != 0:
+        if low > 0 or in_time(instance, needs, lists, net, limit, ZERO, ZERO + GLANCE) != 0:
             ready = instance.latency[needs.option[i]]
         kept = ZERO
         for c in range(lists.left[i]):
@@ -155,7 +155,7 @@ def _filter_seconds(
             if c > low and instance.latency[o] >= late:
                 continue
             untried = c > low or instance.latency[o] > ready
-            if untried and in_time(instance, needs, lists, net, limit, ZERO) == 0:
+            if untried and in_time(instance, needs, lists, net, limit, ZERO, ZERO + GLANCE) == 0:
                 late = min(late, instance.latency[o]) if c > low else late
                 continue
             if moving:
@@ -236,4 +236,8 @@ def _moves_in_time(
         lists.moved[a] = fewest
         if left < 0 and right < 0:
             state.least_move[a] = fewest
-    return in_time(instance, needs, lists, net, limit, thorough)
+    schedules = ZERO + SCHEDULES
+    for i in range(len(instance.role)):
+        if needs.option[i] < 0:
+            schedules = ZERO + GLANCE
+    return in_time(instance, needs, lists, net, limit, thorough, schedules)

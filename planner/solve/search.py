@@ -2,19 +2,20 @@
 
 A pass with tolerance e looks for plans of a period below (best known) / (1 + e). What it finds tightens the limit at
 once; when it ends, no plan of a smaller period is left. While a pass finds nothing for long, neighbourhoods of the best
-plan are searched: a few tasks get new meshes, and all get new options.
+plan are searched: a few tasks get new meshes, and all get new options. So they are when the gap is proven, for a tenth
+of the work so far: what is left of the gap may hold a better plan that is near.
 """
 
 import random
 import sys
 import time
+from collections.abc import Iterable
 
 import numpy as np
 from msgspec import Struct
 
 from realgraph.planner.problem import Choice, Limits, Schedule, SearchProblem, Solution, Stopped, Unsolved
-from realgraph.planner.solve.bound import ascend, conditioned, first_prices, priced, rows_of
-from realgraph.planner.solve.compiled import Floats, Mask
+from realgraph.planner.solve.compiled import Floats
 from realgraph.planner.solve.evaluate import fits, schedule, ties_hold, timing
 from realgraph.planner.solve.instance import instance_of
 from realgraph.planner.solve.lists import new_lists
@@ -23,7 +24,6 @@ from realgraph.planner.solve.meshes import (
     DONE,
     LEAF,
     MISSING,
-    Costs,
     Walk,
     advance,
     new_moves,
@@ -32,17 +32,16 @@ from realgraph.planner.solve.meshes import (
 )
 from realgraph.planner.solve.options import FOUND, PAUSED, UNDECIDED, choose, new_choosing
 from realgraph.planner.solve.period import new_net
-from realgraph.planner.solve.places import Tree, no_tree, tree_of
+from realgraph.planner.solve.space import Space, least_of, order_of, shared, space_of
 
 TOLERANCES = (0.5, 0.3, 0.2, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01, 0.005)
 QUICK = 5_000  # placements and options: after a pass that looked at fewer the next tolerance but one follows
 SLICE = 500  # placements between two looks at the clock
 OPTIONS_SLICE = 200  # of the second level
-PATIENCE = 50_000  # placements and options without a better plan, after which neighbourhoods are searched
-NEARBY = 10_000  # placements and options looked at in one neighbourhood
-ROUND = 12  # neighbourhoods
-STEPS, MORE_STEPS = 150, 12  # of the ascent of prices: at the root, and with one task on meshes of one table
-FEW = 14.0  # logarithm of a number of placements that are looked at faster than prices are found for each table
+PATIENCE = 30_000  # placements and options without a better plan, after which neighbourhoods get as many
+NEARBY = 3_000  # placements and options looked at in one neighbourhood
+POLISH, POLISH_SHARE = 2_000, 0.1  # placements and options looked at when the gap is proven: these, and of all before
+LEAST_GAIN = 1e-9  # relative: of a plan that is kept
 LONG, LONG_NEARBY = 25, 8  # slices after which a placement with too many options is put off, or left
 
 
@@ -51,14 +50,6 @@ class Incumbent(Struct, frozen=True):
 
     choices: dict[str, Choice]
     schedule: Schedule
-
-
-class Space(Struct, frozen=True, eq=False):
-    """Where one walk looks: the meshes left to each task, their symmetries, and prices under the limit."""
-
-    allowed: Mask
-    tree: Tree
-    costs: Costs
 
 
 class Halt(Exception):
@@ -82,7 +73,7 @@ class Search:
         self.known_moves = 0
         self.matrices: dict[tuple[int, int, int], Floats] = {}
         self.walk, self.near_walk = new_walk(n, meshes), new_walk(n, meshes)
-        self.everywhere = self._shared(self.instance.tables >= 0)
+        self.everywhere = shared(self.instance, self.instance.tables >= 0)
         self.best: Incumbent | None = None
         self.bound = problem.floor_seconds
         self.nodes = 0
@@ -99,6 +90,8 @@ class Search:
             self._passes()
         except Halt:
             stopped = "interrupted" if self.limits.stop() else "time limit"
+        else:
+            self._polish()
         if stopped == "proven" and self.undecided:
             stopped = "exhausted"
         seconds = time.monotonic() - self.began
@@ -161,13 +154,11 @@ class Search:
 
     def _pass(self, tolerance: float | None) -> None:
         """Looks at every placement under the limit; without a tolerance only until some plan is found."""
-        space = self._space(self._limit(tolerance))
+        space = self._space(self._limit(tolerance), closely=True)
         if space is None:
-            self._prove(self._limit(tolerance))
             return
-        self._restart(self.walk, space.allowed)
-        for i in range(len(self.problem.tasks)):
-            self.lists.fastest[i], self.lists.soonest[i], _ = self._least(i, space.allowed[i])
+        self.walk.places[:], self.walk.order[:] = order_of(self.instance, space.allowed)
+        self.walk.restart()
         patience, since, best = PATIENCE, 0, self.best
         while self._limit(tolerance) > self.bound:
             before = self._effort()
@@ -176,7 +167,7 @@ class Search:
                 break
             since = since + self._effort() - before if self.best is best else 0
             if since > patience and self.best is not None:
-                found = self._neighbourhoods(space, max(1e-3, (tolerance or 0.0) / 20))
+                found = self._neighbourhoods(space, max(1e-3, (tolerance or 0.0) / 20), patience)
                 patience, since = PATIENCE if found else 2 * patience, 0
             best = self.best
         for meshes in self.put_off:
@@ -184,6 +175,16 @@ class Search:
         self.put_off.clear()
         if not self.undecided and (tolerance is not None or self.best is None):
             self._prove(self._limit(tolerance))
+
+    def _space(self, limit: float, closely: bool) -> Space | None:
+        """Where plans within the limit may lie, and what is proven on the way; None where there is none."""
+        look_up = self._look_up if closely else None
+        bound, space = space_of(self.problem, self.instance, self.everywhere, limit, look_up)
+        self._prove(bound)
+        if space is not None:
+            for i in range(len(self.problem.tasks)):
+                self.lists.fastest[i], self.lists.soonest[i], _ = least_of(self.instance, i, space.allowed[i])
+        return space
 
     def _effort(self) -> int:
         """Placements and options looked at."""
@@ -213,100 +214,54 @@ class Search:
         elif status == LEAF:
             meshes = walk.mesh.tolist()
             if walk is self.near_walk:
-                self._leaf(meshes, tolerance, LONG_NEARBY)
+                self._leaf(meshes, tolerance, LONG_NEARBY, all_of_it=False)
             elif not self._leaf(meshes, tolerance, LONG):
                 self.put_off.append(meshes)
         return status
 
-    def _neighbourhoods(self, space: Space, least_gain: float) -> bool:
-        """New meshes for a few tasks at a time, the others where the best plan has them; whether a plan was better."""
-        before = self.best
-        for _ in range(ROUND):
-            assert self.best is not None
-            names = [task.name for task in self.problem.tasks]
-            count = min(len(names), self.rng.choice((2, 3, 3, 4)))
-            free = set(self.rng.sample(range(len(names)), count))
-            allowed = space.allowed.copy()
-            for i, name in enumerate(names):
-                mesh = self.best.choices[name].mesh
-                leads = {int(self.instance.leader[j]) for j in free}
-                if int(self.instance.leader[i]) not in leads:
-                    allowed[i] = False
-                    allowed[i, mesh] = True
-            self._restart(self.near_walk, allowed)
-            stop = self._effort() + NEARBY
-            near = Space(allowed, space.tree, space.costs)
-            while self._effort() < stop and self._step(self.near_walk, near, least_gain) != DONE:
-                pass
+    # --- neighbourhoods -----------------------------------------------------------------------------------------------
+
+    def _neighbourhoods(self, space: Space, least_gain: float, effort: int) -> bool:
+        """New meshes for a few tasks at a time, as long as plans get better; whether one did. effort: without one."""
+        before, tasks = self.best, range(len(self.problem.tasks))
+        best, stop = self.best, self._effort() + effort
+        while self._effort() < stop and self._limit(least_gain) > self.bound:
+            count = min(len(tasks), self.rng.choice((2, 3, 3, 4)))
+            self._near(space, least_gain, self.rng.sample(tasks, count), NEARBY)
+            if self.best is not best:
+                best, stop = self.best, self._effort() + effort
         return self.best is not before
 
-    # --- the space of a pass ------------------------------------------------------------------------------------------
+    def _near(self, space: Space, least_gain: float, free: Iterable[int], effort: int) -> None:
+        """The best plan with new meshes for the tasks `free` and those tied to them, and new options for all."""
+        assert self.best is not None
+        allowed = space.allowed.copy()
+        leads = {int(self.instance.leader[j]) for j in free}
+        for i, task in enumerate(self.problem.tasks):
+            if int(self.instance.leader[i]) not in leads:
+                allowed[i] = False
+                allowed[i, self.best.choices[task.name].mesh] = True
+        self.near_walk.places[:], self.near_walk.order[:] = order_of(self.instance, allowed)
+        self.near_walk.restart()
+        stop = self._effort() + effort
+        near = Space(allowed, space.tree, space.costs)
+        while self._effort() < stop and self._step(self.near_walk, near, least_gain) != DONE:
+            pass
 
-    def _space(self, limit: float) -> Space | None:
-        """Places and prices under the limit; None where prices alone forbid it."""
-        allowed = self.everywhere
-        rows = rows_of(self.instance, allowed, limit)
-        if rows is None:
-            return None
-        start = first_prices(rows)
-        small = float(np.log(allowed.sum(axis=1)).sum()) < FEW
-        best = ascend(rows, start, min(limit, 3 * max(start.bound, 1e-9)), MORE_STEPS if small else STEPS)
-        self._prove(min(best.bound, limit))
-        if best.bound > limit:
-            return None
-        target = min(limit, 3 * max(best.bound, 1e-9))
-        sets = [start, best]
-        for task in range(len(self.problem.tasks)):
-            self._look_up()
-            tables = np.unique(rows.table[rows.task == task])
-            if len(tables) > 1 and not small:
-                sets += [ascend(conditioned(rows, task, int(table)), best, target, MORE_STEPS) for table in tables]
-        found = priced(self.instance, rows, sets)
-        total = found.free.sum(axis=1) - found.spent
-        excess = (total[:, None, None] - found.free[:, :, None] + found.table - limit).max(axis=0)
-        allowed = allowed.copy()
-        for task in range(len(self.problem.tasks)):
-            over = np.flatnonzero(excess[task] > 1e-9 * limit)
-            allowed[task] &= ~np.isin(self.instance.tables[task], over)
-        allowed = self._shared(allowed)
-        if not allowed.any(axis=1).all():
-            return None
-        tree = tree_of(self.problem, allowed) or no_tree()
-        return Space(allowed, tree, Costs(found.table, found.free, found.spent))
-
-    def _shared(self, allowed: Mask) -> Mask:
-        """Tied tasks may lie only where all of them may."""
-        shared = allowed.copy()
-        for i, leader in enumerate(self.instance.leader):
-            shared[leader] &= allowed[i]
-        for i, leader in enumerate(self.instance.leader):
-            shared[i] &= shared[leader]
-        return shared
-
-    def _restart(self, walk: Walk, allowed: Mask) -> None:
-        """The walk at its beginning. Tasks with one mesh come first, then those with most work; tied ones together."""
-        leader = self.instance.leader
-        work = np.array([self._least(i, allowed[i])[2] for i in range(len(leader))])
-        walk.places[:] = allowed.sum(axis=1)
-
-        def rank(task: int) -> tuple[bool, float, int, int]:
-            first = int(leader[task])
-            return bool(walk.places[first] > 1), -float(work[leader == first].max()), first, task
-
-        walk.order[:] = sorted(range(len(leader)), key=rank)
-        walk.mesh[:] = -1
-        walk.many[:] = -1
-        walk.depth[0] = 0
-
-    def _least(self, task: int, allowed: Mask) -> tuple[float, float, float]:
-        """Least seconds, latency and device seconds of a task on the meshes left to it."""
-        instance = self.instance
-        tables, places = np.unique(instance.tables[task][allowed], return_index=True)
-        sizes = instance.size[np.flatnonzero(allowed)[places]].tolist()
-        options = [slice(int(instance.begin[table]), int(instance.begin[table + 1])) for table in tables]
-        seconds = [float(instance.seconds[rows].min(initial=np.inf)) for rows in options]
-        latency = min(float(instance.latency[rows].min(initial=np.inf)) for rows in options)
-        return min(seconds), latency, min(size * least for size, least in zip(sizes, seconds, strict=True))
+    def _polish(self) -> None:
+        """Looks for a better plan near the best one, when nothing is left to prove."""
+        if self.best is None or self._limit(LEAST_GAIN) <= self.bound:
+            return
+        try:
+            space = self._space(self._limit(LEAST_GAIN), closely=False)
+            stop = self._effort() + POLISH + int(POLISH_SHARE * self._effort())
+            for task in range(len(self.problem.tasks)):
+                if space is not None and self._effort() < stop:
+                    self._near(space, LEAST_GAIN, (task,), stop - self._effort())
+            if space is not None and self._effort() < stop:
+                self._neighbourhoods(space, LEAST_GAIN, stop - self._effort())
+        except Halt:
+            return  # what is proven stays so
 
     # --- placements ---------------------------------------------------------------------------------------------------
 
@@ -331,8 +286,11 @@ class Search:
             remember(self.moves, key, float(self._matrix(move, source, target).min()))
             self.known_moves += 1
 
-    def _leaf(self, meshes: list[int], tolerance: float | None, slices: int) -> bool:
-        """Chooses options on these meshes again while the period falls; false where `slices` were too few."""
+    def _leaf(self, meshes: list[int], tolerance: float | None, slices: int, all_of_it: bool = True) -> bool:
+        """Chooses options on these meshes again while the period falls; false where `slices` were too few.
+
+        all_of_it: a proof hangs on it.
+        """
         moves = self._flat_moves(meshes)
         status = FOUND
         while status == FOUND:
@@ -348,7 +306,7 @@ class Search:
                 )
                 self._look_up()
                 left -= 1
-            if status == UNDECIDED:
+            if status == UNDECIDED and all_of_it:
                 self.undecided = True
             elif status == FOUND and not self._accept():
                 break
@@ -374,7 +332,7 @@ class Search:
         }
         assert fits(self.problem, choices) and ties_hold(self.problem, choices), "the search and the rules disagree"
         found = schedule(self.problem, timing(self.problem, choices))
-        if found is None or (self.best is not None and found.period >= self.best.schedule.period * (1 - 1e-9)):
+        if found is None or (self.best is not None and found.period >= self.best.schedule.period * (1 - LEAST_GAIN)):
             return False
         self.best = Incumbent(choices, found)
         self.limits.progress(found.period, min(self.bound, found.period))

@@ -11,12 +11,15 @@ from realgraph.planner.solve.search import Search
 
 @lru_cache(maxsize=1)
 def warm() -> None:
-    """Solves a problem of two tasks and a move, which calls everything that is compiled; once per process."""
+    """Solves a problem of two tasks and a move, which calls everything that is compiled; once per process.
+
+    All of it lies on one of two devices: no bound by prices is tight, so placements are searched as well.
+    """
     table = OptionTable(np.ones(1), np.ones(1), *(np.ones(1, np.int64) for _ in range(5)))
     tasks = (SearchTask("train", "role", True, {0: 0}), SearchTask("read", "role", False, {0: 0}))
-    memory = np.full(1, 100, np.int64)
+    memory = np.full(2, 100, np.int64)
     edges = (Precedence("read", "train", 0),)
-    moves = (Move("train", "read", 1),)
+    moves = (Move("train", "read", 2),)
     meshes = (DeviceMesh(0, 1),)
-    problem = SearchProblem(1, 1, memory, memory, meshes, (table,), tasks, edges, moves, lambda *_: np.ones((1, 1)))
+    problem = SearchProblem(2, 2, memory, memory[:1], meshes, (table,), tasks, edges, moves, lambda *_: np.ones((1, 1)))
     Search(problem, Limits()).run()

@@ -1,0 +1,127 @@
+"""Where a walk looks: the meshes that prices leave to each task under a limit, their symmetries, and the prices."""
+
+from collections.abc import Callable
+
+import numpy as np
+from msgspec import Struct
+
+from realgraph.planner.problem import SearchProblem
+from realgraph.planner.solve.bound import Prices, Rows, ascend, conditioned, first_prices, priced, rows_of, worth
+from realgraph.planner.solve.compiled import Ints, Mask
+from realgraph.planner.solve.instance import Instance
+from realgraph.planner.solve.meshes import Costs
+from realgraph.planner.solve.places import Tree, no_tree, tree_of
+
+STEPS = 150  # of the ascent of prices: at the root
+FEWER_STEPS, FEW_STEPS = 80, 12  # with one of the longest tasks on meshes of one table, and with another one
+LONGEST = 2  # tasks
+FEW = 14.0  # logarithm of a number of placements that are looked at faster than prices are found for each table
+
+
+class Space(Struct, frozen=True, eq=False):
+    """Where one walk looks: the meshes left to each task, their symmetries, and prices under the limit."""
+
+    allowed: Mask
+    tree: Tree
+    costs: Costs
+
+
+def space_of(
+    problem: SearchProblem, instance: Instance, everywhere: Mask, limit: float, look_up: Callable[[], None] | None
+) -> tuple[float, Space | None]:
+    """A bound on all periods, at most the limit, and where plans within the limit may lie; None: nowhere.
+
+    look_up: called often, to end the search by an exception; None: only the prices of the whole are wanted.
+    """
+    rows = rows_of(instance, everywhere, limit)
+    if rows is None:
+        return limit, None
+    start = first_prices(rows)
+    few = float(np.log(everywhere.sum(axis=1)).sum()) < FEW
+    best = ascend(rows, start, limit, FEW_STEPS if few else STEPS)
+    if best.bound > limit:
+        return limit, None
+    bound, sets = best.bound, [start, best]
+    if look_up is not None and not few:
+        more, found = _by_table(rows, best, limit, look_up)
+        bound, sets = max(bound, more), sets + found
+    if bound > limit:
+        return limit, None
+    space = _pruned(problem, instance, rows, sets, everywhere, limit)
+    return (limit if space is None else bound), space
+
+
+def _by_table(rows: Rows, best: Prices, limit: float, look_up: Callable[[], None]) -> tuple[float, list[Prices]]:
+    """Prices for each task on meshes of each table, and what they prove: some table each task must take."""
+    bound, sets = best.bound, []
+    by_work = np.argsort([-float(np.min(rows.area[rows.task == i])) for i in range(len(rows.begin))], kind="stable")
+    for rank, task in enumerate(by_work.tolist()):
+        look_up()
+        tables = np.unique(rows.table[rows.task == task])
+        if len(tables) > 1:
+            found = [_conditioned(conditioned(rows, task, int(table)), best, limit, rank < LONGEST) for table in tables]
+            bound = max(bound, min(prices.bound for prices in found))
+            sets += found
+    return bound, sets
+
+
+def _conditioned(rows: Rows, known: Prices, limit: float, long: bool) -> Prices:
+    """Prices for rows of which some are gone; of a long task from the better of two beginnings."""
+    start = worth(rows, known)
+    if long:
+        start = max(first_prices(rows), start, key=lambda prices: prices.bound)
+    return ascend(rows, start, limit, FEWER_STEPS if long else FEW_STEPS)
+
+
+def _pruned(
+    problem: SearchProblem, instance: Instance, rows: Rows, sets: list[Prices], everywhere: Mask, limit: float
+) -> Space | None:
+    """The meshes whose tables no set of prices forbids; None where a task has none."""
+    found = priced(instance, rows, sets)
+    total = found.free.sum(axis=1) - found.spent
+    excess = (total[:, None, None] - found.free[:, :, None] + found.table - limit).max(axis=0)
+    allowed = everywhere.copy()
+    for task in range(len(problem.tasks)):
+        over = np.flatnonzero(excess[task] > 1e-9 * limit)
+        allowed[task] &= ~np.isin(instance.tables[task], over)
+    allowed = shared(instance, allowed)
+    if not allowed.any(axis=1).all():
+        return None
+    table = np.ascontiguousarray(found.table.transpose(1, 2, 0))
+    costs = Costs(table, np.ascontiguousarray(found.free.T), found.spent, np.zeros(len(sets)))
+    return Space(allowed, tree_of(problem, allowed) or no_tree(), costs)
+
+
+def shared(instance: Instance, allowed: Mask) -> Mask:
+    """Tied tasks may lie only where all of them may."""
+    both = allowed.copy()
+    for i, leader in enumerate(instance.leader):
+        both[leader] &= allowed[i]
+    for i, leader in enumerate(instance.leader):
+        both[i] &= both[leader]
+    return both
+
+
+def order_of(instance: Instance, allowed: Mask) -> tuple[Ints, list[int]]:
+    """How many meshes are left to each task, and the order in which tasks get one.
+
+    Tasks with one mesh come first, then those with most work; tied ones together.
+    """
+    leader, many = instance.leader, allowed.sum(axis=1)
+    work = np.array([least_of(instance, i, allowed[i])[2] for i in range(len(leader))])
+
+    def rank(task: int) -> tuple[bool, float, int, int]:
+        first = int(leader[task])
+        return bool(many[first] > 1), -float(work[leader == first].max()), first, task
+
+    return many, sorted(range(len(leader)), key=rank)
+
+
+def least_of(instance: Instance, task: int, allowed: Mask) -> tuple[float, float, float]:
+    """Least seconds, latency and device seconds of a task on the meshes left to it."""
+    tables, places = np.unique(instance.tables[task][allowed], return_index=True)
+    sizes = instance.size[np.flatnonzero(allowed)[places]].tolist()
+    options = [slice(int(instance.begin[table]), int(instance.begin[table + 1])) for table in tables]
+    seconds = [float(instance.seconds[rows].min(initial=np.inf)) for rows in options]
+    latency = min(float(instance.latency[rows].min(initial=np.inf)) for rows in options)
+    return min(seconds), latency, min(size * least for size, least in zip(sizes, seconds, strict=True))
