@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from realgraph.planner.layout import AXES, PASSES, Layout, Recompute, Schedule
+from realgraph.planner.layout import AXES, PASSES, Cache, Layout, Recompute, Schedule
 
 PLAN_FORMAT = 3
 Transport = Literal["in_place", "device", "host"]  # of weights: nothing moves; device to device; through host memory
@@ -33,6 +33,7 @@ class Allocation(Struct, frozen=True):
     latency_seconds: float = 0.0
     microbatches: int = 0
     running: int = 0  # sequences that decode at once on a data-parallel rank, of a generate call
+    kv_cache: Cache = "role"  # of a generate call
     ahead: int = 0  # of a stream of generation: batches that it has begun before the one that a session completes
     host_bytes: int = 0  # per device, of what is offloaded
     error: float = 0.0  # relative standard error of `seconds`, from calibration

@@ -132,7 +132,7 @@ def _measured(planned: Planned, name: str, steps: Sequence[StepRecord]) -> tuple
         request.model(name), request.role(name), allocation.layout, request.cluster, request.costs.factors
     )
     candidate = candidate_of(request, planned.plan.allocations, name)
-    predicted = setting_seconds(request, name, setting, candidate.tokens, candidate.passes)
+    predicted = setting_seconds(request, name, setting, candidate)
     return (_entry(planned, name, phase, seconds, predicted),)
 
 

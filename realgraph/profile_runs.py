@@ -28,7 +28,8 @@ from realgraph.planner.costs.memory import DType
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.devices import Costs
 from realgraph.planner.request import PlanRequest
-from realgraph.planner.space.options import setting_seconds
+from realgraph.planner.space.holdings import candidate_of
+from realgraph.planner.space.options import Candidate, setting_seconds
 from realgraph.run_command import execute
 from realgraph.running import Prepared, prepare
 from realgraph.runtime.observer import RunRecord, StepRecord
@@ -134,10 +135,10 @@ def _points(run: ShortRun) -> Iterator[Point]:
     request, plan = run.request, run.prepared.job.plan
     for name, allocation in plan.allocations.items():
         bare = Setting(request.model(name), request.role(name), allocation.layout, request.cluster)
-        tokens = allocation.max_tokens_per_microbatch
+        chosen = candidate_of(request, plan.allocations, name)
 
-        def predict(costs: Costs, name: str = name, bare: Setting = bare, tokens: int = tokens) -> float:
-            return setting_seconds(request, name, replace(bare, factors=costs), tokens)
+        def predict(costs: Costs, name: str = name, bare: Setting = bare, chosen: Candidate = chosen) -> float:
+            return setting_seconds(request, name, replace(bare, factors=costs), chosen)
 
         yield Point(predict, run.least_seconds(name), math.hypot(FORMULA_ERROR, run.spread(name)))
 

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.memory_terms import DType, Footprint, Recompute, ceil_div, cuts_model, element_bytes
-from realgraph.planner.layout import Layout
+from realgraph.planner.layout import Cache, Layout
 from realgraph.planner.model_spec import ModelSpec
 
 LOGITS_CHUNK_BYTES = 1 << 26  # float32 logits that exist at once: the head is computed in chunks of tokens
@@ -163,10 +163,11 @@ def kv_bytes_per_token(model: ModelSpec, dtype: DType) -> int:
     return model.layers * model.kv_width() * element_bytes(dtype)
 
 
-def generation(model: ModelSpec, role: ModelRole, layout: Layout, kv_tokens: int) -> Footprint:
+def generation(model: ModelSpec, role: ModelRole, layout: Layout, kv_tokens: int, cache: Cache = "role") -> Footprint:
     """A cache of `kv_tokens` tokens, and the activations and logits of a prefill pass."""
     cut = min(layout.tp, model.kv_heads) if model.latent is None else 1  # one latent serves all heads
-    per_token = kv_bytes_per_token(model, role.dtype) // cut
+    element = element_bytes(role.dtype) if cache == "role" else 1
+    per_token = kv_bytes_per_token(model, role.dtype) * element // element_bytes(role.dtype) // cut
     prefill = forward_activations(model, role, layout, min(kv_tokens, PREFILL_TOKENS))
     return Footprint(kv_cache=per_token * kv_tokens) + prefill
 

@@ -76,7 +76,7 @@ def _allocation(name: str, old: Allocation, new: Allocation) -> Iterator[Change]
         yield Change(name, "layout", layout_text(old.layout), layout_text(new.layout))
     if _batches(old) != _batches(new):
         yield Change(name, "micro-batches", _batches(old), _batches(new))
-    for what in ("recompute", "schedule", "chunks", "residency"):
+    for what in ("recompute", "schedule", "chunks", "kv_cache", "residency"):
         if getattr(old, what) != getattr(new, what):
             yield Change(name, what, *(str(getattr(a, what)).lower() for a in (old, new)))
     yield from _seconds(name, "seconds", old.seconds, new.seconds)

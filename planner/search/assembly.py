@@ -115,6 +115,7 @@ def _allocation(request: PlanRequest, call: str, option: Option, mesh: DeviceMes
         latency_seconds=option.latency if option.latency > option.seconds else 0.0,
         microbatches=microbatches_of(request, call, candidate, group_for(request, layout)),
         running=option.running,
+        kv_cache=candidate.cache,
         error=option.error,
         input_seconds=input_seconds(request, call, layout, group_for(request, layout)),
     )

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from realgraph.graphs.spec import Train
+from realgraph.graphs.spec import Generate, Train
 from realgraph.planner.constraints import Constraints
 from realgraph.planner.layout import PASSES
 from realgraph.planner.pins import Pin
@@ -31,7 +31,12 @@ def pinned_to(request: PlanRequest, plan: Plan, but: str = "") -> PlanRequest:
 def _pin(request: PlanRequest, plan: Plan, call: str) -> Pin:
     allocation = plan.allocations[call]
     mesh, trains = allocation.layout.mesh, isinstance(request.graph.calls[call], Train)
-    pin = Pin(mesh.first, mesh.n_devices, residency="offloaded" if allocation.residency == "offloaded" else "resident")
+    pin = Pin(
+        mesh.first,
+        mesh.n_devices,
+        kv_cache=allocation.kv_cache if isinstance(request.graph.calls[call], Generate) else None,
+        residency="offloaded" if allocation.residency == "offloaded" else "resident",
+    )
     return replace(pin, **{name: value for name, value in allocation.settings.items() if trains or name not in PASSES})
 
 

@@ -19,7 +19,7 @@ from realgraph.planner.space.meshes import mesh_fault
 from realgraph.planner.space.options import sample_tokens
 from realgraph.planner.space.passes import plan_problems
 from realgraph.planner.space.tables import device_bytes, node_bytes
-from realgraph.planner.space.wishes import engine_lacks, shape_faults
+from realgraph.planner.space.wishes import CACHE_DTYPE, engine_lacks, shape_faults
 
 HASHED = {
     "graph": "graph or its models",
@@ -104,6 +104,9 @@ def _engine_problems(plan: Plan, request: PlanRequest, name: str, file: str) -> 
     if generates and allocation.layout.sharding != "replicated":
         text = "generation needs whole weights on a device"
         yield Problem(_at(file, f"{place}.layout.sharding"), text, "set it to replicated", "plan_engine")
+    if allocation.kv_cache != "role" and not generates:
+        text = "kv_cache belongs to generate calls: this one keeps none"
+        yield Problem(_at(file, f"{place}.kv_cache"), text, "leave it out", "plan_engine")
     if tokens < 1 or (generates and tokens < longest):
         text = f"{tokens} tokens hold no sample: the longest has {longest}"
         yield Problem(_at(file, f"{place}.max_tokens_per_microbatch"), text, "", "plan_tokens")
@@ -119,6 +122,8 @@ def _lacking(plan: Plan, name: str, file: str) -> Iterator[Problem]:
     for axis in ("tp", "pp", "ep", "cp"):
         if getattr(allocation.layout, axis) > 1:
             yield Problem(_at(file, f"{place}.layout.{axis}"), engine_lacks(axis), "", "plan_engine")
+    if allocation.kv_cache == "float8":
+        yield Problem(_at(file, f"{place}.kv_cache"), CACHE_DTYPE, "set it to role", "plan_engine")
     if allocation.residency == "offloaded":
         text = "the engines of this version can't offload weights to the host"
         yield Problem(_at(file, f"{place}.residency"), text, "set it to resident", "plan_engine")

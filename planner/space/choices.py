@@ -67,7 +67,7 @@ def agrees(layout: Layout, pin: Pin) -> bool:
 
 def bars(layout: Layout, pin: Pin) -> bool:
     """Whether a forbidding pin that speaks of layouts alone bars this one."""
-    if pin.max_tokens_per_microbatch or pin.recompute or pin.schedule or pin.chunks or pin.residency:
+    if pin.max_tokens_per_microbatch or pin.recompute or pin.schedule or pin.chunks or pin.kv_cache or pin.residency:
         return False
     if pin.first is not None:
         return False
@@ -80,7 +80,8 @@ def _size_named(pin: Pin) -> bool:
 
 def _kept(candidate: Candidate, pin: Pin) -> bool:
     residency = "offloaded" if candidate.residency == "offloaded" else "resident"
-    return passes_agree(candidate.passes, pin) and pin.residency in (None, residency)
+    same = pin.residency in (None, residency) and pin.kv_cache in (None, candidate.cache)
+    return same and passes_agree(candidate.passes, pin)
 
 
 def _barred(candidate: Candidate, pin: Pin) -> bool:
@@ -214,14 +215,14 @@ def _ways(request: PlanRequest, call: str, size: tuple[Layout, int], cluster: Cl
 
     States that several train calls share lie once, for all of them, and stay on the devices.
     """
-    kind = request.graph.calls[call]
+    kind, cache = request.graph.calls[call], request.pins.get(call, Pin()).kv_cache or "role"
     if is_trained(request, request.graph.role(call)) and not isinstance(kind, Train):
-        yield Candidate(*size, residency="reallocated")
+        yield Candidate(*size, residency="reallocated", cache=cache)
         if request.engine == "installed" and (not isinstance(kind, Generate) or size[0].sharding == "replicated"):
-            yield Candidate(*size, home=True)
+            yield Candidate(*size, home=True, cache=cache)
         return
     offloads = request.engine == "any" and request.constraints.offload and not shared_states(request, call)
     for passes in passes_for(request, call, size, cluster) if isinstance(kind, Train) else (PLAIN,):
-        yield Candidate(*size, passes)
+        yield Candidate(*size, passes, cache=cache)
         if offloads:
-            yield Candidate(*size, passes, "offloaded")
+            yield Candidate(*size, passes, "offloaded", cache=cache)

@@ -43,7 +43,7 @@ def candidate_of(request: PlanRequest, allocations: Allocations, call: str) -> C
     if is_trained(request, request.graph.role(call)) and not isinstance(request.graph.calls[call], Train) and not home:
         residency = "reallocated"
     passes = Passes(found.recompute, found.schedule, found.chunks)
-    return Candidate(found.layout, found.max_tokens_per_microbatch, passes, residency, home)
+    return Candidate(found.layout, found.max_tokens_per_microbatch, passes, residency, home, found.kv_cache)
 
 
 def reads_in_place(request: PlanRequest, allocations: Allocations, call: str) -> bool:

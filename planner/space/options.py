@@ -11,13 +11,14 @@ from realgraph.graphs.graph import INPUT
 from realgraph.graphs.keys import DType, KeyType
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Train
 from realgraph.planner.cluster import Cluster
+from realgraph.planner.costs.decode import Precision
 from realgraph.planner.costs.generate import GenerateWork, generate_seconds
 from realgraph.planner.costs.inference import inference_seconds
 from realgraph.planner.costs.lengths import lengths_of
 from realgraph.planner.costs.move import transfer_seconds
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.costs.train import TrainWork, microbatches, train_seconds
-from realgraph.planner.layout import Layout, Recompute, Schedule
+from realgraph.planner.layout import Cache, Layout, Recompute, Schedule
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.workload import Workload
 
@@ -61,8 +62,8 @@ PLAIN = Passes()
 class Candidate(Struct, frozen=True):
     """One way to run a call. Where its place is open, the layout's mesh is any of that size in its group of nodes.
 
-    tokens: of a micro-batch, or of the cache of a generate call. passes: of a train call. home: the call reads the
-    trained copy in place, and may be so only where that lies on its mesh under its layout.
+    tokens: of a micro-batch, or of the cache of a generate call, kept as `cache`. passes: of a train call. home: the
+    call reads the trained copy in place, and may be so only where that lies on its mesh under its layout.
     """
 
     layout: Layout
@@ -70,6 +71,7 @@ class Candidate(Struct, frozen=True):
     passes: Passes = PLAIN
     residency: Residency = "resident"
     home: bool = False
+    cache: Cache = "role"
 
 
 def sample_tokens(request: PlanRequest) -> int:
@@ -101,24 +103,25 @@ def is_trained(request: PlanRequest, role: str) -> bool:
     return any(isinstance(call, Train) and call.model == role for call in request.graph.calls.values())
 
 
-def setting_seconds(request: PlanRequest, call: str, setting: Setting, tokens: int, passes: Passes = PLAIN) -> float:
+def setting_seconds(request: PlanRequest, call: str, setting: Setting, candidate: Candidate) -> float:
     """Predicted seconds of one mesh-holding call, its inputs' way to its devices included: see `formula_seconds`."""
     inputs = input_seconds(request, call, setting.layout, setting.cluster)
-    return inputs + formula_seconds(request, call, setting, tokens, passes)
+    return inputs + formula_seconds(request, call, setting, candidate)
 
 
-def formula_seconds(request: PlanRequest, call: str, setting: Setting, tokens: int, passes: Passes = PLAIN) -> float:
-    """Predicted seconds of what a call computes, with micro-batches (or a cache) of `tokens`, by the formulas alone.
+def formula_seconds(request: PlanRequest, call: str, setting: Setting, candidate: Candidate) -> float:
+    """Predicted seconds of what a call computes, by the formulas alone.
 
-    passes: of a train call; a role's own checkpointing counts besides.
+    A role's own gradient checkpointing counts besides the candidate's recomputation.
     """
+    tokens, passes = candidate.tokens, candidate.passes
     match request.graph.calls[call]:
         case Train() as train:
             return train_seconds(setting, train_work(request, train, tokens, passes))
         case Inference():
             return inference_seconds(setting, _packed_work(request, tokens))
         case Generate():
-            return generate_seconds(setting, generate_work(request, setting.layout, tokens))
+            return generate_seconds(setting, generate_work(request, candidate))
         case Function() | Advantage():
             raise AssertionError(f"{call} holds no mesh")
 
@@ -154,8 +157,8 @@ def _key_bytes(request: PlanRequest, key: KeyType) -> float:
     return entries[key.level] * VALUE_BYTES[key.dtype] * (ragged if key.dtype in RAGGED else 1.0)
 
 
-def generate_work(request: PlanRequest, layout: Layout, tokens: int) -> GenerateWork:
-    """What a generate call has to do, with a cache of `tokens` on a replica."""
+def generate_work(request: PlanRequest, candidate: Candidate) -> GenerateWork:
+    """What a generate call has to do."""
     workload = request.workload
     return GenerateWork(
         samples=workload.n_samples,
@@ -163,8 +166,9 @@ def generate_work(request: PlanRequest, layout: Layout, tokens: int) -> Generate
         prompt_tokens=mean_prompt_tokens(request),
         mean_new_tokens=workload.mean_new_tokens,
         max_new_tokens=workload.max_new_tokens,
-        running=running_sequences(request, layout, tokens),
+        running=running_sequences(request, candidate.layout, candidate.tokens),
         lengths=workload.lengths,
+        precision=Precision(cache=candidate.cache),
     )
 
 

@@ -179,7 +179,7 @@ def _running(request: PlanRequest, call: str, candidate: Candidate) -> Footprint
     model, role, layout, kind = request.model(call), request.role(call), candidate.layout, request.graph.calls[call]
     cut = Layout(ONE, tp=layout.tp, pp=layout.pp, ep=layout.ep, cp=layout.cp)  # on all meshes, activations are the same
     if isinstance(kind, Generate):
-        return memory.generation(model, role, cut, candidate.tokens)
+        return memory.generation(model, role, cut, candidate.tokens, candidate.cache)
     tokens = max(candidate.tokens, longest_part(request, layout))
     if isinstance(kind, Train):
         rows = memory.train_activations(model, role, cut, tokens, running_of(candidate.passes))
@@ -220,18 +220,18 @@ def formula_timings(request: PlanRequest, call: str, candidate: Candidate, clust
     """By the formulas alone; several where a generate call may have more or less in flight."""
     generates = isinstance(request.graph.calls[call], Generate)
     if generates and request.workload.staleness > 0:
-        work = generate_work(request, candidate.layout, candidate.tokens)
+        work = generate_work(request, candidate)
         found = offered_variants(_setting(request, call, candidate, cluster), work, request.workload.staleness)
         return tuple(Timing(one.seconds, one.latency, one.running, whole=one.whole) for one in found)
     setting = _setting(request, call, candidate, cluster)
-    seconds = formula_seconds(request, call, setting, candidate.tokens, candidate.passes)
+    seconds = formula_seconds(request, call, setting, candidate)
     running = running_sequences(request, candidate.layout, candidate.tokens) if generates else 0
     return (Timing(seconds, seconds, running),)
 
 
 def candidate_stream(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> Stream:
     """The stream of a generate call."""
-    work = generate_work(request, candidate.layout, candidate.tokens)
+    work = generate_work(request, candidate)
     return stream_of(_setting(request, call, candidate, cluster), work)
 
 

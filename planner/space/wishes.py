@@ -13,6 +13,7 @@ from realgraph.planner.space.meshes import family, mesh_fault
 from realgraph.planner.space.options import sample_tokens
 from realgraph.planner.space.passes import pin_problems
 
+CACHE_DTYPE = "the engines of this version keep keys and values in the dtype of the role"
 FEATURES = {
     "tp": "tensor parallelism: layers cut over devices",
     "pp": "pipeline parallelism: stages with ragged micro-batches",
@@ -71,6 +72,8 @@ def _pin(request: PlanRequest, name: str, pin: Pin, where: Where) -> Iterator[Pr
             yield Problem(where, fault, "", "pin")
             return
     yield from _sizes(request, name, pin, where)
+    if pin.kv_cache and not isinstance(request.graph.calls[name], Generate):
+        yield Problem(where, "kv_cache belongs to generate calls: this one keeps none", "leave it out", "pin")
     if isinstance(request.graph.calls[name], Generate):
         yield from _generate_pin(request, pin, where)
     elif pin.residency == "offloaded" and not request.constraints.offload:
@@ -86,6 +89,8 @@ def _lacking(request: PlanRequest, pin: Pin, where: Where) -> Iterator[Problem]:
         if (getattr(pin, axis) or 1) > 1:
             hint = "use dp, and sharding: fsdp for models that don't fit; `realgraph plan --engine any` plans with it"
             yield Problem(where, engine_lacks(axis), hint, "pin")
+    if pin.kv_cache == "float8":
+        yield Problem(where, CACHE_DTYPE, "leave kv_cache out", "pin")
     if pin.residency == "offloaded":
         text = "the engines of this version can't offload weights to the host"
         yield Problem(where, text, "leave residency out", "pin")
