@@ -80,6 +80,13 @@ def test_present_settings_are_priced_beside_the_best() -> None:
     assert best().lower_bound_seconds <= mine.period_seconds
 
 
+def test_the_same_seed_takes_the_same_way_to_the_same_plan() -> None:
+    """No step of a search that ends by its proof depends on a clock."""
+    first, again = (solved(PPO, Limits(gap=0.001, seconds=60.0))[1] for _ in range(2))
+    assert first.stopped == again.stopped == "proven"
+    assert (first.nodes, first.choices, first.bound) == (again.nodes, again.choices, again.bound)
+
+
 def test_more_devices_are_never_worse() -> None:
     asked = request(grpo(), "meta-llama/Llama-3.1-70B", cluster(nodes=8), workload=WORK, engine="any")
     sizes = [replace(asked, cluster=resize(asked.cluster, devices)) for devices in (8, 32, 64)]
