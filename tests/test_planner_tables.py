@@ -15,6 +15,7 @@ from realgraph.graphs.maths import Loss
 from realgraph.graphs.spec import Advantage, Function, ModelRole, Train
 from realgraph.planner.cluster import ClusterSpec, NodesSpec
 from realgraph.planner.constraints import Constraints
+from realgraph.planner.cost_table import CostTable, PhaseFactor
 from realgraph.planner.costs.memory import DType
 from realgraph.planner.detect import resolve
 from realgraph.planner.events import Dependency, EventGraph, event_graph, period
@@ -29,7 +30,7 @@ from realgraph.planner.space.couplings import free_floor, precedences
 from realgraph.planner.space.meshes import family, group_of, mesh_fault, radices
 from realgraph.planner.space.options import Passes, microbatches_of
 from realgraph.planner.space.passes import schedule_fault
-from realgraph.planner.space.pricing import holding
+from realgraph.planner.space.pricing import holding, options_of
 from realgraph.planner.space.pruning import Rows, kept_rows
 from realgraph.planner.space.tables import problem_of
 from realgraph.planner.workload import Workload
@@ -39,6 +40,17 @@ replace = msgspec.structs.replace
 MIXED = resolve(
     ClusterSpec(nodes=2, devices=8, kind="H100-SXM", more=(NodesSpec(3, "A100-80"), NodesSpec(1, "H20", 4))), MACHINE
 )
+
+
+def test_measured_costs_speak_of_their_own_kind_of_device_alone() -> None:
+    """On H100s and A100s with a table of the A100s: theirs take twice as long, the others as long as before."""
+    asked = request(grpo(), "Qwen/Qwen3-1.7B", MIXED, engine="any")
+    measured = replace(asked, costs=CostTable(kind="A100-80", phases={"train": PhaseFactor(2.0, error=0.1)}))
+    for first, factor in ((0, 1.0), (16, 2.0)):
+        mesh, group = DeviceMesh(first, 8), MIXED.groups[group_of(MIXED, first)]
+        found = [c for c in candidates(asked, "train", mesh, group) if list(options_of(asked, "train", c, group))]
+        before, after = (next(options_of(each, "train", found[0], group)).seconds for each in (asked, measured))
+        assert after == pytest.approx(factor * before)
 
 
 @pytest.mark.parametrize(("dtype", "widest"), [("bfloat16", 8), ("float32", 16)])

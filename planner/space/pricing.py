@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from realgraph.graphs.spec import Generate, Inference, ModelCall, ModelRole, Train
 from realgraph.planner.cluster import Cluster
-from realgraph.planner.cost_table import MeasuredCall, Phase, PhaseFactor
+from realgraph.planner.cost_table import CostTable, MeasuredCall, Phase, PhaseFactor
 from realgraph.planner.costs import memory
 from realgraph.planner.costs.memory import Footprint, Running
 from realgraph.planner.costs.move import offload_seconds
@@ -21,6 +21,7 @@ from realgraph.planner.devices import Costs
 from realgraph.planner.layout import AXES, PASSES, DeviceMesh, Layout
 from realgraph.planner.model_spec import ModelSpec
 from realgraph.planner.request import PlanRequest, call_hashes
+from realgraph.planner.space.meshes import group_of
 from realgraph.planner.space.options import (
     Candidate,
     Passes,
@@ -252,6 +253,14 @@ def factors_of(request: PlanRequest, cluster: Cluster) -> Costs | None:
     return request.costs.factors if request.costs.kind in ("", cluster.kind) else None
 
 
+def _measured_there(request: PlanRequest, layout: Layout) -> CostTable:
+    """The measured costs where they speak of the kind of device that a layout lies on; else none."""
+    if request.costs.kind and request.cluster.more:
+        group = request.cluster.groups[group_of(request.cluster, layout.mesh.first)]
+        return request.costs if group.kind == request.costs.kind else CostTable()
+    return request.costs
+
+
 def corrected(request: PlanRequest, call: str, candidate: Candidate, timing: Timing, more: float) -> Timing:
     """With `more` seconds of offloading and of its inputs, and the phase's measured factor.
 
@@ -261,7 +270,7 @@ def corrected(request: PlanRequest, call: str, candidate: Candidate, timing: Tim
     if measured is not None:
         return Timing(measured[0], measured[0], timing.running, measured[1])
     phase = phase_of(request.graph.calls[call])
-    found = request.costs.phases.get(phase, PhaseFactor())
+    found = _measured_there(request, candidate.layout).phases.get(phase, PhaseFactor())
     seconds = found.factor * (timing.seconds + more) + found.constant_seconds
     rest = timing.latency - timing.whole * timing.seconds
     latency = timing.whole * seconds + found.factor * (rest + more) + found.constant_seconds
@@ -275,7 +284,7 @@ def is_measured(request: PlanRequest, call: str, candidate: Candidate) -> bool:
 
 def _measured(request: PlanRequest, call: str, candidate: Candidate) -> tuple[float, float] | None:
     """The measured seconds and error of exactly this call, None where there are none."""
-    for found in request.costs.calls:
+    for found in _measured_there(request, candidate.layout).calls:
         same = found.call == call and _ran(found, candidate)
         if same and (found.model, found.workload) == call_hashes(request, call):
             return found.seconds, found.error
