@@ -9,9 +9,11 @@ import networkx as nx
 import pytest
 
 from realgraph.graphs.graph import Graph
+from realgraph.graphs.spec import Generate, Inference
 from realgraph.planner.events import Dependency, EventGraph, empty_circuit, event_graph, period, show_circuit
 from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.plan import Allocation, Hashes, Plan, Turn
+from realgraph.planner.residency import shares_trained_copy
 from tests.planner_cases import ppo
 
 PPO_SECONDS = {"generate": 30.0, "ref": 5.0, "values": 4.0, "actor_train": 25.0, "critic_train": 24.0}
@@ -196,3 +198,12 @@ def test_a_reallocation_holds_the_devices_whose_orders_name_it() -> None:
     assert ppo_period(slow, 4) == 50  # generation and its reallocation share a device; training and it another: 45
     ordered = msgspec.structs.replace(slow, orders={**slow.orders, 0: (Turn("generate", 4),)})
     assert ppo_period(ordered, 4) == 45
+
+
+def test_generation_reads_no_sharded_copy_and_inference_does() -> None:
+    whole = Layout(DeviceMesh(0, 8), dp=8)
+    sharded = Layout(DeviceMesh(0, 8), dp=8, sharding="fsdp")
+    generate, inference = Generate(model="actor"), Inference(model="actor", output="logprobs", writes=("l",))
+    assert shares_trained_copy(generate, whole, whole) and shares_trained_copy(inference, sharded, sharded)
+    assert not shares_trained_copy(generate, sharded, sharded)
+    assert not shares_trained_copy(inference, whole, sharded)

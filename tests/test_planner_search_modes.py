@@ -106,6 +106,7 @@ def test_hints_are_searches_of_their_own() -> None:
     texts = {hint.text: hint for hint in hints(asked, plan, QUICK)}
     assert "32 devices" in texts
     assert texts["32 devices"].gain > 0
+    assert texts["32 devices"].period == pytest.approx(plan.period_seconds / (1 + texts["32 devices"].gain))
     assert any("batch.groups 512" in text for text in texts)
     assert any(text.startswith("staleness") for text in texts)
     free = texts.get("without pins and constraints")
@@ -135,7 +136,7 @@ def test_staleness_never_costs_and_synchronous_is_compared_with_it() -> None:
 def test_a_robust_plan_regrets_no_more_than_the_nominal_one_and_is_drawn_alike_for_a_seed() -> None:
     found = robust(PPO, QUICK)
     assert found.expected_regret <= found.nominal_expected_regret + 1e-12
-    assert 0 <= found.expected_regret <= found.worst_regret
+    assert 0 <= found.expected_regret <= found.worst_regret < 1
     assert found.candidates >= 1
     assert validate(found.plan, PPO) == ()
     assert found.plan.period_seconds <= 1.05 * found.nominal.period_seconds
