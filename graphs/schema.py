@@ -341,4 +341,9 @@ def _describe_structs(choices: Sequence[inspect.StructType]) -> list[str]:
 
 def _range(kind: inspect.IntType | inspect.FloatType) -> str:
     bounds = [(">", kind.gt), (">=", kind.ge), ("<", kind.lt), ("<=", kind.le)]
-    return " and".join(f" {sign} {bound:g}" for sign, bound in bounds if bound is not None)
+    return " and".join(f" {sign} {_number(bound)}" for sign, bound in bounds if bound is not None)
+
+
+def _number(value: float) -> str:
+    """`0.5`, `1`, `1,000,000`."""
+    return f"{int(value):,}" if value == int(value) else f"{value:g}"

@@ -6,6 +6,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 Count = Annotated[int, Meta(ge=1)]
+Gigabytes = Annotated[float, Meta(gt=0, le=1e6)]  # 10^9 bytes
 MOST_DEVICES = 65_536  # of a cluster
 
 
@@ -15,8 +16,8 @@ class NodesSpec(Struct, frozen=True, forbid_unknown_fields=True):
     nodes: Count
     kind: str  # a name of planner/devices.yaml
     devices: Count | None = None  # per node; default: the kind's usual server
-    memory_gb: Annotated[float, Meta(gt=0)] | None = None  # per device
-    host_memory_gb: Annotated[float, Meta(gt=0)] | None = None  # per node
+    memory_gb: Gigabytes | None = None  # per device
+    host_memory_gb: Gigabytes | None = None  # per node
 
 
 class ClusterSpec(Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,8 +29,8 @@ class ClusterSpec(Struct, frozen=True, forbid_unknown_fields=True):
     nodes: Count = 1  # hosts
     devices: Count | None = None  # per node; default: this machine's GPUs, or 2 processes on a CPU
     kind: str = "auto"  # H100-SXM, A100-80, ..., cpu; auto: this machine
-    memory_gb: Annotated[float, Meta(gt=0)] | None = None  # per device
-    host_memory_gb: Annotated[float, Meta(gt=0)] | None = None  # per node
+    memory_gb: Gigabytes | None = None  # per device
+    host_memory_gb: Gigabytes | None = None  # per node
     more: tuple[NodesSpec, ...] = ()  # nodes of other kinds: a mixed cluster
 
 

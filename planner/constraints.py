@@ -4,6 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from realgraph.planner.cluster import Gigabytes
 from realgraph.planner.pins import Pin
 
 
@@ -17,7 +18,7 @@ class Constraints(Struct, frozen=True, forbid_unknown_fields=True):
     share: tuple[tuple[str, ...], ...] = ()  # sets of calls that must lie on one mesh
     forbid: dict[str, tuple[Pin, ...]] = {}  # call -> choices it may not have
     reserve: Annotated[int, Meta(ge=0)] = 0  # devices left free, the last of the cluster
-    memory_gb: Annotated[float, Meta(gt=0)] | None = None  # per device, 10^9 bytes that a plan may fill
-    host_memory_gb: Annotated[float, Meta(gt=0)] | None = None  # per node, for what is offloaded
+    memory_gb: Gigabytes | None = None  # per device, 10^9 bytes that a plan may fill
+    host_memory_gb: Gigabytes | None = None  # per node, for what is offloaded
     colocated: bool = False  # every call on all devices
     offload: bool = True  # whether weights and optimizer states may wait in host memory

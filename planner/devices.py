@@ -10,8 +10,9 @@ from msgspec import Meta, Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
 
-Rate = Annotated[float, Meta(gt=0)]
-Amount = Annotated[float, Meta(ge=0)]
+Rate = Annotated[float, Meta(ge=1e-6, le=1e3)]  # a fraction, or a ratio; beyond it is a slip of the pen
+Amount = Annotated[float, Meta(ge=0, le=1e3)]  # a fraction or seconds
+Rows = Annotated[float, Meta(ge=0, le=1e6)]
 
 
 class Costs(Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,8 +34,8 @@ class Costs(Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     gemm: Rate
-    gemm_tokens: Amount
-    gemm_width: Amount
+    gemm_tokens: Rows
+    gemm_width: Rows
     attention: Rate
     memory: Rate
     kv: Rate
@@ -45,7 +46,7 @@ class Costs(Struct, frozen=True, forbid_unknown_fields=True):
     sequence_seconds: Amount
     fp8: Rate = 1.0
     sustained: Rate = 1.0
-    pass_tokens: Amount = 0.0
+    pass_tokens: Rows = 0.0
     elementwise: Amount = 0.0
     optimizer: Amount = 0.0
     backward: Rate = 2.0

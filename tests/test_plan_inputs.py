@@ -12,6 +12,7 @@ from realgraph.plan_diff import diff_command
 from realgraph.plan_options import PlanOptions
 from realgraph.plan_problem import problem_command
 from realgraph.planner.codec import plan_to_json
+from realgraph.planner.devices import device_kind
 
 RUN = """
 graph: grpo
@@ -147,3 +148,45 @@ def test_what_can_not_be_done_is_said_before_any_search(
 def test_options_that_a_bare_problem_has_no_use_for_are_refused() -> None:
     with pytest.raises(ConfigError, match="--problem takes no --explain, --html, --robust, --brief"):
         problem_command(PROBLEM, msgspec.structs.replace(BRIEF, html=Path("x.html"), explain="train", robust=True))
+
+
+@pytest.mark.parametrize(
+    "override", ["constraints.memory_gb=1e308", "constraints.host_memory_gb=1e30", "cluster.memory_gb=1e9"]
+)
+def test_memory_beyond_all_devices_is_refused(override: str, run_file: Path) -> None:
+    with pytest.raises(ConfigError, match="<= 1,000,000"):
+        plan_command(run_file, [override], BRIEF)
+
+
+@pytest.mark.parametrize(
+    "factor", [{"kv": 1e-320}, {"gemm": 0.0}, {"step_seconds": 1e9}, {"optimizer_step_seconds": 1e308}]
+)
+def test_impossible_factors_are_refused(factor: dict[str, float], run_file: Path) -> None:
+    table = run_file.parent / "costs.json"
+    factors = msgspec.to_builtins(device_kind("H100-SXM").costs) | factor
+    table.write_bytes(msgspec.json.encode({"format": 1, "factors": factors}))
+    with pytest.raises(ConfigError, match=next(iter(factor))):
+        plan_command(run_file, options=msgspec.structs.replace(BRIEF, costs=table))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("devices",), 10**30),
+        (("reallocations", 0, "distance"), 2**63),
+        (("calls", 0, "options", 0, "seconds"), 1e308),
+        (("calls", 0, "options", 0, "mesh"), [0, 10**20]),
+    ],
+)
+def test_a_bare_problem_beyond_all_machines_is_refused(
+    path: tuple[str | int, ...], value: object, tmp_path: Path
+) -> None:
+    raw = json.loads(PROBLEM.read_text())
+    at = raw
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    file = tmp_path / "problem.json"
+    file.write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=str(path[-1])):
+        problem_command(file, PlanOptions())

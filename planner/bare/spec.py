@@ -8,11 +8,14 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from realgraph.planner.cluster import MOST_DEVICES
+
 PROBLEM_FORMAT = 1
 
-Count = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=1, le=2**31)]
 Bytes = Annotated[float, Meta(ge=0, le=2**53)]
-Seconds = Annotated[float, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Distance = Annotated[int, Meta(ge=0, le=2**20)]  # steps
 Name = Annotated[str, Meta(min_length=1)]
 MeshSpec = Annotated[tuple[Annotated[int, Meta(ge=0)], Count], Meta(description="[first device, number of devices]")]
 
@@ -61,7 +64,7 @@ class EdgeSpec(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
 
     source: str
     target: str
-    distance: Annotated[int, Meta(ge=0)] = 0
+    distance: Distance = 0
     delay: Seconds = 0.0
 
 
@@ -77,7 +80,7 @@ class ReallocationSpec(Struct, frozen=True, forbid_unknown_fields=True, omit_def
     source: str
     target: str
     seconds: tuple[tuple[Seconds, ...] | Seconds, ...]
-    distance: Annotated[int, Meta(ge=0)] = 1
+    distance: Distance = 1
     in_place: bool | tuple[tuple[Annotated[int, Meta(ge=0)], ...], ...] = False
 
 
@@ -95,7 +98,7 @@ class ProblemFile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     it is left out. devices_per_node: all devices where it is left out. floor_seconds: no period may be below it.
     """
 
-    devices: Count
+    devices: Annotated[int, Meta(ge=1, le=MOST_DEVICES)]
     memory: Bytes | tuple[Bytes, ...]
     calls: Annotated[tuple[CallSpec, ...], Meta(min_length=1)]
     edges: tuple[EdgeSpec, ...] = ()
