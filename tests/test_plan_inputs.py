@@ -190,3 +190,11 @@ def test_a_bare_problem_beyond_all_machines_is_refused(
     file.write_text(json.dumps(raw))
     with pytest.raises(ConfigError, match=str(path[-1])):
         problem_command(file, PlanOptions())
+
+
+@pytest.mark.filterwarnings("error")
+def test_devices_without_memory_are_no_division_by_zero(tmp_path: Path) -> None:
+    options = [{"mesh": [0, 2], "seconds": 1, "resident": 0, "active": 0}]
+    file = tmp_path / "problem.json"
+    file.write_text(json.dumps({"devices": 2, "memory": 0, "calls": [{"name": "a", "options": options}]}))
+    assert problem_command(file, PlanOptions()).period == pytest.approx(1.0)

@@ -64,7 +64,7 @@ def cliques_of(exclusive: Ints) -> list[tuple[int, ...]]:
 def rows_of(instance: Instance, allowed: Mask, period: float) -> Rows | None:
     """The options that a plan within `period` may use; None where some task has none."""
     n, devices = len(instance.role), instance.memory.shape[1]
-    memory = float(instance.memory[0].sum())
+    memory = max(1.0, float(instance.memory[0].sum()))
     tasks: list[int] = []
     tables: list[int] = []
     options: list[Ints] = []
