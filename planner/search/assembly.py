@@ -88,7 +88,8 @@ def scope_of(prepared: Prepared) -> str:
     """What the lower bound speaks of."""
     request, problem = prepared.request, prepared.problem
     rows = sum(len(table) for table in problem.tables)
-    what = "dp only, as this version's engines run" if request.engine == "installed" else "dp, tp, pp, ep, cp"
+    free = "dp, tp, pp, ep, cp, recomputation and pipeline schedules"
+    what = "dp only, as this version's engines run" if request.engine == "installed" else free
     where = f"{len(problem.meshes)} meshes (aligned blocks and runs of nodes)"
     return f"schedules that repeat every step; {where}; {rows} options of all calls and mesh sizes: {what}"
 
