@@ -9,7 +9,7 @@ from realgraph.plan_session import Budget, Session
 from realgraph.planner.constraints import Constraints
 from realgraph.planner.plan import Plan
 from realgraph.planner.problem import Solution
-from realgraph.planner.report.format import change_text, gap_text
+from realgraph.planner.report.format import change_text, gap_text, seconds_text
 from realgraph.planner.report.report import Comparison, Hint
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.search.baselines import baselines_of
@@ -20,7 +20,8 @@ from realgraph.planner.space.wishes import wish_problems
 
 RULE_SECONDS, RULE_GAP = 2.0, 0.002  # of the search for the best layouts under a rule
 PROVEN = 0.05  # of a gap: a larger one proves little
-NEARLY = 0.01  # longer by less: a simpler plan is worth it
+NEARLY, NOTHING = 0.01, 1e-6  # longer by less: a simpler plan is worth it; as long
+FREE = "free choice"
 OTHER_SECONDS = 3.0  # of the search for one other plan
 HINT_SECONDS = 1.0  # of the search behind one hint
 BESIDE_SECONDS = 12.0  # of everything beside the plan
@@ -56,7 +57,7 @@ def other_plans(session: Session, request: PlanRequest, judged: bool) -> Iterato
         yield _searched("best plan", "what the search finds under the run file's settings", session, request)
     if pinned:
         free = replace(request, pins={}, constraints=Constraints())
-        yield _searched("free choice", "without the run file's allocation and constraints", session, free)
+        yield _searched(FREE, "without the run file's allocation and constraints", session, free)
     if request.engine == "any":
         installed = replace(request, engine="installed")
         yield _searched("installed engines", "what `realgraph run` of this version plans with", session, installed)
@@ -104,6 +105,15 @@ def synchrony(session: Session, request: PlanRequest, plan: Plan) -> str:
     return f"{found.text}: {change_text(1 + found.gain)} samples/s, on-policy"
 
 
+def cut_short(plan: Plan, comparisons: tuple[Comparison, ...]) -> str:
+    """That a rule is faster than what a search found that had no time to end; '' where none is."""
+    found = [(other.period_seconds, other.name) for other in comparisons if other.period_seconds and other.name != FREE]
+    least, name = min(found, default=(plan.period_seconds, ""))
+    if plan.stopped not in ("time limit", "interrupted") or least >= plan.period_seconds * (1 - NEARLY):
+        return ""
+    return f"the search ended too early: {name} takes {seconds_text(least)} a step; give it more time (--time-limit)"
+
+
 def simpler(request: PlanRequest, plan: Plan, comparisons: tuple[Comparison, ...]) -> str:
     """Whether placing every call on all devices, which has less to go wrong, is as good; '' where it is worse."""
     if len(plan.allocations) < 2:
@@ -115,7 +125,7 @@ def simpler(request: PlanRequest, plan: Plan, comparisons: tuple[Comparison, ...
     for other in comparisons:
         if other.name == "colocated" and other.period_seconds is not None:
             excess = other.period_seconds / plan.period_seconds - 1
-            if excess <= NEARLY:
+            if -NOTHING <= excess <= NEARLY:
                 return (
                     f"every call on all devices (--colocated) is simpler and takes {gap_text(max(0.0, excess))} longer"
                 )

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from realgraph.compose import Checked, check_run
-from realgraph.plan_beside import BESIDE_SECONDS, hints_of, other_plans, rules, simpler, synchrony
+from realgraph.plan_beside import BESIDE_SECONDS, cut_short, hints_of, other_plans, rules, simpler, synchrony
 from realgraph.plan_console import console, refuse_unwritable, write
 from realgraph.plan_explain import explained, refuse_free
 from realgraph.plan_facts import doubts_of, facts_of
@@ -138,7 +138,8 @@ def _with_beside(now: Session, report: Report, made: Made, options: PlanOptions)
     )
     hints = hints_of(now, made.request, made.plan, budget)
     word = synchrony(now, made.request, made.plan)
-    notes = (*report.findings.notes, *filter(None, (word, simpler(made.request, made.plan, comparisons))))
+    words = (cut_short(made.plan, comparisons), word, simpler(made.request, made.plan, comparisons))
+    notes = (*report.findings.notes, *filter(None, words))
     return replace(report, findings=replace(report.findings, comparisons=comparisons, hints=hints, notes=notes))
 
 

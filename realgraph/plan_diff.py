@@ -19,7 +19,8 @@ def diff_command(before: Path, after: Path, json_out: bool = False) -> tuple[Cha
     if json_out:
         print(msgspec.json.format(msgspec.json.encode(changes), indent=2).decode())
     elif changes:
-        console().print(table(changes, before.name, after.name))
+        names = (before.name, after.name) if before.name != after.name else (str(before), str(after))
+        console().print(table(changes, *names))
     else:
         console().print("no difference: the two plans predict and do the same")
     return changes

@@ -7,15 +7,19 @@ import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from realgraph import cli
 from realgraph.graphs.errors import ConfigError
+from realgraph.plan_beside import cut_short
 from realgraph.plan_command import plan_command
 from realgraph.plan_limits import interruptible
 from realgraph.plan_options import PlanOptions
 from realgraph.plan_session import NoPlanYet
 from realgraph.planner.codec import plan_from_json
+from realgraph.planner.report.report import Comparison
+from tests.plan_reports import overlapping
 
 RUN = """
 graph: grpo
@@ -156,3 +160,12 @@ def test_lengths_change_what_is_expected(run_file: Path, capsys: pytest.CaptureF
     said = capsys.readouterr().out
     assert "420 (at most 512) new tokens expected" in said and "lengths of responses" not in said
     assert long.period_seconds > plan_command(run_file, options=PlanOptions(json_out=True)).period_seconds
+
+
+def test_a_search_that_ended_too_early_says_so() -> None:
+    _, plan = overlapping()
+    early = msgspec.structs.replace(plan, stopped="time limit")
+    slower, faster = (Comparison("symmetric", factor * plan.period_seconds) for factor in (1.2, 0.5))
+    assert "symmetric takes" in cut_short(early, (slower, faster))
+    assert not cut_short(early, (slower,)) and not cut_short(plan, (faster,))
+    assert not cut_short(early, (Comparison("free choice", 1.0),))

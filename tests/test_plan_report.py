@@ -22,7 +22,7 @@ from realgraph.planner.costs.memory import usable_bytes
 from realgraph.planner.events import period
 from realgraph.planner.plan import Plan, Turn
 from realgraph.planner.report.diff import diff
-from realgraph.planner.report.format import change_text, count_text, devices_text, gap_text, seconds_text
+from realgraph.planner.report.format import bytes_text, change_text, count_text, devices_text, gap_text, seconds_text
 from realgraph.planner.report.html import page
 from realgraph.planner.report.price import price_of
 from realgraph.planner.report.report import Report, report_of
@@ -220,9 +220,26 @@ def test_seconds_have_three_digits_and_no_empty_fraction(seconds: float) -> None
     assert seconds >= 100 or sum(letter.isdigit() for letter in number.lstrip("0.")) == 3
 
 
-@pytest.mark.parametrize(("n_params", "text"), [(8.03e9, "8.03B"), (596e6, "596M"), (999.9e6, "1B"), (18_100, "18.1K")])
+@pytest.mark.parametrize(
+    ("n_params", "text"), [(8.03e9, "8.03B"), (596e6, "596M"), (999.9e6, "1B"), (18_100, "18.1K"), (593e3, "593K")]
+)
 def test_sizes_of_models_are_written_as_people_name_them(n_params: float, text: str) -> None:
     assert count_text(n_params) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0.0 MB"),
+        (3.2e6, "3.2 MB"),
+        (99.96e6, "100 MB"),
+        (131e6, "131 MB"),
+        (999.9e6, "1.0 GB"),
+        (1.4228e12, "1,422.8 GB"),
+    ],
+)
+def test_bytes_are_written_with_three_digits_or_a_tenth(nbytes: float, text: str) -> None:
+    assert bytes_text(nbytes) == text
 
 
 @pytest.mark.parametrize("width", range(76, 180, 4))

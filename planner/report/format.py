@@ -49,15 +49,17 @@ def change_text(ratio: float) -> str:
 
 
 def bytes_text(nbytes: float) -> str:
-    """`57.7 GB`, or `3.2 MB` below a tenth of a GB. 10^9 bytes."""
-    return f"{nbytes / GB:.1f} GB" if nbytes >= GB / 10 else f"{nbytes / 1e6:.1f} MB"
+    """`57.7 GB`, `131 MB`, `3.2 MB`. 10^9 bytes."""
+    if nbytes >= 0.9995 * GB:
+        return f"{nbytes / GB:,.1f} GB"
+    return f"{nbytes / 1e6:.0f} MB" if nbytes >= 99.95e6 else f"{nbytes / 1e6:.1f} MB"
 
 
 def count_text(n_params: float) -> str:
     """`8.03B`, `596M`, `18.1K`."""
     if n_params >= 999.5e6:
         return f"{n_params / 1e9:.3g}B"
-    return f"{n_params / 1e6:.3g}M" if n_params >= 1e5 else f"{n_params / 1e3:.3g}K"
+    return f"{n_params / 1e6:.3g}M" if n_params >= 999.5e3 else f"{n_params / 1e3:.3g}K"
 
 
 def dollars_text(usd: float) -> str:

@@ -193,8 +193,8 @@ def _least(request: PlanRequest, call: str, beside: dict[str, Allocation]) -> Ca
 
 
 def shown_bytes(nbytes: int) -> str:
-    """`57.7 GB`, or `3.2 MB` below a tenth of a GB."""
-    return f"{nbytes / GB:.1f} GB" if nbytes >= GB / 10 else f"{nbytes / 1e6:.1f} MB"
+    """`57.7 GB`, or `3.2 MB` below a GB."""
+    return f"{nbytes / GB:,.1f} GB" if nbytes >= GB else f"{nbytes / 1e6:.1f} MB"
 
 
 def _memory_problem(request: PlanRequest, tight: Tight, changes: Sequence[str]) -> Problem:
