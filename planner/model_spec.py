@@ -79,7 +79,7 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
         return queries + down + up + self.heads * latent.value_dim * self.hidden
 
     def attention_width(self) -> int:
-        """Elements of all heads' queries: half the products of one token with one position it sees, over 2."""
+        """Such that attention takes 4 operations an element for each token and position that it sees."""
         if self.latent is None:
             return self.heads * self.head_dim
         return self.heads * (self.head_dim + self.latent.rope_dim + self.latent.value_dim) // 2
@@ -155,10 +155,10 @@ class _Config(Struct, frozen=True):
     tie_word_embeddings: bool | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
-    num_experts: int | None = None
-    num_local_experts: int | None = None
-    num_experts_per_tok: int = 8
-    moe_intermediate_size: int = 768
+    num_experts: Annotated[int, Meta(ge=0)] | None = None
+    num_local_experts: Annotated[int, Meta(ge=0)] | None = None
+    num_experts_per_tok: Count = 8
+    moe_intermediate_size: Count = 768
     decoder_sparse_step: Count = 1
     mlp_only_layers: tuple[int, ...] | None = None
 
@@ -176,6 +176,9 @@ def spec_from_config(config: Mapping[str, Any], where: Where) -> ModelSpec:
     spec = _spec(kind, fields)
     if spec.heads % spec.kv_heads:
         text = f"config.json: {spec.heads} heads do not divide among {spec.kv_heads} KV heads"
+        raise ConfigError([Problem(where, text, "", "model")])
+    if spec.expert_layers and spec.experts_per_token > spec.experts:
+        text = f"config.json: a token can't pass {spec.experts_per_token} of {spec.experts} experts"
         raise ConfigError([Problem(where, text, "", "model")])
     return spec
 

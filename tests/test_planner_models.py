@@ -141,6 +141,8 @@ def test_an_unknown_model_is_refused_with_a_way_out(path: str, says: str, tmp_pa
         ({"model_type": "llama", "hidden_size": 64}, "missing required field"),
         ({**BASE, "model_type": "llama", "hidden_size": -1}, "hidden_size"),
         ({**BASE, "model_type": "llama", "num_key_value_heads": 3}, "4 heads do not divide among 3"),
+        ({**BASE, "model_type": "qwen3_moe", "num_experts_per_tok": 200}, "a token can't pass 200 of 128 experts"),
+        ({**BASE, "model_type": "qwen3_moe", "num_experts_per_tok": 0}, "num_experts_per_tok"),
     ],
 )
 def test_a_bad_config_is_refused(config: dict[str, Any], says: str, tmp_path: Path) -> None:
