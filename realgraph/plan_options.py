@@ -88,7 +88,7 @@ def sizes_of(text: str, per_node: int) -> tuple[int, ...]:
         raise _error(f"{text!r} names no sizes", "such as 8..1024, or 8,24,96") from None
     wrong = [size for size in sizes if not 1 <= size <= MOST_DEVICES]
     if wrong or not sizes:
-        raise _error(f"a cluster has 1 to {MOST_DEVICES:,} devices, not {wrong[0] if wrong else text}", "")
+        raise _error(f"a cluster has 1 to {MOST_DEVICES:,} devices, not {f'{wrong[-1]:,}' if wrong else text}", "")
     odd = [size for size in sizes if size > per_node and size % per_node]
     if odd:
         hint = f"a multiple of {per_node}, the devices of a node"

@@ -28,6 +28,7 @@ from realgraph.planner.search.validate import validate
 from realgraph.planner.workload import Workload
 
 PLAN_HINT = "a plan is what `realgraph plan --out FILE` writes"
+MOST_SAMPLES = 1 << 30  # of a step
 TRIED_ROWS = 256  # of the data, to guess the mean length of a prompt
 CHARACTERS_PER_TOKEN = 4  # of English text under a vocabulary of 32,000 or more
 SMALL_VOCABULARY = 2000  # with fewer tokens a token is about a character
@@ -65,7 +66,7 @@ def request_for(checked: Checked, hub_cache: Path | None = None, asked: Asked = 
         except ConfigError as error:
             problems += error.problems
     workload = with_lengths(workload_of(checked, models), asked.lengths or asked.costs.lengths)
-    problems += _no_room(checked, models, workload)
+    problems += [*_no_room(checked, models, workload), *_too_many(checked, workload)]
     try:
         cluster = cluster_of(checked.run.cluster)
     except ConfigError as error:
@@ -218,6 +219,13 @@ def _no_room(checked: Checked, models: dict[str, ModelSpec], workload: Workload)
         for name, model in models.items()
         if 0 < model.max_positions <= workload.max_new_tokens
     ]
+
+
+def _too_many(checked: Checked, workload: Workload) -> Iterator[Problem]:
+    """A step that no cluster ends, whose seconds would drown those of all else."""
+    if workload.n_samples > MOST_SAMPLES:
+        text = f"a step of {workload.n_samples:,} samples: at most {MOST_SAMPLES:,} can be planned"
+        yield Problem(checked.where("$.batch.groups"), text, "lower batch.groups, or the samples of a group", "batch")
 
 
 def _placed(checked: Checked, problem: Problem) -> Problem:

@@ -30,7 +30,7 @@ class RunSpec(Struct, frozen=True, forbid_unknown_fields=True):
     cluster: ClusterSpec = field(default_factory=ClusterSpec)  # the machine
     allocation: dict[str, Pin] = field(default_factory=dict)  # call -> what the planner must keep to
     constraints: Constraints = field(default_factory=Constraints)  # on the plan as a whole
-    staleness: Annotated[int, Meta(ge=0)] = 0  # steps a sample may lag behind the weights; 0: synchronous
+    staleness: Annotated[int, Meta(ge=0, le=1_000_000)] = 0  # steps a sample may lag behind the weights; 0: synchronous
     overdue: Literal["mask", "wait", "drop", "allow"] = "mask"  # samples older than `staleness`
     steps: Count = 100  # of training (or of generation, where nothing trains)
     seed: Annotated[int, Meta(ge=0)] = 0  # of data order and sampling

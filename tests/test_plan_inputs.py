@@ -198,3 +198,16 @@ def test_devices_without_memory_are_no_division_by_zero(tmp_path: Path) -> None:
     file = tmp_path / "problem.json"
     file.write_text(json.dumps({"devices": 2, "memory": 0, "calls": [{"name": "a", "options": options}]}))
     assert problem_command(file, PlanOptions()).period == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("batch.groups=1000000000000", "can be planned"),
+        ("params.group_size=1000000000", "can be planned"),
+        ("staleness=1000000000000000000000", "<= 1,000,000"),
+    ],
+)
+def test_a_step_beyond_all_clusters_is_refused(override: str, says: str, run_file: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plan_command(run_file, [override, "data.path=openai/gsm8k", "data.subset=main"], BRIEF)
