@@ -9,9 +9,11 @@ import pytest
 
 from realgraph.planner.events import Dependency, EventGraph, period
 from realgraph.planner.problem import Choice, Limits, SearchProblem, Solution, Unsolved
+from realgraph.planner.search.baselines import colocated, real_heuristic
+from realgraph.planner.solve.instance import instance_of
 from realgraph.planner.solve.solver import evaluate, orders, solve
 from tests.planner_oracles import brute_force, every_choice, fits, least_period, nodes_of, ties_hold, violations
-from tests.planner_problems import problem_of_seed
+from tests.planner_problems import Size, problem_of_seed
 
 
 def some_choices(problem: SearchProblem, seed: int) -> dict[str, Choice]:
@@ -79,6 +81,54 @@ def test_symmetric_places_change_no_optimum() -> None:
             assert isinstance(found, Solution) == isinstance(plain, Solution), seed
             if isinstance(found, Solution) and isinstance(plain, Solution):
                 assert found.period == pytest.approx(plain.period, rel=1e-6), seed
+
+
+def with_twins(problem: SearchProblem) -> SearchProblem | None:
+    """The problem with two more tasks that differ from a call of a frozen role in their names alone."""
+    tied = {name for tie in problem.ties for name in tie.tasks}
+    roles = [task.role for task in problem.tasks]
+    alone = [
+        task for task in problem.tasks if roles.count(task.role) == 1 and not task.trains and task.name not in tied
+    ]
+    if not alone or len(problem.tasks) > 3:
+        return None
+    task, names = alone[0], ("twin", "triplet")
+    twins = tuple(msgspec.structs.replace(task, name=name, role=name) for name in names)
+    arcs = [p for p in problem.precedences if task.name in (p.source, p.target)]
+    more = [
+        msgspec.structs.replace(
+            p, source=name if p.source == task.name else p.source, target=name if p.target == task.name else p.target
+        )
+        for name in names
+        for p in arcs
+    ]
+    return msgspec.structs.replace(problem, tasks=(*problem.tasks, *twins), precedences=(*problem.precedences, *more))
+
+
+def test_twins_are_found_and_change_no_optimum() -> None:
+    tried = 0
+    for seed in range(80):
+        problem = with_twins(problem_of_seed(seed, Size(tasks=(2, 3), choices=60, options=2)))
+        if problem is None:
+            continue
+        alike, n = instance_of(problem).alike.tolist(), len(problem.tasks)
+        assert alike[n - 1] == alike[n - 2] < n - 2, seed
+        found, best = solve(problem, Limits(gap=0.0)), brute_force(problem)
+        assert isinstance(found, Solution) == (best is not None), seed
+        if isinstance(found, Solution) and best is not None:
+            assert found.period == pytest.approx(best.period, rel=1e-6), seed
+            assert violations(problem, found.choices, found.starts, found.period) == [], seed
+            tried += 1
+    assert tried > 5
+
+
+def test_no_plan_of_a_rule_is_better() -> None:
+    for seed in range(60):
+        problem = problem_of_seed(seed)
+        found = solve(problem, Limits(gap=0.5))
+        for rule in (colocated(problem), real_heuristic(problem)):
+            if rule is not None:
+                assert isinstance(found, Solution) and found.period <= rule.period * (1 + 1e-8), seed
 
 
 def test_orders_make_an_event_graph_with_the_plans_period() -> None:

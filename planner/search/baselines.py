@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping
 from msgspec import Struct
 from msgspec.structs import replace
 
-from realgraph.planner.layout import DeviceMesh
 from realgraph.planner.problem import Choice, Limits, Schedule, SearchProblem, Solution
-from realgraph.planner.search.symmetric import Shape, one_mesh, shaped_choices
+from realgraph.planner.search.symmetric import Shape, shaped_choices
 from realgraph.planner.search.whole_problem import whole_problem
+from realgraph.planner.solve.customary import halved, one_mesh, together
 from realgraph.planner.solve.solver import evaluate, solve
 from realgraph.planner.space.tables import Prepared
 
@@ -96,63 +96,17 @@ def _experts(found: Iterable[Shape]) -> int:
 
 def colocated(problem: SearchProblem, limits: Limits = RULE_LIMITS) -> Baseline | None:
     """None where nothing fits, or no mesh has all tasks."""
-    mesh = one_mesh(problem)
-    if mesh is None:
-        return None
-    return _best(problem, {task.name: mesh for task in problem.tasks}, limits)
+    return _at(problem, together(problem), limits)
 
 
 def real_heuristic(problem: SearchProblem, limits: Limits = RULE_LIMITS) -> Baseline | None:
-    """Generation and the first frozen inference on all devices; train calls split the nodes by their work; the other
-    inference calls take the first and the second half in turn. None where that doesn't fit.
-    """
-    whole = one_mesh(problem)
-    if whole is None:
-        return None
-    trained = {task.role for task in problem.tasks if task.trains}
-    sources = {task.name for task in problem.tasks} - {p.target for p in problem.precedences if p.distance == 0}
-    places: dict[str, int] = {}
-    halves = _split(problem, whole, (1.0, 1.0))
-    frozen_seen = False
-    others = []
-    for task in problem.tasks:
-        if task.trains:
-            continue
-        if task.name in sources or (task.role not in trained and not frozen_seen):
-            places[task.name] = whole
-            frozen_seen = frozen_seen or task.name not in sources
-        else:
-            others.append(task)
-    for i, task in enumerate(others):
-        places[task.name] = next((half for half in (halves[i % 2], *halves) if half in task.tables), whole)
-    trains = [task for task in problem.tasks if task.trains]
-    work = [float(problem.tables[task.tables[whole]].seconds.min()) for task in trains]
-    if len(trains) == 2 and trains[0].role != trains[1].role:
-        parts = _split(problem, whole, (work[0], work[1]))
-        if all(part in task.tables for part, task in zip(parts, trains, strict=True)):
-            places |= {task.name: part for part, task in zip(parts, trains, strict=True)}
-    for task in trains:
-        places.setdefault(task.name, whole)
-    return _best(problem, places, limits)
+    """None where no mesh has all tasks, or where that doesn't fit."""
+    return _at(problem, halved(problem), limits)
 
 
-def _split(problem: SearchProblem, whole: int, work: tuple[float, float]) -> tuple[int, int]:
-    """Two meshes side by side that fill `whole`, nearly in proportion to their work; else `whole` twice."""
-    all_of = problem.meshes[whole]
-    share = work[0] / sum(work)
-    number = {mesh: i for i, mesh in enumerate(problem.meshes)}
-    best, found = float("inf"), (whole, whole)
-    for i, mesh in enumerate(problem.meshes):
-        rest = number.get(DeviceMesh(mesh.first + mesh.n_devices, all_of.n_devices - mesh.n_devices))
-        off = abs(mesh.n_devices / all_of.n_devices - share)
-        if mesh.first == all_of.first and rest is not None and off < best:
-            best, found = off, (i, rest)
-    return found
-
-
-def _best(problem: SearchProblem, places: Mapping[str, int], limits: Limits) -> Baseline | None:
+def _at(problem: SearchProblem, places: Mapping[str, int] | None, limits: Limits) -> Baseline | None:
     """The best options with every task on its place."""
-    if any(places[task.name] not in task.tables for task in problem.tasks):
+    if places is None or any(places[task.name] not in task.tables for task in problem.tasks):
         return None
     tasks = tuple(replace(task, tables={places[task.name]: task.tables[places[task.name]]}) for task in problem.tasks)
     found = solve(replace(problem, tasks=tasks, tree=None), limits)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from realgraph.planner.problem import Choice, Floats, Ints, OptionTable, SearchProblem, SearchTask
+from realgraph.planner.solve.customary import one_mesh as one_mesh
 
 
 class Shape(Struct, frozen=True, order=True):
@@ -38,12 +39,6 @@ class Ways(Struct, frozen=True, eq=False):
 
     def at(self, index: Ints) -> "Ways":
         return Ways(*(getattr(self, name)[index] for name in self.__struct_fields__))
-
-
-def one_mesh(problem: SearchProblem) -> int | None:
-    """The number of the largest mesh that every task may lie on."""
-    common = set.intersection(*(set(task.tables) for task in problem.tasks))
-    return max(common, key=lambda number: (problem.meshes[number].n_devices, -number), default=None)
 
 
 def shaped_choices(

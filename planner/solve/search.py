@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from realgraph.planner.problem import Choice, Limits, Schedule, SearchProblem, Solution, Stopped, Unsolved
 from realgraph.planner.solve.compiled import Floats
+from realgraph.planner.solve.customary import halved, together
 from realgraph.planner.solve.evaluate import fits, schedule, ties_hold, timing
 from realgraph.planner.solve.instance import instance_of
 from realgraph.planner.solve.lists import new_lists
@@ -124,7 +125,7 @@ class Search:
     # --- passes -------------------------------------------------------------------------------------------------------
 
     def _passes(self) -> None:
-        self._together()
+        self._begin()
         if self.best is None:
             self._pass(None)
         last = max(1e-7, 0.999 * self.limits.gap)
@@ -137,12 +138,20 @@ class Search:
                 if len(left) > 1 and self._effort() - before < QUICK:
                     left.pop(0)
 
-    def _together(self) -> None:
-        """A first plan: all tasks on the largest mesh that all of them may take."""
-        common = np.flatnonzero(self.everywhere.all(axis=0))
-        if len(common):
-            largest = int(common[np.argmax(self.instance.size[common])])
-            self._leaf([largest] * len(self.problem.tasks), 0.05, LONG)
+    def _begin(self) -> None:
+        """First plans: where people would place the tasks."""
+        for meshes in self._customary():
+            self._leaf(meshes, 0.05 if self.best is None else 0.01, LONG_NEARBY, all_of_it=False)
+
+    def _customary(self) -> list[list[int]]:
+        """Places that people choose by hand, as far as all tasks may lie there."""
+        leader, found = self.instance.leader.tolist(), []
+        for places in (together(self.problem), halved(self.problem)):
+            meshes = [] if places is None else [places[task.name] for task in self.problem.tasks]
+            allowed = all(self.everywhere[task, mesh] for task, mesh in enumerate(meshes))
+            if meshes and allowed and all(meshes[leader[i]] == mesh for i, mesh in enumerate(meshes)):
+                found.append(meshes)
+        return found
 
     def _limit(self, tolerance: float | None) -> float:
         """The period that is asked for."""
@@ -253,6 +262,8 @@ class Search:
         if self.best is None or self._limit(LEAST_GAIN) <= self.bound:
             return
         try:
+            for meshes in self._customary():
+                self._leaf(meshes, LEAST_GAIN, LONG, all_of_it=False)
             space = self._space(self._limit(LEAST_GAIN), closely=False)
             stop = self._effort() + POLISH + int(POLISH_SHARE * self._effort())
             for task in range(len(self.problem.tasks)):

@@ -6,6 +6,7 @@ import numpy as np
 
 from realgraph.planner.layout import DeviceMesh
 from realgraph.planner.problem import Limits, Move, OptionTable, Precedence, SearchProblem, SearchTask
+from realgraph.planner.solve.compiled import leanly
 from realgraph.planner.solve.search import Search
 
 
@@ -22,4 +23,5 @@ def warm() -> None:
     moves = (Move("train", "read", 2),)
     meshes = (DeviceMesh(0, 1),)
     problem = SearchProblem(2, 2, memory, memory[:1], meshes, (table,), tasks, edges, moves, lambda *_: np.ones((1, 1)))
-    Search(problem, Limits()).run()
+    with leanly():
+        Search(problem, Limits()).run()
