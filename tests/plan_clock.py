@@ -199,10 +199,10 @@ class PlanClock:
         return self.ended
 
     def period(self) -> float:
-        """Seconds a step over the middle third of the run: streams fill before it and run dry after it."""
+        """Seconds a step, without the first quarter, when streams fill, and the last sixth, when they run dry."""
         ended = self.run()
-        third = len(ended) // 3
-        return (ended[2 * third - 1] - ended[third - 1]) / third
+        first, last = len(ended) // 4 - 1, 5 * len(ended) // 6 - 1
+        return (ended[last] - ended[first]) / (last - first)
 
     def _take(self, actions: list[Action]) -> None:
         for action in actions:

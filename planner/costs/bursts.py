@@ -19,20 +19,23 @@ MISSING = 0.5  # groups: the expected number that is missing when the last one i
 POINTS = 48  # intervals for which waits are tabled
 SHORTEST = 64  # the smallest of them, as a part of the longest response
 LONGEST = 1.5  # the largest, likewise
-SLOTS = 1.02  # numbers of slots are taken in such steps, each rounded down
+SLOTS = 1.005  # numbers of slots are taken in such steps, each rounded down
 
 
 class Shape(Struct, frozen=True, eq=False):
     """A stream whose bursts are `between` tokens apart; counts are per admitted sequence of a burst.
 
     running, age: [CELLS] of the time between two bursts: sequences that run, and their mean number of new tokens.
-    begun: [CELLS + 1] share of a burst that has started by the edges of the cells. whole, rest: a batch is complete so
-    many bursts, and tokens after these, after the burst it was admitted with.
+    lumps: [CELLS] sum over bursts of the squared share of each that runs. open: bursts' worth of groups that are not
+    complete just after a burst. begun: [CELLS + 1] share of a burst that has started by the edges of the cells. whole,
+    rest: a batch is complete so many bursts, and tokens after these, after the burst it was admitted with.
     """
 
     between: float
     running: Floats
     age: Floats
+    lumps: Floats
+    open: float
     begun: Floats
     whole: int
     rest: float
@@ -44,11 +47,16 @@ def shape(lengths: Lengths, per_group: int, groups: float, between: float, slots
     slots: how many sequences may run at once, as a multiple of those in a burst. `between` is no less than what so many
     need if they are always in use, see `least_between`.
     """
-    if math.isfinite(slots):
-        slots = SLOTS ** math.floor(math.log(slots, SLOTS) + 1e-9)
-        if _at_once(lengths, between)[0][0] <= slots:
-            slots = math.inf
-    return _shape(lengths, per_group, groups, max(between, least_between(lengths, slots)), slots)
+    slots = rounded(slots)
+    between = max(between, least_between(lengths, slots))
+    if _at_once(lengths, between)[0][0] <= slots:
+        slots = math.inf
+    return _shape(lengths, per_group, groups, between, slots)
+
+
+def rounded(slots: float) -> float:
+    """Few numbers stand for all, so that shapes are found again."""
+    return SLOTS ** math.floor(math.log(slots, SLOTS) + 1e-9) if math.isfinite(slots) else slots
 
 
 def least_between(lengths: Lengths, slots: float) -> float:
@@ -66,8 +74,16 @@ def _shape(lengths: Lengths, per_group: int, groups: float, between: float, slot
         running, aged = _turned(running, starts), _turned(aged, starts)
     waited = _wait(lengths, per_group, groups, between, starts)
     whole = int(waited / between)
-    age = aged / np.maximum(running, 1e-12)
-    return Shape(between, running, age, np.append(0.0, np.cumsum(starts)), whole, waited - whole * between)
+    return Shape(
+        between=between,
+        running=running,
+        age=aged / np.maximum(running, 1e-12),
+        lumps=_lumps(lengths, between),
+        open=_open(lengths, per_group, between),
+        begun=np.append(0.0, np.cumsum(starts)),
+        whole=whole,
+        rest=waited - whole * between,
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -80,6 +96,22 @@ def _at_once(lengths: Lengths, between: float) -> tuple[Floats, Floats]:
     running: Floats = np.diff(np.interp(edges, at, alive), axis=0).sum(axis=1) / width
     old: Floats = np.diff(np.interp(edges, at, aged), axis=0).sum(axis=1) / width
     return running, old
+
+
+@lru_cache(maxsize=1024)
+def _lumps(lengths: Lengths, between: float) -> Floats:
+    """[CELLS]: sum over all bursts of the squared share of their sequences that still run."""
+    bursts = np.arange(math.ceil(lengths.longest / between) + 1) * between
+    middle: Floats = (np.arange(CELLS) + 0.5)[:, None] * (between / CELLS) + bursts[None, :]
+    squared: Floats = (lengths.survival(middle.ravel()).reshape(middle.shape) ** 2).sum(axis=1)
+    return squared
+
+
+@lru_cache(maxsize=1024)
+def _open(lengths: Lengths, per_group: int, between: float) -> float:
+    """Bursts' worth of groups that are not complete just after a burst."""
+    bursts: Floats = np.arange(math.ceil(lengths.longest / between) + 1, dtype=np.float64) * between
+    return float((1 - (1 - lengths.survival(bursts)) ** per_group).sum())
 
 
 @lru_cache(maxsize=64)

@@ -29,10 +29,10 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from realgraph.planner.costs.bursts import CELLS, Shape, between_for, least_between, shape
+from realgraph.planner.costs.bursts import CELLS, Shape, between_for, least_between, rounded, shape
 from realgraph.planner.costs.decode import DecodeStep, decode_step
 from realgraph.planner.costs.generate import GenerateWork, generate_seconds, prefill_seconds
-from realgraph.planner.costs.lengths import Lengths
+from realgraph.planner.costs.lengths import Floats, Lengths
 from realgraph.planner.costs.overhead import rollout_dispatch_seconds
 from realgraph.planner.costs.setting import Setting
 
@@ -87,7 +87,7 @@ class Stream(Struct, frozen=True, eq=False, dict=True):
     @cached_property
     def least(self) -> float:
         """The fewest tokens between two updates: all slots are always in use."""
-        return least_between(self.lengths, self.slots / self.share) * 1.02
+        return least_between(self.lengths, rounded(self.slots / self.share))
 
     @cached_property
     def most(self) -> float:
@@ -178,15 +178,35 @@ def _again_at(stream: Stream, found: Shape, tokens: float) -> float:
     """Seconds of an interruption at so many tokens after an update."""
     cell = min(CELLS - 1, int(tokens / found.between * CELLS))
     context = stream.work.prompt_tokens + float(found.age[cell])
-    return _again(stream.setting, stream.work, stream.share * float(found.running[cell]), context)
+    return _again(stream.setting, stream.work, float(_met(stream, found)[cell]), context)
 
 
-def _decode(stream: Stream, found: Shape) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """[CELLS + 1]: seconds of decoding from an update to each edge of the cells; a replica runs one sequence at least,
-    as some replica does as long as a batch is not complete."""
-    running = np.maximum(1.0, stream.share * found.running)
-    steps = stream.step(running, stream.work.prompt_tokens + found.age) * (found.between / CELLS)
-    return np.append(0.0, np.cumsum(steps))
+def _met(stream: Stream, found: Shape) -> Floats:
+    """[CELLS]: sequences on a replica as a sequence meets them: more than the mean, as it is more often on a full one.
+
+    By the variance over the mean. Each burst brings the groups on every replica to one number; how many sequences of
+    each run depends on its age and on chance. At least one: some replica runs while a batch is not complete.
+    """
+    mean, per_group = stream.share * found.running, stream.work.samples_per_group
+    lumped = stream.share * per_group * np.maximum(0.0, found.lumps - found.running**2 / found.open)
+    single = np.maximum(0.0, mean - stream.share * found.lumps)
+    others = 1 - 1 / stream.setting.layout.dp
+    met: Floats = np.maximum(1.0, mean + others * (lumped + single) / np.maximum(1.0, mean))
+    return np.minimum(met, np.maximum(mean, stream.slots))
+
+
+def _decode(stream: Stream, found: Shape) -> Floats:
+    """[CELLS + 1]: seconds of decoding from an update to each edge of the cells.
+
+    A token step takes E[n] / E[n / s(n)] over the replicas, as sequences see it: with a variance V of n, to its first
+    power, s + s' V / n x (1 - s' n / s).
+    """
+    mean, context = np.maximum(1.0, stream.share * found.running), stream.work.prompt_tokens + found.age
+    met = np.maximum(mean, _met(stream, found))
+    plain = stream.step(mean, context)
+    more = stream.step(met, context) - plain
+    rise = np.clip(more / plain * mean / np.maximum(1e-9, met - mean), 0.0, 1.0)
+    return np.append(0.0, np.cumsum((plain + more * (1 - rise)) * (found.between / CELLS)))
 
 
 def rollout_variants(setting: Setting, work: GenerateWork, staleness: int) -> tuple[Variant, ...]:
@@ -198,14 +218,17 @@ def rollout_variants(setting: Setting, work: GenerateWork, staleness: int) -> tu
     return (batch, *_levels(stream_of(setting, work), staleness)) if staleness > 0 else (batch,)
 
 
-def offered_variants(setting: Setting, work: GenerateWork, staleness: int) -> tuple[Variant, ...]:
+def offered_variants(setting: Setting, work: GenerateWork, staleness: int, paused: bool = False) -> tuple[Variant, ...]:
     """What a search chooses from: at a bound above 0 each stands for an interval of the tokens between two updates, and
     has the least seconds and the shortest wait of all streams within or beyond."""
     if staleness < 1:
         return (batch_variant(setting, work),)
-    found = _levels(stream_of(setting, work), staleness)
+    found = _levels(stream_of(setting, work), staleness, paused)
     ends = [*found[1:], found[-1]]  # of the intervals: interruptions are shortest there, decoding is where they begin
-    least = [one.seconds - one.again + min(one.again, end.again) for one, end in zip(found, ends, strict=True)]
+    least = [
+        one.seconds - one.again - one.pause + min(one.again, end.again) + min(one.pause, end.pause)
+        for one, end in zip(found, ends, strict=True)
+    ]
     fastest = np.minimum.accumulate(least[::-1])[::-1]
     return tuple(
         replace(one, seconds=float(seconds), whole=end.whole, rest=end.rest)
@@ -213,7 +236,7 @@ def offered_variants(setting: Setting, work: GenerateWork, staleness: int) -> tu
     )
 
 
-def _levels(stream: Stream, staleness: int) -> list[Variant]:
+def _levels(stream: Stream, staleness: int, paused: bool = False) -> list[Variant]:
     """Streams with more and more tokens between two updates: a batch waits for 1 + staleness of them, down to one.
 
     Where what follows generation takes `spent` periods, it waits for so many fewer; mostly that is about one.
@@ -221,4 +244,4 @@ def _levels(stream: Stream, staleness: int) -> list[Variant]:
     spent = np.concatenate([np.linspace(0.0, 1.25, LEVELS + 1), np.linspace(1.25, staleness, LEVELS + 1)])
     waits = 1.0 + staleness - np.minimum(spent, staleness)
     found = {between_for(stream.lengths, stream.work.samples_per_group, stream.groups, float(one)) for one in waits}
-    return [variant_of(stream, between) for between in sorted({max(stream.least, one) for one in found})]
+    return [variant_of(stream, between, paused) for between in sorted({max(stream.least, one) for one in found})]

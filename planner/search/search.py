@@ -17,6 +17,7 @@ from realgraph.planner.space.tables import Prepared, problem_of
 from realgraph.planner.space.wishes import wish_problems
 
 DEFAULT = Limits()
+CAREFUL = 5  # times the gap that is asked for: a plan of streams that is worse than its bound by so much
 
 
 def search(request: PlanRequest, limits: Limits = DEFAULT) -> Plan:
@@ -37,19 +38,34 @@ def solved(request: PlanRequest, limits: Limits = DEFAULT) -> tuple[Prepared, So
     if not all(task.tables for task in prepared.problem.tasks):
         raise infeasible(request, limits)
     found = solve(prepared.problem, limits)
-    least = 0.0
-    while isinstance(found, Solution) and streams(request) and found.stopped == "proven":
-        if found.bound <= least * (1 + limits.gap / 2):
-            break
-        least = found.bound  # streams wait for periods, which are no shorter than this
+    if not isinstance(found, Solution):
+        raise infeasible(request, limits) if found.proven else unfinished(found)
+    return _streamed(prepared, found, limits) if streams(request) else (prepared, found)
+
+
+def _streamed(prepared: Prepared, found: Solution, limits: Limits) -> tuple[Prepared, Solution]:
+    """With what the bound of a first search says of streams: they wait for periods, which are no shorter.
+
+    And where the plan is still much worse than the bound, the search whose streams pay for every pause they may have:
+    it is no bound, but may find the better plan.
+    """
+    request, least = prepared.request, 0.0
+    while found.stopped == "proven" and found.bound > least * (1 + limits.gap / 2):
+        least = found.bound
         prepared = problem_of(request, least=least)
         again = solve(prepared.problem, limits)
         if not isinstance(again, Solution):
             break
         found = again
-    if isinstance(found, Solution):
+    if found.stopped != "proven" or plan_of(prepared, found).gap <= CAREFUL * limits.gap:
         return prepared, found
-    raise infeasible(request, limits) if found.proven else unfinished(found)
+    other = problem_of(request, least=least, careful=True)
+    again = solve(other.problem, limits)
+    if isinstance(again, Solution):
+        again = replace(again, bound=found.bound)
+        if plan_of(other, again).period_seconds < plan_of(prepared, found).period_seconds:
+            return other, again
+    return prepared, found
 
 
 def reprice(request: PlanRequest, plan: Plan) -> Plan:

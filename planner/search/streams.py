@@ -25,7 +25,7 @@ from realgraph.planner.events import (
 )
 from realgraph.planner.plan import Plan
 from realgraph.planner.request import PlanRequest
-from realgraph.planner.space.holdings import active_of, candidate_of, group_for, peak_of
+from realgraph.planner.space.holdings import active_of, candidate_of, group_for, resident_on
 from realgraph.planner.space.options import Candidate, free_seconds
 from realgraph.planner.space.pricing import Timing, candidate_stream, is_measured, stream_timing
 from realgraph.planner.space.tables import device_bytes
@@ -91,13 +91,16 @@ def keeps_caches(request: PlanRequest, plan: Plan, call: str) -> bool:
 
     If not, its sequences are prefilled again after the pause.
     """
-    layout, limit = (
-        plan.allocations[call].layout,
-        device_bytes(request, group_for(request, plan.allocations[call].layout)),
-    )
-    own = active_of(request, plan.allocations, call).total
-    others = [n for n, other in plan.allocations.items() if n != call and other.layout.mesh.meets(layout.mesh)]
-    return all(peak_of(request, plan.allocations, name)[1].total + own <= limit for name in others)
+    allocations, mesh = plan.allocations, plan.allocations[call].layout.mesh
+    limit = device_bytes(request, group_for(request, allocations[call].layout))
+    own = active_of(request, allocations, call).total
+    for name, other in allocations.items():
+        there = other.layout.mesh
+        if name != call and there.meets(mesh):
+            both = max(mesh.first, there.first), min(mesh.devices.stop, there.devices.stop)
+            if resident_on(request, allocations, *both) + active_of(request, allocations, name).total + own > limit:
+                return False
+    return True
 
 
 def _with_point(plan: Plan, call: str, point: "_Point") -> Plan:

@@ -104,6 +104,13 @@ def peak_of(request: PlanRequest, allocations: Allocations, call: str) -> tuple[
     return worst, held[worst] + active_of(request, allocations, call)
 
 
+def resident_on(request: PlanRequest, allocations: Allocations, first: int, stop: int) -> int:
+    """Bytes that lie there all the time on the fullest of the devices from `first` up to `stop`."""
+    copies = held_copies(request, allocations)
+    borders = {first, *(border for border in _borders(copies) if first < border < stop)}
+    return max(sum(c.footprint.total for c in copies if device in c.layout.mesh.devices) for device in borders)
+
+
 def _borders(copies: tuple[Held, ...]) -> Iterator[int]:
     """Devices where what lies there changes."""
     for copy in copies:

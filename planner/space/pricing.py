@@ -6,6 +6,7 @@ Its rows are bounds: no stream within the interval of a row is faster or has a s
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Literal
 
 from msgspec import Struct
 
@@ -70,7 +71,8 @@ class Option(Struct, frozen=True):
 class Timing(Struct, frozen=True):
     """Seconds that a call holds its mesh, seconds until its outputs are there, sequences that decode at once.
 
-    whole: of a stream, how many of its own `seconds` are part of `latency`.
+    whole: of a stream, how many of its own `seconds` are part of `latency`. caches: where a paused stream's caches are
+    told apart: `kept` for good, `given up` and computed anew at a price, or for `training` on this mesh alone.
     """
 
     seconds: float
@@ -78,6 +80,7 @@ class Timing(Struct, frozen=True):
     running: int = 0
     error: float = 0.0
     whole: int = 0
+    caches: Literal["", "kept", "given up", "training"] = ""
 
 
 def phase_of(call: ModelCall) -> Phase:
@@ -98,9 +101,11 @@ Key = tuple[Layout, int, Passes]
 
 class Timed(Struct, frozen=True):
     """Of one call on one mesh, what several candidates share: seconds and bytes of a run, bytes of a copy, and seconds
-    for the inputs of so many data-parallel ranks. least: no plan has a shorter period, as far as is known."""
+    for the inputs of so many data-parallel ranks. least: no plan has a shorter period, as far as is known. careful:
+    rows of streams tell what becomes of their caches where other calls share the mesh."""
 
     least: float = 0.0
+    careful: bool = False
     timings: dict[Key, tuple[Timing, ...]] = {}
     running: dict[Key, Footprint] = {}
     copies: dict[Layout, Footprint] = {}
@@ -130,7 +135,7 @@ def options_of(
     else:
         shared = held.shared
     if key not in known.timings:
-        known.timings[key] = formula_timings(request, call, candidate, cluster)
+        known.timings[key] = formula_timings(request, call, candidate, cluster, known.careful)
     ranks = candidate.layout.dp
     if ranks not in known.inputs:
         known.inputs[ranks] = input_seconds(request, call, candidate.layout, cluster)
@@ -141,12 +146,24 @@ def options_of(
             candidate=candidate,
             seconds=timing.seconds,
             latency=timing.latency + timing.whole * max(0.0, known.least - timing.seconds),
-            nbytes=(resident, active, shared),
+            nbytes=_with_caches((resident, active, shared), base, candidate.home),
             host=held.host,
             running=timing.running,
             error=timing.error,
             whole=timing.whole,
         )
+
+
+def _with_caches(nbytes: tuple[int, int, int], timing: Timing, home: bool) -> tuple[int, int, int]:
+    """Resident, active and shared bytes, where a stream's caches and weights are kept, or given up for training."""
+    resident, active, shared = nbytes
+    match timing.caches:
+        case "kept":
+            return (resident + active - ELSEWHERE, ELSEWHERE, ELSEWHERE) if home else (resident + active, 0, 0)
+        case "training" if not home:
+            return resident, active + ELSEWHERE, shared + ELSEWHERE
+        case _:
+            return nbytes
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -217,17 +234,33 @@ def _frozen(model: ModelSpec, role: ModelRole, layout: Layout, cpu: bool) -> Foo
 # --- seconds ----------------------------------------------------------------------------------------------------------
 
 
-def formula_timings(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> tuple[Timing, ...]:
+def formula_timings(
+    request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster, careful: bool = False
+) -> tuple[Timing, ...]:
     """By the formulas alone; several where a generate call may have more or less in flight."""
     generates = isinstance(request.graph.calls[call], Generate)
     if generates and request.workload.staleness > 0:
-        work = generate_work(request, candidate)
-        found = offered_variants(_setting(request, call, candidate, cluster), work, request.workload.staleness)
-        return tuple(Timing(one.seconds, one.latency, one.running, whole=one.whole) for one in found)
+        return tuple(_stream_timings(request, call, candidate, cluster, careful))
     setting = _setting(request, call, candidate, cluster)
     seconds = formula_seconds(request, call, setting, candidate)
     running = running_sequences(request, candidate.layout, candidate.tokens) if generates else 0
     return (Timing(seconds, seconds, running),)
+
+
+def _stream_timings(
+    request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster, careful: bool
+) -> Iterator[Timing]:
+    """Of all that may be in flight; careful: for each of the things that may become of the caches."""
+    work = generate_work(request, candidate)
+    setting = _setting(request, call, candidate, cluster)
+    free = offered_variants(setting, work, request.workload.staleness)
+    found: list[tuple[Literal["", "kept", "given up", "training"], tuple[Variant, ...]]] = [("", free)]
+    if careful:
+        paused = offered_variants(setting, work, request.workload.staleness, paused=True)
+        found = [("kept", free), ("given up", paused), ("training", free)]
+    for caches, variants in found:
+        for one in variants:
+            yield Timing(one.seconds, one.latency, one.running, whole=one.whole, caches=caches)
 
 
 def candidate_stream(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> Stream:

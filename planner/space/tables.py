@@ -38,14 +38,15 @@ class Prepared(Struct, frozen=True, eq=False):
     groups: tuple[int, ...]
 
 
-def problem_of(request: PlanRequest, whole: str = "", least: float = 0.0) -> Prepared:
+def problem_of(request: PlanRequest, whole: str = "", least: float = 0.0, careful: bool = False) -> Prepared:
     """The whole search problem of a request. Pins and constraints must be sound: see `wishes.wish_problems`.
 
     whole: a call of which every option that fits is kept, for explanations. least: a bound of every plan's period, on
-    which the latencies of streams depend.
+    which the latencies of streams depend. careful: streams tell what becomes of their caches when they are paused; else
+    every row is a bound.
     """
     found = family(request.cluster, request.constraints.reserve, named_meshes(request))
-    made = _Tables(request, found, whole, least)
+    made = _Tables(request, found, whole, Timed(least, careful))
     by_call = {call: made.on_meshes(call) for call in _readers_first(request)}
     wanted = sorted({mesh for numbers in by_call.values() for mesh in numbers})
     number = {mesh: i for i, mesh in enumerate(wanted)}
@@ -117,8 +118,8 @@ Spot = tuple[str, int, int, int]  # reader, group of nodes, devices, number of a
 class _Tables:
     """Builds each (call, group, size) once. layouts: numbers of equal layouts, offloaded trained states apart."""
 
-    def __init__(self, request: PlanRequest, found: Family, whole: str, least: float) -> None:
-        self._request, self._family, self._whole, self._least = request, found, whole, least
+    def __init__(self, request: PlanRequest, found: Family, whole: str, asked: Timed) -> None:
+        self._request, self._family, self._whole, self._asked = request, found, whole, asked
         self._made: dict[Key, int | None] = {}
         self.tables: list[tuple[Option, ...]] = []
         self.layouts: dict[tuple[object, ...], int] = {}
@@ -147,7 +148,7 @@ class _Tables:
     def _options(self, call: str, group: int, size: int) -> tuple[Option, ...]:
         request, cluster = self._request, self._request.cluster.groups[group]
         mesh = DeviceMesh(request.cluster.first_of(group), size)
-        timed, room = Timed(self._least), usable_bytes(cluster)
+        timed, room = Timed(self._asked.least, self._asked.careful), usable_bytes(cluster)
         found = [
             option
             for candidate in candidates(
