@@ -7,6 +7,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from realgraph.planner.constraints import Constraints
 from realgraph.planner.cost_table import CostTable, PhaseFactor
@@ -18,7 +20,7 @@ from realgraph.planner.request import hashes
 from realgraph.planner.search.alternatives import alternatives
 from realgraph.planner.search.robust import erring, robust, scenario
 from realgraph.planner.search.search import Infeasible, events_of, reprice, search, solved
-from realgraph.planner.search.sweep import hints, larger_memory, resize, synchronous
+from realgraph.planner.search.sweep import hints, larger_memory, resize, synchronous, tells
 from realgraph.planner.search.validate import validate
 from realgraph.planner.solve.solver import evaluate
 from realgraph.planner.workload import Workload
@@ -114,6 +116,18 @@ def test_hints_are_searches_of_their_own() -> None:
     larger = larger_memory(PPO.cluster)
     assert larger is not None
     assert larger.memory_bytes > PPO.cluster.memory_bytes
+
+
+@given(period=st.floats(0.3, 3.0), gap=st.floats(0.0, 1.0))
+def test_a_hint_is_kept_where_no_better_plan_could_turn_it_round(period: float, gap: float) -> None:
+    """Against a plan of one second: of a change's plan of `period`, the best one takes period / (1 + gap) at least."""
+    gain, best_gain = 1 / period - 1, (1 + gap) / period - 1
+    if tells(gain, gap, asked=0.0):
+        assert gap <= 0.02 or gain > 0 or best_gain <= 1e-9
+    else:
+        assert abs(gain) < 0.005 or gap > max(0.02, abs(gain))
+    assert tells(0.5, 0.03, 0.01) and tells(-0.3, 0.1, 0.01)
+    assert not tells(0.004, 0.0, 0.01) and not tells(0.01, 0.03, 0.01) and not tells(-0.01, 0.03, 0.01)
 
 
 def test_staleness_never_costs_and_synchronous_is_compared_with_it() -> None:

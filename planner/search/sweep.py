@@ -53,7 +53,7 @@ def resize(cluster: Cluster, size: int) -> Cluster:
 
 def hints(request: PlanRequest, plan: Plan, limits: Limits = QUICK) -> Iterator[Hint]:
     """Changes with their predicted gain in samples a second, each from a search of its own, one by one as they are
-    found. A search that ended far from its bound would mislead: it gives none."""
+    found. A search that ended so far from its bound that it would mislead gives none (see `tells`)."""
     base = request.workload.n_samples / plan.period_seconds
     for text, changed in _variants(request, plan):
         if limits.stop():
@@ -66,8 +66,17 @@ def hints(request: PlanRequest, plan: Plan, limits: Limits = QUICK) -> Iterator[
         except ConfigError:
             continue  # a pinned place that the changed cluster does not have: the variant can't be asked
         gain = changed.workload.n_samples / found.period_seconds / base - 1
-        if abs(gain) >= LEAST_GAIN and found.gap <= max(MOST_GAP, limits.gap):
+        if tells(gain, found.gap, limits.gap):
             yield Hint(text, found.period_seconds, gain)
+
+
+def tells(gain: float, gap: float, asked: float) -> bool:
+    """Whether a hint of `gain` is worth showing, whose search ended at `gap` where `asked` was enough.
+
+    A better plan can only add to a gain, and can't undo a loss that is larger than the gap; what is smaller than the
+    gap needs a search that came near its bound.
+    """
+    return abs(gain) >= LEAST_GAIN and gap <= max(MOST_GAP, asked, gain, 1 / (1 + gain) - 1)
 
 
 def _variants(request: PlanRequest, plan: Plan) -> Iterator[tuple[str, PlanRequest]]:
