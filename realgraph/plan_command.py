@@ -91,7 +91,8 @@ def _made(now: Session, request: PlanRequest, options: PlanOptions) -> Made:
     if options.devices is not None:
         sizes = sizes_of(options.devices, request.cluster.devices_per_node)
         found = swept(now, request, sizes, options.target)
-        return Made(found.request, found.plan, sizes=found.sizes)
+        first = f"sizes are of {request.cluster.kind} alone, the first kind of the mixed cluster"
+        return Made(found.request, found.plan, notes=(first,) if request.cluster.more else (), sizes=found.sizes)
     if options.edited is not None:
         return Made(request, read_plan(options.edited, request))
     if options.robust:

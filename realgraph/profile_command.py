@@ -13,6 +13,7 @@ from rich.table import Table
 
 from realgraph.compose import check_run
 from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.plan_console import refuse_unwritable
 from realgraph.planner.cluster import Cluster, ClusterSpec
 from realgraph.planner.cost_table import CostTable, costs_to_json
 from realgraph.planner.costs.fit_profile import Profiled, Stage, phase_errors, profiled
@@ -61,7 +62,7 @@ def profile_command(asked: Asked, out: Path) -> CostTable:
     """Measure, write the table to `out`, and print what was found. Raises ConfigError."""
     console = Console(highlight=False)
     cluster, dtype = machine_of(asked)
-    _check_room(out)
+    refuse_unwritable(out)  # minutes of measuring should not end there
     console.print(
         f"measuring {cluster.devices_per_node} x {cluster.kind} in {dtype}, all at once: some minutes at most"
     )
@@ -107,12 +108,6 @@ def machine_of(asked: Asked) -> tuple[Cluster, DType]:
         raise _error(text, "measure on a node of the run's cluster")
     dtypes: set[DType] = {role.dtype for role in checked.graph.models.values()}
     return cluster, dtypes.pop() if len(dtypes) == 1 else "bfloat16"
-
-
-def _check_room(out: Path) -> None:
-    """Minutes of measuring should not end at a folder that is not there."""
-    if not out.absolute().parent.is_dir():
-        raise _error(f"no folder {str(out.absolute().parent)!r} to write {out.name} to", "make it, or change --out")
 
 
 def _error(text: str, hint: str) -> ConfigError:

@@ -162,7 +162,8 @@ def _ask(url: str, path: str, kind: type[Answered], body: object = None) -> Answ
         raise _error(url, f"{path} answered something else: {error}", "expected SGLang 0.4 or later") from error
     except (OSError, ValueError) as error:
         hint = "start it first: python -m sglang.launch_server --model-path MODEL --port 30000"
-        raise _error(url, f"no SGLang server answers {path}: {error}", hint) from error
+        why = getattr(error, "reason", error)
+        raise _error(url, f"no SGLang server answers {path}: {getattr(why, 'strerror', None) or why}", hint) from error
 
 
 def _error(url: str, text: str, hint: str) -> ConfigError:

@@ -211,3 +211,11 @@ def test_devices_without_memory_are_no_division_by_zero(tmp_path: Path) -> None:
 def test_a_step_beyond_all_clusters_is_refused(override: str, says: str, run_file: Path) -> None:
     with pytest.raises(ConfigError, match=says):
         plan_command(run_file, [override, "data.path=openai/gsm8k", "data.subset=main"], BRIEF)
+
+
+def test_a_sweep_of_a_mixed_cluster_says_which_devices_it_counts(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = msgspec.structs.replace(BRIEF, devices="1,2")
+    plan_command(run_file, ["cluster.more=[{nodes: 1, kind: A100-80}]"], options)
+    assert "sizes are of H100-SXM alone" in capsys.readouterr().out

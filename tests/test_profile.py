@@ -176,7 +176,8 @@ def test_mistakes_are_told_before_anything_is_measured(home: Path, tmp_path: Pat
             profile_command(asked, out)
         return str(raised.value.problems[0])
 
-    assert "no folder" in told(Asked(devices=1), tmp_path / "none" / "costs.json")
+    assert "there is no directory" in told(Asked(devices=1), tmp_path / "none" / "costs.json")
+    assert "it is a directory" in told(Asked(devices=1), tmp_path)
     assert "need a run file" in told(Asked(overrides=("steps=1",)), tmp_path / "costs.json")
     file = write_run(home, "big", GRPO, {"cluster": {"kind": "H100-SXM", "devices": 64}})
     assert "this machine has" in told(Asked(file), tmp_path / "costs.json")

@@ -11,6 +11,7 @@ from realgraph.planner.problem import Choice, Solution
 from realgraph.planner.request import PlanRequest, hashes
 from realgraph.planner.search.streams import settled
 from realgraph.planner.solve.solver import orders
+from realgraph.planner.space.choices import CONTEXT_TOKENS
 from realgraph.planner.space.couplings import moves_of
 from realgraph.planner.space.holdings import candidate_of, group_for, host_of, peak_of, reads_in_place
 from realgraph.planner.space.meshes import group_of
@@ -88,10 +89,12 @@ def scope_of(prepared: Prepared) -> str:
     """What the lower bound speaks of."""
     request, problem = prepared.request, prepared.problem
     rows = sum(len(table) for table in problem.tables)
-    free = "dp, tp, pp, ep, cp, recomputation and pipeline schedules"
+    context = f"cp from {CONTEXT_TOKENS:,} tokens of a sample a rank on"
+    free = f"dp, tp, pp, ep, {context}, recomputation and pipeline schedules"
     what = "dp only, as this version's engines run" if request.engine == "installed" else free
-    where = f"{len(problem.meshes)} meshes (aligned blocks and runs of nodes)"
-    return f"schedules that repeat every step; {where}; {rows} options of all calls and mesh sizes: {what}"
+    meshes = len(problem.meshes)
+    where = f"{meshes:,} mesh{'es' * (meshes != 1)} (aligned blocks and runs of nodes)"
+    return f"schedules that repeat every step; {where}; {rows:,} options of all calls and mesh sizes: {what}"
 
 
 def _all_devices(request: PlanRequest, found: Mapping[int, tuple[Turn, ...]]) -> dict[int, tuple[Turn, ...]]:
