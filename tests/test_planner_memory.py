@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs import memory
-from realgraph.planner.costs.memory import Recompute, Running
+from realgraph.planner.costs.memory import DType, Recompute, Running
 from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.model_spec import LatentAttention, ModelSpec
 from tests.planner_cases import cluster, known
@@ -105,6 +105,26 @@ def test_logits_whole_or_in_chunks() -> None:
     assert whole.activations == chunked.activations
     critic = replace(BF16, head="value")
     assert memory.train_activations(model, critic, layout(), 16384).logits == 0
+
+
+@pytest.mark.parametrize(("dtype", "each"), [("bfloat16", 10), ("float32", 8)])
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}, {"cp": 2}, {"tp": 8, "pp": 4}])
+def test_layouts_that_cut_a_model_hold_all_logits_of_a_micro_batch(
+    axes: dict[str, int], dtype: DType, each: int
+) -> None:
+    """8,192 tokens of 128,256 logits over tp: as computed, in float32, and their softmax; chunks where asked for.
+
+    Serving engines need logits of last tokens only."""
+    model, cut, role = known("meta-llama/Llama-3.1-8B"), layout(**axes), replace(BF16, dtype=dtype)
+    whole = each * 8192 * 128256 // cut.tp
+    for rows in (
+        memory.train_activations(model, role, cut, 8192, Running(delayed=True)),
+        memory.forward_activations(model, role, cut, 8192),
+    ):
+        assert rows.logits == whole
+    chunks = memory.train_activations(model, role, cut, 8192, Running(logit_bytes=0, delayed=True))
+    assert chunks.logits == 16 * (1 << 24) // cut.tp
+    assert memory.generation(model, role, cut, 8192).logits == chunks.logits
 
 
 def test_the_first_stage_keeps_more_micro_batches_than_the_last() -> None:

@@ -41,17 +41,18 @@ class Running(Struct, frozen=True):
 
     recompute: None for the role's own choice. fused: kernels of norms and MLP, None: where the layout cuts the model.
     live: layers' worth of tensors while one is in its backward pass. offloaded: layers' inputs wait in host memory.
-    logit_bytes: of all logits of the micro-batch at once; 0 where they exist in chunks of tokens only. microbatches:
-    of a step, which bounds how many a stage keeps. chunks: of an interleaved stage; delayed: weights' gradients are
-    computed later than those of inputs (zero-bubble). score_bytes: that unfused attention keeps of each score, and
-    sample_tokens: how many a token has. sequence_parallel: residuals are cut over tp.
+    logit_bytes: of each logit, where those of the micro-batch exist at once; 0 where they exist in chunks of tokens
+    only, None: as the layout's engine keeps them. microbatches: of a step, which bounds how many a stage keeps. chunks:
+    of an interleaved stage; delayed: weights' gradients are computed later than those of inputs (zero-bubble).
+    score_bytes: that unfused attention keeps of each score, and sample_tokens: how many a token has. sequence_parallel:
+    residuals are cut over tp.
     """
 
     recompute: Recompute | None = None
     fused: bool | None = None
     live: float = LIVE_LAYERS
     offloaded: bool = False
-    logit_bytes: int = 0
+    logit_bytes: int | None = None
     microbatches: int | None = None
     chunks: int = 1
     delayed: bool = False
@@ -151,11 +152,16 @@ def _messages(model: ModelSpec, layout: Layout, element: int, tokens: int) -> in
 
 def forward_activations(model: ModelSpec, role: ModelRole, layout: Layout, tokens: int) -> Footprint:
     """Activations and logits of a forward pass without gradients: one layer's tensors live at once."""
+    rows = _forward_rows(model, role, layout, tokens)
+    return rows + Footprint(logits=_logits(model, role, layout, tokens))
+
+
+def _forward_rows(model: ModelSpec, role: ModelRole, layout: Layout, tokens: int) -> Footprint:
+    """The same without logits."""
     element = element_bytes(role.dtype)
     width = 2 * (model.heads + model.kv_heads) * model.head_dim + 3 * _mlp_width(model)
     per_token = element * (4 * model.hidden + width // layout.tp) + 8 * model.hidden
-    buckets = _messages(model, layout, element, tokens)
-    return Footprint(activations=per_token * tokens, logits=_logits(model, role, layout, tokens), buckets=buckets)
+    return Footprint(activations=per_token * tokens, buckets=_messages(model, layout, element, tokens))
 
 
 def kv_bytes_per_token(model: ModelSpec, dtype: DType) -> int:
@@ -168,20 +174,28 @@ def generation(model: ModelSpec, role: ModelRole, layout: Layout, kv_tokens: int
     cut = min(layout.tp, model.kv_heads) if model.latent is None else 1  # one latent serves all heads
     element = element_bytes(role.dtype) if cache == "role" else 1
     per_token = kv_bytes_per_token(model, role.dtype) * element // element_bytes(role.dtype) // cut
-    prefill = forward_activations(model, role, layout, min(kv_tokens, PREFILL_TOKENS))
-    return Footprint(kv_cache=per_token * kv_tokens) + prefill
+    entered = min(kv_tokens, PREFILL_TOKENS)
+    prefill = _forward_rows(model, role, layout, entered)
+    logits = _logits(model, role, layout, entered, 0)  # engines that serve need those of last tokens only
+    return Footprint(kv_cache=per_token * kv_tokens, logits=logits) + prefill
 
 
-def _logits(model: ModelSpec, role: ModelRole, layout: Layout, tokens: int, whole: int = 0) -> int:
-    """Logits of one chunk as computed and in float32, their log-softmax and their gradient; other heads have none.
+def _logits(model: ModelSpec, role: ModelRole, layout: Layout, tokens: int, whole: int | None = None) -> int:
+    """Logits as computed and in float32, their log-softmax and their gradient; other heads have none.
 
-    whole: bytes of each logit where those of all tokens exist at once.
+    This project's engines have them of one chunk at a time. whole: bytes of each logit where those of all tokens exist
+    at once, as in engines that cut a model: each rank has its part of the vocabulary (arXiv:1909.08053, sec. 3), as
+    computed, in float32, and as a softmax in float32 that becomes the gradient (Megatron-Core,
+    core/tensor_parallel/cross_entropy.py).
     """
     if role.head != "lm":
         return 0
+    element = element_bytes(role.dtype)
+    wide = max(4, element)
+    if whole is None:
+        whole = 2 * wide + (element if element < wide else 0) if cuts_model(layout) else 0
     if whole:
         return whole * tokens * model.vocab // layout.tp
-    wide = max(4, element_bytes(role.dtype))
     chunk = max(LOGITS_CHUNK_BYTES, 4 * model.vocab) // 4  # logits, at least of one token
     return 4 * wide * min(tokens * model.vocab, chunk) // layout.tp
 
