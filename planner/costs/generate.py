@@ -13,12 +13,12 @@ from realgraph.planner.costs.decode import SAME, DecodeStep, Precision, decode_s
 from realgraph.planner.costs.decode import decode_seconds as decode_seconds
 from realgraph.planner.costs.forward import forward_seconds
 from realgraph.planner.costs.lengths import Floats, Lengths, lengths_of, shorter
+from realgraph.planner.costs.memory_terms import PREFILL_TOKENS
 from realgraph.planner.costs.occupancy import Occupancy, occupancy
 from realgraph.planner.costs.overhead import pass_layer_seconds, rollout_dispatch_seconds
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.costs.static import batches, gathered_seconds, static_occupancy
 
-PREFILL_TOKENS = 8192  # prompt tokens that enter one forward pass, as serving engines chunk prompts by default
 PREFILL_DRAWS = 1.0  # tokens of a sample that the CPU engine's prefill tells, so that no decode step has to
 # Switches of these kinds' servers add up inside the network (NCCL's NVLS algorithm, NCCL 2.17 release notes).
 REDUCING_SWITCHES = ("H100-SXM", "H200", "H800", "H20", "B200", "GB200", "B300", "GB300")

@@ -10,12 +10,19 @@ from functools import lru_cache
 from msgspec import Struct
 
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.costs.memory_terms import DType, Footprint, Recompute, ceil_div, cuts_model, element_bytes
+from realgraph.planner.costs.memory_terms import (
+    PREFILL_TOKENS,
+    DType,
+    Footprint,
+    Recompute,
+    ceil_div,
+    cuts_model,
+    element_bytes,
+)
 from realgraph.planner.layout import Cache, Layout
 from realgraph.planner.model_spec import ModelSpec
 
 LOGITS_CHUNK_BYTES = 1 << 26  # float32 logits that exist at once: the head is computed in chunks of tokens
-PREFILL_TOKENS = 4096  # prompt tokens that enter the cache in one forward pass
 LIVE_LAYERS = 2.0  # layers' worth of tensors while one layer's backward pass runs: its own and their gradients
 
 

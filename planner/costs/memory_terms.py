@@ -15,6 +15,9 @@ TERMS: tuple[Term, ...] = ("weights", "gradients", "optimizer", "activations", "
 ELEMENT_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 FRACTION = 0.94  # of a device's memory that a plan may use: allocators fragment
 GPU_RUNTIME_BYTES = 1_500_000_000  # CUDA context, NCCL and cuBLAS workspaces of one process
+# Prompt tokens that enter the cache in one forward pass: vLLM's and SGLang's default on devices of 80 GB (vLLM,
+# EngineArgs.max_num_batched_tokens; SGLang, chunked_prefill_size). This project's own engine takes half as many.
+PREFILL_TOKENS = 8192
 CPU_RUNTIME_BYTES = 600_000_000  # a Python process with torch and transformers loaded
 
 
