@@ -8,8 +8,10 @@ from msgspec.structs import replace
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs import memory
 from realgraph.planner.costs.memory import DType, Recompute, Running
+from realgraph.planner.costs.memory_terms import PREFILL_TOKENS
 from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.model_spec import LatentAttention, ModelSpec
+from realgraph.runtime.generation import Limits
 from tests.planner_cases import cluster, known
 
 BF16 = ModelRole(trainable=True, dtype="bfloat16")
@@ -45,6 +47,9 @@ def test_states_of_a_distributed_optimizer_by_hand() -> None:
     whole = memory.trained_copy(model, BF16, layout(4, 8, 4), distributed=False)
     assert whole.total == pytest.approx(20 * params, rel=1e-6)
     assert memory.frozen_copy(model, BF16, layout(4, 8, 4)).total == states.weights
+    wide = memory.trained_copy(model, replace(BF16, dtype="float32"), layout(4, 8, 4))  # weights are the masters
+    expected = (4 * params, 4 * params, 2 * params)
+    assert (wide.weights, wide.gradients, wide.optimizer) == pytest.approx(expected, rel=1e-6)
 
 
 def test_experts_are_cut_by_expert_parallelism_alone() -> None:
@@ -125,6 +130,16 @@ def test_layouts_that_cut_a_model_hold_all_logits_of_a_micro_batch(
     chunks = memory.train_activations(model, role, cut, 8192, Running(logit_bytes=0, delayed=True))
     assert chunks.logits == 16 * (1 << 24) // cut.tp
     assert memory.generation(model, role, cut, 8192).logits == chunks.logits
+
+
+def test_a_prompt_enters_the_cache_as_its_seconds_are_counted() -> None:
+    """Activations of a prefill pass grow up to the tokens of one pass, in which this project's engine takes fewer."""
+    model = known("meta-llama/Llama-3.1-8B")
+    held = [memory.generation(model, BF16, layout(), n * PREFILL_TOKENS).activations for n in (1, 2, 8)]
+    assert (
+        held[0] == held[1] == held[2] == memory.forward_activations(model, BF16, layout(), PREFILL_TOKENS).activations
+    )
+    assert Limits(max_running=1).prefill_tokens <= PREFILL_TOKENS
 
 
 def test_the_first_stage_keeps_more_micro_batches_than_the_last() -> None:

@@ -1,8 +1,8 @@
 """Bytes that one device holds: weights and optimizer states of each copy, and what a running call adds. Pure formulas.
 
 Sizes of states: ZeRO, arXiv:1910.02054, sec. 3.1. Two worlds: this project's engines, on dp alone, and for layouts
-that cut a model an engine in the manner of Megatron-Core, whose states are 6 bytes a parameter and 12 more cut over the
-dp copies. All numbers are of the fullest device.
+that cut a model an engine in the manner of Megatron-Core, whose states are 6 bytes a bfloat16 parameter and 12 more cut
+over the dp copies, of a float32 one 8 and 8. All numbers are of the fullest device.
 """
 
 from functools import lru_cache
@@ -112,8 +112,8 @@ def trained_copy(
     and in mixed precision the gradients that a backward pass leaves before they are summed. FSDP's shards are the
     masters themselves, and a backward pass always leaves gradients of its own. So 16 bytes a parameter in float32, 20
     in bfloat16 and in FSDP. A distributed optimizer (default: where the layout cuts the model) sums in place and cuts
-    masters and moments over the devices that hold the same parameters. With adapters only they have gradients and
-    states.
+    masters and moments over the devices that hold the same parameters; float32 weights are their own masters. With
+    adapters only they have gradients and states.
     """
     own, wide = element_bytes(role.dtype), master_bytes(role)
     whole = local_params(model, role, layout)
@@ -124,7 +124,9 @@ def trained_copy(
     if cuts_model(layout) if distributed is None else distributed:
         routed = local_routed(model, layout) * trained // whole
         share = ceil_div(trained - routed, layout.dp * layout.cp) + ceil_div(routed, expert_copies(layout))
-        return Footprint(weights=own * whole, gradients=wide * trained, optimizer=3 * wide * share)
+        return Footprint(
+            weights=own * whole, gradients=wide * trained, optimizer=(2 if wide == own else 3) * wide * share
+        )
     if wide == own:
         return Footprint(weights=own * whole, gradients=wide * trained, optimizer=2 * wide * trained)
     return Footprint(weights=own * whole, gradients=(wide + own) * trained, optimizer=3 * wide * trained)
