@@ -28,6 +28,7 @@ from realgraph.planner.solve.solver import solve
 from realgraph.planner.space.choices import candidates
 from realgraph.planner.space.couplings import free_floor, precedences
 from realgraph.planner.space.meshes import family, group_of, mesh_fault, radices
+from realgraph.planner.space.moves import Place, longest_moves, move_matrix
 from realgraph.planner.space.options import Passes, microbatches_of
 from realgraph.planner.space.passes import schedule_fault
 from realgraph.planner.space.pricing import holding, options_of
@@ -51,6 +52,27 @@ def test_measured_costs_speak_of_their_own_kind_of_device_alone() -> None:
         found = [c for c in candidates(asked, "train", mesh, group) if list(options_of(asked, "train", c, group))]
         before, after = (next(options_of(each, "train", found[0], group)).seconds for each in (asked, measured))
         assert after == pytest.approx(factor * before)
+
+
+def test_measured_moves_speak_of_their_own_kind_of_device_alone() -> None:
+    """As calls: a move to A100s takes twice as long, one from them to H100s as long as before; so do their bounds."""
+    asked = request(grpo(), "Qwen/Qwen3-1.7B", MIXED, engine="any")
+    measured = replace(asked, costs=CostTable(kind="A100-80", phases={"reallocate": PhaseFactor(2.0, error=0.1)}))
+
+    def place(call: str, first: int) -> Place:
+        mesh, at = DeviceMesh(first, 8), group_of(MIXED, first)
+        group = MIXED.groups[at]
+        found = (row for c in candidates(asked, call, mesh, group) for row in options_of(asked, call, c, group))
+        return Place(mesh, at, (next(found),))
+
+    for first, other, factor in ((0, 16, 1.0), (16, 0, 2.0)):
+        there, source = place("rollout", first), place("train", other)
+        for many in (
+            lambda each, there=there, source=source: move_matrix(each, "rollout", source, there),
+            lambda each, there=there: longest_moves(each, "rollout", there),
+        ):
+            before, after = many(asked), many(measured)
+            assert (before > 0).all() and after == pytest.approx(factor * before)
 
 
 @pytest.mark.parametrize(("dtype", "widest"), [("bfloat16", 8), ("float32", 16)])

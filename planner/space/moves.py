@@ -37,7 +37,7 @@ class Place(Struct, frozen=True, eq=False):
 
 def move_matrix(request: PlanRequest, target: str, source: Place, there: Place) -> Floats:
     """Seconds of [options of the source, options of the target]: 0 where nothing is to be moved."""
-    return corrected(request, move_seconds(_copies(request, target, source), _copies(request, target, there)))
+    return corrected(request, move_seconds(_copies(request, target, source), _copies(request, target, there)), there)
 
 
 def transport_of(request: PlanRequest, target: str, source: Place, there: Place) -> Transport:
@@ -46,9 +46,14 @@ def transport_of(request: PlanRequest, target: str, source: Place, there: Place)
     return TRANSPORTS[int(chosen[0, 0])]
 
 
-def corrected(request: PlanRequest, seconds: Floats) -> Floats:
-    """With what was measured of reallocations; what takes no time stays so."""
-    found = request.costs.phases.get("reallocate", PhaseFactor())
+def corrected(request: PlanRequest, seconds: Floats, place: Place) -> Floats:
+    """With what was measured of reallocations to the kind of device of a place; what takes no time stays so.
+
+    In a mixed cluster moves to other kinds take what the formulas say.
+    """
+    there = request.cluster.groups[place.group].kind
+    speaks = not request.cluster.more or request.costs.kind in ("", there)
+    found = request.costs.phases.get("reallocate", PhaseFactor()) if speaks else PhaseFactor()
     return np.where(seconds > 0, found.factor * seconds + found.constant_seconds, 0.0)
 
 
@@ -79,7 +84,7 @@ def longest_moves(request: PlanRequest, call: str, place: Place) -> Floats:
         seconds[i] = reallocation_seconds(setting) + loaded
         if request.cluster.nodes > 1 or request.cluster.more:
             seconds[i] += setting.element * params / senders / (cluster.nic_bytes_per_s * setting.costs.nic)
-    return corrected(request, seconds)
+    return corrected(request, seconds, place)
 
 
 def held_seconds(request: PlanRequest, call: str, place: Place) -> Floats:
@@ -96,7 +101,7 @@ def held_seconds(request: PlanRequest, call: str, place: Place) -> Floats:
     near = found.node_bytes / cluster.devices_per_node / (cluster.nic_bytes_per_s * setting.costs.nic)
     if request.cluster.nodes == 1 and not request.cluster.more:
         near = np.zeros(len(whole))
-    return np.where(whole, np.inf, corrected(request, near))
+    return np.where(whole, np.inf, corrected(request, near, place))
 
 
 class Moves:
