@@ -12,6 +12,7 @@ from realgraph.planner.pins import Pin
 from realgraph.planner.plan import Plan
 from realgraph.planner.problem import Limits
 from realgraph.planner.request import PlanRequest
+from realgraph.planner.search.diagnose import infeasible
 from realgraph.planner.search.search import Infeasible, search
 from realgraph.planner.search.validate import validate
 from realgraph.planner.workload import Workload
@@ -197,6 +198,23 @@ def test_too_few_devices_are_told_with_how_many_more_would_do() -> None:
 def test_a_cap_below_the_weights_is_the_clash() -> None:
     error = refused(replace(PPO, constraints=Constraints(memory_gb=2.0)))
     assert error.clash == ("constraints.memory_gb",)
+
+
+def test_what_no_time_was_left_to_decide_is_called_neither_spare_nor_too_large() -> None:
+    """Wishes that clash for certain stay named after an interruption, which is told apart from an end."""
+    pins = {"rollout": Pin(first=0, devices=4), "train": Pin(first=4, devices=4, sharding="fsdp")}
+    asked = replace(request(grpo(), engine="any"), pins=pins, constraints=Constraints(share=(("rollout", "train"),)))
+    clash = {"allocation.rollout", "allocation.train", "constraints.share[0]"}
+    assert cut_after(asked, looks=0) == (set(), True)
+    assert cut_after(asked, looks=3) == (clash, True)
+    assert cut_after(asked, looks=1_000_000) == (clash, False)
+
+
+def cut_after(asked: PlanRequest, looks: int) -> tuple[set[str], bool]:
+    """What clashes as told by a diagnosis interrupted after so many looks at the clock, and whether it has doubts."""
+    left = iter(range(looks))
+    error = infeasible(asked, replace(QUICK, stop=lambda: next(left, None) is None))
+    return set(error.clash), "did not tell" in str(error)
 
 
 # --- roles that are trained twice, or followed ------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from realgraph.graphs.spec import Train
 from realgraph.planner.costs.memory import Footprint
 from realgraph.planner.layout import DeviceMesh
 from realgraph.planner.plan import Allocation
-from realgraph.planner.problem import Limits, Solution, Unsolved
+from realgraph.planner.problem import Limits, Unsolved
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.search.changes import Change, Series, changes, combined, more_devices
 from realgraph.planner.search.clashes import Wish, wishes_of
@@ -26,12 +26,17 @@ from realgraph.planner.space.wishes import named_meshes, wish_problems
 GB = 1e9
 ENOUGH = 1e9  # relative gap: the first plan that fits will do
 PROBE_SECONDS = 2.0  # of one question whether any plan fits
+UNTOLD = "a short search did not tell whether"
 MOST_CHANGES = 3  # sorts of them that are offered, more devices aside
 
 
+Fits = Callable[[PlanRequest], bool | None]  # whether some plan of a request fits; None where that was not decided
+
+
 class Infeasible(ConfigError):
-    """No plan fits, which is proven. clash: paths of a smallest set of wishes that can't all be kept, none where the
-    models do not fit the cluster under any. changes: what would make it fit, the nearest first.
+    """No plan fits, which is proven. clash: paths of a set of wishes that can't all be kept, a smallest one but where
+    the problems say otherwise; none where the models do not fit the cluster under any. changes: what would make it fit,
+    the nearest first.
     """
 
     exit_code = 4
@@ -48,19 +53,28 @@ def infeasible(request: PlanRequest, limits: Limits) -> Infeasible:
     bare = request
     for wish in wishes:
         bare = wish.without(bare)
-    clash = _smallest(request, wishes, fits) if wishes and fits(bare) else ()
+    spared = fits(bare) if wishes else False
+    clash, smallest = _smallest(request, wishes, fits) if spared else ((), True)
     tight = tightest(request)
     texts = tuple(_mends(request, fits, bool(clash)))
     if clash:
         paths = tuple(wish.path for wish in clash)
-        problems = [_clash_problem(wish, paths, texts) for wish in clash]
+        problems = [_clash_problem(wish, paths, texts, smallest) for wish in clash]
         if tight is not None and tight.needed > tight.usable:
             problems.append(_memory_problem(request, tight, texts))
         return Infeasible(problems, paths, texts)
     if tight is None or tight.needed <= tight.usable:
-        text = "no plan fits: what must lie on the devices together is more than they hold"
-        return Infeasible([Problem(Where(path="$.cluster"), text, "; or ".join(texts), "memory")], (), texts)
-    return Infeasible([_memory_problem(request, tight, texts)], (), texts)
+        why = "" if spared is None else ": what must lie on the devices together is more than they hold"
+        text = f"no plan fits{why}"
+        problem = Problem(Where(path="$.cluster"), text, "; or ".join(texts), "memory")
+    else:
+        problem = _memory_problem(request, tight, texts)
+    if spared is None:
+        doubt = (
+            f"{problem.text}; {UNTOLD} one would without the run file's allocation, constraints and micro-batch size"
+        )
+        problem = replace(problem, text=doubt)
+    return Infeasible([problem], (), texts)
 
 
 def unfinished(found: Unsolved) -> ConfigError:
@@ -69,34 +83,45 @@ def unfinished(found: Unsolved) -> ConfigError:
     return ConfigError([Problem(Where(path="$.cluster"), text, "give the search more time", "search")])
 
 
-def _asker(limits: Limits) -> Callable[[PlanRequest], bool]:
-    """Whether some plan of a request fits, as far as a short search tells."""
+def _asker(limits: Limits) -> Fits:
+    """Whether some plan of a request fits: yes and no are certain, a short search may not tell."""
     quick = replace(limits, gap=ENOUGH, seconds=min(limits.seconds, PROBE_SECONDS), progress=lambda period, bound: None)
 
-    def fits(request: PlanRequest) -> bool:
+    def fits(request: PlanRequest) -> bool | None:
         if wish_problems(request):
             return False
         problem = problem_of(request).problem
-        return all(task.tables for task in problem.tasks) and isinstance(solve(problem, quick), Solution)
+        if not all(task.tables for task in problem.tasks):
+            return False
+        found = solve(problem, quick)
+        if isinstance(found, Unsolved):
+            return False if found.proven else None
+        return True
 
     return fits
 
 
-def _smallest(request: PlanRequest, wishes: Sequence[Wish], fits: Callable[[PlanRequest], bool]) -> tuple[Wish, ...]:
-    """A set of wishes that clash and none of which can be spared: each is left out for good where it is not needed.
+def _smallest(request: PlanRequest, wishes: Sequence[Wish], fits: Fits) -> tuple[tuple[Wish, ...], bool]:
+    """A set of wishes that clash, and whether none of them can be spared for certain.
 
-    Chinneck and Dravnieks 1991 call it a deletion filter.
+    Each is left out for good where no plan fits without it either; Chinneck and Dravnieks 1991 call it a deletion
+    filter. Where that was not decided the wish stays: those that are named clash in any case.
     """
-    kept, now = list(wishes), request
+    kept, now, smallest = list(wishes), request, True
     for wish in wishes:
         less = wish.without(now)
-        if not fits(less):
-            kept.remove(wish)
-            now = less
-    return tuple(kept)
+        match fits(less):
+            case False:
+                kept.remove(wish)
+                now = less
+            case None:
+                smallest = False
+            case True:
+                pass
+    return tuple(kept), smallest
 
 
-def _mends(request: PlanRequest, fits: Callable[[PlanRequest], bool], clashing: bool) -> Iterator[str]:
+def _mends(request: PlanRequest, fits: Fits, clashing: bool) -> Iterator[str]:
     """The smallest change of each sort under which some plan fits; without a clash more devices are one of them.
 
     Where no single change is enough, the smallest of several at once.
@@ -114,15 +139,21 @@ def _mends(request: PlanRequest, fits: Callable[[PlanRequest], bool], clashing: 
         yield change.text
 
 
-def _nearest(series: Series, fits: Callable[[PlanRequest], bool]) -> Change | None:
-    """The first of the series that fits, by halving: what fits under one fits under all later ones."""
+def _nearest(series: Series, fits: Fits) -> Change | None:
+    """The first of the series that fits, by halving: what fits under one fits under all later ones.
+
+    What was not decided counts as too little, which the text of the change says then.
+    """
     if not series or not fits(series[-1].request):
         return None
-    low, high = 0, len(series) - 1
+    low, high, decided = 0, len(series) - 1, True
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(series[middle].request) else (middle + 1, high)
-    return series[low]
+        answer = fits(series[middle].request)
+        decided = decided and answer is not None
+        low, high = (low, middle) if answer else (middle + 1, high)
+    change = series[low]
+    return change if decided else replace(change, text=f"{change.text} ({UNTOLD} less would do)")
 
 
 # --- the worst moment -------------------------------------------------------------------------------------------------
@@ -211,8 +242,10 @@ def _memory_problem(request: PlanRequest, tight: Tight, changes: Sequence[str]) 
     return Problem(Where(path="$.cluster"), text, hint, "memory")
 
 
-def _clash_problem(wish: Wish, clash: Sequence[str], changes: Sequence[str]) -> Problem:
+def _clash_problem(wish: Wish, clash: Sequence[str], changes: Sequence[str], smallest: bool) -> Problem:
     others = [path for path in clash if path != wish.path]
     text = f"no plan fits with {wish.text}" + (f" together with {', '.join(others)}" if others else "")
+    if not smallest:
+        text += f"; {UNTOLD} each of these matters"
     hint = "; or ".join([f"leave {'one of them' if others else 'it'} out", *changes])
     return Problem(Where(path=f"$.{wish.path}"), text, hint, "clash")
