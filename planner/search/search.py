@@ -52,20 +52,26 @@ def _streamed(prepared: Prepared, found: Solution, limits: Limits) -> tuple[Prep
     request, least = prepared.request, 0.0
     while found.stopped == "proven" and found.bound > least * (1 + limits.gap / 2):
         least = found.bound
-        prepared = problem_of(request, least=least)
-        again = solve(prepared.problem, limits)
-        if not isinstance(again, Solution):
-            break
-        found = again
+        closer = problem_of(request, least=least)
+        again = _further(closer, found, limits)
+        if again is None:
+            return prepared, found
+        prepared, found = closer, again
     if found.stopped != "proven" or plan_of(prepared, found).gap <= CAREFUL * limits.gap:
         return prepared, found
     other = problem_of(request, least=least, careful=True)
-    again = solve(other.problem, limits)
-    if isinstance(again, Solution):
-        again = replace(again, bound=found.bound)
-        if plan_of(other, again).period_seconds < plan_of(prepared, found).period_seconds:
-            return other, again
-    return prepared, found
+    again = _further(other, found, limits)
+    if again is None or plan_of(other, again).period_seconds >= plan_of(prepared, found).period_seconds:
+        return prepared, found
+    return other, replace(again, bound=found.bound)
+
+
+def _further(prepared: Prepared, before: Solution, limits: Limits) -> Solution | None:
+    """The solution in what is left of the time, with all seconds that were spent; None where none was proven."""
+    found = solve(prepared.problem, replace(limits, seconds=max(0.0, limits.seconds - before.seconds)))
+    if not isinstance(found, Solution) or found.stopped != "proven":
+        return None
+    return replace(found, seconds=before.seconds + found.seconds)
 
 
 def reprice(request: PlanRequest, plan: Plan) -> Plan:
