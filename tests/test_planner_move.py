@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from realgraph.graphs.spec import ModelRole
+from realgraph.planner.costs import memory
 from realgraph.planner.costs.move import (
     BUCKET_BYTES,
     BUCKET_SECONDS,
@@ -124,6 +125,14 @@ def test_experts_are_cut_over_their_own_ranks() -> None:
     point = at(spread, "Qwen/Qwen3-30B-A3B")
     assert device_bytes(point, spread) < device_bytes(point, layout(0, 8, 1)) / 4
     assert device_bytes(point, layout(0, 8, 8)) < device_bytes(point, spread)
+    both = replace(layout(0, 8, 4), ep=2)  # training: whole experts on one of 2; serving: cut over 4
+    assert device_bytes(point, both) == device_bytes(point, layout(0, 8, 4)) < device_bytes(point, both, serves=False)
+    for serves in (True, False):
+        held = memory.frozen_copy(point.model, BF16, both, serves).weights
+        assert device_bytes(point, both, serves) == pytest.approx(held, rel=1e-3)
+    source, plain = copies_of(point, [both], serves=False), copies_of(point, [both, layout(0, 8, 4)])
+    assert (move_seconds(source, plain) > 0).all()
+    assert (move_seconds(plain, plain) == 0).all()
     sharded = layout(0, 8, 1, sharding="fsdp")
     assert device_bytes(point, sharded) == pytest.approx(2 * point.model.n_params() / 8)
 

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from realgraph.planner.costs.comm import collective_bytes_per_s
 from realgraph.planner.costs.lengths import Floats
-from realgraph.planner.costs.memory import element_bytes, kv_bytes_per_token
+from realgraph.planner.costs.memory import element_bytes, kv_bytes_per_token, served_expert_ranks
 from realgraph.planner.costs.overhead import collective_seconds, elementwise_bytes_per_s
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.model_spec import ModelSpec
@@ -113,7 +113,7 @@ def decode_step(setting: Setting, precision: Precision = SAME) -> DecodeStep:
     slices = model.expert_intermediate / (1 if layout.ep > layout.tp else layout.tp)
     routed = model.expert_layers * model.expert_params()
     dense = model.active_params() - model.experts_per_token * routed + model.hidden * model.vocab
-    ranks = max(layout.ep, layout.tp)
+    ranks = served_expert_ranks(layout)
     direct, ring = _allreduces(setting)
     hops, exchanged = _exchanges(setting)
     experts_fixed = 0.0 if cluster.is_cpu else model.expert_layers * EXPERT_LAYER_SECONDS

@@ -28,7 +28,9 @@ from realgraph.planner.costs.memory_terms import (
     cuts_model,
     element_bytes,
     master_bytes,
+    served_expert_ranks,
     shards,
+    trained_expert_ranks,
     usable_bytes,
 )
 from realgraph.planner.layout import Layout
@@ -57,9 +59,11 @@ __all__ = [
     "lora_params",
     "master_bytes",
     "rescue_copies",
+    "served_expert_ranks",
     "shards",
     "train_activations",
     "trained_copy",
+    "trained_expert_ranks",
     "usable_bytes",
 ]
 
@@ -75,10 +79,10 @@ def lora_params(model: ModelSpec, rank: int) -> int:
 
 
 @lru_cache(maxsize=1 << 16)
-def local_params(model: ModelSpec, role: ModelRole, layout: Layout) -> int:
+def local_params(model: ModelSpec, role: ModelRole, layout: Layout, serves: bool = False) -> int:
     """Parameters on the fullest device before dp cuts them: a whole stage, and embedding or head, whichever is larger.
 
-    Experts lie whole on one of ep devices, or are cut by tp like the rest.
+    serves: in an engine that only generates, which cuts experts in its own way.
     """
     if not cuts_model(layout):
         return model.n_params(role.head)
@@ -87,13 +91,14 @@ def local_params(model: ModelSpec, role: ModelRole, layout: Layout) -> int:
     layers = model.n_params(role.head) - model.routed_params() - head - embedding
     ends = embedding + head if layout.pp == 1 else max(embedding, embedding if model.tied else head)
     stage = ceil_div(model.layers, layout.pp) / model.layers
-    return int((stage * layers + ends) / layout.tp) + local_routed(model, layout)
+    return int((stage * layers + ends) / layout.tp) + local_routed(model, layout, serves)
 
 
-def local_routed(model: ModelSpec, layout: Layout) -> int:
+def local_routed(model: ModelSpec, layout: Layout, serves: bool = False) -> int:
     """Of them those of routed experts."""
     stage = ceil_div(model.layers, layout.pp) / model.layers
-    return int(stage * model.routed_params() / (layout.ep if layout.ep > 1 else layout.tp))
+    ranks = served_expert_ranks(layout) if serves else trained_expert_ranks(layout)
+    return int(stage * model.routed_params() / ranks)
 
 
 def expert_copies(layout: Layout) -> int:
@@ -144,12 +149,15 @@ def rescue_copies(model: ModelSpec, role: ModelRole, layout: Layout) -> Footprin
     return Footprint(optimizer=2 * per_param * ceil_div(model.n_params(role.head), shards(layout)))
 
 
-def frozen_copy(model: ModelSpec, role: ModelRole, layout: Layout) -> Footprint:
-    """Resident bytes of a copy that only runs forward: its weights, and masters where a moving average updates them."""
+def frozen_copy(model: ModelSpec, role: ModelRole, layout: Layout, serves: bool = False) -> Footprint:
+    """Resident bytes of a copy that only runs forward: its weights, and masters where a moving average updates them.
+
+    serves: see `local_params`.
+    """
     own, wide = element_bytes(role.dtype), master_bytes(role)
     averaged = wide if role.ema_rate is not None and wide > own else 0
     cut = layout.dp * layout.cp if layout.sharding == "fsdp" else 1
-    return Footprint(weights=(own + averaged) * ceil_div(local_params(model, role, layout), cut))
+    return Footprint(weights=(own + averaged) * ceil_div(local_params(model, role, layout, serves), cut))
 
 
 def gathered(model: ModelSpec, role: ModelRole, layout: Layout, trains: bool) -> Footprint:

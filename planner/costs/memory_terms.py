@@ -81,6 +81,16 @@ def cuts_model(layout: Layout) -> bool:
     return layout.tp * layout.pp * layout.cp * layout.ep > 1
 
 
+def trained_expert_ranks(layout: Layout) -> int:
+    """Devices of a stage over which engines that train cut routed experts: with ep each lies whole on one of ep."""
+    return layout.ep if layout.ep > 1 else layout.tp
+
+
+def served_expert_ranks(layout: Layout) -> int:
+    """The same of engines that serve: tp cuts experts where ep does not already put fewer on each device."""
+    return max(layout.ep, layout.tp)
+
+
 def ceil_div(value: int, parts: int) -> int:
     """The quotient, rounded up."""
     return -(-value // parts)

@@ -2,8 +2,8 @@
 
 Weights travel in the precision of the copy that gets them, from whatever devices hold the slices. A device that already
 holds what it needs receives nothing; a node needs each byte once through its network cards, all of which take part,
-and passes it on over its own links. Layouts cut every tensor evenly over tp x pp ranks (routed experts over ep x pp),
-and over dp x cp besides under fsdp. Bytes per device, seconds.
+and passes it on over its own links. Layouts cut every tensor evenly over tp x pp ranks (routed experts over
+`trained_expert_ranks` or `served_expert_ranks` x pp), and over dp x cp besides under fsdp. Bytes per device, seconds.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from realgraph.planner.cluster import Cluster
 from realgraph.planner.costs.lengths import Floats
+from realgraph.planner.costs.memory import served_expert_ranks, trained_expert_ranks
 from realgraph.planner.costs.overhead import collective_seconds
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.layout import DeviceMesh, Layout
@@ -54,11 +55,11 @@ class Copies(Struct, frozen=True, eq=False):
     cpu: bool = False
 
 
-def copies_of(setting: Setting, layouts: Sequence[Layout], first_device: int = 0) -> Copies:
+def copies_of(setting: Setting, layouts: Sequence[Layout], first_device: int = 0, serves: bool = True) -> Copies:
     """The copies of the setting's role under `layouts`, all on one mesh. first_device: of the cluster, where it is one
-    group of a mixed one."""
+    group of a mixed one. serves: in an engine that generates, else one that trains or scores."""
     mesh, cluster, costs = layouts[0].mesh, setting.cluster, setting.costs
-    held = np.array([device_bytes(setting, layout) for layout in layouts])
+    held = np.array([device_bytes(setting, layout, serves) for layout in layouts])
     whole = float(setting.element * setting.model.n_params(setting.role.head))
     per_node = min(mesh.n_devices, cluster.devices_per_node)
     first = (mesh.first - first_device) // cluster.devices_per_node
@@ -70,7 +71,7 @@ def copies_of(setting: Setting, layouts: Sequence[Layout], first_device: int = 0
         per_node=per_node,
         device_bytes=held,
         node_bytes=np.minimum(whole, held * per_node),
-        cut=np.array([_cut(layout) for layout in layouts], dtype=np.int64),
+        cut=np.array([_cut(layout, serves) for layout in layouts], dtype=np.int64),
         whole=whole,
         link=cluster.link_bytes_per_s * costs.link,
         nic=cluster.nic_bytes_per_s * costs.nic,
@@ -127,10 +128,10 @@ def _lacking(source: Copies, target: Copies) -> tuple[Floats, Floats]:
     return np.where(equal | mine, 0.0, target.device_bytes[None, :]), network
 
 
-def reallocation_seconds(setting: Setting) -> float:
+def reallocation_seconds(setting: Setting, serves: bool = True) -> float:
     """Trained weights to the copy of a setting, from devices elsewhere: other nodes where the cluster has several."""
     cluster, layout = setting.cluster, setting.layout
-    held = device_bytes(setting, layout)
+    held = device_bytes(setting, layout, serves)
     whole = setting.element * setting.model.n_params(setting.role.head)
     per_node = min(layout.mesh.n_devices, cluster.devices_per_node)
     seconds = held / (cluster.link_bytes_per_s * setting.costs.link)
@@ -141,12 +142,13 @@ def reallocation_seconds(setting: Setting) -> float:
     return seconds + held / BUCKET_BYTES * BUCKET_SECONDS + fixed
 
 
-def device_bytes(setting: Setting, layout: Layout) -> float:
-    """Bytes of a role's weights on one device: routed experts are cut over max(ep, tp) x pp, the rest over tp x pp."""
+def device_bytes(setting: Setting, layout: Layout, serves: bool = True) -> float:
+    """Bytes of a role's weights on one device: all but routed experts are cut over tp x pp. serves: see `copies_of`."""
     model = setting.model
     routed = model.expert_layers * model.experts * model.expert_params()
     rest = model.n_params(setting.role.head) - routed
-    held = rest / layout.tp + routed / max(layout.ep, layout.tp)
+    ranks = served_expert_ranks(layout) if serves else trained_expert_ranks(layout)
+    held = rest / layout.tp + routed / ranks
     shards = layout.pp * (layout.dp * layout.cp if layout.sharding == "fsdp" else 1)
     if layout.sharding == "fsdp" and layout.ep > layout.tp:
         held, shards = model.n_params(setting.role.head) / layout.tp, layout.pp * layout.dp * layout.cp
@@ -174,9 +176,10 @@ def transfer_seconds(cluster: Cluster, nbytes: float, far: bool) -> float:
     return seconds + nbytes / min(WIRE_BYTES_PER_S, cluster.nic_bytes_per_s) if far else seconds
 
 
-def _cut(layout: Layout) -> int:
-    """A number that tells layouts on one mesh apart."""
-    axes = (layout.dp, layout.tp, layout.pp, layout.ep, layout.cp)
+def _cut(layout: Layout, serves: bool) -> int:
+    """A number that tells layouts on one mesh apart; of ep below tp serving engines know nothing."""
+    experts = 1 if serves and layout.ep < layout.tp else layout.ep
+    axes = (layout.dp, layout.tp, layout.pp, experts, layout.cp)
     number = int(layout.sharding == "fsdp")
     for axis in axes:
         number = number << 12 | axis & 0xFFF

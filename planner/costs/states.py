@@ -5,7 +5,7 @@ from functools import lru_cache
 from msgspec import Struct
 
 from realgraph.planner.costs.comm import allreduce_seconds, axis_link, gather_seconds, hop_seconds
-from realgraph.planner.costs.memory import expert_copies, lora_params, master_bytes
+from realgraph.planner.costs.memory import expert_copies, lora_params, master_bytes, trained_expert_ranks
 from realgraph.planner.costs.overhead import optimizer_bytes_per_s
 from realgraph.planner.costs.setting import Setting
 
@@ -39,7 +39,7 @@ def state_costs(setting: Setting) -> StateCosts:
     trained = trained_share(setting)
     groups = [(dense, layout.dp * layout.cp, layout.tp)]
     if routed:
-        groups.append((routed, expert_copies(layout), layout.ep if layout.ep > 1 else layout.tp))
+        groups.append((routed, expert_copies(layout), trained_expert_ranks(layout)))
     gradient = engine.gradient_bytes if setting.role.dtype != "float32" else master_bytes(setting.role)
     step = gather = scatter = 0.0
     for params, size, apart in groups:
@@ -72,15 +72,11 @@ def _optimizer_seconds(setting: Setting, dense: float, routed: float) -> float:
 
 
 def stage_params(setting: Setting) -> tuple[float, float]:
-    """Parameters of one device's part of a copy, before dp cuts them: all but routed experts, and routed experts.
-
-    Experts lie whole on one of the ep ranks, or are cut by tp like the rest.
-    """
+    """Parameters of one device's part of a copy, before dp cuts them: all but routed experts, and routed experts."""
     model, layout = setting.model, setting.layout
     routed = model.routed_params()
     dense = model.n_params(setting.role.head) - routed
-    cut = layout.ep if layout.ep > 1 else layout.tp
-    return dense / (layout.tp * layout.pp), routed / (cut * layout.pp)
+    return dense / (layout.tp * layout.pp), routed / (trained_expert_ranks(layout) * layout.pp)
 
 
 def trained_share(setting: Setting) -> float:

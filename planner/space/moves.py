@@ -6,6 +6,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
+from realgraph.graphs.spec import Generate
 from realgraph.planner.cost_table import PhaseFactor
 from realgraph.planner.costs.move import (
     IN_HOST,
@@ -62,10 +63,15 @@ def _copies(request: PlanRequest, call: str, place: Place) -> Copies:
     cluster = request.cluster.groups[place.group]
     layouts = [replace(option.candidate.layout, mesh=place.mesh) for option in place.options]
     setting = Setting(request.model(call), request.role(call), layouts[0], cluster, factors_of(request, cluster))
-    found = copies_of(setting, layouts, request.cluster.first_of(place.group))
+    found = copies_of(setting, layouts, request.cluster.first_of(place.group), _serves(request, call))
     away = np.array([option.candidate.residency == "offloaded" for option in place.options])
     cut: Ints = np.where(away, IN_HOST + np.arange(len(away)), found.cut)
     return replace(found, cut=cut)
+
+
+def _serves(request: PlanRequest, call: str) -> bool:
+    """Whether an engine that generates runs the call."""
+    return isinstance(request.graph.calls[call], Generate)
 
 
 def longest_moves(request: PlanRequest, call: str, place: Place) -> Floats:
@@ -76,12 +82,12 @@ def longest_moves(request: PlanRequest, call: str, place: Place) -> Floats:
     cluster, model = request.cluster.groups[place.group], request.model(call)
     params = model.n_params(request.role(call).head)
     senders = max(1, int(STATE_BYTES * params / max(group.memory_bytes for group in request.cluster.groups)))
-    seconds = np.zeros(len(place.options))
+    seconds, serves = np.zeros(len(place.options)), _serves(request, call)
     for i, option in enumerate(place.options):
         layout = replace(option.candidate.layout, mesh=place.mesh)
         setting = Setting(model, request.role(call), layout, cluster, factors_of(request, cluster))
-        loaded = offload_seconds(cluster, device_bytes(setting, layout)) if request.engine == "any" else 0.0
-        seconds[i] = reallocation_seconds(setting) + loaded
+        loaded = offload_seconds(cluster, device_bytes(setting, layout, serves)) if request.engine == "any" else 0.0
+        seconds[i] = reallocation_seconds(setting, serves) + loaded
         if request.cluster.nodes > 1 or request.cluster.more:
             seconds[i] += setting.element * params / senders / (cluster.nic_bytes_per_s * setting.costs.nic)
     return corrected(request, seconds, place)

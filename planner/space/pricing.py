@@ -177,8 +177,10 @@ def holding(request: PlanRequest, call: str, candidate: Candidate, cluster: Clus
 
 def copy_of(request: PlanRequest, call: str, layout: Layout, cluster: Cluster) -> Footprint:
     """Bytes of a call's own copy of its role's weights, and of optimizer states where it trains."""
-    trains = isinstance(request.graph.calls[call], Train)
-    return (_trained if trains else _frozen)(request.model(call), request.role(call), layout, cluster.is_cpu)
+    kind, model, role = request.graph.calls[call], request.model(call), request.role(call)
+    if isinstance(kind, Train):
+        return _trained(model, role, layout, cluster.is_cpu)
+    return _frozen(model, role, layout, isinstance(kind, Generate))
 
 
 def _holding(request: PlanRequest, candidate: Candidate, copy: Footprint, active: Footprint) -> Holding:
@@ -226,9 +228,8 @@ def _trained(model: ModelSpec, role: ModelRole, layout: Layout, cpu: bool) -> Fo
 
 
 @lru_cache(maxsize=16384)
-def _frozen(model: ModelSpec, role: ModelRole, layout: Layout, cpu: bool) -> Footprint:
-    """A copy that only runs forward; `cpu` changes nothing of it."""
-    return memory.frozen_copy(model, role, layout)
+def _frozen(model: ModelSpec, role: ModelRole, layout: Layout, serves: bool) -> Footprint:
+    return memory.frozen_copy(model, role, layout, serves)
 
 
 # --- seconds ----------------------------------------------------------------------------------------------------------
