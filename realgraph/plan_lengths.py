@@ -13,7 +13,7 @@ MOST = 10_000_000  # of a file: a few hundred quantiles are kept of them
 def read_lengths(path: Path) -> tuple[int, ...]:
     """New tokens of samples, in any order: of a run directory, a JSON list, or a file with one number a line.
 
-    Raises ConfigError with the line of what is no length.
+    Raises ConfigError with the place of what is no length: a sample has at least one new token, and whole ones.
     """
     if path.is_dir():
         lengths = load_costs(path).lengths
@@ -37,7 +37,7 @@ def _of_json(path: Path, text: str) -> tuple[int, ...]:
         lengths = msgspec.json.decode(text, type=tuple[float, ...])
     except msgspec.MsgspecError as error:
         raise _error(path, 0, f"no JSON list of numbers: {error}", "such as [512, 80, 1033]") from error
-    return tuple(_length(path, i, length) for i, length in enumerate(lengths))
+    return tuple(_length(Where(str(path), path=f"$[{i}]"), length) for i, length in enumerate(lengths))
 
 
 def _of_lines(path: Path, text: str) -> tuple[int, ...]:
@@ -45,16 +45,17 @@ def _of_lines(path: Path, text: str) -> tuple[int, ...]:
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
             try:
-                lengths.append(_length(path, number, float(line)))
+                lengths.append(_length(Where(str(path), number), float(line)))
             except ValueError:
                 raise _error(path, number, f"{line.strip()!r} is no number", "one length in tokens a line") from None
     return tuple(lengths)
 
 
-def _length(path: Path, number: int, length: float) -> int:
-    if not 0 <= length < 1 << 31:
-        raise _error(path, number, f"{length:g} is no length in tokens", "numbers of new tokens")
-    return max(1, round(length))
+def _length(where: Where, length: float) -> int:
+    if not 1 <= length < 1 << 31 or not length.is_integer():
+        hint = "whole numbers of new tokens, 1 or more: leave out samples that have none"
+        raise ConfigError([Problem(where, f"{length:g} is no length in tokens", hint, "lengths")])
+    return int(length)
 
 
 def _error(path: Path, number: int, text: str, hint: str) -> ConfigError:

@@ -140,7 +140,7 @@ def test_two_plan_files_are_compared(
         assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["[80, 512, 3.4]", "80\n512\n\n3.4\n"])
+@pytest.mark.parametrize("text", ["[80, 512, 3.0]", "80\n512\n\n3\n"])
 def test_lengths_are_a_list_or_lines(text: str, tmp_path: Path) -> None:
     file = tmp_path / "lengths"
     file.write_text(text)
@@ -153,6 +153,10 @@ def test_lengths_are_a_list_or_lines(text: str, tmp_path: Path) -> None:
         ("80\nmany\n", r"lengths:2: .*'many' is no number"),
         ("80\n-3\n", r"lengths:2: .*-3 is no length"),
         ("80\nnan\n", r"lengths:2: .*nan is no length"),
+        ("80\n0\n", r"lengths:2: .*0 is no length"),
+        ("80\n3.4\n", r"lengths:2: .*3.4 is no length"),
+        ("[80, 0]", r"\$\[1\]: 0 is no length"),
+        ("[80, 3.4]", r"\$\[1\]: 3.4 is no length"),
         ('["a"]', "no JSON list of numbers"),
         ("[]", "expected 1 to"),
         ("", "expected 1 to"),

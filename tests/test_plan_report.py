@@ -298,6 +298,15 @@ def test_labels_never_reach_beyond_their_bars() -> None:
         assert len(fitting("reallocate:generate", width)) * CHARACTER <= width
 
 
+def test_the_page_counts_the_groups_that_it_does_not_draw() -> None:
+    shown = everything()
+    assert "not drawn" not in page(shown)
+    lanes = (shown.timeline.lanes[0],) * 45
+    many = msgspec.structs.replace(shown, timeline=msgspec.structs.replace(shown.timeline, lanes=lanes))
+    n_devices = 5 * len(shown.timeline.lanes[0].devices)
+    assert f"5 more groups with {n_devices:,} devices are not drawn" in page(many)
+
+
 def test_a_plan_in_many_pieces_is_cut_off_with_a_count() -> None:
     shown = everything()
     lanes = tuple(
