@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.decode import Precision, decode_seconds, decode_step
 from realgraph.planner.costs.generate import GenerateWork, generate_seconds, generation, prefill_seconds
+from realgraph.planner.costs.layer import layer_costs
 from realgraph.planner.costs.lengths import lengths_of, lognormal
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.layout import DeviceMesh, Layout
@@ -134,6 +135,16 @@ def test_a_step_by_hand() -> None:
     elementwise = 16 * 32 * 2 * (14 * 4096 + 4 * 14336) / (3.35e12 * 0.85)
     expected = weights + cache + fixed + elementwise
     assert decode_seconds(setting(), 16, 2000) == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("ep", [8, 32])
+def test_decoding_exchanges_tokens_as_training_does(ep: int) -> None:
+    """Seconds of a sequence that exchange adds to a step: there and back in each layer of experts, nodes once each."""
+    model = known("Qwen/Qwen3-30B-A3B")
+    spread = Layout(DeviceMesh(0, ep), dp=ep, ep=ep)
+    point = Setting(model, BF16, spread, cluster("H100-SXM", 8, 4))
+    added = decode_step(point).sequence - decode_step(replace(point, layout=Layout(DeviceMesh(0, ep), dp=ep))).sequence
+    assert added == pytest.approx(model.layers * layer_costs(point).exchange.token, rel=1e-6)
 
 
 def test_a_few_tokens_touch_few_experts() -> None:

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from msgspec import Struct
 
-from realgraph.planner.costs.comm import collective_bytes_per_s
+from realgraph.planner.costs.comm import axis_link, collective_bytes_per_s, exchange_seconds
 from realgraph.planner.costs.lengths import Floats
 from realgraph.planner.costs.memory import element_bytes, kv_bytes_per_token, served_expert_ranks
 from realgraph.planner.costs.overhead import collective_seconds, elementwise_bytes_per_s
@@ -202,16 +202,14 @@ def _allreduces(setting: Setting) -> tuple[tuple[float, float], tuple[float, flo
 
 def _exchanges(setting: Setting) -> tuple[float, float]:
     """Seconds a step, and a sequence, of what passes between replicas that share experts (a dispatch and a combine a
-    layer) and between the stages of a pipeline."""
-    model, layout, cluster, costs = setting.model, setting.layout, setting.cluster, setting.costs
+    layer, each as in training: see `exchange_seconds`) and between the stages of a pipeline."""
+    model, layout, costs = setting.model, setting.layout, setting.costs
     latency, traffic = 0.0, 0.0
     if layout.ep > layout.tp and model.expert_layers:
-        near = layout.ep <= cluster.devices_per_node
-        link = cluster.link_bytes_per_s * costs.link
-        rate = link if near else min(link, cluster.nic_bytes_per_s * costs.nic)
-        row = setting.element * model.hidden * model.experts_per_token / layout.tp
+        row = setting.element * model.hidden / layout.tp
+        one = exchange_seconds(row, model.experts_per_token, layout.ep, axis_link(setting, layout.ep, 1))
         latency += 2 * model.expert_layers * (collective_seconds(costs) + _hops(setting, layout.ep))
-        traffic += 2 * model.expert_layers * row / rate
+        traffic += 2 * model.expert_layers * one
     if layout.pp > 1:
         latency += collective_seconds(costs) + _hops(setting, layout.tp * layout.pp)
     return latency, traffic
