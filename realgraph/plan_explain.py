@@ -9,7 +9,7 @@ from realgraph.planner.request import PlanRequest
 from realgraph.planner.search.alternatives import Alternative, alternatives
 
 SAME = 1e-6  # relative: periods closer than this are equal
-NOTHING, SAME_LONG = 5e-7, "as long"  # seconds, and the word for fewer
+NOTHING = 5e-7  # seconds
 
 
 def refuse_free(request: PlanRequest, call: str) -> None:
@@ -40,17 +40,14 @@ def _why(found: Alternative, period: float, seconds: float) -> str:
     """What it costs, or why it does not fit."""
     if found.period is None:
         return found.reason
-    call = difference(found.seconds - seconds)
-    if found.period > period * (1 + SAME):
-        change = change_text(found.period / period)
-        return f"a step takes {difference(found.period - period)} ({change}); the call {call}"
-    if found.period < period * (1 - SAME):
-        return f"a step takes {difference(found.period - period)}: within what the search left open"
-    return "nothing changes" if call == SAME_LONG else f"a step takes as long; the call {call}"
+    call = f"call {difference(found.seconds - seconds)}"
+    change = change_text(found.period / period)
+    within = ": within what the search left open" if found.period < period * (1 - SAME) else ""
+    return f"{'a step as long' if change == 'equal' else f'{change} a step'}; {call}{within}"
 
 
 def difference(seconds: float) -> str:
     """`0.778 s more`, `41.2 ms less`, `as long`."""
     if abs(seconds) < NOTHING:
-        return SAME_LONG
+        return "as long"
     return f"{seconds_text(abs(seconds))} {'more' if seconds > 0 else 'less'}"
