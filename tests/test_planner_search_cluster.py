@@ -1,5 +1,6 @@
 """What a user says of the machine, and what is found of it, to a cluster with every number known."""
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -8,6 +9,7 @@ import pytest
 from realgraph.graphs.errors import ConfigError
 from realgraph.planner.cluster import Cluster, ClusterSpec, NodesSpec
 from realgraph.planner.detect import Gpu, Probe, probe, resolve
+from realgraph.planner.devices import device_kinds
 from realgraph.planner.layout import DeviceMesh
 from realgraph.planner.problem import Limits
 from realgraph.planner.search.search import search
@@ -47,7 +49,10 @@ def test_auto_is_this_machine() -> None:
     ("name", "kind"),
     [
         ("NVIDIA A100-SXM4-40GB", "A100-40"),
-        ("NVIDIA A100 80GB PCIe", "A100-80"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40-PCIe"),
+        ("NVIDIA A100 80GB PCIe", "A100-80-PCIe"),
+        ("NVIDIA H200 NVL", "H200-NVL"),
         ("NVIDIA H100 80GB HBM3", "H100-SXM"),
         ("NVIDIA H100 PCIe", "H100-PCIe"),
         ("NVIDIA H20", "H20"),
@@ -58,6 +63,13 @@ def test_auto_is_this_machine() -> None:
 )
 def test_a_driver_name_is_one_kind(name: str, kind: str) -> None:
     assert resolved(ClusterSpec(), Probe(8, 10**11, (Gpu(name, 10**10),))).kind == kind
+    assert [one for one, row in device_kinds().items() if any(re.search(each, name) for each in row.names)] == [kind]
+
+
+def test_devices_that_meet_over_pcie_have_no_rate_of_a_switch() -> None:
+    for name, found in device_kinds().items():
+        if name.endswith(("PCIe", "NVL")):
+            assert found.link_gb_per_s <= 50 < device_kinds()["A100-80"].link_gb_per_s, name
 
 
 @pytest.mark.parametrize(
