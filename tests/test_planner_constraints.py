@@ -12,6 +12,7 @@ from realgraph.planner.pins import Pin
 from realgraph.planner.plan import Plan
 from realgraph.planner.problem import Limits
 from realgraph.planner.request import PlanRequest
+from realgraph.planner.search.alternatives import alternatives
 from realgraph.planner.search.diagnose import infeasible
 from realgraph.planner.search.search import Infeasible, search
 from realgraph.planner.search.validate import validate
@@ -248,4 +249,7 @@ def test_a_reference_that_follows_a_role_lies_where_that_is_trained() -> None:
     asked = replace(PPO, graph=replace(graph, models=models, edges=edges))
     plan = search(asked, QUICK)
     assert validate(plan, asked) == ()
-    assert plan.allocations["ref"].layout.mesh == plan.allocations["actor_train"].layout.mesh
+    mesh = plan.allocations["actor_train"].layout.mesh
+    assert plan.allocations["ref"].layout.mesh == mesh
+    for other in alternatives(asked, plan, "ref"):
+        assert other.layout.mesh == mesh or "on one mesh" in other.reason

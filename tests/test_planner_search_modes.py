@@ -1,5 +1,6 @@
 """Beside the best plan: what a call could be instead, other clusters and settings, steadiness, synchronous runs."""
 
+import random
 from functools import cache
 from itertools import pairwise
 from typing import Literal
@@ -17,7 +18,7 @@ from realgraph.planner.pins import Pin
 from realgraph.planner.plan import Plan
 from realgraph.planner.problem import Limits, Solution
 from realgraph.planner.request import hashes
-from realgraph.planner.search.alternatives import alternatives
+from realgraph.planner.search.alternatives import alternatives, excess
 from realgraph.planner.search.robust import erring, robust, scenario
 from realgraph.planner.search.search import Infeasible, events_of, reprice, search, solved
 from realgraph.planner.search.sweep import hints, larger_memory, resize, synchronous, tells
@@ -26,6 +27,8 @@ from realgraph.planner.solve.solver import evaluate
 from realgraph.planner.workload import Workload
 from realgraph.planning import with_lengths
 from tests.planner_cases import cluster, grpo, ppo, request
+from tests.planner_oracles import every_choice, fits
+from tests.planner_problems import problem_of_seed
 
 replace = msgspec.structs.replace
 QUICK = Limits(gap=0.05, seconds=10.0)
@@ -73,6 +76,24 @@ def test_no_alternative_beats_the_plan_by_more_than_the_gap_and_each_says_why(
         assert search(replace(asked, pins={call: pinned}), QUICK).lower_bound_seconds <= one.period * (1 + 1e-6)
     assert any(one.layout.mesh != own.mesh for one in found)
     assert any(one.layout.mesh == own.mesh for one in found)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_what_devices_lack_is_what_does_not_fit(block: int) -> None:
+    """Copies that frozen calls share count once, and what reads a trained copy in place needs none of its own."""
+    seen: set[bool] = set()
+    for seed in range(block * 50, (block + 1) * 50):
+        problem, rng = problem_of_seed(seed), random.Random(seed)
+        roomy = replace(problem, host_memory=problem.host_memory + 10**9)
+        for _ in range(5):
+            choices = {task.name: rng.choice(every_choice(problem, task)) for task in problem.tasks}
+            over = excess(problem, choices)
+            assert bool((over <= 0).all()) == fits(roomy, choices), seed
+            seen.add(fits(roomy, choices))
+            if not fits(roomy, choices):  # with so much more everywhere it fits, and with a byte less it does not
+                assert fits(replace(roomy, memory=problem.memory + over.max()), choices)
+                assert not fits(replace(roomy, memory=problem.memory + over.max() - 1), choices)
+    assert seen == {True, False}
 
 
 def test_present_settings_are_priced_beside_the_best() -> None:

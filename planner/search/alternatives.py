@@ -1,6 +1,6 @@
 """What else one call of a plan could be, everything else left as it is, and why each loses."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.plan import Plan
-from realgraph.planner.problem import Choice
+from realgraph.planner.problem import Choice, Ints, OptionTable, SearchProblem, SearchTask
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.search.assembly import option_of
 from realgraph.planner.search.diagnose import shown_bytes
@@ -100,23 +100,64 @@ def _judged(prepared: Prepared, choices: dict[str, Choice], call: str, plan: Pla
 
 def _reason(prepared: Prepared, choices: dict[str, Choice], call: str, plan: Plan) -> str:
     """By how much what does not fit is too large."""
-    problem = prepared.problem
-    resident, largest = np.zeros(problem.devices, np.int64), np.zeros(problem.devices, np.int64)
-    for task in problem.tasks:
-        choice = choices[task.name]
-        table, mesh = problem.tables[task.tables[choice.mesh]], problem.meshes[choice.mesh]
-        here = slice(mesh.first, mesh.first + mesh.n_devices)
-        resident[here] += table.resident[choice.option]
-        alone = table.active[choice.option] - (0 if task.trains else table.shared[choice.option])
-        largest[here] = np.maximum(largest[here], alone)
-    over = resident + largest - problem.memory
+    over = excess(prepared.problem, choices)
     device = int(np.argmax(over))
     option = option_of(prepared, call, choices[call])
     if option.candidate.home:
         return "reads the trained copy in place, which lies elsewhere or under another layout"
+    layouts = {row.task.name: row.layout for row in _chosen(prepared.problem, choices)}
+    for tie in prepared.problem.ties:
+        unlike = tie.layout and len({layouts[name] for name in tie.tasks}) > 1
+        if call in tie.tasks and (unlike or len({choices[name].mesh for name in tie.tasks}) > 1):
+            rule = "on one mesh under one layout" if tie.layout else "on one mesh"
+            return f"does not fit the rule that {', '.join(tie.tasks)} lie {rule}"
     if over[device] > 0:
         return f"device {device} would lack {shown_bytes(int(over[device]))}"
-    return "its copy of the weights and what else lies there do not fit together, or the host's memory is full"
+    return "the memory of a node, where offloaded weights wait, does not fit them all"
+
+
+def excess(problem: SearchProblem, choices: Mapping[str, Choice]) -> Ints:
+    """Bytes that each device would lack, by the rules of `SearchProblem`; those it has to spare are negative."""
+    rows = list(_chosen(problem, choices))
+    trained = {(row.task.role, row.mesh, row.layout) for row in rows if row.task.trains}
+    roles = {role for role, _, _ in trained}
+    copies: dict[tuple[str, int, int | str], int] = {}
+    largest = np.zeros(problem.devices, np.int64)
+    for row in rows:
+        task = row.task
+        copy = (task.role, row.mesh, task.name if task.role in roles else row.layout)
+        copies[copy] = max(copies.get(copy, 0), int(row.table.resident[row.option]))
+        at_home = not task.trains and (task.role, row.mesh, row.layout) in trained
+        here = _devices(problem, row.mesh)
+        active = row.table.active[row.option] - (row.table.shared[row.option] if at_home else 0)
+        largest[here] = np.maximum(largest[here], active)
+    over: Ints = largest - problem.memory
+    for (_, mesh, _), nbytes in copies.items():
+        over[_devices(problem, mesh)] += nbytes
+    return over
+
+
+class _Row(Struct, frozen=True):
+    """A task with what was chosen of its tables."""
+
+    task: SearchTask
+    mesh: int
+    table: OptionTable
+    option: int
+
+    @property
+    def layout(self) -> int:
+        return int(self.table.layout[self.option])
+
+
+def _chosen(problem: SearchProblem, choices: Mapping[str, Choice]) -> Iterator[_Row]:
+    for task in problem.tasks:
+        mesh, option = choices[task.name].mesh, choices[task.name].option
+        yield _Row(task, mesh, problem.tables[task.tables[mesh]], option)
+
+
+def _devices(problem: SearchProblem, mesh: int) -> slice:
+    return slice(problem.meshes[mesh].first, problem.meshes[mesh].devices.stop)
 
 
 def _distinct(found: Sequence[Alternative], own: DeviceMesh) -> Iterator[Alternative]:
