@@ -28,6 +28,7 @@ from realgraph.planner.report.price import price_of
 from realgraph.planner.report.report import Report, report_of
 from realgraph.planner.report.schedule import slacks
 from realgraph.planner.report.svg import ACTIVE, CHARACTER, RESIDENT, fitting, log_ticks, shades, ticks
+from realgraph.planner.report.text import bound_text
 from realgraph.planner.report.trace import trace_json
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.search.search import events_of
@@ -316,3 +317,10 @@ def test_a_plan_in_many_pieces_is_cut_off_with_a_count() -> None:
     console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(Gantt(many))
     assert "2 more groups with 64 devices" in console.export_text()
+
+
+def test_a_gap_that_the_search_did_not_prove_is_not_called_proven() -> None:
+    _, plan = overlapping()
+    assert "until the gap was proven" in bound_text(plan)
+    wide = msgspec.structs.replace(plan, lower_bound_seconds=plan.period_seconds / 1.08)
+    assert "until the gap was proven" not in bound_text(wide) and "stream" in bound_text(wide)

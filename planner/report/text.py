@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from realgraph.planner.layout import Recompute, Schedule
 from realgraph.planner.plan import Plan, Transport
+from realgraph.planner.problem import Limits
 from realgraph.planner.report.format import gap_text, percent_text, seconds_text
 from realgraph.planner.report.report import Report, Row, Size
 
@@ -18,6 +19,10 @@ STOPPED = {
     "interrupted": "it was interrupted",
     "exhausted": "nothing was left to try",
 }
+STREAMS = (
+    "it was proven but for what a stream of generation loses on devices that it shares, which the bound leaves out"
+)
+OWN = 1.05  # times the gap that a search proves: a wider one is not the search's own
 
 
 def predicted_text(report: Report) -> str:
@@ -29,7 +34,8 @@ def bound_text(plan: Plan) -> str:
     """Bound, gap, why the search ended, and what the bound speaks of."""
     parts = [seconds_text(plan.lower_bound_seconds), f"gap {gap_text(plan.gap)}"]
     if plan.stopped:
-        why = STOPPED.get(plan.stopped, plan.stopped)
+        wider = plan.stopped == "proven" and plan.gap > OWN * Limits().gap
+        why = STREAMS if wider else STOPPED.get(plan.stopped, plan.stopped)
         parts.append(f"searched for {seconds_text(plan.search_seconds)} until {why}")
     return ", ".join(parts) + (f"; within: {plan.scope}" if plan.scope else "")
 

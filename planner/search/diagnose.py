@@ -79,8 +79,8 @@ def infeasible(request: PlanRequest, limits: Limits) -> Infeasible:
 
 def unfinished(found: Unsolved) -> ConfigError:
     """The error where time ran out before a plan was found, and none was ruled out."""
-    text = f"no plan was found in {found.seconds:.1f} s ({found.stopped}): {found.reason}"
-    return ConfigError([Problem(Where(path="$.cluster"), text, "give the search more time", "search")])
+    text = f"the search ended after {found.seconds:.2g} s ({found.stopped}) before it found a plan or ruled one out"
+    return ConfigError([Problem(Where(path="$.cluster"), text, "give it more time: --time-limit 60", "search")])
 
 
 def _asker(limits: Limits) -> Fits:
