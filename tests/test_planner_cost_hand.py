@@ -134,7 +134,7 @@ def test_a_decode_step_of_experts_over_two_nodes() -> None:
     assert step.cache_token == pytest.approx(layers * 2 * 2 * 4 * 128 / 4 / (3.35e12 * 0.75))
     rate = 989e12 * 0.72 * 512 / (512 + 128)
     assert step.expert_token == pytest.approx(2 * 8 * layers * expert / 8 / (rate * 0.8))
-    exchanged = 2 * layers * 2 * 4096 * 8 / 8 / NIC
+    exchanged = 2 * layers * 2 * 4096 / 8 * (1 - 0.5**8) / NIC  # once to the other node, unless all 8 are here
     elementwise = layers * 2 * (14 * 4096 + 4 * 12288 / 8) / MEMORY
     assert step.sequence == pytest.approx(1e-6 + elementwise + exchanged)
     one = 1 - (1 - 8 / 128) ** (4 * 2)  # of the experts, by 4 sequences on each replica

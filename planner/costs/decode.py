@@ -13,6 +13,7 @@ import numpy as np
 from msgspec import Struct
 
 from realgraph.planner.costs.comm import axis_link, collective_bytes_per_s, exchange_seconds
+from realgraph.planner.costs.layer import EXPERT_TILE, GROUPED, MLP_ELEMENTS, NORM_ELEMENTS
 from realgraph.planner.costs.lengths import Floats
 from realgraph.planner.costs.memory import element_bytes, kv_bytes_per_token, served_expert_ranks
 from realgraph.planner.costs.overhead import collective_seconds, elementwise_bytes_per_s
@@ -25,12 +26,12 @@ RING_SECONDS = 7e-5
 # Between nodes: latency of small messages on two nodes, and of each further doubling of their number (a tree).
 NODES_SECONDS = 4e-5
 NODE_HOP_SECONDS = 1.5e-5
-# The grouped kernels of experts reach less of the peak than one dense product: many small ones, unequal counts.
-EXPERT_EFFICIENCY = 0.8
-EXPERT_TILE = 128  # rows of a tile of such a kernel: the last one of each expert is half empty
-# Experts are read a slice at a time: few rows each, and slices of so many columns reach half of the memory's rate.
+# Experts are read a slice at a time, in tiles of 128 columns, of which the last is half empty on average: a slice of
+# this many columns reaches half of the memory's rate.
 EXPERT_WIDTH = 64
-EXPERT_LAYER_SECONDS = 3e-5  # of a layer's small kernels: routing, sorting tokens by expert, adding answers up
+# Of a layer's small kernels, in a captured graph: scores, top k, counts, sort and alignment by expert, activation, sum
+# of answers (vLLM, fused_moe): six of about 5 us, the least that a kernel takes from start to end.
+EXPERT_LAYER_SECONDS = 3e-5
 
 
 class Precision(Struct, frozen=True):
@@ -134,7 +135,7 @@ def decode_step(setting: Setting, precision: Precision = SAME) -> DecodeStep:
         / ranks
         / (bandwidth * costs.memory)
         * (1 + EXPERT_WIDTH / max(1, slices)),
-        expert_token=2 * model.experts_per_token * routed / layout.tp / (rate * EXPERT_EFFICIENCY) if experts else 0.0,
+        expert_token=2 * model.experts_per_token * routed / layout.tp / (rate * GROUPED) if experts else 0.0,
         unchosen=math.log1p(-model.experts_per_token / experts) if experts > model.experts_per_token else -50.0,
         experts=experts,
         chosen=model.experts_per_token,
@@ -178,7 +179,9 @@ def _elementwise_seconds(setting: Setting) -> float:
     activations of the MLP, cut over the ranks; read from and written to memory."""
     model = setting.model
     routed = model.experts_per_token * model.expert_intermediate if model.expert_layers else 0
-    nbytes = setting.element * (14 * model.hidden + 4 * max(routed, model.intermediate) / setting.layout.tp)
+    nbytes = setting.element * (
+        NORM_ELEMENTS * model.hidden + MLP_ELEMENTS * max(routed, model.intermediate) / setting.layout.tp
+    )
     return model.layers * nbytes / elementwise_bytes_per_s(setting)
 
 

@@ -1,11 +1,13 @@
 """Predicted seconds of one forward pass: 2 operations per weight and token (arXiv:2001.08361, table 1)."""
 
-from realgraph.planner.costs.layer import LayerCosts, layer_costs
+from realgraph.planner.costs.layer import MLP_ELEMENTS, NORM_ELEMENTS, LayerCosts, layer_costs
 from realgraph.planner.costs.lengths import Lengths
 from realgraph.planner.costs.overhead import elementwise_bytes_per_s, pass_layer_seconds
 from realgraph.planner.costs.setting import Setting, gemm_efficiency
 
-IMBALANCE = 1.1  # tokens of the busiest expert's device over the mean, with a trained router
+# Tokens of the busiest expert's device over the mean, with a trained router: an assumption, between 1 of a balance that
+# training enforces and the capacity factor of 1.25 at which few tokens are left out (arXiv:2101.03961, sec. 2.2).
+IMBALANCE = 1.1
 
 
 def forward_seconds(setting: Setting, tokens: float, context: float) -> float:
@@ -43,6 +45,7 @@ def _cpu_forward_seconds(setting: Setting, tokens: float, context: float) -> flo
     rate = setting.flops * gemm_efficiency(costs, tokens, width)
     products = tokens * (2 * model.active_params() + model.head_flops(setting.role.head)) / rate
     attention = 4 * model.attention_width() * context * model.layers * tokens / (setting.flops * costs.attention)
-    elementwise = setting.element * model.layers * tokens * (14 * model.hidden + 4 * model.intermediate)
+    moved = NORM_ELEMENTS * model.hidden + MLP_ELEMENTS * model.intermediate
+    elementwise = setting.element * model.layers * tokens * moved
     traffic = elementwise / elementwise_bytes_per_s(setting)
     return products + attention + traffic + model.layers * pass_layer_seconds(costs)

@@ -19,10 +19,18 @@ from realgraph.planner.layout import DeviceMesh, Layout
 NORM_ELEMENTS = 14  # elements of hidden width that a layer's norms, residuals and rotary embedding read and write
 MLP_ELEMENTS = 4  # of the MLP's width: gate, up, their product, read again
 PERMUTE_ELEMENTS = 8  # of hidden width per token and expert: into experts' order and back, read and written twice
-EXPERT_TILE = 128  # rows of a grouped product's tile: the last of each expert is half empty
-GROUPED = 0.8  # rate of grouped products over that of one product of the same rows
-ROUTING_SECONDS = 1e-3  # of an expert layer's pass: the host waits for the tokens of each expert before it goes on
-EXPERT_LAUNCH_SECONDS = 4e-6  # of one expert's products in a grouped kernel's schedule
+# Rows of a grouped product's tile: each expert's rows fill whole ones (DeepGEMM, README, grouped GEMMs), so the last of
+# each expert is half empty.
+EXPERT_TILE = 128
+# Rate of grouped products over that of one product of the same rows: many small ones of unequal counts. Set with the
+# published training speeds of models with experts in view, as the constants of a generation in devices.yaml.
+GROUPED = 0.8
+# Of an expert layer's pass: the host waits for the tokens of each expert, and the device then for the launches that no
+# queue hides: about 200 at 5 us each, a layer's with its permutations and all-to-alls. Set like GROUPED.
+ROUTING_SECONDS = 1e-3
+# Of one expert's product: a kernel's launch takes 4 to 5 us, and experts' products are launched one by one in the
+# manner of Megatron-Core's grouped MLP (a cuBLAS call each).
+EXPERT_LAUNCH_SECONDS = 4e-6
 ADAPTER_OUTPUTS = 4  # of an adapter's: written, read with the matrix's own output, and their sum written
 BACKWARD_ATTENTION = 2.5  # five products instead of two: scores are computed again (arXiv:2307.08691)
 ALIGNED = 64  # elements of a side on which tensor cores read whole lines (NVIDIA, Matrix Multiplication Background)
