@@ -102,7 +102,7 @@ def costs_of(planned: Planned, steps: Sequence[StepRecord], now: datetime) -> Co
 
 
 def steady(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
-    """The steps that count: without those that warm up."""
+    """Of what one start of a run ran the steps that count: without those that warm up."""
     return steps[WARM_UP_STEPS:] if len(steps) > 3 * WARM_UP_STEPS else steps[1:]
 
 

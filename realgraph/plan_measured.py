@@ -1,11 +1,12 @@
 """Predicted against measured: what a run's directory says of each call of its own plan."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median, quantiles
 
 import msgspec
 
+from realgraph.costs_record import steady
 from realgraph.graphs.errors import ConfigError, Problem, Where, reason
 from realgraph.planner.codec import plan_from_json
 from realgraph.planner.events import reallocation_node
@@ -14,8 +15,6 @@ from realgraph.planner.report.report import Measured
 from realgraph.runtime.observer import RunRecord, RunStarted, StepRecord
 from realgraph.runtime.run_folder import RunFolder
 
-WARM_UP = 2  # steps after each start of a run: compilation, allocators, caches
-FEWEST = 3  # steps to be left after warm-up; a shorter run is taken whole
 STEP = "a whole step"
 
 
@@ -37,9 +36,11 @@ def read_run(root: Path) -> RunRead:
         raise ConfigError(
             [Problem(Where(str(root)), f"no run can be read here: {reason(error)}", hint, "run")]
         ) from error
-    steps = tuple(_warm(records))
+    steps = _counting(records)
     if not steps:
-        raise ConfigError([Problem(Where(str(folder.metrics)), "the run has finished no step", "", "run")])
+        begun = any(isinstance(record, StepRecord) for record in records)
+        text = "the run has finished no step" + (" after its first, which warms up" if begun else "")
+        raise ConfigError([Problem(Where(str(folder.metrics)), text, "", "run")])
     return RunRead(plan, steps)
 
 
@@ -74,18 +75,19 @@ def _records(file: Path) -> list[RunRecord]:
     return records
 
 
-def _warm(records: Sequence[RunRecord]) -> Iterator[StepRecord]:
-    """The steps that count: the last record of each, without the first ones after a start where enough are left."""
-    last: dict[int, tuple[StepRecord, bool]] = {}
-    since_start = 0
+def _counting(records: Sequence[RunRecord]) -> tuple[StepRecord, ...]:
+    """The steps that count, of what each start of the run ran; the last record of a step that was run again."""
+    starts: list[list[StepRecord]] = [[]]
     for record in records:
         match record:
             case RunStarted():
-                since_start = 0
+                starts.append([])
             case StepRecord():
-                last[record.step] = (record, since_start >= WARM_UP)
-                since_start += 1
+                starts[-1].append(record)
             case _:
                 pass
-    warm = [record for record, is_warm in last.values() if is_warm]
-    yield from warm if len(warm) >= FEWEST else (record for record, _ in last.values())
+    last: dict[int, StepRecord | None] = {}
+    for steps in starts:
+        last |= {record.step: None for record in steps}
+        last |= {record.step: record for record in steady(steps)}
+    return tuple(record for record in last.values() if record is not None)

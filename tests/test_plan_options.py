@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from realgraph import cli
+from realgraph.costs_record import steady
 from realgraph.graphs.errors import ConfigError
 from realgraph.plan_lengths import read_lengths
 from realgraph.plan_limits import Progress, interruptible
@@ -103,6 +104,27 @@ def test_a_runs_steps_are_compared_without_its_first_ones(tmp_path: Path) -> Non
     assert found["generate"].spread == 0 and found["generate"].count == 10
 
 
+@pytest.mark.parametrize(("ran", "count"), [((2,), 1), ((6,), 5), ((7,), 5), ((1, 3), 2), ((8, 8), 12)])
+def test_a_plan_and_the_next_ones_costs_leave_out_the_same_steps(
+    ran: tuple[int, ...], count: int, tmp_path: Path
+) -> None:
+    """Of what each start ran, as `costs.json` does."""
+    _, plan = overlapping()
+    folder, first = RunFolder(tmp_path), 0
+    folder.plan.write_text(plan_to_json(plan))
+    metrics = MetricsFile(folder.metrics)
+    kept: list[StepRecord] = []
+    for n_steps in ran:
+        metrics.observe(RunStarted("run", "ppo", sum(ran), first, str(tmp_path), tuple(plan.allocations)))
+        steps = [StepRecord(step, 1.0, {}) for step in range(first, first + n_steps)]
+        for step in steps:
+            metrics.observe(step)
+        kept, first = [*kept, *steady(steps)], first + n_steps
+    metrics.close()
+    assert read_run(tmp_path).steps == tuple(kept)
+    assert len(kept) == count
+
+
 def test_what_is_no_run_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run can be read here"):
         read_run(tmp_path / "nowhere")
@@ -111,7 +133,10 @@ def test_what_is_no_run_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"metrics.jsonl:1: .*no record of a run"):
         read_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(ConfigError, match="finished no step"):
+    with pytest.raises(ConfigError, match=r"finished no step$"):
+        read_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"type": "step", "step": 0, "seconds": 1.0, "metrics": {}}\n')
+    with pytest.raises(ConfigError, match="no step after its first, which warms up"):
         read_run(tmp_path)
 
 

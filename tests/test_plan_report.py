@@ -20,7 +20,7 @@ from realgraph.plan_table import SHADES, allocation_table, memory, mesh_picture
 from realgraph.planner.constraints import Constraints
 from realgraph.planner.costs.memory import usable_bytes
 from realgraph.planner.events import period
-from realgraph.planner.plan import Plan, Turn
+from realgraph.planner.plan import Hashes, Plan, Turn
 from realgraph.planner.report.diff import diff
 from realgraph.planner.report.format import bytes_text, change_text, count_text, devices_text, gap_text, seconds_text
 from realgraph.planner.report.html import page
@@ -192,6 +192,9 @@ def test_a_plan_does_not_differ_from_itself_and_every_difference_is_named() -> N
     assert said["actor_train", "schedule"].after == "zero_bubble"
     assert said["generate", "transport"].after == "through host memory"
     assert ("values", "transport") not in said
+    hashed = msgspec.structs.replace(plan, hashes=Hashes("1", "2", "3", "4"))
+    words = {"the graph or its models", "the batch, lengths or staleness", "the cluster", "the table of measured costs"}
+    assert {change.what for change in diff(plan, hashed)} == words
     assert said["", "period"].after == "80.0 s"
     assert {"devices 0-31", "devices 32-63"} <= {subject for subject, _ in said}
     assert ("generate", "layout") not in said

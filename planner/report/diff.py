@@ -14,14 +14,9 @@ from realgraph.planner.report.format import (
     words,
 )
 from realgraph.planner.report.text import TRANSPORT_WORDS
+from realgraph.planner.search.validate import HASHED
 
 SAME = 0.005  # of seconds or bytes: below it two predictions are told as equal
-HASH_WORDS = {
-    "graph": "the graph or its models",
-    "workload": "batch, lengths or staleness",
-    "cluster": "the cluster",
-    "costs": "the measured costs",
-}
 
 
 class Change(Struct, frozen=True):
@@ -40,10 +35,12 @@ def diff(before: Plan, after: Plan) -> tuple[Change, ...]:
 
 
 def _whole(before: Plan, after: Plan) -> Iterator[Change]:
-    for part, what in HASH_WORDS.items():
+    for part, what in HASHED.items():
         if getattr(before.hashes, part) != getattr(after.hashes, part):
             text = "the two were made for different things, so their predictions don't compare like for like"
-            yield Change("", what, getattr(before.hashes, part) or "none", getattr(after.hashes, part) or "none", text)
+            yield Change(
+                "", f"the {what}", getattr(before.hashes, part) or "none", getattr(after.hashes, part) or "none", text
+            )
     yield from _seconds("", "period", before.period_seconds, after.period_seconds)
     yield from _seconds("", "lower bound", before.lower_bound_seconds, after.lower_bound_seconds)
     if before.latency_seconds and after.latency_seconds:  # of a plan that was edited or run, none is known

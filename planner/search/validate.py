@@ -21,7 +21,7 @@ from realgraph.planner.space.passes import plan_problems
 from realgraph.planner.space.tables import device_bytes, node_bytes
 from realgraph.planner.space.wishes import CACHE_DTYPE, engine_lacks, shape_faults
 
-HASHED = {
+HASHED = {  # parts of `Hashes` in words
     "graph": "graph or its models",
     "workload": "batch, lengths or staleness",
     "cluster": "cluster",
