@@ -33,17 +33,18 @@ from realgraph.planner.solve.meshes import (
 )
 from realgraph.planner.solve.options import FOUND, PAUSED, UNDECIDED, choose, new_choosing
 from realgraph.planner.solve.period import new_net
-from realgraph.planner.solve.space import Space, least_of, order_of, shared, space_of
+from realgraph.planner.solve.space import LARGE, Space, least_of, order_of, shared, space_of
 
 TOLERANCES = (0.5, 0.3, 0.2, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01, 0.005)
 QUICK = 5_000  # placements and options: after a pass that looked at fewer the next tolerance but one follows
 SLICE = 500  # placements between two looks at the clock
 OPTIONS_SLICE = 200  # of the second level
 PATIENCE = 30_000  # placements and options without a better plan, after which neighbourhoods get as many
-NEARBY = 3_000  # placements and options looked at in one neighbourhood
+PATIENCE_OF_LARGE = 6_000  # the same with more than `LARGE` tasks, where a pass seldom ends
+NEARBY = 4_000  # placements and options looked at in one neighbourhood
 POLISH, POLISH_SHARE = 2_000, 0.1  # placements and options looked at when the gap is proven: these, and of all before
 LEAST_GAIN = 1e-9  # relative: of a plan that is kept
-LONG, LONG_NEARBY = 25, 8  # slices after which a placement with too many options is put off, or left
+LONG, LONG_FIRST, LONG_NEARBY = 25, 8, 4  # slices after which a placement with many options is put off, or left
 
 
 class Incumbent(Struct, frozen=True):
@@ -141,7 +142,7 @@ class Search:
     def _begin(self) -> None:
         """First plans: where people would place the tasks."""
         for meshes in self._customary():
-            self._leaf(meshes, 0.05 if self.best is None else 0.01, LONG_NEARBY, all_of_it=False)
+            self._leaf(meshes, 0.05 if self.best is None else 0.01, LONG_FIRST, all_of_it=False)
 
     def _customary(self) -> list[list[int]]:
         """Places that people choose by hand, as far as all tasks may lie there."""
@@ -168,7 +169,8 @@ class Search:
             return
         self.walk.places[:], self.walk.order[:] = order_of(self.instance, space.allowed)
         self.walk.restart()
-        patience, since, best = PATIENCE, 0, self.best
+        least = PATIENCE_OF_LARGE if len(self.problem.tasks) > LARGE else PATIENCE
+        patience, since, best = least, 0, self.best
         while self._limit(tolerance) > self.bound:
             before = self._effort()
             status = self._step(self.walk, space, tolerance)
@@ -176,8 +178,10 @@ class Search:
                 break
             since = since + self._effort() - before if self.best is best else 0
             if since > patience and self.best is not None:
-                found = self._neighbourhoods(space, max(1e-3, (tolerance or 0.0) / 20), patience)
-                patience, since = PATIENCE if found else 2 * patience, 0
+                gain = max(1e-3, (tolerance or 0.0) / 100)  # the way to a plan of this pass may lead over slower ones
+                found = self._neighbourhoods(self._space(self._limit(gain), closely=False) or space, gain, patience)
+                self._take(space)
+                patience, since = least if found else 2 * patience, 0
             best = self.best
         for meshes in self.put_off:
             self._leaf(meshes, tolerance, sys.maxsize)
@@ -191,9 +195,13 @@ class Search:
         bound, space = space_of(self.problem, self.instance, self.everywhere, limit, look_up)
         self._prove(bound)
         if space is not None:
-            for i in range(len(self.problem.tasks)):
-                self.lists.fastest[i], self.lists.soonest[i], _ = least_of(self.instance, i, space.allowed[i])
+            self._take(space)
         return space
+
+    def _take(self, space: Space) -> None:
+        """Tells the compiled code the least that tasks without a place need in this space."""
+        for i in range(len(self.problem.tasks)):
+            self.lists.fastest[i], self.lists.soonest[i], _ = least_of(self.instance, i, space.allowed[i])
 
     def _effort(self) -> int:
         """Placements and options looked at."""
@@ -232,14 +240,25 @@ class Search:
 
     def _neighbourhoods(self, space: Space, least_gain: float, effort: int) -> bool:
         """New meshes for a few tasks at a time, as long as plans get better; whether one did. effort: without one."""
-        before, tasks = self.best, range(len(self.problem.tasks))
-        best, stop = self.best, self._effort() + effort
+        before = best = self.best
+        stop = self._effort() + effort
         while self._effort() < stop and self._limit(least_gain) > self.bound:
-            count = min(len(tasks), self.rng.choice((2, 3, 3, 4)))
-            self._near(space, least_gain, self.rng.sample(tasks, count), NEARBY)
+            count = min(len(self.problem.tasks), self.rng.choice((2, 3, 3, 4)))
+            self._near(space, least_gain, self._some(count), NEARBY)
             if self.best is not best:
                 best, stop = self.best, self._effort() + effort
         return self.best is not before
+
+    def _some(self, count: int) -> list[int]:
+        """So many tasks, drawn by the device seconds that they take in the best plan (Efraimidis and Spirakis 2006)."""
+        assert self.best is not None
+        drawn: list[tuple[float, int]] = []
+        for i, task in enumerate(self.problem.tasks):
+            choice = self.best.choices[task.name]
+            seconds = float(self.problem.tables[task.tables[choice.mesh]].seconds[choice.option])
+            work = max(1e-9, seconds * self.problem.meshes[choice.mesh].n_devices)
+            drawn.append((-np.log(1.0 - self.rng.random()) / work, i))
+        return [i for _, i in sorted(drawn)[:count]]
 
     def _near(self, space: Space, least_gain: float, free: Iterable[int], effort: int) -> None:
         """The best plan with new meshes for the tasks `free` and those tied to them, and new options for all."""

@@ -13,6 +13,7 @@ from realgraph.planner.solve.meshes import Costs
 from realgraph.planner.solve.places import Tree, no_tree, tree_of
 
 STEPS = 150  # of the ascent of prices: at the root
+LARGE = 8  # tasks: with more of them, twice as many steps, and all tasks count as long ones
 FEWER_STEPS, FEW_STEPS = 80, 12  # with one of the longest tasks on meshes of one table, and with another one
 LONGEST = 2  # tasks
 FEW = 14.0  # logarithm of a number of placements that are looked at faster than prices are found for each table
@@ -38,7 +39,7 @@ def space_of(
         return limit, None
     start = first_prices(rows)
     few = float(np.log(everywhere.sum(axis=1)).sum()) < FEW
-    best = ascend(rows, start, limit, FEW_STEPS if few else STEPS)
+    best = ascend(rows, start, limit, FEW_STEPS if few else STEPS if len(rows.begin) <= LARGE else 2 * STEPS)
     if best.bound > limit:
         return limit, None
     bound, sets = best.bound, [start, best]
@@ -53,13 +54,13 @@ def space_of(
 
 def _by_table(rows: Rows, best: Prices, limit: float, look_up: Callable[[], None]) -> tuple[float, list[Prices]]:
     """Prices for each task on meshes of each table, and what they prove: some table each task must take."""
-    bound, sets = best.bound, []
+    bound, sets, longest = best.bound, [], LONGEST if len(rows.begin) <= LARGE else len(rows.begin)
     by_work = np.argsort([-float(np.min(rows.area[rows.task == i])) for i in range(len(rows.begin))], kind="stable")
     for rank, task in enumerate(by_work.tolist()):
         look_up()
         tables = np.unique(rows.table[rows.task == task])
         if len(tables) > 1:
-            found = [_conditioned(conditioned(rows, task, int(table)), best, limit, rank < LONGEST) for table in tables]
+            found = [_conditioned(conditioned(rows, task, int(table)), best, limit, rank < longest) for table in tables]
             bound = max(bound, min(prices.bound for prices in found))
             sets += found
     return bound, sets
