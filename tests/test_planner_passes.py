@@ -22,8 +22,8 @@ from realgraph.planner.search.changes import WAYS
 from realgraph.planner.search.search import Infeasible, reprice, search
 from realgraph.planner.search.validate import validate
 from realgraph.planner.space.choices import candidates
-from realgraph.planner.space.options import Passes, input_bytes, input_seconds
-from realgraph.planner.space.passes import schedule_fault
+from realgraph.planner.space.options import Candidate, Passes, input_bytes, input_seconds
+from realgraph.planner.space.passes import passes_for, schedule_fault
 from realgraph.planner.space.pricing import holding
 from realgraph.planner.workload import Workload
 from tests.planner_cases import cluster, graph, known, ppo, request
@@ -196,6 +196,19 @@ def test_stages_keep_what_the_papers_say(name: str, pp: int, tp: int, recompute:
     assert kept(delayed=True) == plain
     logits = memory.train_activations(model, BF16, layout, 8192, Running(recompute=recompute, delayed=True))
     assert logits.logits > 0 and logits.activations == plain
+
+
+@pytest.mark.parametrize(("call", "plain"), [("actor_train", True), ("critic_train", False)])
+def test_the_plain_schedule_is_offered_where_it_may_take_less_memory(call: str, plain: bool) -> None:
+    """Zero-bubble stages are as fast or faster, but the last has a policy's logits beside all that the first keeps."""
+    layout = Layout(DeviceMesh(0, 8), tp=4, pp=2)
+    held = {
+        passes.schedule: holding(PPO, call, Candidate(layout, 8192, passes), PPO.cluster).active.total
+        for passes in passes_for(PPO, call, (layout, 8192), PPO.cluster)
+        if passes.recompute == "none"
+    }
+    assert held.keys() - {"interleaved"} == ({"1f1b", "zero_bubble"} if plain else {"zero_bubble"})
+    assert not plain or held["1f1b"] < held["zero_bubble"]
 
 
 @pytest.mark.parametrize("layers", range(2, 40))

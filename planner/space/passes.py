@@ -46,7 +46,12 @@ def passes_agree(passes: Passes, pin: Pin) -> bool:
 
 
 def _wants_plain(request: PlanRequest, call: str) -> bool:
-    """Whether 1F1B is asked for: zero-bubble takes as much memory but for one chunk of logits, and is never slower."""
+    """Whether 1F1B is asked for, or may fit where zero-bubble stages, which are never slower, do not.
+
+    Their last stage keeps as much as the first and has the logits of a micro-batch besides.
+    """
+    if request.role(call).head == "lm":
+        return True
     pin, forbidden = request.pins.get(call, Pin()), request.constraints.forbid.get(call, ())
     return pin.schedule == "1f1b" or any(other.schedule == "zero_bubble" for other in forbidden)
 
