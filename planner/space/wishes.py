@@ -170,12 +170,32 @@ def _constraints(request: PlanRequest) -> Iterator[Problem]:
         yield Problem(Where(path="$.constraints.reserve"), text, f"reserve at most {total - 1}", "constraint")
     for i, calls in enumerate(wishes.share):
         yield from _calls(request, calls, f"$.constraints.share[{i}]")
+        if len(set(calls)) < 2:
+            text = "binds nothing: one call lies on one mesh anyway" if calls else "binds nothing: it names no call"
+            where = Where(path=f"$.constraints.share[{i}]")
+            yield Problem(where, text, "name two calls or more, or leave it out", "constraint")
     yield from _calls(request, wishes.forbid, "$.constraints.forbid")
     for name, pins in wishes.forbid.items():
         for i, pin in enumerate(pins):
             yield from _forbidden(pin, Where(path=f"$.constraints.forbid.{name}[{i}]"))
+    yield from _caps(request)
     if wishes.colocated:
         yield from _colocated(request)
+
+
+def _caps(request: PlanRequest) -> Iterator[Problem]:
+    """Caps on memory above what there is: they would bind nothing."""
+    groups, wishes = request.cluster.groups, request.constraints
+    device = max(group.memory_bytes for group in groups)
+    node = max(group.host_memory_bytes for group in groups)
+    for name, asked, has, whose in (
+        ("memory_gb", wishes.memory_gb, device, "no device of the cluster has more than"),
+        ("host_memory_gb", wishes.host_memory_gb, node, "no node of the cluster has more than"),
+    ):
+        if asked is not None and round(1e9 * asked) > has:
+            text = f"{asked:,g} GB bind nothing: {whose} {has / 1e9:,.4g} GB"
+            hint = f"set it below {has / 1e9:,.4g}, or leave it out; cluster.{name} says how much there is"
+            yield Problem(Where(path=f"$.constraints.{name}"), text, hint, "constraint")
 
 
 def _forbidden(pin: Pin, where: Where) -> Iterator[Problem]:
