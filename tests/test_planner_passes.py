@@ -120,6 +120,17 @@ def test_two_train_calls_of_one_role_find_the_same_layers_on_every_stage() -> No
     assert "'again', which trains the same role" in text
 
 
+def test_zero_bubble_stages_of_a_role_that_recomputes_are_refused_with_the_cause() -> None:
+    models = {**PPO.graph.models, "actor": replace(PPO.graph.models["actor"], gradient_checkpointing=True)}
+    asked = replace(PPO, graph=replace(PPO.graph, models=models))
+    for pin in (Pin(schedule="zero_bubble"), Pin(pp=2, schedule="zero_bubble")):
+        text = refused(replace(asked, pins={"actor_train": pin}))
+        assert "recomputation would drop" in text
+        assert "models.actor.gradient_checkpointing is true" in text
+    kept = search(replace(asked, pins={"actor_train": Pin(pp=2, schedule="interleaved")}), QUICK)
+    assert kept.allocations["actor_train"].recompute == "full"
+
+
 def test_forbidden_schedules_leave_the_others() -> None:
     forbid = {name: (Pin(schedule="interleaved"), Pin(schedule="zero_bubble")) for name in STAGES}
     plan = search(replace(PPO, pins=STAGES, constraints=Constraints(forbid=forbid)), QUICK)

@@ -83,6 +83,11 @@ def pin_problems(request: PlanRequest, call: str, pin: Pin, where: Where) -> Ite
             yield Problem(where, FORWARD, "leave them out", "pin")
         return
     piped = pin.schedule not in (None, "1f1b") or (pin.chunks or 1) > 1
+    setting = f"models.{request.graph.role(call)}.gradient_checkpointing"
+    if pin.schedule == "zero_bubble" and pin.recompute is None and request.role(call).gradient_checkpointing:
+        text = f"zero-bubble stages keep the layers that recomputation would drop, but {setting} is true"
+        yield Problem(where, text, f"leave schedule out, set it to interleaved, or set {setting} to false", "pin")
+        return
     passes = Passes(pin.recompute or "none", pin.schedule or ("interleaved" if piped else "1f1b"), pin.chunks or 1)
     if passes.schedule == "interleaved" and pin.chunks is None:
         passes = Passes(passes.recompute, passes.schedule, 2)
