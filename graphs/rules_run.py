@@ -67,7 +67,8 @@ def small_data(draft: Draft, facts: Facts) -> Iterator[Problem]:
     if facts.n_rows == 0:
         yield draft.problem("$.data.path", "the data set is empty", "give data with at least batch.groups rows")
     elif facts.n_rows is not None and facts.groups is not None and facts.n_rows < facts.groups:
-        text = f"a step takes {facts.groups} groups, but the data set has {facts.n_rows} rows"
+        rows = f"{facts.n_rows} row{'s' * (facts.n_rows != 1)}"
+        text = f"a step takes {facts.groups} groups, but the data set has {rows}"
         yield draft.problem("$.batch.groups", text, f"set batch.groups to at most {facts.n_rows}, or give more data")
 
 
@@ -77,7 +78,8 @@ def uneven_minibatches(draft: Draft, facts: Facts) -> Iterator[Problem]:
         return
     for name, call in draft.of(Train):
         if facts.groups % call.minibatches:
-            text = f"{facts.groups} groups can't be cut into {call.minibatches} equal mini-batches of whole groups"
+            groups = f"{facts.groups} group{'s' * (facts.groups != 1)}"
+            text = f"{groups} can't be cut into {call.minibatches} equal mini-batches of whole groups"
             fitting = [n for n in range(1, facts.groups + 1) if facts.groups % n == 0]
             near = sorted(fitting, key=lambda n: abs(n - call.minibatches))[:3]
             hint = f"{facts.groups} divides into {', '.join(map(str, sorted(near)))}; or change batch.groups"

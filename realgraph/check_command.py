@@ -10,6 +10,7 @@ from realgraph.compose import Checked, check_run
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.graph import Graph
 from realgraph.open_graph import graph_alone, is_graph_file
+from realgraph.planner.report.format import counted
 from realgraph.resolved import resolved_text
 
 
@@ -33,7 +34,8 @@ def _report_run(file: Path, checked: Checked, resolved: bool, json_out: bool) ->
     elif resolved:
         sys.stdout.write(resolved_text(checked.composed))
     else:
-        samples = f"{run.batch.groups} groups x {graph.samples_per_group} samples a step, {run.steps} steps"
+        step = f"{counted(run.batch.groups, 'group')} x {counted(graph.samples_per_group, 'sample')} a step"
+        samples = f"{step}, {counted(run.steps, 'step')}"
         print(f"{file}: ok. {_shape(graph)}; {samples}")
 
 

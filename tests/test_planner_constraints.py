@@ -13,6 +13,7 @@ from realgraph.planner.plan import Plan
 from realgraph.planner.problem import Limits
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.search.alternatives import alternatives
+from realgraph.planner.search.changes import more_devices
 from realgraph.planner.search.diagnose import infeasible
 from realgraph.planner.search.search import Infeasible, search
 from realgraph.planner.search.validate import validate
@@ -196,9 +197,25 @@ def test_too_few_devices_are_told_with_how_many_more_would_do() -> None:
     said = str(error)
     assert "GB of" in said
     assert "on device 0" in said
-    change = next(change for change in error.changes if "more devices" in change)
-    nodes = int(change.split(": ")[1].split()[0])
+    change = next(change for change in error.changes if "cluster." in change)
+    nodes = int(change.split("cluster.nodes: ")[1].split()[0])
+    assert f"({8 * nodes} devices, now 8)" in change
     assert search(replace(asked, cluster=cluster(nodes=nodes)), QUICK).period_seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "first"), [("cpu", 1, "cluster.nodes: 2 ("), ("L40S", 2, "cluster.devices: 4 (")]
+)
+def test_more_devices_are_offered_as_what_a_run_file_says(kind: str, devices: int, first: str) -> None:
+    """Each offer, written into the run file's cluster, is the cluster that was meant."""
+    asked = request(grpo(), machine=cluster(kind, devices))
+    found = more_devices(asked)
+    assert found[0].text.startswith(f"set {first}")
+    for change in found:
+        said = dict(pair.split(": ") for pair in change.text[4:].split(" (")[0].split(" and "))
+        nodes, per_node = int(said.get("cluster.nodes", 1)), int(said.get("cluster.devices", devices))
+        assert (nodes, per_node) == (change.request.cluster.nodes, change.request.cluster.devices_per_node)
+        assert f"({nodes * per_node:,} devices, now {devices})" in change.text
 
 
 def test_a_cap_below_the_weights_is_the_clash() -> None:

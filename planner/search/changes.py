@@ -156,8 +156,12 @@ def more_devices(request: PlanRequest) -> Series:
 
 
 def _devices(request: PlanRequest, cluster: Cluster) -> Change:
-    more = cluster.n_devices - request.cluster.n_devices
-    text = f"use {more} more devices: {cluster.nodes} x {cluster.devices_per_node} {cluster.kind}"
+    """A larger cluster in the run file's words: nodes, and where they change devices of a node."""
+    now = request.cluster
+    sizes = [f"cluster.nodes: {cluster.nodes}"] if cluster.nodes != now.nodes else []
+    if cluster.devices_per_node != now.devices_per_node:
+        sizes.append(f"cluster.devices: {cluster.devices_per_node}")
+    text = f"set {' and '.join(sizes)} ({cluster.n_devices:,} devices, now {now.n_devices:,})"
     return Change(text, replace(request, cluster=cluster))
 
 
