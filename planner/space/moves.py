@@ -59,7 +59,10 @@ def corrected(request: PlanRequest, seconds: Floats, place: Place) -> Floats:
 
 
 def _copies(request: PlanRequest, call: str, place: Place) -> Copies:
-    """The copies of the role of `call` that the options of a place stand for."""
+    """The copies of the role of `call` that the options of a place stand for.
+
+    Of a move both ends are cut as the engine of its target cuts experts: what is read in place is the trained copy.
+    """
     cluster = request.cluster.groups[place.group]
     layouts = [replace(option.candidate.layout, mesh=place.mesh) for option in place.options]
     setting = Setting(request.model(call), request.role(call), layouts[0], cluster, factors_of(request, cluster))
