@@ -73,6 +73,22 @@ def test_a_plan_that_is_found_is_valid_fits_and_is_bounded(asked: PlanRequest) -
     assert repriced.allocations == plan.allocations
     assert repriced.period_seconds == pytest.approx(plan.period_seconds, rel=1e-9)
     assert period(events_of(asked, plan)).seconds == pytest.approx(plan.period_seconds, rel=1e-9)
+    keeps_its_order(asked, repriced)
+
+
+def keeps_its_order(asked: PlanRequest, plan: Plan) -> None:
+    """The plan's starts are those of a first step that waits for all that it must, and its latency spans that step."""
+    starts, events = plan.starts, events_of(asked, plan)
+    assert set(starts) >= set(plan.allocations)
+    assert min(starts.values()) == 0
+    for edge in events.dependencies:
+        if edge.source in starts and edge.target in starts:
+            ready = starts[edge.source] + events.seconds[edge.source] + edge.delay - edge.tokens * plan.period_seconds
+            assert starts[edge.target] >= ready - 1e-9 * plan.period_seconds
+    ends = [starts[name] + max(a.seconds, a.latency_seconds) for name, a in plan.allocations.items()]
+    first = min(starts[name] - a.ahead * plan.period_seconds for name, a in plan.allocations.items())
+    assert plan.latency_seconds == pytest.approx(max(ends) - first)
+    assert plan.latency_seconds >= max(a.seconds for a in plan.allocations.values())
 
 
 @settings(SOME, max_examples=6)

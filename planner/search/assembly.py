@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from realgraph.planner.events import EventGraph, Period, event_graph, period
+from realgraph.planner.events import EventGraph, event_graph, period
 from realgraph.planner.layout import DeviceMesh
 from realgraph.planner.plan import Allocation, Plan, Transport, Turn
 from realgraph.planner.problem import Choice, Solution
 from realgraph.planner.request import PlanRequest, hashes
-from realgraph.planner.search.streams import settled
+from realgraph.planner.search.streams import settled, starts_of
 from realgraph.planner.solve.solver import orders
 from realgraph.planner.space.choices import CONTEXT_TOKENS
 from realgraph.planner.space.couplings import moves_of
@@ -156,20 +156,9 @@ def repriced(request: PlanRequest, plan: Plan) -> Plan:
     )
     priced = settled(request, replace(priced, starts={}))
     found = period(events_of(request, priced))
-    return with_period(priced, found)
-
-
-def with_period(plan: Plan, found: Period) -> Plan:
-    """With a period by the event graph alone: no starts of a search hold any more."""
-    return replace(
-        plan,
-        period_seconds=found.seconds,
-        bottleneck=found.circuit,
-        starts={},
-        latency_seconds=0.0,
-        stopped="",
-        search_seconds=0.0,
-    )
+    timed = replace(priced, period_seconds=found.seconds, bottleneck=found.circuit, stopped="", search_seconds=0.0)
+    started = replace(timed, starts=starts_of(request, timed))
+    return replace(started, latency_seconds=step_latency(started))
 
 
 def _priced(request: PlanRequest, call: str, plan: Plan) -> Option:
