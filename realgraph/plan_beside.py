@@ -13,7 +13,8 @@ from realgraph.planner.report.format import change_text, gap_text, seconds_text
 from realgraph.planner.report.report import Comparison, Hint
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.search.baselines import baselines_of
-from realgraph.planner.search.sweep import hints, synchronous
+from realgraph.planner.search.sweep import changes_tried, synchronous
+from realgraph.planner.search.symmetric import one_mesh
 from realgraph.planner.solve.solver import solve
 from realgraph.planner.space.tables import Prepared, problem_of
 from realgraph.planner.space.wishes import wish_problems
@@ -21,6 +22,7 @@ from realgraph.planner.space.wishes import wish_problems
 RULE_SECONDS, RULE_GAP = 2.0, 0.002  # of the search for the best layouts under a rule
 PROVEN = 0.05  # of a gap: a larger one proves little
 NEARLY, NOTHING = 0.01, 1e-6  # longer by less: a simpler plan is worth it; as long
+RULES = ("symmetric", "colocated", "Megatron's rule", "ReaL-style heuristic")
 FREE = "free choice"
 OTHER_SECONDS = 3.0  # of the search for one other plan
 HINT_SECONDS = 1.0  # of the search behind one hint
@@ -32,20 +34,36 @@ def rules(session: Session, prepared: Prepared) -> tuple[Comparison, ...]:
     """Plans that people make without a search, on the same option tables."""
     if session.stop():
         return ()
+    place = one_mesh(prepared.problem)
+    if place is None:
+        apart = "no devices may hold every call, which this rule asks for"
+        return tuple(Comparison(name, None, apart, "no such plan") for name in RULES)
+    where = _devices_of(prepared, place)
     found = baselines_of(prepared, session.quick(RULE_SECONDS, RULE_GAP))
     everywhere = [baseline for baseline in (found.colocated, found.symmetric) if baseline is not None]
     colocated = min(
         everywhere, key=lambda baseline: baseline.period, default=None
     )  # the symmetric one is colocated too
-    return tuple(
-        Comparison(name, None, f"{what}: none fits") if baseline is None else Comparison(name, baseline.period, what)
-        for name, baseline, what in (
-            ("symmetric", found.symmetric, "one layout per role for all its calls, on all devices; the best of them"),
-            ("colocated", colocated, "every call on all devices, each with the layout that suits it"),
-            ("Megatron's rule", found.megatron, "tp of a node, the fewest stages that fit, dp for the rest"),
-            ("ReaL-style heuristic", found.real, "its places for generation and training, the best layouts there"),
-        )
+    what = (
+        f"one layout per role for all its calls, on {where}; the best of them",
+        f"every call on {where}, each with the layout that suits it",
+        "tp of a node, the fewest stages that fit, dp for the rest",
+        "its places for generation and training, the best layouts there",
     )
+    baselines = (found.symmetric, colocated, found.megatron, found.real)
+    return tuple(
+        Comparison(name, None, f"{note}: none fits") if baseline is None else Comparison(name, baseline.period, note)
+        for name, baseline, note in zip(RULES, baselines, what, strict=True)
+    )
+
+
+def _devices_of(prepared: Prepared, place: int) -> str:
+    """The devices that a rule uses: layouts span no two kinds, and pins may leave less than there is."""
+    request, size = prepared.request, prepared.problem.meshes[place].n_devices
+    if size == request.cluster.n_devices - request.constraints.reserve:
+        return "all devices"
+    kind = f" {request.cluster.groups[prepared.groups[place]].kind} alone" if request.cluster.more else ""
+    return f"{size:,}{kind or ' devices'}"
 
 
 def other_plans(session: Session, request: PlanRequest, judged: bool) -> Iterator[Comparison]:
@@ -80,16 +98,21 @@ def _searched(name: str, note: str, session: Session, request: PlanRequest) -> C
     return Comparison(name, None, "a short search found none, and did not rule one out", "not found")
 
 
-def hints_of(session: Session, request: PlanRequest, plan: Plan, budget: Budget) -> tuple[Hint, ...]:
-    """What changes would bring, each planned anew; those after Ctrl-C, or after the time is used up, are left out."""
+def hints_of(session: Session, request: PlanRequest, plan: Plan, budget: Budget) -> tuple[tuple[Hint, ...], str]:
+    """What changes would bring, each planned anew, and a word on those that the time, or Ctrl-C, left no answer to."""
     found: list[Hint] = []
+    missing: list[str] = []
     limits = session.quick(max(HINT_SECONDS, 2 * plan.search_seconds))
     limits = replace(limits, stop=lambda: session.stop() or budget.left <= 0)
-    for hint in hints(request, plan, limits):
-        session.progress.show(f"what if: {hint.text} (Ctrl-C leaves the rest out)")
-        if hint.text != WITHOUT:
-            found.append(Hint(hint.text, hint.period, hint.gain))
-    return tuple(found)
+    for tried in changes_tried(request, plan, limits):
+        session.progress.show(f"what if: {tried.text} (Ctrl-C leaves the rest out)")
+        if tried.text == WITHOUT:
+            continue
+        if tried.hint is not None:
+            found.append(Hint(tried.hint.text, tried.hint.period, tried.hint.gain))
+        if not tried.told:
+            missing.append(tried.text)
+    return tuple(found), f"what-ifs cut short by time, not told: {', '.join(missing)}" if missing else ""
 
 
 def synchrony(session: Session, request: PlanRequest, plan: Plan) -> str:
@@ -122,6 +145,9 @@ def simpler(request: PlanRequest, plan: Plan, comparisons: tuple[Comparison, ...
         if request.constraints.colocated or plan.gap > PROVEN:
             return ""
         return f"every call on the same devices: no other placement is more than {gap_text(plan.gap)} faster, proven"
+    colocated = replace(request, constraints=replace(request.constraints, colocated=True))
+    if wish_problems(colocated):
+        return ""
     for other in comparisons:
         if other.name == "colocated" and other.period_seconds is not None:
             excess = other.period_seconds / plan.period_seconds - 1

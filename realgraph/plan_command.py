@@ -137,9 +137,9 @@ def _with_beside(now: Session, report: Report, made: Made, options: PlanOptions)
         *rules(now, made.prepared or problem_of(made.request)),
         *other_plans(now, made.request, options.edited is not None),
     )
-    hints = hints_of(now, made.request, made.plan, budget)
+    hints, missing = hints_of(now, made.request, made.plan, budget)
     word = synchrony(now, made.request, made.plan)
-    words = (cut_short(made.plan, comparisons), word, simpler(made.request, made.plan, comparisons))
+    words = (cut_short(made.plan, comparisons), word, simpler(made.request, made.plan, comparisons), missing)
     notes = (*report.findings.notes, *filter(None, words))
     return replace(report, findings=replace(report.findings, comparisons=comparisons, hints=hints, notes=notes))
 

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from realgraph import cli
+from realgraph import plan_command as plan_command_module
 from realgraph.graphs.errors import ConfigError
 from realgraph.plan_beside import cut_short
 from realgraph.plan_command import plan_command
@@ -160,6 +161,24 @@ def test_lengths_change_what_is_expected(run_file: Path, capsys: pytest.CaptureF
     said = capsys.readouterr().out
     assert "420 (at most 512) new tokens expected" in said and "lengths of responses" not in said
     assert long.period_seconds > plan_command(run_file, options=PlanOptions(json_out=True)).period_seconds
+
+
+def test_what_ifs_that_time_was_too_short_for_are_named(
+    run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_command_module, "BESIDE_SECONDS", 0.0)
+    plan_command(run_file)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "what-ifs cut short by time, not told: 16 devices, " in said
+    assert "batch.groups 128" in said and "staleness 4" in said and "what if change" not in said
+
+
+def test_a_mixed_cluster_is_compared_with_rules_on_one_kind(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan_command(run_file, ["cluster.more=[{nodes: 2, kind: A100-80}]"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "on 16 A100-80 alone" in said
+    assert "none fits" not in said and "--colocated" not in said
+    assert "32 devices, 16 of them H100-SXM" in said
 
 
 def test_a_search_that_ended_too_early_says_so() -> None:

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 from msgspec.structs import replace
 
+from realgraph.planner.pins import Pin
 from realgraph.planner.problem import Choice, SearchProblem
 from realgraph.planner.search.baselines import Baseline, baselines_of, colocated, megatron, real_heuristic, symmetric
 from realgraph.planner.search.search import solved
@@ -104,8 +105,22 @@ def test_rules_on_a_real_request(algorithm: str) -> None:
     assert rules.symmetric.period <= rules.megatron.period * 1.000001
 
 
-def test_a_mixed_cluster_has_no_plan_on_all_devices() -> None:
-    mixed = replace(cluster(nodes=1), more=(cluster("A100-80", nodes=1),))
-    prepared = problem_of(replace(request(grpo(), "Qwen/Qwen3-1.7B", mixed), engine="any"))
+def test_in_a_mixed_cluster_rules_use_the_devices_of_one_kind() -> None:
+    """As on these devices alone: the rules' places and layouts are those of 16 A100s, whatever stands beside them."""
+    a100 = cluster("A100-80", nodes=2)
+    mixed = replace(request(grpo(), "Qwen/Qwen3-1.7B", replace(cluster(), more=(a100,))), engine="any")
+    whole = whole_problem(problem_of(mixed))
+    assert whole is not None
+    assert (whole.problem.meshes[0].first, whole.problem.meshes[0].n_devices) == (8, 16)
+    rules, alone = baselines_of(problem_of(mixed)), baselines_of(problem_of(replace(mixed, cluster=a100)))
+    for name in ("symmetric", "colocated", "megatron"):
+        here, there = getattr(rules, name), getattr(alone, name)
+        assert here is not None and there is not None
+        assert here.period == pytest.approx(there.period, rel=0.01), name
+
+
+def test_calls_that_are_pinned_apart_leave_rules_no_devices() -> None:
+    pins = {"rollout": Pin(first=0, devices=4), "train": Pin(first=4, devices=4)}
+    prepared = problem_of(request(grpo(), "Qwen/Qwen3-1.7B", cluster(), pins=pins, engine="any"))
     assert whole_problem(prepared) is None
     assert baselines_of(prepared).symmetric is None

@@ -21,7 +21,7 @@ from realgraph.planner.request import hashes
 from realgraph.planner.search.alternatives import alternatives, excess
 from realgraph.planner.search.robust import erring, robust, scenario
 from realgraph.planner.search.search import Infeasible, events_of, reprice, search, solved
-from realgraph.planner.search.sweep import hints, larger_memory, resize, synchronous, tells
+from realgraph.planner.search.sweep import changes_tried, hints, larger_memory, resize, synchronous, tells
 from realgraph.planner.search.validate import validate
 from realgraph.planner.solve.solver import evaluate
 from realgraph.planner.workload import Workload
@@ -137,6 +137,22 @@ def test_hints_are_searches_of_their_own() -> None:
     larger = larger_memory(PPO.cluster)
     assert larger is not None
     assert larger.memory_bytes > PPO.cluster.memory_bytes
+
+
+@pytest.mark.parametrize(("kind", "larger", "wanted"), [("H100-SXM", "GH200", False), ("L40S", "H100-PCIe", True)])
+def test_other_devices_are_hinted_at_only_where_they_are_faster(kind: str, larger: str, wanted: bool) -> None:
+    """GH200s have more memory than H100s in a node of eight, but no NVLink between them."""
+    asked = request(grpo(), "Qwen/Qwen3-8B", cluster(kind), workload=WORK, engine="any")
+    tried = next(one for one in changes_tried(asked, search(asked, QUICK), QUICK) if one.text.startswith(larger))
+    assert tried.told
+    assert (tried.hint is not None) == wanted
+    assert tried.hint is None or tried.hint.gain > 0
+
+
+def test_changes_that_were_not_tried_are_not_told() -> None:
+    tried = list(changes_tried(PPO, best(), replace(QUICK, stop=lambda: True)))
+    assert len(tried) > 4
+    assert all(one.hint is None and not one.told for one in tried)
 
 
 @given(period=st.floats(0.3, 3.0), gap=st.floats(0.0, 1.0))

@@ -1,5 +1,6 @@
 """What people run without a search: plans made by rules, on the search's own problem and costs. Bounds nothing.
 
+"All devices" are the largest mesh that every call may lie on: in a mixed cluster, devices of one kind.
 Every period is the exact one of the rule's choices, so a rule also gains from the best cyclic order of its calls.
 symmetric: all calls on all devices, one (tp, pp, ep, cp) for all calls of a role, the best of all such plans.
 megatron: symmetric with a node's tensor parallelism and the fewest pipeline stages that fit, as Narayanan et al. 2021

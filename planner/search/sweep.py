@@ -51,23 +51,47 @@ def resize(cluster: Cluster, size: int) -> Cluster:
 # --- what if ----------------------------------------------------------------------------------------------------------
 
 
+class Tried(Struct, frozen=True):
+    """A change that was planned for. hint: what it would bring, None where that is not worth a hint.
+
+    told: whether the search came near enough to its bound to say so, in the time that it had.
+    """
+
+    text: str
+    hint: Hint | None = None
+    told: bool = True
+
+
 def hints(request: PlanRequest, plan: Plan, limits: Limits = QUICK) -> Iterator[Hint]:
     """Changes with their predicted gain in samples a second, each from a search of its own, one by one as they are
     found. A search that ended so far from its bound that it would mislead gives none (see `tells`)."""
-    base = request.workload.n_samples / plan.period_seconds
+    yield from (tried.hint for tried in changes_tried(request, plan, limits) if tried.hint is not None)
+
+
+def changes_tried(request: PlanRequest, plan: Plan, limits: Limits = QUICK) -> Iterator[Tried]:
+    """Every change, also those that were not tried any more because the limits said to stop."""
     for text, changed in _variants(request, plan):
-        if limits.stop():
-            return
-        try:
-            found = search(changed, limits)
-        except Infeasible:
-            yield Hint(f"{text}: no plan fits", None, -1.0)
-            continue
-        except ConfigError:
-            continue  # a pinned place that the changed cluster does not have: the variant can't be asked
-        gain = changed.workload.n_samples / found.period_seconds / base - 1
-        if tells(gain, found.gap, limits.gap):
-            yield Hint(text, found.period_seconds, gain)
+        tried = Tried(text, told=False) if limits.stop() else _tried(request, plan, (text, changed), limits)
+        if tried is not None:
+            yield tried
+
+
+def _tried(request: PlanRequest, plan: Plan, variant: tuple[str, PlanRequest], limits: Limits) -> Tried | None:
+    """None where the change can't be asked: a pinned place that the changed cluster does not have."""
+    text, changed = variant
+    other_kind = changed.cluster.kind != request.cluster.kind
+    try:
+        found = search(changed, limits)
+    except Infeasible:
+        return None if other_kind else Tried(text, Hint(f"{text}: no plan fits", None, -1.0))
+    except ConfigError as error:
+        return Tried(text, told=False) if any(problem.rule == "search" for problem in error.problems) else None
+    gain = changed.workload.n_samples / found.period_seconds * plan.period_seconds / request.workload.n_samples - 1
+    if other_kind and gain <= found.gap:
+        return Tried(text)  # nobody buys other devices to be as fast
+    if tells(gain, found.gap, limits.gap):
+        return Tried(text, Hint(text, found.period_seconds, gain))
+    return Tried(text, told=found.gap <= max(MOST_GAP, limits.gap))
 
 
 def tells(gain: float, gap: float, asked: float) -> bool:
@@ -93,9 +117,14 @@ def _variants(request: PlanRequest, plan: Plan) -> Iterator[tuple[str, PlanReque
 
 def _clusters(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     cluster = request.cluster
-    if cluster.more or cluster.is_cpu:
+    if cluster.is_cpu:
         return
     twice = replace(cluster, nodes=2 * cluster.nodes)
+    if cluster.more:
+        if not (request.pins or request.constraints.forbid):  # they name devices, whose numbers would be others
+            first = twice.nodes * twice.devices_per_node
+            yield f"{twice.n_devices} devices, {first} of them {cluster.kind}", replace(request, cluster=twice)
+        return
     yield f"{twice.n_devices} devices", replace(request, cluster=twice)
     if cluster.nodes > 1 and cluster.nodes % 2 == 0:
         half = replace(cluster, nodes=cluster.nodes // 2)

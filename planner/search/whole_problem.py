@@ -1,4 +1,4 @@
-"""A request's problem with all calls on all devices and every option there: for rules that may not leave options out.
+"""A request's problem with all calls on one mesh and every option there: for rules that may not leave options out.
 
 The search's own tables lack what another option beats; a plan with one layout for a whole role may need just that.
 """
@@ -6,9 +6,8 @@ The search's own tables lack what another option beats; a plan with one layout f
 from msgspec import Struct
 from msgspec.structs import replace
 
-from realgraph.planner.layout import DeviceMesh
 from realgraph.planner.problem import SearchProblem
-from realgraph.planner.search.symmetric import Shape
+from realgraph.planner.search.symmetric import Shape, one_mesh
 from realgraph.planner.space.choices import candidates
 from realgraph.planner.space.moves import Moves
 from realgraph.planner.space.pricing import Option, Timed, options_of
@@ -23,14 +22,12 @@ class WholeProblem(Struct, frozen=True, eq=False):
 
 
 def whole_problem(prepared: Prepared) -> WholeProblem | None:
-    """None where no mesh has all devices of a problem, or some call has no option there."""
+    """On the largest mesh that every call may lie on, in a mixed cluster one of a single kind; None where none is."""
     request, problem = prepared.request, prepared.problem
-    common = set.intersection(*(set(task.tables) for task in problem.tasks))
-    free = request.constraints.reserve
-    mesh = DeviceMesh(0, problem.devices - free)
-    place = next((number for number in common if problem.meshes[number] == mesh), None)
+    place = one_mesh(problem)
     if place is None:
         return None
+    mesh = problem.meshes[place]
     group = prepared.groups[place]
     cluster = request.cluster.groups[group]
     moves = Moves(request, [(mesh, group)])
