@@ -9,6 +9,7 @@ from itertools import combinations
 import numpy as np
 from hypothesis import strategies as st
 from msgspec import Struct
+from msgspec.structs import replace
 
 from realgraph.planner.layout import DeviceMesh
 from realgraph.planner.problem import (
@@ -36,11 +37,16 @@ class Size(Struct, frozen=True):
 
 
 class MoveTable(Struct, frozen=True, eq=False):
-    """Seconds to bring weights over: by how two meshes lie to each other, and by the two options' layouts."""
+    """Seconds to bring weights over: by how two meshes lie to each other, and by the two options' layouts.
+
+    quicker: options of equal layouts differ as well, as under unlike micro-batches: the later ones of a table are moved
+    faster, each by so much.
+    """
 
     meshes: tuple[DeviceMesh, ...]
     layouts: dict[tuple[str, int], Ints]
     base: dict[tuple[str, str], float]
+    quicker: float = 0.0
 
     def __call__(self, move: Move, source: int, target: int) -> Floats:
         left, right = self.meshes[source], self.meshes[target]
@@ -48,6 +54,7 @@ class MoveTable(Struct, frozen=True, eq=False):
         distance = 1.0 if left.meets(right) else 1.5
         scale = distance * self.base[move.source, move.target] / min(left.n_devices, right.n_devices)
         seconds: Floats = scale * (1.0 + ((here[:, None] * 7 + there[None, :] * 3) % 5) / 10)
+        seconds /= 1.0 + self.quicker * (np.arange(len(here))[:, None] + np.arange(len(there))[None, :])
         return np.where((here[:, None] == there[None, :]) & (left == right), 0.0, seconds)
 
 
@@ -95,7 +102,8 @@ def random_problem(rng: random.Random, size: Size = Size()) -> SearchProblem:
     tree = quartered(devices) if in_runs else halved(0, devices)
     layouts = {(task.name, mesh): tables[table].layout for task in placed for mesh, table in task.tables.items()}
     base = {(move.source, move.target): rng.choice([0.0, rng.uniform(0.1, 6.0)]) for move in moves}
-    return SearchProblem(
+    moved = MoveTable(meshes, layouts, base)
+    problem = SearchProblem(
         devices=devices,
         devices_per_node=per_node,
         memory=memory,
@@ -106,10 +114,31 @@ def random_problem(rng: random.Random, size: Size = Size()) -> SearchProblem:
         precedences=precedences,
         moves=moves,
         ties=_ties(rng, placed),
-        move_seconds=MoveTable(meshes, layouts, base),
+        move_seconds=moved,
         tree=tree if symmetric and _same_by_size(placed, meshes) else None,
         floor_seconds=rng.choice([0.0, 0.0, 0.0, rng.uniform(1.0, 40.0)]),
     )
+    if rng.random() < 0.6:  # drawn last: what else a seed stands for does not depend on it
+        return problem
+    return replace(problem, moves_by_layout=False, move_seconds=replace(moved, quicker=0.3))
+
+
+def with_slower_twins(problem: SearchProblem) -> SearchProblem:
+    """Each first option of a task whose weights are moved once more: a little slower, but moved much faster."""
+    moved = {name for move in problem.moves for name in (move.source, move.target)}
+    known = {table for task in problem.tasks if task.name in moved for table in task.tables.values()}
+    tables = tuple(_twinned(table) if i in known else table for i, table in enumerate(problem.tables))
+    layouts = {(task.name, mesh): tables[table].layout for task in problem.tasks for mesh, table in task.tables.items()}
+    assert isinstance(problem.move_seconds, MoveTable)
+    quick = replace(problem.move_seconds, layouts=layouts, quicker=3.0)
+    return replace(problem, tables=tables, move_seconds=quick, moves_by_layout=False)
+
+
+def _twinned(table: OptionTable) -> OptionTable:
+    columns = {name: np.append(getattr(table, name), getattr(table, name)[0]) for name in OptionTable.__struct_fields__}
+    columns["seconds"][-1] *= 1.01
+    columns["latency"][-1] *= 1.01
+    return OptionTable(**columns)
 
 
 def problem_of_seed(seed: int, size: Size = Size()) -> SearchProblem:

@@ -397,3 +397,39 @@ def test_what_is_pruned_is_not_missed(call: str, engine: str) -> None:
         assert isinstance(all_of, Solution)
         assert few.period <= all_of.period * (1 + 2e-4)
         assert few.bound <= all_of.period * (1 + 1e-9)
+
+
+def drawn(seed: int) -> tuple[PlanRequest, str]:
+    """A small random request, and one of its calls."""
+    rng = random.Random(seed)
+    algorithm = ppo() if rng.random() < 0.4 else grpo()
+    work = Workload(rng.choice([16, 64]), rng.choice([1, 8]), 256, rng.choice([256, 2048]), rng.uniform(50, 250))
+    asked = replace(
+        request(algorithm, "Qwen/Qwen3-0.6B", cluster(rng.choice(["A100-40", "H100-SXM"]), rng.choice([2, 4, 8]))),
+        workload=replace(work, staleness=rng.choice([0, 0, 1])),
+        engine=rng.choice(["installed", "any"]),
+        models={name: request(grpo(), rng.choice(SMALL_MODELS)).model("train") for name in algorithm.models},
+        constraints=Constraints(memory_gb=rng.choice([None, rng.uniform(12, 40)]), offload=rng.random() < 0.7),
+    )
+    return asked, rng.choice(asked.mesh_calls)
+
+
+SMALL_MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B")
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_of_random_requests_pruned_and_whole_tables_have_one_optimum(block: int) -> None:
+    planned = 0
+    for seed in range(4 * block, 4 * block + 4):
+        asked, call = drawn(seed)
+        few, all_of = (problem_of(asked, whole).problem for whole in ("", call))
+        if not all(task.tables for task in all_of.tasks):
+            assert not all(task.tables for task in few.tasks), seed
+            continue
+        found, best = solve(few, EXACT), solve(all_of, EXACT)
+        assert isinstance(found, Solution) == isinstance(best, Solution), seed
+        if isinstance(found, Solution) and isinstance(best, Solution):
+            assert found.stopped == best.stopped == "proven", seed
+            assert best.bound <= found.period * (1 + 1e-9) and found.bound <= best.period * (1 + 1e-9), seed
+            planned += 1
+    assert planned >= 2
