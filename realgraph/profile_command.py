@@ -28,6 +28,7 @@ from realgraph.runtime.profile_launch import measure
 from realgraph.runtime.run_folder import write_atomic
 
 ROUNDS, QUICK_ROUNDS = 9, 3
+PROCESSES_PER_CORE = 4  # with more, turns on a core are all that is measured
 BUSY_SPREAD = 0.25  # of repeats: more than an idle machine shows
 RATES = {"gemm": "matrix products", "attention": "attention", "memory": "memory", "kv": "cache", "link": "link"}
 MEANINGS = {
@@ -98,16 +99,26 @@ def machine_of(asked: Asked) -> tuple[Cluster, DType]:
         if asked.overrides:
             raise _error("overrides need a run file", "realgraph profile FILE PATH=VALUE ...")
         cluster = cluster_of(ClusterSpec(devices=asked.devices))
+        _refuse_beyond(cluster, "asked for are", "leave --devices out")
         return cluster, "float32" if cluster.is_cpu else "bfloat16"
     checked = check_run(asked.file, asked.overrides)
     spec = checked.run.cluster
     cluster = cluster_of(ClusterSpec(devices=asked.devices or spec.devices, kind=spec.kind, memory_gb=spec.memory_gb))
-    here = len(probe().gpus)
-    if not cluster.is_cpu and here < cluster.devices_per_node:
-        text = f"the run's nodes have {cluster.devices_per_node} {cluster.kind}, this machine has {here} GPUs"
-        raise _error(text, "measure on a node of the run's cluster")
+    _refuse_beyond(cluster, "the run's nodes have", "measure on a node of the run's cluster")
     dtypes: set[DType] = {role.dtype for role in checked.graph.models.values()}
     return cluster, dtypes.pop() if len(dtypes) == 1 else "bfloat16"
+
+
+def _refuse_beyond(cluster: Cluster, who: str, hint: str) -> None:
+    """Raises ConfigError for more devices than this machine has; CPU processes may share its cores up to a point."""
+    machine, devices = probe(), cluster.devices_per_node
+    if not cluster.is_cpu:
+        if len(machine.gpus) < devices:
+            raise _error(f"{who} {devices} {cluster.kind}, this machine has {len(machine.gpus)} GPUs", hint)
+    elif devices > PROCESSES_PER_CORE * machine.cores:
+        most = PROCESSES_PER_CORE * machine.cores
+        text = f"{who} {devices} processes; {machine.cores} cores can be shared by {most} at most"
+        raise _error(text, f"--devices {machine.cores} gives each a core of its own")
 
 
 def _error(text: str, hint: str) -> ConfigError:
@@ -136,7 +147,7 @@ def _table(*columns: str) -> Table:
 
 
 def _rates(costs: Costs, measured: Sequence[Measured], cluster: Cluster) -> Table:
-    """Reached rates in the units of a data sheet. The host link has no factor of its own: it is shown only."""
+    """Reached rates in the units of a data sheet; of the host link both directions, whose factor is one."""
     shipped = device_kind(cluster.kind).costs
     peaks = {
         "gemm": (cluster.flops / 1e12, "TFLOP/s"),
@@ -152,7 +163,12 @@ def _rates(costs: Costs, measured: Sequence[Measured], cluster: Cluster) -> Tabl
     for one in measured:
         if isinstance(one.case, HostLink):
             rate, what = one.case.nbytes / one.seconds, "to the device" if one.case.to_device else "to the host"
-            table.add_row(f"copies {what}", f"{rate / 1e9:.3g} GB/s", f"{rate / cluster.pcie_bytes_per_s:.2f}", "-")
+            table.add_row(
+                f"copies {what}",
+                f"{rate / 1e9:.3g} GB/s",
+                f"{rate / cluster.pcie_bytes_per_s:.2f}",
+                f"{shipped.host:.2f}",
+            )
     return table
 
 

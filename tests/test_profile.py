@@ -24,10 +24,10 @@ from realgraph.planner.costs.measurements import (
     RolloutCase,
 )
 from realgraph.planner.costs.measurements import toy_model as toy
-from realgraph.planner.detect import Probe, resolve
+from realgraph.planner.detect import Gpu, Probe, resolve
 from realgraph.planner.request import call_hashes
 from realgraph.planner.workload import Workload
-from realgraph.profile_command import Asked, profile_command
+from realgraph.profile_command import Asked, machine_of, profile_command
 from realgraph.running import prepare
 from realgraph.runtime.observer import RunEnded, RunStarted, StepRecord
 from realgraph.runtime.profile_launch import measure
@@ -37,6 +37,7 @@ from tests.runs import GRPO, apart, finish, home, merged, records, write_run
 __all__ = ["home"]
 
 NODE = resolve(ClusterSpec(kind="cpu", devices=2), Probe(cores=2, host_memory_bytes=8_000_000_000))
+H100 = Gpu("NVIDIA H100 80GB HBM3", 85_520_809_984)
 SMALL = toy(64, 2, 16)
 APART = {"allocation": {"train": {"first": 0, "devices": 1}, "rollout": {"first": 1, "devices": 1}}}
 
@@ -170,7 +171,9 @@ def test_a_worker_that_fails_is_named_with_its_last_words() -> None:
     assert "Error" in text
 
 
-def test_mistakes_are_told_before_anything_is_measured(home: Path, tmp_path: Path) -> None:
+def test_mistakes_are_told_before_anything_is_measured(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def told(asked: Asked, out: Path) -> str:
         with pytest.raises(ConfigError) as raised:
             profile_command(asked, out)
@@ -181,6 +184,15 @@ def test_mistakes_are_told_before_anything_is_measured(home: Path, tmp_path: Pat
     assert "need a run file" in told(Asked(overrides=("steps=1",)), tmp_path / "costs.json")
     file = write_run(home, "big", GRPO, {"cluster": {"kind": "H100-SXM", "devices": 64}})
     assert "this machine has" in told(Asked(file), tmp_path / "costs.json")
+    many = write_run(home, "many", GRPO, {"cluster": {"kind": "cpu", "devices": 9}})
+    few = Probe(cores=2, host_memory_bytes=8_000_000_000)
+    for machine, says in ((few, "64 processes; 2 cores"), (replace(few, gpus=(H100,) * 2), "this machine has 2 GPUs")):
+        for module in ("realgraph.profile_command", "realgraph.planning"):
+            monkeypatch.setattr(f"{module}.probe", lambda machine=machine: machine)
+        assert says in told(Asked(devices=64), tmp_path / "costs.json")
+        assert "9 processes" in told(Asked(many), tmp_path / "costs.json")
+        assert machine_of(Asked(many, devices=8))[0].devices_per_node == 8
+    assert machine_of(Asked(devices=2))[0].kind == "H100-SXM"
     result = CliRunner().invoke(app, ["profile", "--help"])
     assert result.exit_code == 0
     assert "--out" in result.output
