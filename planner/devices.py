@@ -22,6 +22,7 @@ class Costs(Struct, frozen=True, forbid_unknown_fields=True):
     step, layer, sequence: seconds of one decode step that no arithmetic explains. fp8: rate of matrix products in
     fp8 over that in bf16. sustained: share of the clock that long compute keeps within the power limit. pass_tokens:
     rows whose seconds each product of a packed pass costs besides (0: gemm_tokens): tiles and waves left half empty.
+    host: of the rate between a GPU and its host, by copies from and to pinned memory.
 
     What follows is what the calls of a small model are made of; `realgraph profile` measures it, the shipped table has
     none of it. elementwise, optimizer: fractions of the memory rate reached by the element-wise operations of a pass
@@ -47,6 +48,7 @@ class Costs(Struct, frozen=True, forbid_unknown_fields=True):
     fp8: Rate = 1.0
     sustained: Rate = 1.0
     pass_tokens: Rows = 0.0
+    host: Rate = 0.9
     elementwise: Amount = 0.0
     optimizer: Amount = 0.0
     backward: Rate = 2.0

@@ -23,6 +23,7 @@ from realgraph.planner.costs.move import (
     transfer_seconds,
 )
 from realgraph.planner.costs.setting import Setting
+from realgraph.planner.devices import device_kind
 from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.plan import TRANSPORTS, Transport
 from tests.planner_cases import cluster, known
@@ -175,6 +176,9 @@ def test_offloading_shares_the_host() -> None:
     machine = cluster("H100-SXM", 8)
     assert offload_seconds(machine, 40e9) == pytest.approx(40e9 / 37.5e9)  # eight devices at 300 GB/s together
     assert offload_seconds(cluster("H100-SXM", 1), 45e9) == pytest.approx(1.0)
+    slower = replace(device_kind("H100-SXM").costs, host=0.45)
+    assert offload_seconds(cluster("H100-SXM", 1), 45e9, slower) == pytest.approx(2.0)
+    assert offload_seconds(machine, 40e9, slower) == pytest.approx(40e9 / 22.5e9)
     assert offload_seconds(cluster("cpu", 2), 1e9) > 0
 
 

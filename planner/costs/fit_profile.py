@@ -45,6 +45,7 @@ DECODING = ("kv", "step_seconds", "layer_seconds", "sequence_seconds")
 STAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("matrix products", ("gemm", "gemm_tokens", "gemm_width")),
     ("copies", ("memory",)),
+    ("host copies", ("host",)),
     ("attention", ("attention",)),
     ("collectives", ("link", "collective_seconds")),
     ("passes", (*FORWARD, *TRAINING)),
@@ -108,7 +109,7 @@ def _stage(case: Case) -> str:
         case RolloutCase():
             return "rollouts"
         case HostLink():
-            return ""  # shown only: no factor corrects the rate of the host link
+            return "host copies"
 
 
 def _point(one: Measured, cluster: Cluster, dtype: DType) -> Point:
@@ -150,7 +151,7 @@ def predicted_seconds(case: Case, cluster: Cluster, dtype: DType, costs: Costs) 
         case RolloutCase():
             return _rollout_seconds(case, setting_of(case.model, cluster, dtype, costs))
         case HostLink(nbytes=nbytes):
-            return offload_seconds(cluster, nbytes)
+            return offload_seconds(cluster, nbytes, costs)
 
 
 def setting_of(model: ModelSpec, cluster: Cluster, dtype: DType, costs: Costs) -> Setting:

@@ -16,6 +16,7 @@ from realgraph.planner.costs.lengths import Floats
 from realgraph.planner.costs.memory import served_expert_ranks, trained_expert_ranks
 from realgraph.planner.costs.overhead import collective_seconds
 from realgraph.planner.costs.setting import Setting
+from realgraph.planner.devices import Costs, device_kind
 from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.plan import TRANSPORTS
 from realgraph.planner.problem import Ints
@@ -26,7 +27,6 @@ BUCKET_BYTES = 512 << 20  # of the buffers that a move goes through: what a devi
 BUCKET_SECONDS = 2e-3
 # Of the tensors of a layer: metadata, and views of the receiving engine; about twelve, each some 8 us of Python.
 LAYER_SECONDS = 1e-4
-PCIE_EFFICIENCY = 0.9  # of the rate of pinned copies, which devices.yaml has
 HOST_BYTES_PER_S = 3e11  # of a GPU node's memory, that all its devices share: two sockets of eight DDR5 channels each
 WIRE_BYTES_PER_S = 2e9  # of one worker's TCP connection to another node: one thread's sockets
 IN_HOST = 1 << 62  # cuts from this number on stand for copies that wait in host memory
@@ -78,7 +78,7 @@ def copies_of(setting: Setting, layouts: Sequence[Layout], first_device: int = 0
         whole=whole,
         link=cluster.link_bytes_per_s * costs.link,
         nic=cluster.nic_bytes_per_s * costs.nic,
-        host=1 / offload_seconds(cluster, 1.0),
+        host=1 / offload_seconds(cluster, 1.0, costs),
         fixed=collective_seconds(costs) + setting.model.layers * LAYER_SECONDS,
         cpu=cluster.is_cpu,
     )
@@ -158,15 +158,17 @@ def device_bytes(setting: Setting, layout: Layout, serves: bool = True) -> float
     return setting.element * held / shards
 
 
-def offload_seconds(cluster: Cluster, nbytes: float) -> float:
+def offload_seconds(cluster: Cluster, nbytes: float, factors: Costs | None = None) -> float:
     """Between a device and its host's memory, one way, while all devices of the node do the same.
 
-    nbytes: per device. On a CPU both lie in one memory: a copy reads and writes it.
+    nbytes: per device. factors: measured ones; None: the kind's. On a CPU both lie in one memory: a copy reads and
+    writes it.
     """
     if cluster.is_cpu:
         return 2 * nbytes / cluster.memory_bytes_per_s
     shared = HOST_BYTES_PER_S / cluster.devices_per_node
-    return nbytes / min(cluster.pcie_bytes_per_s * PCIE_EFFICIENCY, shared)
+    reached = (factors or device_kind(cluster.kind).costs).host
+    return nbytes / min(cluster.pcie_bytes_per_s * reached, shared)
 
 
 def transfer_seconds(cluster: Cluster, nbytes: float, far: bool) -> float:

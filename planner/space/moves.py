@@ -89,8 +89,9 @@ def longest_moves(request: PlanRequest, call: str, place: Place) -> Floats:
     for i, option in enumerate(place.options):
         layout = replace(option.candidate.layout, mesh=place.mesh)
         setting = Setting(model, request.role(call), layout, cluster, factors_of(request, cluster))
-        loaded = offload_seconds(cluster, device_bytes(setting, layout, serves)) if request.engine == "any" else 0.0
-        seconds[i] = reallocation_seconds(setting, serves) + loaded
+        seconds[i] = reallocation_seconds(setting, serves)
+        if request.engine == "any":
+            seconds[i] += offload_seconds(cluster, device_bytes(setting, layout, serves), setting.costs)
         if request.cluster.nodes > 1 or request.cluster.more:
             seconds[i] += setting.element * params / senders / (cluster.nic_bytes_per_s * setting.costs.nic)
     return corrected(request, seconds, place)

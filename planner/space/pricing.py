@@ -338,4 +338,4 @@ def offloading_seconds(request: PlanRequest, call: str, candidate: Candidate, cl
     if candidate.residency != "offloaded":
         return 0.0
     copy, trains = copy_of(request, call, candidate.layout, cluster), isinstance(request.graph.calls[call], Train)
-    return (2 if trains else 1) * offload_seconds(cluster, copy.total)
+    return (2 if trains else 1) * offload_seconds(cluster, copy.total, factors_of(request, cluster))
