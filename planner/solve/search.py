@@ -43,6 +43,7 @@ PATIENCE = 30_000  # placements and options without a better plan, after which n
 PATIENCE_OF_LARGE = 6_000  # the same with more than `LARGE` tasks, where a pass seldom ends
 NEARBY = 4_000  # placements and options looked at in one neighbourhood
 POLISH, POLISH_SHARE = 2_000, 0.1  # placements and options looked at when the gap is proven: these, and of all before
+WORTH_POLISH = 1e-6  # relative: a smaller gap is left as it is
 LEAST_GAIN = 1e-9  # relative: of a plan that is kept
 LONG, LONG_FIRST, LONG_NEARBY = 25, 8, 4  # slices after which a placement with many options is put off, or left
 
@@ -278,7 +279,7 @@ class Search:
 
     def _polish(self) -> None:
         """Looks for a better plan near the best one, when nothing is left to prove."""
-        if self.best is None or self._limit(LEAST_GAIN) <= self.bound:
+        if self.best is None or self._limit(WORTH_POLISH) <= self.bound:
             return
         try:
             for meshes in self._customary():
