@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.spec import Generate, Train
@@ -32,10 +33,12 @@ class Dependency(Struct, frozen=True, order=True):
 
 
 class EventGraph(Struct, frozen=True):
-    """Seconds of every node, and the dependencies between them."""
+    """Seconds of every node, and the dependencies between them. loads: nodes that share a device, in whatever order, so
+    that a period has room for all of them: a circuit of one token each."""
 
     seconds: dict[str, float]
     dependencies: tuple[Dependency, ...]
+    loads: tuple[tuple[str, ...], ...] = ()
 
 
 class Period(Struct, frozen=True):
@@ -50,12 +53,16 @@ def reallocation_node(call: str) -> str:
     return f"{REALLOCATION}{call}"
 
 
-def event_graph(graph: Graph, plan: Plan, staleness: int, extra_seconds: Mapping[str, float]) -> EventGraph:
+def event_graph(
+    graph: Graph, plan: Plan, staleness: int, extra_seconds: Mapping[str, float], keeps_turns: bool = True
+) -> EventGraph:
     """Calls of the graph under the plan's device orders.
 
     What reads a call's outputs waits for its latency; what follows it on a device waits for its seconds. A stream of
     generation begins batches `ahead` of the one it completes, so it needs the weights for these. extra_seconds: of free
-    calls, which the plan does not price, and of reallocation nodes where not the plan's; 0 where absent.
+    calls, which the plan does not price, and of reallocation nodes where not the plan's; 0 where absent. keeps_turns:
+    whether a stream and its reallocation wait for their turns, as a search has it; in the runtime the stream stands
+    still while others have its devices, whenever that is, and new weights arrive right after they are trained.
     """
     moved = moved_calls(graph, plan)
     seconds = {name: extra_seconds.get(name, 0.0) for name in graph.calls}
@@ -79,11 +86,33 @@ def event_graph(graph: Graph, plan: Plan, staleness: int, extra_seconds: Mapping
             found.add(Dependency(source, target, tokens, late.get(source, 0.0)))
     planned = {turn.call for order in plan.orders.values() for turn in order}
     implied = {call: train for call, train in moved.items() if reallocation_node(call) not in planned}
+    stream = "" if keeps_turns else stream_call(graph, plan, staleness)
+    arrival = _arrival(graph, plan, staleness, stream)
+    loads: set[tuple[str, ...]] = set()
     for order in set(plan.orders.values()):
-        turns = [turn for turn in order if turn.call in seconds]
-        found.update(_order_edges(_with_reallocations(turns, implied)))
+        turns = _with_reallocations([turn for turn in order if turn.call in seconds], implied)
+        found.update(_order_edges(_without_stream(turns, stream, arrival)))
+        if any(turn.call == stream for turn in turns):
+            loads.add(_in_order(seconds, [turn.call for turn in turns]))
     known = tuple(sorted(d for d in found if d.source in seconds and d.target in seconds))
-    return EventGraph(seconds, known)
+    return EventGraph(seconds, known, tuple(sorted(loads)))
+
+
+def stream_call(graph: Graph, plan: Plan, staleness: int) -> str:
+    """The call that generates while weights are trained; empty where none does."""
+    return next((n for n in plan.allocations if staleness > 0 and isinstance(graph.calls[n], Generate)), "")
+
+
+def liveness_graph(graph: Graph, plan: Plan, staleness: int) -> EventGraph:
+    """What the runtime waits for, without seconds: a session counts by the batch that it completes, takes its turn as
+    other calls do, and gets its weights in no fixed order."""
+    stream = stream_call(graph, plan, staleness)
+    if not stream:
+        return event_graph(graph, plan, staleness, {})
+    allocations = {**plan.allocations, stream: replace(plan.allocations[stream], ahead=0)}
+    moved = reallocation_node(stream)
+    orders = {device: tuple(turn for turn in order if turn.call != moved) for device, order in plan.orders.items()}
+    return event_graph(graph, replace(plan, allocations=allocations, orders=orders), staleness, {})
 
 
 def moved_calls(graph: Graph, plan: Plan) -> dict[str, str]:
@@ -133,6 +162,25 @@ def _with_reallocations(order: Sequence[Turn], moved: Mapping[str, str]) -> tupl
     return tuple(turns)
 
 
+def _arrival(graph: Graph, plan: Plan, staleness: int, stream: str) -> tuple[str, Turn] | None:
+    """The train call whose end brings a stream new weights, and the turn of these, were its own of step 0."""
+    trainer = moved_calls(graph, plan).get(stream)
+    if trainer is None:
+        return None
+    return trainer, Turn(reallocation_node(stream), 1 + staleness - plan.allocations[stream].ahead)
+
+
+def _without_stream(order: Sequence[Turn], stream: str, arrival: tuple[str, Turn] | None) -> tuple[Turn, ...]:
+    """An open session runs whenever nothing else does, and gets new weights as soon as they are trained."""
+    turns: list[Turn] = []
+    for turn in order:
+        if turn.call not in (stream, reallocation_node(stream)):
+            turns.append(turn)
+        if arrival is not None and turn.call == arrival[0]:
+            turns.append(replace(arrival[1], offset=arrival[1].offset + turn.offset))
+    return tuple(turns)
+
+
 def _order_edges(order: Sequence[Turn]) -> Iterator[Dependency]:
     """The cyclic order of one device; its own circuit always holds exactly one token."""
     for before, after in pairwise(order):
@@ -162,9 +210,9 @@ def period(events: EventGraph) -> Period:
     stuck = empty_circuit(events)
     if stuck is not None:
         raise ValueError(f"the circuit {show_circuit(stuck)} holds no token")
-    slowest = max(events.seconds, key=lambda name: events.seconds[name])
-    ratio = events.seconds[slowest]
-    critical: tuple[str, ...] = (slowest,)
+    alone = [(seconds, (name,)) for name, seconds in events.seconds.items()]
+    loads = [(sum(events.seconds[name] for name in names), names) for names in events.loads]
+    ratio, critical = max([*loads, *alone], key=lambda one: one[0])
     for _ in range(10_000):
         gain = _gain(events, ratio)
         circuit = _positive_circuit(events, gain)
@@ -213,7 +261,10 @@ def _positive_circuit(events: EventGraph, weight: Callable[[Dependency], float])
 
 def _named(events: EventGraph, circuit: Sequence[Dependency]) -> tuple[str, ...]:
     """The circuit's nodes, beginning with the earliest in the graph's order."""
-    names = [dependency.source for dependency in circuit]
-    rank = {name: i for i, name in enumerate(events.seconds)}
-    start = min(range(len(names)), key=lambda i: rank[names[i]])
-    return tuple(names[start:] + names[:start])
+    return _in_order(events.seconds, [dependency.source for dependency in circuit])
+
+
+def _in_order(seconds: Mapping[str, float], circuit: Sequence[str]) -> tuple[str, ...]:
+    rank = {name: i for i, name in enumerate(seconds)}
+    start = min(range(len(circuit)), key=lambda i: rank[circuit[i]])
+    return (*circuit[start:], *circuit[:start])

@@ -26,7 +26,7 @@ from realgraph.planner.report.format import bytes_text, change_text, count_text,
 from realgraph.planner.report.html import page
 from realgraph.planner.report.price import price_of
 from realgraph.planner.report.report import Report, report_of
-from realgraph.planner.report.schedule import slacks
+from realgraph.planner.report.schedule import Task, slacks, timeline
 from realgraph.planner.report.svg import ACTIVE, CHARACTER, RESIDENT, fitting, log_ticks, shades, ticks
 from realgraph.planner.report.text import bound_text
 from realgraph.planner.report.trace import trace_json
@@ -64,6 +64,23 @@ def test_no_device_does_two_things_at_once_and_every_second_is_counted(seed: int
         assert lane.idle == pytest.approx(1 - busy / shown.timeline.window_seconds, abs=1e-9)
     drawn = {bar.task for lane in shown.timeline.lanes for bar in lane.bars}
     assert drawn >= set(shown.plan.allocations)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_stream_is_drawn_where_nothing_else_has_its_devices(seed: int) -> None:
+    """Wherever its calls fall in a period, and round its end: the stream takes what they leave."""
+    rng = random.Random(seed)
+    ends = sorted(rng.uniform(0, 10) for _ in range(6))
+    spans = [(ends[i] + rng.choice([0, 10]), ends[i + 1] - ends[i]) for i in (0, 2, 4)]
+    spans[2] = (spans[2][0], spans[2][1] + rng.choice([0.0, 10 - ends[5] + ends[0] / 2]))
+    here = frozenset({0})
+    others = [Task(f"c{i}", "inference", seconds, start, here) for i, (start, seconds) in enumerate(spans)]
+    room = 10 - math.fsum(seconds for _, seconds in spans)
+    stream = Task("generate", "generate", room * rng.choice([0.3, 1.0]), rng.uniform(0, 10), here)
+    (lane,) = timeline((stream, *others), 10.0, (), 1).lanes
+    for before, after in pairwise(lane.bars):
+        assert before.end <= after.start + 1e-6, (before, after)
+    assert math.fsum(bar.end - bar.start for bar in lane.bars) == pytest.approx(2 * lane.busy_seconds)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -10,7 +10,15 @@ import pytest
 
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.spec import Generate, Inference
-from realgraph.planner.events import Dependency, EventGraph, empty_circuit, event_graph, period, show_circuit
+from realgraph.planner.events import (
+    Dependency,
+    EventGraph,
+    empty_circuit,
+    event_graph,
+    liveness_graph,
+    period,
+    show_circuit,
+)
 from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.plan import Allocation, Hashes, Plan, Turn
 from realgraph.planner.residency import shares_trained_copy
@@ -207,3 +215,39 @@ def test_generation_reads_no_sharded_copy_and_inference_does() -> None:
     assert shares_trained_copy(generate, whole, whole) and shares_trained_copy(inference, sharded, sharded)
     assert not shares_trained_copy(generate, sharded, sharded)
     assert not shares_trained_copy(inference, whole, sharded)
+
+
+def streamed(ahead: int) -> Plan:
+    """Generation and the reference on device 0, the reference and all that trains on device 1."""
+    own, both = DeviceMesh(1, 1), DeviceMesh(0, 2)
+    meshes = dict.fromkeys(PPO_SECONDS, own) | {"generate": DeviceMesh(0, 1), "ref": both}
+    weights = Turn("reallocate:generate")
+    orders = {
+        0: (weights, Turn("generate"), Turn("ref")),
+        1: (weights, Turn("critic_train", -1), Turn("ref"), Turn("values"), Turn("actor_train")),
+    }
+    plan = ppo_plan(meshes, orders)
+    generate = msgspec.structs.replace(plan.allocations["generate"], latency_seconds=10.0, ahead=ahead)
+    return msgspec.structs.replace(
+        plan, allocations={**plan.allocations, "generate": generate}, reallocation_seconds={"generate": 2.0}
+    )
+
+
+@pytest.mark.parametrize("seconds", [30.0, 70.0])
+def test_a_stream_shares_its_devices_in_any_order_and_new_weights_do_not_wait(seconds: float) -> None:
+    plan = streamed(ahead=1)
+    generate = msgspec.structs.replace(plan.allocations["generate"], seconds=seconds)
+    plan = msgspec.structs.replace(plan, allocations={**plan.allocations, "generate": generate})
+    found = period(event_graph(ppo(), plan, 2, {}, keeps_turns=False))
+    trained = 5 + 4 + 25 + 2 + 24  # of device 1, the arrival of new weights between both train calls
+    assert found.seconds == max(trained, seconds + 5 + 2)
+    if seconds > trained:
+        assert found.circuit == ("generate", "ref", "reallocate:generate")
+
+
+def test_how_much_a_stream_has_in_flight_blocks_no_order() -> None:
+    assert empty_circuit(liveness_graph(ppo(), streamed(ahead=2), 2)) is None
+    against = streamed(ahead=2)
+    turns = (Turn("ref"), Turn("generate"))
+    against = msgspec.structs.replace(against, orders={**against.orders, 0: turns})
+    assert empty_circuit(liveness_graph(ppo(), against, 2)) is not None

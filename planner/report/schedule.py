@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.spec import Generate, Inference
@@ -100,7 +101,7 @@ def timeline(tasks: tuple[Task, ...], period: float, critical: Collection[str], 
     for devices, members in _groups(tasks, n_devices).items():
         busy = sum(task.seconds for task in members)
         bars = sorted(
-            (bar for task in members for bar in _bars(task, origin, period, task.name in critical)),
+            (bar for task in _pieces(members, period) for bar in _bars(task, origin, period, task.name in critical)),
             key=lambda bar: (bar.start, bar.end),
         )
         idle = min(1.0, max(0.0, 1 - busy / period)) if period > 0 else 0.0
@@ -114,6 +115,25 @@ def _groups(tasks: tuple[Task, ...], n_devices: int) -> Mapping[tuple[int, ...],
     for device in range(n_devices):
         served.setdefault(tuple(task for task in tasks if device in task.devices), []).append(device)
     return {tuple(devices): members for members, devices in served.items()}
+
+
+def _pieces(tasks: tuple[Task, ...], period: float) -> Iterator[Task]:
+    """The tasks of a lane, generation in pieces: a stream stands still while others have its devices."""
+    others = [task for task in tasks if task.kind != "generate"]
+    for task in tasks:
+        if task.kind != "generate" or period <= 0:
+            yield task
+            continue
+        phases = [((other.start - task.start) % period, other.seconds) for other in others]
+        at, left = 0.0, task.seconds
+        for start, seconds in sorted((phase + shift, seconds) for phase, seconds in phases for shift in (-period, 0.0)):
+            piece = min(left, start - at)
+            if piece > DUST * period:
+                yield replace(task, start=task.start + at, seconds=piece)
+                left -= piece
+            at = max(at, start + seconds)
+        if left > DUST * period:
+            yield replace(task, start=task.start + at, seconds=left)
 
 
 def _bars(task: Task, origin: float, period: float, critical: bool) -> Iterator[Bar]:
@@ -170,7 +190,11 @@ def slacks(events: EventGraph, period: float) -> dict[str, float]:
                 for column, tail in enumerate(onward):
                     if head + tail > row[column]:
                         row[column] = head + tail
-    return {name: max(0.0, -longest[i][i]) for i, name in enumerate(nodes)}
+    left = {name: max(0.0, -longest[i][i]) for i, name in enumerate(nodes)}
+    for names in events.loads:
+        room = max(0.0, period - sum(events.seconds[name] for name in names))
+        left |= {name: min(left[name], room) for name in names}
+    return left
 
 
 def circuit_parts(events: EventGraph, circuit: Sequence[str], period: float) -> tuple[tuple[float, ...], int]:
@@ -178,6 +202,8 @@ def circuit_parts(events: EventGraph, circuit: Sequence[str], period: float) -> 
 
     Of several dependencies between two nodes, the one that binds most under this period.
     """
+    if tuple(circuit) in events.loads:
+        return tuple(events.seconds[name] for name in circuit), 1
     seconds: list[float] = []
     tokens = 0
     for source, target in zip(circuit, [*circuit[1:], circuit[0]], strict=True):

@@ -66,7 +66,7 @@ def move_seconds_of(prepared: Prepared, target: str, choices: Mapping[str, Choic
 
 def events_of(request: PlanRequest, plan: Plan) -> EventGraph:
     """The plan's timed event graph, with the predicted seconds of free calls."""
-    return event_graph(request.graph, plan, request.workload.staleness, free_seconds(request))
+    return event_graph(request.graph, plan, request.workload.staleness, free_seconds(request), keeps_turns=False)
 
 
 def step_latency(plan: Plan) -> float:

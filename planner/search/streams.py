@@ -18,7 +18,9 @@ from realgraph.planner.events import (
     REALLOCATION,
     Dependency,
     EventGraph,
+    empty_circuit,
     event_graph,
+    liveness_graph,
     moved_calls,
     period,
     reallocation_node,
@@ -83,6 +85,8 @@ def settled(request: PlanRequest, plan: Plan) -> Plan:
         if _blocks(request, _with_point(begun, call, point), call, anew) > 1:
             point = _settled(replace(flow, paused=True))
     found = _labelled(_with_point(begun, call, point), call, point.timing.whole)
+    if not plan.allocations[call].ahead:  # its turns are still counted by what is begun
+        found = _counted(request, found, call)
     return replace(found, starts=starts_of(request, found)) if plan.starts else found
 
 
@@ -115,23 +119,36 @@ def _with_point(plan: Plan, call: str, point: "_Point") -> Plan:
 
 def _labelled(plan: Plan, call: str, batches: int) -> Plan:
     """Step k of the call becomes the session that many batches later: from the one that begins batch k to the one that
-    completes it, as the runtime counts; or back, with a negative number."""
+    completes it, as the runtime counts; or back, with a negative number. Its turns stay: they are counted by what is
+    completed, however much is in flight."""
     if not batches:
         return plan
-    old, moved = plan.allocations[call], reallocation_node(call)
+    old = plan.allocations[call]
     latency = old.latency_seconds - batches * plan.period_seconds
     allocation = replace(old, ahead=old.ahead + batches, latency_seconds=latency)
-    orders = {
-        device: tuple(replace(t, offset=t.offset - batches) if t.call in (call, moved) else t for t in order)
-        for device, order in plan.orders.items()
-    }
-    return replace(plan, allocations={**plan.allocations, call: allocation}, orders=orders)
+    return replace(plan, allocations={**plan.allocations, call: allocation})
+
+
+def _counted(request: PlanRequest, plan: Plan, call: str) -> Plan:
+    """Turns of sessions counted by what they complete: as many batches earlier as are in flight, or as the orders of
+    the other calls let it."""
+    for batches in range(plan.allocations[call].ahead, 0, -1):
+        orders = {
+            device: tuple(
+                replace(t, offset=t.offset - batches) if t.call in (call, reallocation_node(call)) else t for t in order
+            )
+            for device, order in plan.orders.items()
+        }
+        found = replace(plan, orders=orders)
+        if empty_circuit(liveness_graph(request.graph, found, request.workload.staleness)) is None:
+            return found
+    return plan
 
 
 def starts_of(request: PlanRequest, plan: Plan) -> dict[str, float]:
     """Seconds at which the calls and reallocations of step 0 may start at the earliest in the plan's period; the first
     at 0. Longest paths, see `planner/events.py`."""
-    events = event_graph(request.graph, plan, request.workload.staleness, free_seconds(request))
+    events = event_graph(request.graph, plan, request.workload.staleness, free_seconds(request), keeps_turns=False)
     starts = dict.fromkeys(events.seconds, 0.0)
     for _ in range(len(starts) + 1):
         for edge in events.dependencies:
@@ -184,7 +201,7 @@ def _flow(request: PlanRequest, plan: Plan, call: str) -> _Flow:
         cluster=cluster,
         stream=candidate_stream(request, call, candidate, cluster),
         paused=False,
-        events=event_graph(request.graph, marked, request.workload.staleness, free_seconds(request)),
+        events=event_graph(request.graph, marked, request.workload.staleness, free_seconds(request), keeps_turns=False),
         turns=tuple(turns),
     )
 
@@ -235,4 +252,4 @@ def _streamed(flow: _Flow, timing: Timing) -> EventGraph:
         else edge
         for edge in flow.events.dependencies
     ]
-    return EventGraph(dict(seconds), tuple(edges))
+    return EventGraph(dict(seconds), tuple(edges), flow.events.loads)

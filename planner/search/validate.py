@@ -6,12 +6,18 @@ from msgspec.structs import replace
 
 from realgraph.graphs.errors import Problem, Where, suggest
 from realgraph.graphs.spec import Generate, Train
-from realgraph.planner.events import REALLOCATION, empty_circuit, moved_calls, reallocation_node, show_circuit
+from realgraph.planner.events import (
+    REALLOCATION,
+    empty_circuit,
+    liveness_graph,
+    moved_calls,
+    reallocation_node,
+    show_circuit,
+)
 from realgraph.planner.layout import Layout
 from realgraph.planner.model_spec import ModelSpec
 from realgraph.planner.plan import PLAN_FORMAT, Hashes, Plan
 from realgraph.planner.request import PlanRequest, hashes
-from realgraph.planner.search.assembly import events_of
 from realgraph.planner.search.diagnose import shown_bytes
 from realgraph.planner.space.couplings import ties_of
 from realgraph.planner.space.holdings import candidate_of, group_for, offloading, peak_of
@@ -211,7 +217,7 @@ def _host_memory(plan: Plan, request: PlanRequest, file: str) -> Iterator[Proble
 
 
 def _liveness(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
-    stuck = empty_circuit(events_of(request, plan))
+    stuck = empty_circuit(liveness_graph(request.graph, plan, request.workload.staleness))
     if stuck is not None:
         text = f"the plan deadlocks: {show_circuit(stuck)} wait for each other within a step"
         yield Problem(_at(file, "$.orders"), text, "change the order of these calls, or their offsets", "plan_deadlock")
