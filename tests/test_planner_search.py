@@ -121,7 +121,7 @@ def test_no_plan_names_call_device_bytes_and_a_way_out() -> None:
         "GB are usable",
         "the trained states of 'actor'",
         "dtype: bfloat16",
-        "more dev",
+        "24 devices, now 2",
     ):
         assert part in said, said
 

@@ -40,7 +40,11 @@ LATE = tuple(Turn(name) for name in ("ref", "values", "actor_train", "critic_tra
         (edited(FOUND, "generate", max_tokens_per_microbatch=10), "$.allocations.generate.max", "hold no sample"),
         (edited(FOUND, "ref", max_tokens_per_microbatch=1 << 24), "$.allocations.ref", "GB on device 0"),
         (edited(FOUND, "ref", residency="offloaded"), "$.allocations.ref.residency", "offload"),
-        (edited(FOUND, "actor_train", recompute="full"), "$.allocations.actor_train.recompute", "gradient_checkpointing"),
+        (
+            edited(FOUND, "actor_train", recompute="full"),
+            "$.allocations.actor_train.recompute",
+            "gradient_checkpointing",
+        ),
         (replace(FOUND, orders={**FOUND.orders, 3: FOUND.orders[3][1:]}), "$.orders.3", "'generate' is missing"),
         (replace(FOUND, orders={**FOUND.orders, 9: ()}), "$.orders.9", "devices 0 to 7"),
         (replace(FOUND, orders={**FOUND.orders, 0: (*FOUND.orders[0], Turn("ref"))}), "$.orders.0", "2 times"),
