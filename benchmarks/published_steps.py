@@ -1,5 +1,6 @@
 """A whole step of an RL system, from the planner's cost functions and one table of what lies between the calls."""
 
+import math
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -140,7 +141,7 @@ def step_seconds(model: ModelSpec, cluster: Cluster, engines: Engines, batch: Ba
     side = passes + trained + sync + fixed
     busy = [v.seconds + (0.0 if v.staleness else sync) for v in variants]  # streams stand still for it, batches wait
     bounds = [
-        max(seconds, side, (v.latency + reward + side) / (1 + batch.staleness))
+        max(seconds, side, (v.rest + reward + side) / left) if (left := 1 + batch.staleness - v.whole) > 0 else math.inf
         for seconds, v in zip(busy, variants, strict=True)
     ]
     best = min(range(len(variants)), key=bounds.__getitem__)
