@@ -47,7 +47,7 @@ docs: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt '.[bench]'
-	for name in scheduler data_plane generation vs_trl quickstart planner predictions; do \
+	for name in scheduler data_plane generation vs_trl quickstart planner planner_large predictions; do \
 		OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 clean:
