@@ -8,7 +8,7 @@ from realgraph.graphs.graph import Edge, Graph, Key
 from realgraph.graphs.keys import KeyType
 from realgraph.graphs.maths import Loss
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, ModelRole, Train
-from realgraph.planner.cluster import Cluster, ClusterSpec
+from realgraph.planner.cluster import Cluster, ClusterSpec, NodesSpec
 from realgraph.planner.costs.memory import DType
 from realgraph.planner.detect import Probe, resolve
 from realgraph.planner.model_spec import ModelSpec, known_models, spec_from_config
@@ -17,6 +17,9 @@ from realgraph.planner.request import PlanRequest
 from realgraph.planner.workload import Workload
 
 MACHINE = Probe(cores=2, host_memory_bytes=24_000_000_000)
+MIXED = resolve(
+    ClusterSpec(nodes=2, devices=8, kind="H100-SXM", more=(NodesSpec(3, "A100-80"), NodesSpec(1, "H20", 4))), MACHINE
+)
 
 
 def known(name: str) -> ModelSpec:

@@ -1,33 +1,28 @@
-"""Meshes, option tables and couplings: what the search is given is sound, complete and small."""
+"""Option tables and couplings: what the search is given is sound, complete and small."""
 
 import random
 import time
-from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from realgraph.graphs.maths import Loss
 from realgraph.graphs.spec import Advantage, Function, ModelRole, Train
-from realgraph.planner.cluster import ClusterSpec, NodesSpec
 from realgraph.planner.constraints import Constraints
 from realgraph.planner.cost_table import CostTable, PhaseFactor
 from realgraph.planner.costs.memory import DType
-from realgraph.planner.detect import resolve
 from realgraph.planner.events import Dependency, EventGraph, event_graph, period
 from realgraph.planner.layout import DeviceMesh
 from realgraph.planner.pins import Pin
 from realgraph.planner.plan import Hashes, Plan
-from realgraph.planner.problem import Block, Limits, OptionTable, Solution
+from realgraph.planner.problem import Limits, OptionTable, Solution
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.solve.solver import solve
 from realgraph.planner.space.choices import candidates
 from realgraph.planner.space.couplings import free_floor, precedences
-from realgraph.planner.space.meshes import family, group_of, mesh_fault, radices
+from realgraph.planner.space.meshes import group_of
 from realgraph.planner.space.moves import Place, longest_moves, move_matrix
 from realgraph.planner.space.options import Passes, microbatches_of
 from realgraph.planner.space.passes import schedule_fault
@@ -35,12 +30,9 @@ from realgraph.planner.space.pricing import holding, options_of
 from realgraph.planner.space.pruning import Rows, kept_rows
 from realgraph.planner.space.tables import problem_of
 from realgraph.planner.workload import Workload
-from tests.planner_cases import MACHINE, cluster, graph, grpo, ppo, request
+from tests.planner_cases import MIXED, cluster, graph, grpo, ppo, request
 
 replace = msgspec.structs.replace
-MIXED = resolve(
-    ClusterSpec(nodes=2, devices=8, kind="H100-SXM", more=(NodesSpec(3, "A100-80"), NodesSpec(1, "H20", 4))), MACHINE
-)
 
 
 def test_measured_costs_speak_of_their_own_kind_of_device_alone() -> None:
@@ -95,71 +87,6 @@ def test_context_parallel_ranks_hold_their_part_of_a_long_sample() -> None:
     assert sorted(found) == [1, 2, 4, 8]
     for cp in (2, 4, 8):
         assert found[cp] < 0.6 * found[cp // 2]
-
-
-# --- meshes -----------------------------------------------------------------------------------------------------------
-
-
-def blocks(block: Block) -> Iterator[Block]:
-    yield block
-    for child in block.children:
-        yield from blocks(child)
-
-
-def shape(block: Block) -> tuple[object, ...]:
-    return (block.n_devices, block.symmetric, tuple(shape(child) for child in block.children))
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 12), st.integers(1, 40), st.integers(0, 20))
-def test_a_family_tiles_the_cluster_and_all_its_meshes_are_sound(per_node: int, nodes: int, reserved: int) -> None:
-    machine = cluster(devices=per_node, nodes=nodes)
-    reserved = min(reserved, machine.n_devices - 1)
-    found = family(machine, reserved)
-    assert not any(mesh_fault(mesh, machine) for mesh in found.meshes)
-    assert len(set(found.meshes)) == len(found.meshes)
-    assert {(m.first, m.n_devices) for m in found.meshes} >= {(d, 1) for d in range(machine.n_devices - reserved)}
-    assert all(mesh.devices.stop <= machine.n_devices - reserved for mesh in found.meshes)
-    if not reserved:
-        assert DeviceMesh(0, machine.n_devices) in found.meshes
-    for block in blocks(found.tree):
-        if block.children:
-            assert [d for c in block.children for d in range(c.first, c.first + c.n_devices)] == list(
-                range(block.first, block.first + block.n_devices)
-            )
-        if block.symmetric:
-            assert len({shape(child) for child in block.children}) <= 1
-
-
-@pytest.mark.parametrize(("nodes", "sizes"), [(1, 4), (128, 14), (512, 17), (12, 9), (96, 13), (7, 10), (11, 10)])
-def test_there_are_few_sizes(nodes: int, sizes: int) -> None:
-    found = family(cluster(nodes=nodes))
-    assert len({mesh.n_devices for mesh in found.meshes}) == sizes
-    assert int(np.prod(radices(nodes), dtype=int)) == nodes
-
-
-def test_groups_of_a_mixed_cluster_never_share_a_mesh() -> None:
-    found = family(MIXED)
-    for mesh, group in zip(found.meshes, found.groups, strict=True):
-        assert {group_of(MIXED, device) for device in mesh.devices} == {group}
-        assert mesh_fault(mesh, MIXED) == ""
-    assert mesh_fault(DeviceMesh(8, 16), MIXED).endswith("a mesh lies within one kind")
-    assert not found.tree.symmetric
-    assert {DeviceMesh(0, 16), DeviceMesh(16, 24), DeviceMesh(40, 4)} <= set(found.meshes)
-
-
-def test_a_named_mesh_belongs_to_the_family_and_breaks_the_symmetry_round_it() -> None:
-    machine, named = cluster(nodes=8), DeviceMesh(24, 16)  # nodes 3 and 4: no run of one block
-    assert named not in family(machine).meshes
-    found = family(machine, named=(named,))
-    assert named in found.meshes
-    for block in blocks(found.tree):
-        here = range(block.first, block.first + block.n_devices)
-        inside = sum(device in named.devices for device in here)
-        if 0 < inside < len(here):
-            assert not block.symmetric
-    untouched = [block for block in blocks(found.tree) if block.n_devices == 8]
-    assert all(block.symmetric for block in untouched)
 
 
 # --- pruning ----------------------------------------------------------------------------------------------------------
