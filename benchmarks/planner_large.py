@@ -194,6 +194,24 @@ def measure(case: Case, seconds: float) -> Row:
     )
 
 
+def line(row: Row) -> str:
+    counts = f"{row.case:28}{row.devices:8}{row.calls:7}{row.options:9}"
+    return f"{counts}{row.period:9.2f}{row.bound:9.2f}{row.gap:8.1%}{row.cpu_s:8.1f}{row.first_answer_s:7.2f}"
+
+
+def faults(rows: list[Row]) -> list[str]:
+    """Cases whose claim is missed."""
+    return [row.case for row in rows if row.case == "nine" and row.gap > NINE_GAP]
+
+
+def record(seconds: float, rows: list[Row]) -> None:
+    """Write what is known so far, so that an interrupted run leaves its rows."""
+    found = msgspec.to_builtins(rows)
+    report = {"machine": describe(), "seconds": seconds, "passed": not faults(rows), "rows": found}
+    text = msgspec.json.format(json.dumps(report).encode(), indent=1) + b"\n"
+    (RESULTS / "planner_large.json").write_bytes(text)
+
+
 def main() -> int:
     """Measure, print, write the results; 1 where nine calls are not proven within their gap."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -206,23 +224,11 @@ def main() -> int:
     rows: list[Row] = []
     for case in CASES:
         if asked.only in case.name:
-            row = measure(case, asked.seconds)
-            rows.append(row)
-            counts = f"{row.case:28}{row.devices:8}{row.calls:7}{row.options:9}"
-            print(
-                f"{counts}{row.period:9.2f}{row.bound:9.2f}{row.gap:8.1%}{row.cpu_s:8.1f}{row.first_answer_s:7.2f}",
-                flush=True,
-            )
-    missed = [row.case for row in rows if row.case == "nine" and row.gap > NINE_GAP]
-    if not asked.only:
-        report = {
-            "machine": describe(),
-            "seconds": asked.seconds,
-            "passed": not missed,
-            "rows": msgspec.to_builtins(rows),
-        }
-        text = msgspec.json.format(json.dumps(report).encode(), indent=1) + b"\n"
-        (RESULTS / "planner_large.json").write_bytes(text)
+            rows.append(measure(case, asked.seconds))
+            print(line(rows[-1]), flush=True)
+            if not asked.only:
+                record(asked.seconds, rows)
+    missed = faults(rows)
     print(f"{'FAIL' if missed else 'PASS'}: nine calls, three trained models, 128 devices: gap <= 3 % in 60 s")
     return 1 if missed else 0
 
