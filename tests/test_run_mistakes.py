@@ -25,7 +25,7 @@ __all__ = ["place"]
         ("graph: grpo", "steps: 3", "$.steps", "given twice", ""),
         ("steps: 3", "stesp: 3", "$.stesp", "unknown key 'stesp'", "did you mean 'steps'?"),
         ("steps: 3", "steps: 0", "$.steps", "expected a whole number >= 1, got 0", ""),
-        ("steps: 3", "staleness: 1.5", "$.staleness", "expected a whole number >= 0, got 1.5", ""),
+        ("steps: 3", "staleness: 1.5", "$.staleness", "expected a whole number >= 0 and <= 1,000,000, got 1.5", ""),
         ("steps: 3", "overdue: maks", "$.overdue", "expected one of allow, drop, mask, wait", "did you mean 'mask'?"),
         ("steps: 3", "format: 7", "$.format", "format 7 is unknown: this version reads formats 1 to 1", "newer"),
         ("steps: 3", "seed: ${oc.env:SEED}", "$.seed", "${oc.env:SEED} is not a plain reference", ""),
