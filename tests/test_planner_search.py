@@ -23,7 +23,7 @@ from tests.planner_cases import cluster, grpo, ppo, request
 replace = msgspec.structs.replace
 QUICK = Limits(gap=0.05, seconds=5.0)
 SOME = settings(
-    max_examples=12,
+    max_examples=8,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
@@ -91,7 +91,7 @@ def keeps_its_order(asked: PlanRequest, plan: Plan) -> None:
     assert plan.latency_seconds >= max(a.seconds for a in plan.allocations.values())
 
 
-@settings(SOME, max_examples=6)
+@settings(SOME, max_examples=4)
 @given(requests())
 def test_more_memory_never_makes_a_plan_slower(asked: PlanRequest) -> None:
     larger = replace(asked, cluster=replace(asked.cluster, memory_bytes=2 * asked.cluster.memory_bytes))

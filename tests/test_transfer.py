@@ -188,7 +188,7 @@ def test_strangers_get_nothing(four: list[DataPlane]) -> None:
     with DataPlane(7, Store(1 << 16), make_keys()) as stranger:
         stranger.connect([owner.peer])
         with pytest.raises(PeerLostError, match="did not accept this worker: its key was refused"):
-            stranger.gather_now([Want(1, "s", (0,))], route="tcp", deadline_seconds=10)
+            stranger.gather_now([Want(1, "s", (0,))], route="tcp", deadline_seconds=60)
     body = bundle.encode(bundle.Fetch((), 1, 1.0))
     for junk in (b"\0\0\0\1\xc1", b"\xff" * 100, len(body).to_bytes(4, "big") + body):
         connection = connect_local(owner.peer.local)
