@@ -27,3 +27,8 @@ class Workload(Struct, frozen=True):
     @property
     def n_samples(self) -> int:
         return self.groups * self.samples_per_group
+
+    @property
+    def expected_prompt_tokens(self) -> float:
+        """Of a sample: the mean where it is known, else the longest."""
+        return self.prompt_tokens if self.mean_prompt_tokens is None else self.mean_prompt_tokens

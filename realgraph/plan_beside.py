@@ -10,11 +10,11 @@ from realgraph.planner.constraints import Constraints
 from realgraph.planner.plan import Plan
 from realgraph.planner.problem import Solution
 from realgraph.planner.report.format import change_text, gap_text, seconds_text
-from realgraph.planner.report.report import Comparison, Hint
+from realgraph.planner.report.report import Comparison
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.search.baselines import baselines_of
-from realgraph.planner.search.sweep import changes_tried, synchronous
-from realgraph.planner.search.symmetric import one_mesh
+from realgraph.planner.search.sweep import Hint, changes_tried, synchronous
+from realgraph.planner.solve.customary import one_mesh
 from realgraph.planner.solve.solver import solve
 from realgraph.planner.space.tables import Prepared, problem_of
 from realgraph.planner.space.wishes import wish_problems
@@ -109,7 +109,7 @@ def hints_of(session: Session, request: PlanRequest, plan: Plan, budget: Budget)
         if tried.text == WITHOUT:
             continue
         if tried.hint is not None:
-            found.append(Hint(tried.hint.text, tried.hint.period, tried.hint.gain))
+            found.append(tried.hint)
         if not tried.told:
             missing.append(tried.text)
     return tuple(found), f"what-ifs cut short by time, not told: {', '.join(missing)}" if missing else ""
@@ -123,7 +123,7 @@ def synchrony(session: Session, request: PlanRequest, plan: Plan) -> str:
         found = synchronous(request, plan, session.quick(OTHER_SECONDS))
     except ConfigError:  # no synchronous plan in so short a time: nothing can be said
         return ""
-    if found is None or found.period is None:
+    if found is None or found.period_seconds is None:
         return ""
     return f"{found.text}: {change_text(1 + found.gain)} samples/s, on-policy"
 

@@ -27,9 +27,8 @@ def facts_of(checked: Checked, request: PlanRequest) -> tuple[tuple[str, str], .
 
 
 def _lengths(workload: Workload) -> str:
-    prompts = workload.prompt_tokens if workload.mean_prompt_tokens is None else workload.mean_prompt_tokens
     return (
-        f"prompts of {prompts:,.0f} (at most {workload.prompt_tokens:,}) and "
+        f"prompts of {workload.expected_prompt_tokens:,.0f} (at most {workload.prompt_tokens:,}) and "
         f"{workload.mean_new_tokens:,.0f} (at most {workload.max_new_tokens:,}) new tokens expected"
     )
 

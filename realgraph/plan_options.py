@@ -48,18 +48,22 @@ CLASHES = (("edited", "robust"), ("edited", "devices"), ("robust", "devices"))
 
 def refuse_others(options: PlanOptions, known: Collection[str], what: str) -> None:
     """Raise ConfigError for the options that `what` would leave unheard: all that are given but the known ones."""
-    plain = PlanOptions()
-    given = [name for name in PlanOptions.__struct_fields__ if getattr(options, name) != getattr(plain, name)]
-    unheard = [_flag(name) for name in given if name not in known]
+    unheard = [_flag(name) for name in _given(options) if name not in known]
     if unheard:
         raise _error(f"{what} takes no {', '.join(unheard)}", "leave it out", unheard[0])
 
 
+def _given(options: PlanOptions) -> list[str]:
+    """The options that say something else than the default."""
+    plain = PlanOptions()
+    return [name for name in PlanOptions.__struct_fields__ if getattr(options, name) != getattr(plain, name)]
+
+
 def refuse_clashes(options: PlanOptions) -> None:
     """Raise ConfigError for two options of which only one would be heard, and for a target without sizes."""
-    plain = PlanOptions()
+    given = _given(options)
     for one, other in CLASHES:
-        if all(getattr(options, name) != getattr(plain, name) for name in (one, other)):
+        if one in given and other in given:
             text = f"{_flag(one)} and {_flag(other)} say two things: {MEANS[one]}, and {MEANS[other]}"
             raise _error(text, f"give {_flag(one)} or {_flag(other)}", _flag(other))
     if options.target is not None and options.devices is None:

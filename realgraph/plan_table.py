@@ -24,7 +24,7 @@ from realgraph.planner.report.format import (
     words,
 )
 from realgraph.planner.report.memory import MemoryPart
-from realgraph.planner.report.report import Bottleneck, Hint, Measured, Option, Report, Row, Size
+from realgraph.planner.report.report import Bottleneck, Measured, Option, Report, Row, Size
 from realgraph.planner.report.text import (
     batches_text,
     bound_text,
@@ -35,6 +35,7 @@ from realgraph.planner.report.text import (
     predicted_text,
     weights_text,
 )
+from realgraph.planner.search.sweep import Hint
 
 CELLS = 16  # of a drawn cluster
 MEMORY_CELLS = 40  # of a full device

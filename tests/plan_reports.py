@@ -11,7 +11,6 @@ from realgraph.planner.plan import Allocation, Plan, Transport, Turn
 from realgraph.planner.report.report import (
     Comparison,
     Findings,
-    Hint,
     Measured,
     Price,
     Report,
@@ -20,6 +19,7 @@ from realgraph.planner.report.report import (
 )
 from realgraph.planner.request import PlanRequest, hashes
 from realgraph.planner.search.search import events_of
+from realgraph.planner.search.sweep import Hint
 from tests.planner_cases import cluster, grpo, ppo, request
 
 TRAIN = {"microbatches": 32, "schedule": "interleaved", "chunks": 2, "recompute": "selective", "input_seconds": 0.5}

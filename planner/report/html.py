@@ -18,7 +18,7 @@ from realgraph.planner.report.format import (
     seconds_text,
     words,
 )
-from realgraph.planner.report.report import Comparison, Hint, Report, Row
+from realgraph.planner.report.report import Comparison, Report, Row
 from realgraph.planner.report.svg import (
     MOST_LANES,
     bar_svg,
@@ -40,6 +40,7 @@ from realgraph.planner.report.text import (
     predicted_text,
     weights_text,
 )
+from realgraph.planner.search.sweep import Hint
 
 NUMBERS = (
     "micro-batches",

@@ -27,6 +27,7 @@ from realgraph.planner.report.schedule import (
 )
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.search.search import events_of
+from realgraph.planner.search.sweep import Hint
 
 LOADED = 0.9  # a device that is busy for this share of the period is what bounds it
 
@@ -62,17 +63,6 @@ class Comparison(Struct, frozen=True):
     period_seconds: float | None
     note: str = ""
     without: str = "does not fit"
-
-
-class Hint(Struct, frozen=True):
-    """A change and the period that is predicted with it, None where no plan would fit.
-
-    gain: samples a second against now, 0.18 is 18 % more.
-    """
-
-    text: str
-    period_seconds: float | None
-    gain: float
 
 
 class Price(Struct, frozen=True):

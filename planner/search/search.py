@@ -57,11 +57,14 @@ def _streamed(prepared: Prepared, found: Solution, limits: Limits) -> tuple[Prep
         if again is None:
             return prepared, found
         prepared, found = closer, again
-    if found.stopped != "proven" or plan_of(prepared, found).gap <= CAREFUL * limits.gap:
+    if found.stopped != "proven":
+        return prepared, found
+    plan = plan_of(prepared, found)
+    if plan.gap <= CAREFUL * limits.gap:
         return prepared, found
     other = problem_of(request, least=least, careful=True)
     again = _further(other, found, limits)
-    if again is None or plan_of(other, again).period_seconds >= plan_of(prepared, found).period_seconds:
+    if again is None or plan_of(other, again).period_seconds >= plan.period_seconds:
         return prepared, found
     return other, replace(again, bound=found.bound)
 

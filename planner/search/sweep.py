@@ -25,13 +25,13 @@ TOLERANCE = 0.01  # relative: synchronous is as good where it is no slower than 
 
 
 class Hint(Struct, frozen=True):
-    """A change and what it would bring. gain: of samples a second (negative: of losses it warns).
+    """A change and what it would bring. gain: samples a second against now, 0.18 is 18 % more, a loss is negative.
 
-    period: predicted seconds a step under it, None where no plan would fit.
+    period_seconds: predicted of a step under it, None where no plan would fit.
     """
 
     text: str
-    period: float | None
+    period_seconds: float | None
     gain: float
 
 

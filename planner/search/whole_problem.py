@@ -7,7 +7,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.planner.problem import SearchProblem
-from realgraph.planner.search.symmetric import Shape, one_mesh
+from realgraph.planner.search.symmetric import Shape
+from realgraph.planner.solve.customary import one_mesh
 from realgraph.planner.space.choices import candidates
 from realgraph.planner.space.moves import Moves
 from realgraph.planner.space.pricing import Option, Timed, options_of

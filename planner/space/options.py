@@ -86,13 +86,7 @@ def longest_part(request: PlanRequest, layout: Layout) -> int:
 
 def mean_tokens(request: PlanRequest) -> float:
     """The expected sample: prompt and response, tokens."""
-    return mean_prompt_tokens(request) + request.workload.mean_new_tokens
-
-
-def mean_prompt_tokens(request: PlanRequest) -> float:
-    """The expected prompt, tokens."""
-    mean = request.workload.mean_prompt_tokens
-    return request.workload.prompt_tokens if mean is None else mean
+    return request.workload.expected_prompt_tokens + request.workload.mean_new_tokens
 
 
 # --- seconds ----------------------------------------------------------------------------------------------------------
@@ -153,7 +147,7 @@ def _key_bytes(request: PlanRequest, key: KeyType) -> float:
         "sample": samples,
         "token": samples * mean_tokens(request),
     }
-    ragged = mean_tokens(request) if key.level == "sample" else mean_prompt_tokens(request)
+    ragged = mean_tokens(request) if key.level == "sample" else request.workload.expected_prompt_tokens
     return entries[key.level] * VALUE_BYTES[key.dtype] * (ragged if key.dtype in RAGGED else 1.0)
 
 
@@ -163,7 +157,7 @@ def generate_work(request: PlanRequest, candidate: Candidate) -> GenerateWork:
     return GenerateWork(
         samples=workload.n_samples,
         samples_per_group=workload.samples_per_group,
-        prompt_tokens=mean_prompt_tokens(request),
+        prompt_tokens=workload.expected_prompt_tokens,
         mean_new_tokens=workload.mean_new_tokens,
         max_new_tokens=workload.max_new_tokens,
         running=running_sequences(request, candidate.layout, candidate.tokens),
@@ -201,7 +195,7 @@ def _packed_work(request: PlanRequest, tokens: int) -> TrainWork:
         tokens=math.ceil(request.workload.n_samples * mean),
         sample_tokens=mean,
         microbatch_tokens=tokens,
-        prompt_tokens=mean_prompt_tokens(request),
+        prompt_tokens=request.workload.expected_prompt_tokens,
         samples_per_group=request.workload.samples_per_group,
         longest_tokens=longest_expected(request.workload),
     )
@@ -211,8 +205,7 @@ def _packed_work(request: PlanRequest, tokens: int) -> TrainWork:
 def longest_expected(workload: Workload) -> int:
     """Tokens of the longest sample that a batch is expected to have."""
     lengths = lengths_of(workload.mean_new_tokens, workload.max_new_tokens, workload.lengths)
-    prompt = workload.prompt_tokens if workload.mean_prompt_tokens is None else workload.mean_prompt_tokens
-    return math.ceil(prompt + lengths.expected_max(workload.n_samples))
+    return math.ceil(workload.expected_prompt_tokens + lengths.expected_max(workload.n_samples))
 
 
 def running_sequences(request: PlanRequest, layout: Layout, kv_tokens: int) -> int:
@@ -255,7 +248,7 @@ def tokens_in_flight(request: PlanRequest) -> float:
     """
     workload = request.workload
     lengths = lengths_of(workload.mean_new_tokens, workload.max_new_tokens, workload.lengths)
-    return mean_prompt_tokens(request) + 1.15 * lengths.mean_age
+    return workload.expected_prompt_tokens + 1.15 * lengths.mean_age
 
 
 def free_seconds(request: PlanRequest) -> dict[str, float]:
