@@ -53,9 +53,7 @@ def reallocation_node(call: str) -> str:
     return f"{REALLOCATION}{call}"
 
 
-def event_graph(
-    graph: Graph, plan: Plan, staleness: int, extra_seconds: Mapping[str, float], keeps_turns: bool = True
-) -> EventGraph:
+def event_graph(graph: Graph, plan: Plan, extra_seconds: Mapping[str, float], keeps_turns: bool = True) -> EventGraph:
     """Calls of the graph under the plan's device orders.
 
     What reads a call's outputs waits for its latency; what follows it on a device waits for its seconds. A stream of
@@ -76,7 +74,7 @@ def event_graph(
         for name, a in plan.allocations.items()
     }
     found = {Dependency(name, name, 1) for name in seconds}
-    for source, target, tokens in graph_edges(graph, staleness):
+    for source, target, tokens in graph_edges(graph, plan.staleness):
         if target in plan.allocations and isinstance(graph.calls[source], Train):
             tokens -= plan.allocations[target].ahead
         if target in moved and source == moved[target]:
@@ -86,8 +84,8 @@ def event_graph(
             found.add(Dependency(source, target, tokens, late.get(source, 0.0)))
     planned = {turn.call for order in plan.orders.values() for turn in order}
     implied = {call: train for call, train in moved.items() if reallocation_node(call) not in planned}
-    stream = "" if keeps_turns else stream_call(graph, plan, staleness)
-    arrival = _arrival(graph, plan, staleness, stream)
+    stream = "" if keeps_turns else stream_call(graph, plan)
+    arrival = _arrival(graph, plan, stream)
     loads: set[tuple[str, ...]] = set()
     for order in set(plan.orders.values()):
         turns = _with_reallocations([turn for turn in order if turn.call in seconds], implied)
@@ -98,21 +96,21 @@ def event_graph(
     return EventGraph(seconds, known, tuple(sorted(loads)))
 
 
-def stream_call(graph: Graph, plan: Plan, staleness: int) -> str:
+def stream_call(graph: Graph, plan: Plan) -> str:
     """The call that generates while weights are trained; empty where none does."""
-    return next((n for n in plan.allocations if staleness > 0 and isinstance(graph.calls[n], Generate)), "")
+    return next((n for n in plan.allocations if plan.staleness > 0 and isinstance(graph.calls[n], Generate)), "")
 
 
-def liveness_graph(graph: Graph, plan: Plan, staleness: int) -> EventGraph:
+def liveness_graph(graph: Graph, plan: Plan) -> EventGraph:
     """What the runtime waits for, without seconds: a session counts by the batch that it completes, takes its turn as
     other calls do, and gets its weights in no fixed order."""
-    stream = stream_call(graph, plan, staleness)
+    stream = stream_call(graph, plan)
     if not stream:
-        return event_graph(graph, plan, staleness, {})
+        return event_graph(graph, plan, {})
     allocations = {**plan.allocations, stream: replace(plan.allocations[stream], ahead=0)}
     moved = reallocation_node(stream)
     orders = {device: tuple(turn for turn in order if turn.call != moved) for device, order in plan.orders.items()}
-    return event_graph(graph, replace(plan, allocations=allocations, orders=orders), staleness, {})
+    return event_graph(graph, replace(plan, allocations=allocations, orders=orders), {})
 
 
 def moved_calls(graph: Graph, plan: Plan) -> dict[str, str]:
@@ -162,12 +160,12 @@ def _with_reallocations(order: Sequence[Turn], moved: Mapping[str, str]) -> tupl
     return tuple(turns)
 
 
-def _arrival(graph: Graph, plan: Plan, staleness: int, stream: str) -> tuple[str, Turn] | None:
+def _arrival(graph: Graph, plan: Plan, stream: str) -> tuple[str, Turn] | None:
     """The train call whose end brings a stream new weights, and the turn of these, were its own of step 0."""
     trainer = moved_calls(graph, plan).get(stream)
     if trainer is None:
         return None
-    return trainer, Turn(reallocation_node(stream), 1 + staleness - plan.allocations[stream].ahead)
+    return trainer, Turn(reallocation_node(stream), 1 + plan.staleness - plan.allocations[stream].ahead)
 
 
 def _without_stream(order: Sequence[Turn], stream: str, arrival: tuple[str, Turn] | None) -> tuple[Turn, ...]:

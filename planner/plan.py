@@ -6,7 +6,7 @@ from msgspec import Meta, Struct
 
 from realgraph.planner.layout import AXES, PASSES, Cache, Layout, Recompute, Schedule
 
-PLAN_FORMAT = 3
+PLAN_FORMAT = 4
 Transport = Literal["in_place", "device", "host"]  # of weights: nothing moves; device to device; through host memory
 TRANSPORTS: tuple[Transport, ...] = ("in_place", "device", "host")
 
@@ -66,11 +66,13 @@ class Plan(Struct, frozen=True):
     """An allocation per mesh-holding call, and the cyclic order of calls of every device.
 
     period_seconds: predicted steady-state seconds a step; lower_bound_seconds: no plan is faster, within `scope`.
+    staleness: steps that generation keeps ahead of training at most; the run's own bound may be larger.
     """
 
     allocations: dict[str, Allocation]
     orders: dict[int, tuple[Turn, ...]]  # device -> its calls, in the order of one round
     hashes: Hashes
+    staleness: int = 0
     period_seconds: float = 0.0
     lower_bound_seconds: float = 0.0
     scope: str = ""

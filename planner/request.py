@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct, field
 
-from realgraph.graphs.graph import Graph
+from realgraph.graphs.graph import Edge, Graph
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, ModelRole, Train
 from realgraph.planner.cluster import Cluster
 from realgraph.planner.constraints import Constraints
@@ -14,7 +14,7 @@ from realgraph.planner.cost_table import CostTable
 from realgraph.planner.devices import device_kind
 from realgraph.planner.model_spec import ModelSpec
 from realgraph.planner.pins import Pin
-from realgraph.planner.plan import Hashes
+from realgraph.planner.plan import Hashes, Plan
 from realgraph.planner.workload import Workload
 
 
@@ -47,25 +47,44 @@ class PlanRequest(Struct, frozen=True):
         return self.graph.models[self.graph.role(call)]
 
 
+def kept_by(request: PlanRequest, plan: Plan) -> PlanRequest:
+    """The request at the staleness that the plan keeps to."""
+    return at_staleness(request, plan.staleness)
+
+
+def at_staleness(request: PlanRequest, staleness: int) -> PlanRequest:
+    """The request with another bound on the steps that samples may lag behind the weights."""
+    return msgspec.structs.replace(request, workload=msgspec.structs.replace(request.workload, staleness=staleness))
+
+
 def hashes(request: PlanRequest) -> Hashes:
-    """Of what decides whether a plan can run: learning rates, losses, temperatures and expected lengths may change."""
+    """Of what decides whether a plan can run: learning rates, losses, temperatures and expected lengths may change.
+
+    The staleness bound is not among it: a plan runs under every bound that is no less than what it keeps to.
+    """
     graph = request.graph
     shape = {
         "calls": {name: _shape(call) for name, call in graph.calls.items()},
-        "edges": sorted((e.producer, e.consumer, e.role, e.distance) for e in graph.edges),
+        "edges": sorted((e.producer, e.consumer, e.role, _distance(graph, e)) for e in graph.edges),
         "models": {name: (request.models[name], *_states(role)) for name, role in graph.models.items()},
     }
     kinds = sorted({group.kind for group in request.cluster.groups})
     cluster = (request.cluster, [device_kind(kind).costs for kind in kinds])
-    workload = msgspec.structs.replace(request.workload, mean_new_tokens=0.0, mean_prompt_tokens=None, lengths=())
+    plain = msgspec.structs.replace(request.workload, mean_new_tokens=0.0, mean_prompt_tokens=None, lengths=())
+    workload = msgspec.structs.replace(plain, staleness=0)
     costs = "" if request.costs == CostTable() else _digest(request.costs)
     return Hashes(_digest(shape), _digest(workload), _digest(cluster), costs)
+
+
+def _distance(graph: Graph, edge: Edge) -> int:
+    """Of an edge, in steps; that of new weights to a call that generates depends on the staleness."""
+    return 1 if edge.role and isinstance(graph.calls[edge.consumer], Generate) else edge.distance
 
 
 def call_hashes(request: PlanRequest, call: str) -> tuple[str, str]:
     """Of a call with its role and model, and of the workload: what ties a measured call to a request."""
     shape = (request.model(call), *_states(request.role(call)), _shape(request.graph.calls[call]))
-    return _digest(shape), hashes(request).workload
+    return _digest(shape), _digest((hashes(request).workload, request.workload.staleness))
 
 
 def _states(role: ModelRole) -> tuple[str | bool | None, ...]:

@@ -21,7 +21,7 @@ from realgraph.planner.costs.lengths import quantiles
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.events import reallocation_node
 from realgraph.planner.plan import Plan
-from realgraph.planner.request import PlanRequest, call_hashes
+from realgraph.planner.request import PlanRequest, call_hashes, kept_by
 from realgraph.planner.space.holdings import candidate_of
 from realgraph.planner.space.options import setting_seconds
 from realgraph.planner.space.pricing import phase_of
@@ -86,7 +86,7 @@ def costs_of(planned: Planned, steps: Sequence[StepRecord], now: datetime) -> Co
     kept = steady(steps)
     if not kept:
         return None
-    request = with_lengths(planned.request, kept)
+    request = with_lengths(kept_by(planned.request, planned.plan), kept)
     real = replace(planned, request=request)
     calls = tuple(call for name in planned.plan.allocations for call in _measured(real, name, kept))
     calls += _reallocated(real, kept)

@@ -12,6 +12,7 @@ from realgraph.planner.problem import Solution
 from realgraph.planner.report.format import change_text, gap_text, seconds_text
 from realgraph.planner.report.report import Comparison
 from realgraph.planner.request import PlanRequest
+from realgraph.planner.search.assembly import plan_of
 from realgraph.planner.search.baselines import baselines_of
 from realgraph.planner.search.sweep import Hint, changes_tried, synchronous
 from realgraph.planner.solve.customary import one_mesh
@@ -86,13 +87,13 @@ def _searched(name: str, note: str, session: Session, request: PlanRequest) -> C
     problems = wish_problems(request)
     if problems:
         return Comparison(name, None, problems[0].text)
-    problem = problem_of(request).problem
-    lost = [task.name for task in problem.tasks if not task.tables]
+    prepared = problem_of(request)
+    lost = [task.name for task in prepared.problem.tasks if not task.tables]
     if lost:
         return Comparison(name, None, f"{lost[0]} has no layout that fits the devices")
-    found = solve(problem, session.quick(OTHER_SECONDS))
+    found = solve(prepared.problem, session.quick(OTHER_SECONDS))
     if isinstance(found, Solution):
-        return Comparison(name, found.period, note)
+        return Comparison(name, plan_of(prepared, found).period_seconds, note)
     if found.proven:
         return Comparison(name, None, "no plan fits the memory")
     return Comparison(name, None, "a short search found none, and did not rule one out", "not found")

@@ -12,7 +12,7 @@ from realgraph.compose import Checked, check_run
 from realgraph.plan_beside import BESIDE_SECONDS, cut_short, hints_of, other_plans, rules, simpler, synchrony
 from realgraph.plan_console import console, refuse_unwritable, write
 from realgraph.plan_explain import explained, refuse_free
-from realgraph.plan_facts import doubts_of, facts_of
+from realgraph.plan_facts import doubts_of, facts_of, fresher
 from realgraph.plan_lengths import read_lengths
 from realgraph.plan_measured import measured_calls, read_run
 from realgraph.plan_options import PlanOptions, refuse_clashes, sizes_of
@@ -158,7 +158,7 @@ def _explain(report: Report, made: Made, options: PlanOptions) -> None:
 def _report(checked: Checked, made: Made, options: PlanOptions, measured: tuple[Measured, ...] = ()) -> Report:
     findings = Findings(
         doubts=tuple(doubts_of(checked, made.request, made.plan)),
-        notes=made.notes,
+        notes=(*made.notes, *fresher(made.request, made.plan)),
         price=price_of(made.request.cluster, made.plan.period_seconds, checked.run.steps, options.price),
         sweep=made.sizes,
         target_seconds=options.target,

@@ -38,6 +38,15 @@ def _nodes(group: Cluster, usable: int) -> str:
     return f"{nodes} ({bytes_text(group.memory_bytes)} each, {usable / 1e9:.1f} usable)"
 
 
+def fresher(request: PlanRequest, plan: Plan) -> Iterator[str]:
+    """That the plan uses less of the staleness bound than the run allows."""
+    if plan.staleness < request.workload.staleness:
+        yield (
+            f"runs at staleness {plan.staleness} of the {request.workload.staleness} allowed: with more in flight, "
+            f"samples would be older and no plan was found to be faster"
+        )
+
+
 def doubts_of(checked: Checked, request: PlanRequest, plan: Plan) -> Iterator[str]:
     """What the predictions rest on that nobody has measured, and whether this version can run the plan at all."""
     if request.engine == "any":

@@ -22,12 +22,12 @@ class Devices:
     session: the step whose generate session is open."""
 
     def __init__(self, job: Job, program: Program, steps: Steps, collection: Collection, state: Checkpointed) -> None:
-        self._job, self._program, self._steps, self._collection = job, program, steps, collection
+        self._staleness, self._program, self._steps, self._collection = job.plan.staleness, program, steps, collection
         self.versions = dict(state.versions)
         copies = [name for name, call in program.calls.items() if call.owners]
         self.copies = {name: state.copies.get(name, 0) for name in copies}
         orders = job.plan.orders
-        named = {reallocation_node(name): name for name in copies if name != program.generate or not job.staleness}
+        named = {reallocation_node(name): name for name in copies if name != program.generate or not self._staleness}
         planned = {turn.call for order in orders.values() for turn in order}
         self._moves = {turn: name for turn, name in named.items() if turn in planned}
         self.turns = Turns({d: self._followed(order) for d, order in orders.items()}, state.step, program.generate)
@@ -68,7 +68,7 @@ class Devices:
         lanes = self.turns.of(name, call.trainer)
         if not self.turns.idle(lanes):
             return False
-        if self.session is not None and not self._job.staleness and name != self._program.generate:
+        if self.session is not None and not self._staleness and name != self._program.generate:
             held = {id(lane) for lane in self.turns.of(self._program.generate)}
             if any(id(lane) in held for lane in lanes):
                 return False
@@ -96,7 +96,7 @@ class Devices:
 
     def _set_session(self, step: int | None) -> None:
         self.session = step
-        if self._job.staleness:
+        if self._staleness:
             self.turns.streaming = None if step is None else Next(self._program.generate, step)
 
     def close_session(self, step: int) -> None:
@@ -122,12 +122,12 @@ class Devices:
         if self.session is not None:
             return False
         if not self._program.trains_of_generator:
-            return head.step <= self._steps.completed + self._ahead + self._job.staleness
+            return head.step <= self._steps.completed + self._ahead + self._staleness
         return self._trained_for(call, head.step)
 
     def _trained_for(self, call: CallPlan, step: int) -> bool:
         """Whether the trained role of `call` is at a version that `step` may run on."""
-        staleness = self._job.staleness if call.work == "generate" else 0
+        staleness = self._staleness if call.work == "generate" else 0
         return self.versions[call.role] // self._program.trains[call.role] >= step - staleness
 
     def _take_moves(self, heads: list[Next], now: float) -> bool:

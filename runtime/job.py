@@ -100,7 +100,7 @@ class Job(Struct, frozen=True):
     seed: int
     run_dir: str  # absolute
     user_dir: str  # absolute: where `module:function` names are imported from
-    staleness: int = 0
+    staleness: int = 0  # the bound; the plan may keep to less
     overdue: Literal["mask", "wait", "drop", "allow"] = "mask"
     eval: EvalSpec | None = None
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)

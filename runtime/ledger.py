@@ -44,10 +44,14 @@ class Group:
 
 
 class Ledger:
-    """Every group of a run. Trained and discarded groups leave nothing but a count."""
+    """Every group of a run. Trained and discarded groups leave nothing but a count.
 
-    def __init__(self, per_batch: int, staleness: int, overdue: Overdue) -> None:
+    ahead: the steps by which admission runs ahead of training, no more than `staleness`, beyond which a sample is old.
+    """
+
+    def __init__(self, per_batch: int, staleness: int, overdue: Overdue, ahead: int | None = None) -> None:
         self.per_batch, self.staleness, self.overdue = per_batch, staleness, overdue
+        self.ahead = staleness if ahead is None else ahead
         self.next_group = 0
         self.n_trained = self.n_discarded = 0
         self.live: dict[int, Group] = {}
@@ -76,9 +80,9 @@ class Ledger:
     def room(self, version: int, n_steps: int) -> int:
         """How many more groups may be admitted at `version` in a run of `n_steps`.
 
-        Candidate N is admitted only while floor((N - 1) / B) <= version + staleness and N <= n_steps x B.
+        Candidate N is admitted only while floor((N - 1) / B) <= version + ahead and N <= n_steps x B.
         """
-        bound = min(version + self.staleness + 1, n_steps) * self.per_batch
+        bound = min(version + self.ahead + 1, n_steps) * self.per_batch
         return max(0, bound - len(self.live) - self.n_trained)
 
     def admit(self, home: int, version: int) -> Group:

@@ -67,7 +67,7 @@ class Scheduler:
         first = self._border.step
         # what frozen weights made, or was only loaded, never gets too old
         overdue = job.overdue if self._program.trains_of_generator else "allow"
-        self._ledger = Ledger(job.batch.groups, job.staleness, overdue)
+        self._ledger = Ledger(job.batch.groups, job.staleness, overdue, job.plan.staleness)
         self._ledger.restore(
             self._border.next_group, self._border.open, self._border.n_trained, self._border.n_discarded
         )

@@ -30,7 +30,14 @@ def finished(asked: PlanRequest, allocations: Mapping[str, Allocation], orders: 
     """A plan with the period that its orders give, and a bound 0.13 % below."""
     moved = {"generate": 0.9} if "generate" in allocations else {}
     ways: dict[str, Transport] = {"generate": "device", "values": "in_place"} if moved else {}
-    plan = Plan(dict(allocations), dict(orders), hashes(asked), reallocation_seconds=moved, reallocation_transport=ways)
+    plan = Plan(
+        dict(allocations),
+        dict(orders),
+        hashes(asked),
+        asked.workload.staleness,
+        reallocation_seconds=moved,
+        reallocation_transport=ways,
+    )
     found = period(events_of(asked, plan))
     return msgspec.structs.replace(
         plan,

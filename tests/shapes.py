@@ -74,6 +74,7 @@ class Shape:
     minibatches: int = 1
     epochs: int = 1
     staleness: int = 0
+    spare: int = 0  # steps of the staleness bound that the plan does not use
     overdue: Literal["mask", "wait", "drop", "allow"] = "mask"
     steps: int = 3
     checkpoint_every: int = 0
@@ -81,6 +82,11 @@ class Shape:
     seed: int = 0
     tp: int = 1
     moves: bool = False  # reallocations have turns of their own
+
+    @property
+    def kept(self) -> int:
+        """The staleness that the plan keeps to."""
+        return max(0, self.staleness - self.spare)
 
     def lot(self, number: int, what: str) -> float:
         """A random number that depends on nothing but the seed, `number` and `what`."""
@@ -186,7 +192,7 @@ def plan_of(shape: Shape, graph: Graph) -> Plan:
         for call, train in reallocations(graph, layouts).items():
             for device in {*layouts[call].mesh.devices, *layouts[train].mesh.devices}:
                 orders[device] = (Turn(reallocation_node(call)), *orders[device])
-    return Plan(allocations, orders, Hashes("", "", ""))
+    return Plan(allocations, orders, Hashes("", "", ""), shape.kept)
 
 
 def job_of(shape: Shape, plan: Plan | None = None) -> Job:
@@ -236,6 +242,7 @@ def random_shape(rng: random.Random) -> Shape:
         seed=rng.randrange(10**6),
         tp=rng.choice([1, 1, 2]),
         moves=rng.random() < 0.5,
+        spare=rng.choice([0, 0, 1, 2]),
     )
 
 

@@ -334,7 +334,7 @@ class Simulator:
     def check_mesh_call(self, number: int, command: Execute) -> None:
         call = self.graph.calls[command.call]
         role = self.graph.role(command.call)
-        if self.shape.staleness == 0 and not self.frozen:
+        if self.shape.kept == 0 and not self.frozen:
             assert not self.workers[number].making, "a call on a device that still generates"
         if isinstance(call, Inference):
             self.check_weights(number, command.call, command.version)

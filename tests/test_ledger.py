@@ -121,11 +121,12 @@ class Admissions(RuleBasedStateMachine):
     @initialize(
         per_batch=st.integers(1, 5),
         staleness=st.integers(0, 3),
+        spare=st.integers(0, 2),
         overdue=st.sampled_from(["mask", "wait", "drop", "allow"]),
         n_steps=st.integers(1, 8),
     )
-    def begin(self, per_batch: int, staleness: int, overdue: str, n_steps: int) -> None:
-        self.ledger = Ledger(per_batch, staleness, overdue)  # type: ignore[arg-type]
+    def begin(self, per_batch: int, staleness: int, spare: int, overdue: str, n_steps: int) -> None:
+        self.ledger = Ledger(per_batch, staleness, overdue, max(0, staleness - spare))  # type: ignore[arg-type]
         self.overdue, self.n_steps, self.version = overdue, n_steps, 0
         self.final: dict[int, str] = {}
         self.seen: set[int] = set()
@@ -138,7 +139,7 @@ class Admissions(RuleBasedStateMachine):
             assert group.id == len(self.seen)
             self.seen.add(group.id)
             n_counted = len(self.seen) - sum(final == "discarded" for final in self.final.values())
-            assert (n_counted - 1) // self.ledger.per_batch <= self.version + self.ledger.staleness
+            assert (n_counted - 1) // self.ledger.per_batch <= self.version + self.ledger.ahead
             assert n_counted <= self.n_steps * self.ledger.per_batch
 
     def some(self, which: int, *states: State) -> Group | None:

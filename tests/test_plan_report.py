@@ -201,16 +201,19 @@ def test_a_plan_does_not_differ_from_itself_and_every_difference_is_named() -> N
     other = msgspec.structs.replace(
         plan, allocations={**plan.allocations, "actor_train": moved}, orders=orders, period_seconds=80.0
     )
-    other = msgspec.structs.replace(other, reallocation_transport={"generate": "host", "values": "in_place"})
+    other = msgspec.structs.replace(
+        other, reallocation_transport={"generate": "host", "values": "in_place"}, staleness=2
+    )
     said = {(change.subject, change.what): change for change in diff(plan, other)}
     assert said["actor_train", "layout"].after == "dp 2, tp 8, pp 4 on devices 0-63"
+    assert (said["", "staleness"].before, said["", "staleness"].after) == ("0", "2")
     assert said["actor_train", "seconds"].change == "+100 %"
     assert said["actor_train", "recompute"].after == "none"
     assert said["actor_train", "schedule"].after == "zero_bubble"
     assert said["generate", "transport"].after == "through host memory"
     assert ("values", "transport") not in said
     hashed = msgspec.structs.replace(plan, hashes=Hashes("1", "2", "3", "4"))
-    words = {"the graph or its models", "the batch, lengths or staleness", "the cluster", "the table of measured costs"}
+    words = {"the graph or its models", "the batch or lengths", "the cluster", "the table of measured costs"}
     assert {change.what for change in diff(plan, hashed)} == words
     assert said["", "period"].after == "80.0 s"
     assert {"devices 0-31", "devices 32-63"} <= {subject for subject, _ in said}

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from realgraph.compose import check_run
 from realgraph.planner.plan import Plan
 from realgraph.planner.problem import Limits
-from realgraph.planner.request import PlanRequest
+from realgraph.planner.request import PlanRequest, kept_by
 from realgraph.planner.search.assembly import events_of
 from realgraph.planner.search.search import search
 from realgraph.planner.search.streams import keeps_caches
@@ -56,7 +56,7 @@ def planned(config: str, *overrides: str) -> tuple[PlanRequest, Plan, Job]:
         checkpoint=CheckpointSpec(),
         runtime=replace(run.runtime, min_deadline_seconds=1e6),
     )
-    return request, plan, job
+    return kept_by(request, plan), plan, job
 
 
 def prices_of(request: PlanRequest, plan: Plan) -> Prices | None:

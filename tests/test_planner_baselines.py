@@ -112,7 +112,7 @@ def test_in_a_mixed_cluster_rules_use_the_devices_of_one_kind() -> None:
     mixed = replace(request(grpo(), "Qwen/Qwen3-1.7B", replace(cluster(), more=(a100,))), engine="any")
     whole = whole_problem(problem_of(mixed))
     assert whole is not None
-    assert (whole.problem.meshes[0].first, whole.problem.meshes[0].n_devices) == (8, 16)
+    assert (whole.prepared.problem.meshes[0].first, whole.prepared.problem.meshes[0].n_devices) == (8, 16)
     rules, alone = baselines_of(problem_of(mixed)), baselines_of(problem_of(replace(mixed, cluster=a100)))
     for name in ("symmetric", "colocated", "megatron"):
         here, there = getattr(rules, name), getattr(alone, name)

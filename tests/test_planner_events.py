@@ -121,16 +121,17 @@ def test_the_critical_circuit_has_the_ratio_of_the_period(seed: int) -> None:
     assert all(seconds <= found.seconds * tokens * (1 + 1e-9) for seconds, tokens in circuits(events))
 
 
-def ppo_plan(meshes: dict[str, DeviceMesh], orders: Mapping[int, tuple[Turn, ...]]) -> Plan:
+def ppo_plan(meshes: dict[str, DeviceMesh], orders: Mapping[int, tuple[Turn, ...]], staleness: int = 0) -> Plan:
     allocations = {
         name: Allocation(Layout(meshes[name], dp=meshes[name].n_devices), 1024, seconds=seconds)
         for name, seconds in PPO_SECONDS.items()
     }
-    return Plan(allocations, dict(orders), Hashes("", "", ""))
+    return Plan(allocations, dict(orders), Hashes("", "", ""), staleness)
 
 
 def ppo_period(plan: Plan, staleness: int = 0) -> float:
-    return period(event_graph(ppo(), plan, staleness, {"reward": 3.0})).seconds
+    at = msgspec.structs.replace(plan, staleness=staleness)
+    return period(event_graph(ppo(), at, {"reward": 3.0})).seconds
 
 
 def test_ppo_on_one_mesh_takes_the_sum_of_its_calls_and_floating_critic_training_hides_it() -> None:
@@ -156,7 +157,7 @@ def test_a_reallocation_delays_the_copy_that_it_refreshes() -> None:
     meshes = {name: DeviceMesh(i, 1) for i, name in enumerate(PPO_SECONDS)}
     orders = {i: (Turn(name),) for i, name in enumerate(PPO_SECONDS)}
     plan = ppo_plan(meshes, orders)
-    events = event_graph(ppo(), plan, 0, {"reward": 3.0, "reallocate:generate": 2.0})
+    events = event_graph(ppo(), plan, {"reward": 3.0, "reallocate:generate": 2.0})
     assert period(events).seconds == 60 + 2
     assert "reallocate:generate" in period(events).circuit
 
@@ -165,7 +166,7 @@ def test_an_order_against_the_data_is_an_empty_circuit_and_is_named() -> None:
     both = DeviceMesh(0, 1)
     turns = tuple(Turn(name) for name in ("ref", "values", "actor_train", "critic_train", "generate"))
     algorithm: Graph = ppo()
-    stuck = empty_circuit(event_graph(algorithm, ppo_plan(dict.fromkeys(PPO_SECONDS, both), {0: turns}), 0, {}))
+    stuck = empty_circuit(event_graph(algorithm, ppo_plan(dict.fromkeys(PPO_SECONDS, both), {0: turns}), {}))
     assert stuck is not None
     assert show_circuit(stuck).startswith("generate -> ")
     assert show_circuit(stuck).endswith(" -> generate")
@@ -178,7 +179,7 @@ def test_what_reads_late_outputs_waits_for_them_and_the_mesh_does_not() -> None:
     plan = ppo_plan(meshes, orders)
     late = msgspec.structs.replace(plan.allocations["generate"], latency_seconds=50.0)
     streaming = msgspec.structs.replace(plan, allocations={**plan.allocations, "generate": late})
-    assert ppo_period(streaming, 0) == 50 + 5 + 25
+    assert ppo_period(streaming) == 50 + 5 + 25
     assert ppo_period(streaming, 1) == 40  # half of the same circuit, which holds two tokens
     assert ppo_period(streaming, 2) == 30  # the mesh itself
     after = {**orders, 0: (Turn("generate"), Turn("ref", -1))}
@@ -226,7 +227,7 @@ def streamed(ahead: int) -> Plan:
         0: (weights, Turn("generate"), Turn("ref")),
         1: (weights, Turn("critic_train", -1), Turn("ref"), Turn("values"), Turn("actor_train")),
     }
-    plan = ppo_plan(meshes, orders)
+    plan = ppo_plan(meshes, orders, staleness=2)
     generate = msgspec.structs.replace(plan.allocations["generate"], latency_seconds=10.0, ahead=ahead)
     return msgspec.structs.replace(
         plan, allocations={**plan.allocations, "generate": generate}, reallocation_seconds={"generate": 2.0}
@@ -238,7 +239,7 @@ def test_a_stream_shares_its_devices_in_any_order_and_new_weights_do_not_wait(se
     plan = streamed(ahead=1)
     generate = msgspec.structs.replace(plan.allocations["generate"], seconds=seconds)
     plan = msgspec.structs.replace(plan, allocations={**plan.allocations, "generate": generate})
-    found = period(event_graph(ppo(), plan, 2, {}, keeps_turns=False))
+    found = period(event_graph(ppo(), plan, {}, keeps_turns=False))
     trained = 5 + 4 + 25 + 2 + 24  # of device 1, the arrival of new weights between both train calls
     assert found.seconds == max(trained, seconds + 5 + 2)
     if seconds > trained:
@@ -246,8 +247,8 @@ def test_a_stream_shares_its_devices_in_any_order_and_new_weights_do_not_wait(se
 
 
 def test_how_much_a_stream_has_in_flight_blocks_no_order() -> None:
-    assert empty_circuit(liveness_graph(ppo(), streamed(ahead=2), 2)) is None
+    assert empty_circuit(liveness_graph(ppo(), streamed(ahead=2))) is None
     against = streamed(ahead=2)
     turns = (Turn("ref"), Turn("generate"))
     against = msgspec.structs.replace(against, orders={**against.orders, 0: turns})
-    assert empty_circuit(liveness_graph(ppo(), against, 2)) is not None
+    assert empty_circuit(liveness_graph(ppo(), against)) is not None

@@ -241,3 +241,15 @@ def test_measured_lengths_replace_the_guess_and_change_seconds_alone(seed: int) 
     assert hashes(asked) == hashes(PPO)
     assert with_lengths(WORK, ()) == WORK
     assert search(asked, QUICK).period_seconds != best().period_seconds
+
+
+def test_a_run_that_more_in_flight_would_slow_down_keeps_to_less_staleness() -> None:
+    """With 4 batches in flight a stream of PPO pays more for its caches, computed anew after each update, than it
+    gains."""
+    work = Workload(512, 1, 512, 1024, 512.0)
+    less, more = (replace(PPO, graph=ppo(staleness=n), workload=replace(work, staleness=n)) for n in (2, 4))
+    one, other = search(less), search(more)
+    assert other.staleness < 4
+    assert other.period_seconds <= one.period_seconds * (1 + 1e-9)
+    assert other.lower_bound_seconds <= one.period_seconds
+    assert validate(other, more) == ()

@@ -288,8 +288,8 @@ def test_free_calls_folded_into_delays_leave_the_period_as_it_is(seed: int, stal
     calls = asked.graph.calls
     free = {n: rng.choice([0.0, rng.uniform(0, 40)]) for n, c in calls.items() if isinstance(c, Function | Advantage)}
     held = {name: rng.uniform(1, 30) for name in asked.mesh_calls}
-    alone = Plan({}, {}, Hashes("", "", ""))
-    whole = event_graph(asked.graph, alone, staleness, free | held)
+    alone = Plan({}, {}, Hashes("", "", ""), staleness)
+    whole = event_graph(asked.graph, alone, free | held)
     folded = {Dependency(p.source, p.target, p.distance, p.delay) for p in precedences(asked, free)} | {
         Dependency(name, name, 1) for name in held
     }

@@ -8,7 +8,7 @@ from realgraph.planner.cost_table import CostTable, PhaseFactor
 from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.pins import Pin
 from realgraph.planner.plan import Plan, Turn
-from realgraph.planner.request import hashes
+from realgraph.planner.request import at_staleness, hashes
 from realgraph.planner.search.search import reprice, search
 from realgraph.planner.search.validate import validate
 from tests.planner_cases import cluster, grpo, ppo, request
@@ -123,8 +123,22 @@ def test_hashes_change_with_what_predictions_depend_on_and_with_nothing_else() -
     assert hashes(replace(PPO, graph=replace(PPO.graph, calls=retuned))) == base
     doubled = {**PPO.graph.calls, "actor_train": replace(train, minibatches=2)}
     assert hashes(replace(PPO, graph=replace(PPO.graph, calls=doubled))).graph != base.graph
-    assert hashes(replace(PPO, workload=replace(PPO.workload, staleness=1))).workload != base.workload
+    assert hashes(replace(PPO, workload=replace(PPO.workload, groups=8))).workload != base.workload
+    assert hashes(at_staleness(replace(PPO, graph=ppo(staleness=1)), 1)) == base
     assert hashes(replace(PPO, cluster=cluster("H200"))).cluster != base.cluster
+
+
+def test_a_plan_runs_under_every_staleness_bound_that_it_keeps_to() -> None:
+    asked = at_staleness(replace(PPO, graph=ppo(staleness=2)), 2)
+    plan = search(asked)
+    assert 1 <= plan.staleness <= 2
+    for bound in (plan.staleness, 2, 7):
+        assert validate(plan, at_staleness(asked, bound)) == ()
+    (problem,) = validate(plan, at_staleness(asked, 0), "plan.json")
+    assert problem.where.path == "$.staleness"
+    assert f"lets samples lag {plan.staleness} steps" in problem.text
+    assert "the run allows 0 to 0" in problem.text
+    assert reprice(at_staleness(asked, 7), plan).period_seconds == pytest.approx(plan.period_seconds, rel=1e-9)
 
 
 # --- reallocations in the orders --------------------------------------------------------------------------------------

@@ -126,8 +126,8 @@ def test_a_stop_ends_after_the_step_in_hand_with_a_checkpoint(seed: int) -> None
     assert halt is not None
     assert halt.error is None
     assert halt.reason in ("stopped", "finished")
-    assert simulator.step <= at_stop + 1 + max(shape.staleness, 1)
-    if shape.staleness == 0 and not simulator.frozen:
+    assert simulator.step <= at_stop + 1 + max(shape.kept, 1)
+    if shape.kept == 0 and not simulator.frozen:
         assert simulator.step <= at_stop + 1
     written = [action.step for action in simulator.actions if isinstance(action, CheckpointWritten)]
     if simulator.step:

@@ -45,6 +45,8 @@ def _whole(before: Plan, after: Plan) -> Iterator[Change]:
     yield from _seconds("", "lower bound", before.lower_bound_seconds, after.lower_bound_seconds)
     if before.latency_seconds and after.latency_seconds:  # 0 where a plan written by hand says none
         yield from _seconds("", "latency of a step", before.latency_seconds, after.latency_seconds)
+    if before.staleness != after.staleness:
+        yield Change("", "staleness", str(before.staleness), str(after.staleness))
     if before.bottleneck != after.bottleneck:
         yield Change("", "critical circuit", " -> ".join(before.bottleneck), " -> ".join(after.bottleneck))
 

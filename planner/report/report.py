@@ -25,7 +25,7 @@ from realgraph.planner.report.schedule import (
     tasks_of,
     timeline,
 )
-from realgraph.planner.request import PlanRequest
+from realgraph.planner.request import PlanRequest, kept_by
 from realgraph.planner.search.search import events_of
 from realgraph.planner.search.sweep import Hint
 
@@ -146,6 +146,7 @@ def report_of(
     request: PlanRequest, plan: Plan, title: str, facts: tuple[tuple[str, str], ...], findings: Findings = Findings()
 ) -> Report:
     """Everything that follows from the request and the plan, with the findings beside it."""
+    request = kept_by(request, plan)
     events = events_of(request, plan)
     tasks = tasks_of(request.graph, plan, events)
     shown = timeline(tasks, plan.period_seconds, plan.bottleneck, request.cluster.n_devices)

@@ -37,8 +37,9 @@ def plan_of(prepared: Prepared, solution: Solution) -> Plan:
         allocations={name: _completed(request, bare, name) for name in bare},
         orders=_all_devices(request, orders(problem, solution)),
         hashes=hashes(request),
+        staleness=request.workload.staleness,
         period_seconds=solution.period,
-        lower_bound_seconds=min(solution.bound, solution.period),
+        lower_bound_seconds=solution.bound,
         scope=scope_of(prepared),
         starts={name: start - first for name, start in solution.starts.items()},
         reallocation_seconds=moved,
@@ -48,7 +49,8 @@ def plan_of(prepared: Prepared, solution: Solution) -> Plan:
     )
     plan = settled(request, plan)
     bounds = period(events_of(request, plan)).circuit  # the search's own circuit leaves out the free calls
-    return replace(plan, bottleneck=bounds, latency_seconds=step_latency(plan))
+    bound = min(plan.lower_bound_seconds, plan.period_seconds)  # a stream that gives way at any time may do better
+    return replace(plan, lower_bound_seconds=bound, bottleneck=bounds, latency_seconds=step_latency(plan))
 
 
 def option_of(prepared: Prepared, call: str, choice: Choice) -> Option:
@@ -66,7 +68,7 @@ def move_seconds_of(prepared: Prepared, target: str, choices: Mapping[str, Choic
 
 def events_of(request: PlanRequest, plan: Plan) -> EventGraph:
     """The plan's timed event graph, with the predicted seconds of free calls."""
-    return event_graph(request.graph, plan, request.workload.staleness, free_seconds(request), keeps_turns=False)
+    return event_graph(request.graph, plan, free_seconds(request), keeps_turns=False)
 
 
 def step_latency(plan: Plan) -> float:
@@ -94,7 +96,8 @@ def scope_of(prepared: Prepared) -> str:
     what = "dp only, as this version's engines run" if request.engine == "installed" else free
     meshes = len(problem.meshes)
     where = f"{meshes:,} mesh{'es' * (meshes != 1)} (aligned blocks and runs of nodes)"
-    return f"schedules that repeat every step; {where}; {rows:,} options of all calls and mesh sizes: {what}"
+    turns = ", generation in turns with the calls that share its devices" if request.workload.staleness else ""
+    return f"schedules that repeat every step{turns}; {where}; {rows:,} options of all calls and mesh sizes: {what}"
 
 
 def _all_devices(request: PlanRequest, found: Mapping[int, tuple[Turn, ...]]) -> dict[int, tuple[Turn, ...]]:

@@ -14,6 +14,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.planner.problem import Choice, Limits, Schedule, SearchProblem, Solution
+from realgraph.planner.search.assembly import plan_of
+from realgraph.planner.search.streams import streams
 from realgraph.planner.search.symmetric import Shape, shaped_choices
 from realgraph.planner.search.whole_problem import whole_problem
 from realgraph.planner.solve.customary import halved, one_mesh, together
@@ -46,14 +48,29 @@ class Baseline(Struct, frozen=True):
 
 def baselines_of(prepared: Prepared, limits: Limits = RULE_LIMITS) -> Baselines:
     """All rules on a request's problem: the symmetric ones on every option there is, the others on the search's own."""
-    everything = whole_problem(prepared)
-    unpruned = () if everything is None else (everything.problem, everything.shapes)
-    return Baselines(
-        symmetric=symmetric(*unpruned) if unpruned else None,
-        colocated=colocated(prepared.problem, limits),
-        megatron=megatron(*unpruned) if unpruned else None,
-        real=real_heuristic(prepared.problem, limits),
+    problem, everything = prepared.problem, whole_problem(prepared)
+    found = Baselines(
+        colocated=_settled(prepared, colocated(problem, limits)),
+        real=_settled(prepared, real_heuristic(problem, limits)),
     )
+    if everything is None:
+        return found
+    whole, shapes = everything.prepared, everything.shapes
+    return replace(
+        found,
+        symmetric=_settled(whole, symmetric(whole.problem, shapes)),
+        megatron=_settled(whole, megatron(whole.problem, shapes)),
+    )
+
+
+def _settled(prepared: Prepared, found: Baseline | None) -> Baseline | None:
+    """With the period that a plan's stream of generation comes to; on the tables it is a bound of that."""
+    if found is None or not streams(prepared.request):
+        return found
+    schedule = found.schedule
+    solution = Solution(found.choices, schedule.period, 0.0, schedule.starts, schedule.critical, "exhausted", 0.0, 0)
+    period = plan_of(prepared, solution).period_seconds
+    return replace(found, schedule=replace(schedule, period=period))
 
 
 def symmetric(problem: SearchProblem, shapes: Mapping[int, Shape]) -> Baseline | None:

@@ -10,7 +10,7 @@ from realgraph.planner.layout import PASSES
 from realgraph.planner.pins import Pin
 from realgraph.planner.plan import Allocation, Plan
 from realgraph.planner.problem import Choice
-from realgraph.planner.request import PlanRequest
+from realgraph.planner.request import PlanRequest, kept_by
 from realgraph.planner.space.holdings import candidate_of
 from realgraph.planner.space.options import Candidate
 from realgraph.planner.space.pricing import Option
@@ -18,14 +18,17 @@ from realgraph.planner.space.tables import Prepared
 
 
 def pinned_to(request: PlanRequest, plan: Plan, but: str = "") -> PlanRequest:
-    """The request with every call pinned to what the plan gives it, the call `but` left as it was asked."""
+    """The request with every call pinned to what the plan gives it, the call `but` left as it was asked, and under the
+    staleness that the plan keeps to."""
     pins = {name: _pin(request, plan, name) for name in plan.allocations if name != but}
     if but in request.pins:
         pins[but] = request.pins[but]
     kept = request.constraints
     limits = Constraints(reserve=kept.reserve, memory_gb=kept.memory_gb, host_memory_gb=kept.host_memory_gb)
     forbid = {but: kept.forbid[but]} if but in kept.forbid else {}
-    return replace(request, pins=pins, constraints=replace(limits, forbid=forbid, offload=kept.offload or not but))
+    return replace(
+        kept_by(request, plan), pins=pins, constraints=replace(limits, forbid=forbid, offload=kept.offload or not but)
+    )
 
 
 def _pin(request: PlanRequest, plan: Plan, call: str) -> Pin:

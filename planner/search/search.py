@@ -1,11 +1,12 @@
 """From a request to the best plan: tables, the search, and the plan with its predictions. Also prices given plans."""
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.planner.plan import Plan
 from realgraph.planner.problem import Limits, Solution
-from realgraph.planner.request import PlanRequest
+from realgraph.planner.request import PlanRequest, at_staleness, kept_by
 from realgraph.planner.search.assembly import events_of as events_of
 from realgraph.planner.search.assembly import plan_of, repriced
 from realgraph.planner.search.diagnose import Infeasible as Infeasible
@@ -17,7 +18,8 @@ from realgraph.planner.space.tables import Prepared, problem_of
 from realgraph.planner.space.wishes import wish_problems
 
 DEFAULT = Limits()
-CAREFUL = 5  # times the gap that is asked for: a plan of streams that is worse than its bound by so much
+FAR = 0.01  # of a gap: a plan of streams that is worse than its bound by more is tried in other ways
+FEWER = (4, 2, 1)  # less staleness that is tried
 
 
 def search(request: PlanRequest, limits: Limits = DEFAULT) -> Plan:
@@ -43,7 +45,37 @@ def solved(request: PlanRequest, limits: Limits = DEFAULT) -> tuple[Prepared, So
     return _streamed(prepared, found, limits) if streams(request) else (prepared, found)
 
 
+class _Streamed(Struct, frozen=True):
+    """A plan of streams and what it comes from."""
+
+    prepared: Prepared
+    solution: Solution
+    plan: Plan
+
+
 def _streamed(prepared: Prepared, found: Solution, limits: Limits) -> tuple[Prepared, Solution]:
+    """The best plan of streams; where it is much worse than its bound, also of those under less staleness.
+
+    How much is in flight is no choice of the search: a run admits what its bound lets it, and may pay more for that
+    than it gains. The bound allows for less in flight, so it also holds for less staleness.
+    """
+    best = _at_its_staleness(prepared, found, limits)
+    last, staleness = best.solution, prepared.request.workload.staleness
+    for fewer in FEWER:
+        if fewer >= staleness or last.stopped != "proven" or best.plan.gap <= max(FAR, limits.gap):
+            continue
+        other = problem_of(at_staleness(prepared.request, fewer), least=last.bound)
+        again = _further(other, last, limits)
+        if again is None:
+            break
+        tried = _at_its_staleness(other, again, limits)
+        last = replace(tried.solution, bound=min(last.bound, again.bound))
+        if tried.plan.period_seconds <= best.plan.period_seconds:
+            best = tried
+    return best.prepared, replace(best.solution, bound=last.bound, seconds=last.seconds)
+
+
+def _at_its_staleness(prepared: Prepared, found: Solution, limits: Limits) -> _Streamed:
     """With what the bound of a first search says of streams: they wait for periods, which are no shorter.
 
     And where the plan is still much worse than the bound, the search whose streams pay for every pause they may have:
@@ -55,18 +87,20 @@ def _streamed(prepared: Prepared, found: Solution, limits: Limits) -> tuple[Prep
         closer = problem_of(request, least=least)
         again = _further(closer, found, limits)
         if again is None:
-            return prepared, found
+            return _Streamed(prepared, found, plan_of(prepared, found))
         prepared, found = closer, again
-    if found.stopped != "proven":
-        return prepared, found
     plan = plan_of(prepared, found)
-    if plan.gap <= CAREFUL * limits.gap:
-        return prepared, found
+    if found.stopped != "proven" or plan.gap <= max(FAR, limits.gap):
+        return _Streamed(prepared, found, plan)
     other = problem_of(request, least=least, careful=True)
     again = _further(other, found, limits)
-    if again is None or plan_of(other, again).period_seconds >= plan.period_seconds:
-        return prepared, found
-    return other, replace(again, bound=found.bound)
+    if again is None:
+        return _Streamed(prepared, found, plan)
+    last = replace(again, bound=found.bound)
+    tried = plan_of(other, last)
+    if tried.period_seconds < plan.period_seconds:
+        return _Streamed(other, last, tried)
+    return _Streamed(prepared, replace(found, seconds=last.seconds), plan)
 
 
 def _further(prepared: Prepared, before: Solution, limits: Limits) -> Solution | None:
@@ -82,6 +116,7 @@ def reprice(request: PlanRequest, plan: Plan) -> Plan:
 
     The lower bound is the least period of the same allocations in any order.
     """
+    request = kept_by(request, plan)
     priced = repriced(request, plan)
     prepared = problem_of(pinned_to(request, priced))
     choices = choices_of(prepared, priced)

@@ -72,7 +72,7 @@ def settled(request: PlanRequest, plan: Plan) -> Plan:
     """
     calls = request.graph.calls
     call = next((name for name in plan.allocations if isinstance(calls[name], Generate)), "")
-    if not call or request.workload.staleness < 1:
+    if not call or plan.staleness < 1:
         return plan
     candidate = candidate_of(request, plan.allocations, call)
     if is_measured(request, call, candidate):
@@ -140,7 +140,7 @@ def _counted(request: PlanRequest, plan: Plan, call: str) -> Plan:
             for device, order in plan.orders.items()
         }
         found = replace(plan, orders=orders)
-        if empty_circuit(liveness_graph(request.graph, found, request.workload.staleness)) is None:
+        if empty_circuit(liveness_graph(request.graph, found)) is None:
             return found
     return plan
 
@@ -148,7 +148,7 @@ def _counted(request: PlanRequest, plan: Plan, call: str) -> Plan:
 def starts_of(request: PlanRequest, plan: Plan) -> dict[str, float]:
     """Seconds at which the calls and reallocations of step 0 may start at the earliest in the plan's period; the first
     at 0. Longest paths, see `planner/events.py`."""
-    events = event_graph(request.graph, plan, request.workload.staleness, free_seconds(request), keeps_turns=False)
+    events = event_graph(request.graph, plan, free_seconds(request), keeps_turns=False)
     starts = dict.fromkeys(events.seconds, 0.0)
     for _ in range(len(starts) + 1):
         for edge in events.dependencies:
@@ -201,7 +201,7 @@ def _flow(request: PlanRequest, plan: Plan, call: str) -> _Flow:
         cluster=cluster,
         stream=candidate_stream(request, call, candidate, cluster),
         paused=False,
-        events=event_graph(request.graph, marked, request.workload.staleness, free_seconds(request), keeps_turns=False),
+        events=event_graph(request.graph, marked, free_seconds(request), keeps_turns=False),
         turns=tuple(turns),
     )
 

@@ -12,7 +12,7 @@ from realgraph.planner.constraints import Constraints
 from realgraph.planner.devices import device_kinds
 from realgraph.planner.plan import Plan
 from realgraph.planner.problem import Limits
-from realgraph.planner.request import PlanRequest
+from realgraph.planner.request import PlanRequest, at_staleness
 from realgraph.planner.search.diagnose import Infeasible
 from realgraph.planner.search.search import search
 from realgraph.planner.space.options import is_trained
@@ -108,7 +108,7 @@ def _variants(request: PlanRequest, plan: Plan) -> Iterator[tuple[str, PlanReque
     yield from _batches(request)
     for staleness in STALENESS:
         if staleness != request.workload.staleness and _may_be_stale(request):
-            yield f"staleness {staleness}", replace(request, workload=replace(request.workload, staleness=staleness))
+            yield f"staleness {staleness}", at_staleness(request, staleness)
     if any(allocation.residency == "offloaded" for allocation in plan.allocations.values()):
         yield "no offload", replace(request, constraints=replace(request.constraints, offload=False))
     if request.pins or request.constraints != Constraints():
@@ -184,7 +184,7 @@ def synchronous(request: PlanRequest, plan: Plan, limits: Limits = QUICK) -> Hin
     """
     if request.workload.staleness == 0:
         return None
-    found = search(replace(request, workload=replace(request.workload, staleness=0)), limits)
+    found = search(at_staleness(request, 0), limits)
     gain = plan.period_seconds / found.period_seconds - 1
     word = "as good as" if gain >= -TOLERANCE else "slower than"
     return Hint(f"synchronous is {word} staleness {request.workload.staleness}", found.period_seconds, gain)

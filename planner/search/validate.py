@@ -17,7 +17,7 @@ from realgraph.planner.events import (
 from realgraph.planner.layout import Layout
 from realgraph.planner.model_spec import ModelSpec
 from realgraph.planner.plan import PLAN_FORMAT, Hashes, Plan
-from realgraph.planner.request import PlanRequest, hashes
+from realgraph.planner.request import PlanRequest, hashes, kept_by
 from realgraph.planner.search.diagnose import shown_bytes
 from realgraph.planner.space.couplings import ties_of
 from realgraph.planner.space.holdings import candidate_of, group_for, offloading, peak_of
@@ -29,7 +29,7 @@ from realgraph.planner.space.wishes import CACHE_DTYPE, engine_lacks, shape_faul
 
 HASHED = {  # parts of `Hashes` in words
     "graph": "graph or its models",
-    "workload": "batch, lengths or staleness",
+    "workload": "batch or lengths",
     "cluster": "cluster",
     "costs": "table of measured costs",
 }
@@ -38,6 +38,8 @@ HASHED = {  # parts of `Hashes` in words
 def validate(plan: Plan, request: PlanRequest, file: str = "") -> tuple[Problem, ...]:
     """All problems; later checks assume that earlier ones passed, so what they would say for certain is left out."""
     problems = [*_format(plan, file), *_hashes(plan, hashes(request), file), *_calls(plan, request, file)]
+    problems += _staleness(plan, request, file)
+    request = kept_by(request, plan)
     if not problems:
         problems += [*_layouts(plan, request, file), *_orders(plan, request, file)]
     if not problems:
@@ -64,6 +66,14 @@ def _hashes(plan: Plan, now: Hashes, file: str) -> Iterator[Problem]:
             text = f"the plan was made for another {what} (hash {before}, now {after})"
             hint = "make the plan again, or run with what it was made for"
             yield Problem(_at(file, f"$.hashes.{part}"), text, hint, "plan_hash")
+
+
+def _staleness(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
+    most = request.workload.staleness
+    if not 0 <= plan.staleness <= most:
+        text = f"the plan lets samples lag {plan.staleness} steps behind the weights; the run allows 0 to {most}"
+        hint = f"make the plan again, or run with staleness={plan.staleness}" if plan.staleness > 0 else "0 or more"
+        yield Problem(_at(file, "$.staleness"), text, hint, "plan_staleness")
 
 
 def _calls(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
@@ -217,7 +227,7 @@ def _host_memory(plan: Plan, request: PlanRequest, file: str) -> Iterator[Proble
 
 
 def _liveness(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
-    stuck = empty_circuit(liveness_graph(request.graph, plan, request.workload.staleness))
+    stuck = empty_circuit(liveness_graph(request.graph, plan))
     if stuck is not None:
         text = f"the plan deadlocks: {show_circuit(stuck)} wait for each other within a step"
         yield Problem(_at(file, "$.orders"), text, "change the order of these calls, or their offsets", "plan_deadlock")

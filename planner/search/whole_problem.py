@@ -6,7 +6,6 @@ The search's own tables lack what another option beats; a plan with one layout f
 from msgspec import Struct
 from msgspec.structs import replace
 
-from realgraph.planner.problem import SearchProblem
 from realgraph.planner.search.symmetric import Shape
 from realgraph.planner.solve.customary import one_mesh
 from realgraph.planner.space.choices import candidates
@@ -18,7 +17,7 @@ from realgraph.planner.space.tables import Prepared, layout_key, option_table
 class WholeProblem(Struct, frozen=True, eq=False):
     """A problem of one mesh, with the shape that each layout number stands for."""
 
-    problem: SearchProblem
+    prepared: Prepared
     shapes: dict[int, Shape]
 
 
@@ -61,4 +60,4 @@ def whole_problem(prepared: Prepared) -> WholeProblem | None:
         move_seconds=moves.seconds,
         tree=None,
     )
-    return WholeProblem(whole, shapes)
+    return WholeProblem(Prepared(request, whole, tuple(found), (group,)), shapes)
