@@ -12,6 +12,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Tests start worker processes of their own: a few at a time, however many cores there are.
 SPREAD := --numprocesses=auto --maxprocesses=4 --dist=worksteal
 
+# Tests and benchmarks start many processes, none of which should compile the sources again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test coverage check format docs bench clean
 

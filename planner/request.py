@@ -78,7 +78,7 @@ def hashes(request: PlanRequest) -> Hashes:
 
 def _distance(graph: Graph, edge: Edge) -> int:
     """Of an edge, in steps; that of new weights to a call that generates depends on the staleness."""
-    return 1 if edge.role and isinstance(graph.calls[edge.consumer], Generate) else edge.distance
+    return 1 if edge.role and isinstance(graph.calls.get(edge.consumer), Generate) else edge.distance
 
 
 def call_hashes(request: PlanRequest, call: str) -> tuple[str, str]:

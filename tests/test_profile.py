@@ -25,8 +25,7 @@ from realgraph.planner.costs.measurements import (
 )
 from realgraph.planner.costs.measurements import toy_model as toy
 from realgraph.planner.detect import Gpu, Probe, resolve
-from realgraph.planner.request import call_hashes
-from realgraph.planner.workload import Workload
+from realgraph.planner.request import at_staleness, call_hashes
 from realgraph.profile_command import Asked, machine_of, profile_command
 from realgraph.running import prepare
 from realgraph.runtime.observer import RunEnded, RunStarted, StepRecord
@@ -103,8 +102,8 @@ def test_the_first_steps_do_not_count_and_lengths_do(home: Path) -> None:
 
 def test_generation_that_overlaps_other_steps_is_left_out(home: Path) -> None:
     run = planned(home)
-    workload: Workload = replace(run.request.workload, staleness=2)
-    table = costs_of(replace(run, request=replace(run.request, workload=workload)), steps([1.0] * 5), datetime.now(UTC))
+    stale = replace(run, request=at_staleness(run.request, 2), plan=replace(run.plan, staleness=2))
+    table = costs_of(stale, steps([1.0] * 5), datetime.now(UTC))
     assert table is not None
     assert [call.call for call in table.calls] == ["train"]
 
