@@ -14,7 +14,7 @@ from realgraph.planner.search.diagnose import infeasible, unfinished
 from realgraph.planner.search.fixed import choices_of, pinned_to
 from realgraph.planner.search.streams import streams
 from realgraph.planner.solve.solver import evaluate, solve
-from realgraph.planner.space.tables import Prepared, problem_of
+from realgraph.planner.space.tables import Known, Prepared, problem_of
 from realgraph.planner.space.wishes import wish_problems
 
 DEFAULT = Limits()
@@ -36,13 +36,14 @@ def solved(request: PlanRequest, limits: Limits = DEFAULT) -> tuple[Prepared, So
     problems = wish_problems(request)
     if problems:
         raise ConfigError(problems)
-    prepared = problem_of(request)
+    known = Known()
+    prepared = problem_of(request, known=known)
     if not all(task.tables for task in prepared.problem.tasks):
         raise infeasible(request, limits)
     found = solve(prepared.problem, limits)
     if not isinstance(found, Solution):
         raise infeasible(request, limits) if found.proven else unfinished(found)
-    return _streamed(prepared, found, limits) if streams(request) else (prepared, found)
+    return _streamed((prepared, found), limits, known) if streams(request) else (prepared, found)
 
 
 class _Streamed(Struct, frozen=True):
@@ -53,29 +54,29 @@ class _Streamed(Struct, frozen=True):
     plan: Plan
 
 
-def _streamed(prepared: Prepared, found: Solution, limits: Limits) -> tuple[Prepared, Solution]:
+def _streamed(first: tuple[Prepared, Solution], limits: Limits, known: Known) -> tuple[Prepared, Solution]:
     """The best plan of streams; where it is much worse than its bound, also of those under less staleness.
 
     How much is in flight is no choice of the search: a run admits what its bound lets it, and may pay more for that
     than it gains. The bound allows for less in flight, so it also holds for less staleness.
     """
-    best = _at_its_staleness(prepared, found, limits)
-    last, staleness = best.solution, prepared.request.workload.staleness
+    best = _at_its_staleness(*first, limits, known)
+    last, request = best.solution, best.prepared.request
     for fewer in FEWER:
-        if fewer >= staleness or last.stopped != "proven" or best.plan.gap <= max(FAR, limits.gap):
+        if fewer >= request.workload.staleness or last.stopped != "proven" or best.plan.gap <= max(FAR, limits.gap):
             continue
-        other = problem_of(at_staleness(prepared.request, fewer), least=last.bound)
+        other = problem_of(at_staleness(request, fewer), least=last.bound, known=known)
         again = _further(other, last, limits)
         if again is None:
             break
-        tried = _at_its_staleness(other, again, limits)
+        tried = _at_its_staleness(other, again, limits, known)
         last = replace(tried.solution, bound=min(last.bound, again.bound))
         if tried.plan.period_seconds <= best.plan.period_seconds:
             best = tried
     return best.prepared, replace(best.solution, bound=last.bound, seconds=last.seconds)
 
 
-def _at_its_staleness(prepared: Prepared, found: Solution, limits: Limits) -> _Streamed:
+def _at_its_staleness(prepared: Prepared, found: Solution, limits: Limits, known: Known) -> _Streamed:
     """With what the bound of a first search says of streams: they wait for periods, which are no shorter.
 
     And where the plan is still much worse than the bound, the search whose streams pay for every pause they may have:
@@ -84,7 +85,7 @@ def _at_its_staleness(prepared: Prepared, found: Solution, limits: Limits) -> _S
     request, least = prepared.request, 0.0
     while found.stopped == "proven" and found.bound > least * (1 + limits.gap / 2):
         least = found.bound
-        closer = problem_of(request, least=least)
+        closer = problem_of(request, least=least, known=known)
         again = _further(closer, found, limits)
         if again is None:
             return _Streamed(prepared, found, plan_of(prepared, found))
@@ -92,7 +93,7 @@ def _at_its_staleness(prepared: Prepared, found: Solution, limits: Limits) -> _S
     plan = plan_of(prepared, found)
     if found.stopped != "proven" or plan.gap <= max(FAR, limits.gap):
         return _Streamed(prepared, found, plan)
-    other = problem_of(request, least=least, careful=True)
+    other = problem_of(request, least=least, careful=True, known=known)
     again = _further(other, found, limits)
     if again is None:
         return _Streamed(prepared, found, plan)

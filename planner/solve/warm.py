@@ -7,12 +7,13 @@ import numpy as np
 from realgraph.planner.layout import DeviceMesh
 from realgraph.planner.problem import Limits, Move, OptionTable, Precedence, SearchProblem, SearchTask
 from realgraph.planner.solve.compiled import leanly
+from realgraph.planner.solve.dominance import Columns, unbeaten
 from realgraph.planner.solve.search import Search
 
 
 @lru_cache(maxsize=1)
 def warm() -> None:
-    """Solves a problem of two tasks and a move, which calls everything that is compiled; once per process.
+    """Solves a problem of two tasks and a move, and prunes a table: calls all that is compiled; once per process.
 
     All of it lies on one of two devices: no bound by prices is tight, so placements are searched as well.
     """
@@ -23,5 +24,8 @@ def warm() -> None:
     moves = (Move("train", "read", 2),)
     meshes = (DeviceMesh(0, 1),)
     problem = SearchProblem(2, 2, memory, memory[:1], meshes, (table,), tasks, edges, moves, lambda *_: np.ones((1, 1)))
+    floats, ints = np.ones(1), np.ones(1, np.int64)
+    columns = Columns(floats, floats, ints, ints, ints, ints, ints, floats, floats, ints, ints)
     with leanly():
+        unbeaten(columns, 0)
         Search(problem, Limits()).run()

@@ -51,11 +51,13 @@ def candidates(
     """
     pin, forbidden = request.pins.get(call, Pin()), request.constraints.forbid.get(call, ())
     free = pin == Pin() and not forbidden
+    reads = is_trained(request, request.graph.role(call)) and not isinstance(request.graph.calls[call], Train)
+    away = request.engine == "any" and request.constraints.offload and not shared_states(request, call)
     for layout in _layouts(request, call, mesh, cluster):
         if not agrees(layout, pin) or any(bars(layout, other) for other in forbidden) or not fits(layout):
             continue
         for tokens in token_ladder(request, call, layout, cluster):
-            for candidate in _ways(request, call, (layout, tokens), cluster):
+            for candidate in _ways(request, call, (layout, tokens), cluster, (reads, away)):
                 if free or (_kept(candidate, pin) and not any(_barred(candidate, other) for other in forbidden)):
                     yield candidate
 
@@ -210,18 +212,21 @@ def _cache_ladder(request: PlanRequest, in_flight: int) -> tuple[int, ...]:
 # --- what is kept where -----------------------------------------------------------------------------------------------
 
 
-def _ways(request: PlanRequest, call: str, size: tuple[Layout, int], cluster: Cluster) -> Iterator[Candidate]:
-    """Recomputation, schedule and residency, of a layout and tokens of a micro-batch.
+def _ways(
+    request: PlanRequest, call: str, size: tuple[Layout, int], cluster: Cluster, kept: tuple[bool, bool]
+) -> Iterator[Candidate]:
+    """Recomputation, schedule and residency, of a layout and tokens of a micro-batch. kept: whether the call reads
+    trained weights, and whether states may wait in host memory.
 
     States that several train calls share lie once, for all of them, and stay on the devices.
     """
     kind, cache = request.graph.calls[call], request.pins.get(call, Pin()).kv_cache or "role"
-    if is_trained(request, request.graph.role(call)) and not isinstance(kind, Train):
+    reads, offloads = kept
+    if reads:
         yield Candidate(*size, residency="reallocated", cache=cache)
         if request.engine == "installed" and (not isinstance(kind, Generate) or size[0].sharding == "replicated"):
             yield Candidate(*size, home=True, cache=cache)
         return
-    offloads = request.engine == "any" and request.constraints.offload and not shared_states(request, call)
     for passes in passes_for(request, call, size, cluster) if isinstance(kind, Train) else (PLAIN,):
         yield Candidate(*size, passes, cache=cache)
         if offloads:

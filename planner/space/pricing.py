@@ -102,10 +102,12 @@ Key = tuple[Layout, int, Passes]
 class Timed(Struct, frozen=True):
     """Of one call on one mesh, what several candidates share: seconds and bytes of a run, bytes of a copy, and seconds
     for the inputs of so many data-parallel ranks. least: no plan has a shorter period, as far as is known. careful:
-    rows of streams tell what becomes of their caches where other calls share the mesh."""
+    rows of streams tell what becomes of their caches where other calls share the mesh. room: bytes of an empty device,
+    None: those of the cluster's kind."""
 
     least: float = 0.0
     careful: bool = False
+    room: int | None = None
     timings: dict[Key, tuple[Timing, ...]] = {}
     running: dict[Key, Footprint] = {}
     copies: dict[Layout, Footprint] = {}
@@ -126,7 +128,8 @@ def options_of(
     if candidate.layout not in known.copies:
         known.copies[candidate.layout] = copy_of(request, call, candidate.layout, cluster)
     copy, added = known.copies[candidate.layout], known.running[key]
-    if added.total + (0 if candidate.home else copy.total) > memory.usable_bytes(cluster):
+    room = memory.usable_bytes(cluster) if known.room is None else known.room
+    if added.total + (0 if candidate.home else copy.total) > room:
         return
     held = _holding(request, candidate, copy, added)
     resident, active = held.resident.total, held.active.total

@@ -1,10 +1,13 @@
 """Which rows of an option table a search may need: those that no other row beats. Pure; knows no call and no device."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
 from realgraph.planner.problem import Floats, Ints, OptionTable
+from realgraph.planner.solve.dominance import Columns, unbeaten
 
 ELSEWHERE = 1 << 60  # more bytes than there are
 
@@ -31,37 +34,22 @@ def kept_rows(rows: Rows) -> tuple[int, ...]:
     could save, or leave what reads beside it as much room as b takes while it runs itself.
     """
     table, n = rows.table, len(rows.table)
-    if n == 0:
-        return ()
     order = np.lexsort((np.arange(n), table.resident + table.active, table.latency, table.seconds))
-    worth = np.stack([table.latency, table.resident, table.host, table.active], axis=1).astype(np.float64)[
-        order
-    ]  # exact: bytes are fewer than 2^53
-    held, kept, count = np.empty_like(worth), np.empty(n, dtype=np.int64), 0
-    for place, b in enumerate(order):
-        near = kept[:count][(held[:count] <= worth[place]).all(axis=1)]  # seconds are no worse either: they are sorted
-        if not len(near) or not _beaten(rows, near, int(b)):
-            held[count], kept[count] = worth[place], b
-            count += 1
-    return tuple(int(row) for row in kept[:count])
 
+    def column(values: npt.NDArray[Any] | None, default: float) -> npt.NDArray[Any]:
+        return np.full(n, default) if values is None else values[order]
 
-def _beaten(rows: Rows, near: npt.NDArray[np.int64], b: int) -> bool:
-    """Whether one of the rows `near` beats row b; all are no worse where layouts do not matter."""
-    if rows.slack is None:
-        return True
-    t = rows.table
-    alone, shared = t.active[near], (t.active - t.shared)[near]
-    equal = t.layout[near] == t.layout[b]
-    if bool((equal & (shared <= t.active[b] - t.shared[b])).any()):
-        return True
-    bonus = 0 if rows.bonus is None else rows.bonus[b]
-    beside = ELSEWHERE if rows.beside is None else rows.beside[b]
-    slack = rows.slack[near] + (0.0 if rows.edge is None else rows.edge[b])
-    across = (
-        (t.seconds[near] + slack <= t.seconds[b])
-        & (t.latency[near] + slack <= t.latency[b])
-        & (alone <= t.active[b] - t.shared[b])
-        & ((t.resident[near] + bonus <= t.resident[b]) | (t.resident[near] + beside <= t.resident[b] + t.active[b]))
+    columns = Columns(
+        seconds=table.seconds[order],
+        latency=table.latency[order],
+        resident=table.resident[order],
+        active=table.active[order],
+        apart=(table.active - table.shared)[order],
+        host=table.host[order],
+        layout=table.layout[order],
+        slack=column(rows.slack, 0.0),
+        edge=column(rows.edge, 0.0),
+        bonus=column(rows.bonus, 0).astype(np.int64),
+        beside=column(rows.beside, ELSEWHERE).astype(np.int64),
     )
-    return bool(across.any())
+    return tuple(order[unbeaten(columns, int(rows.slack is None))].tolist())

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
-from realgraph.graphs.spec import Train
+from realgraph.graphs.spec import Generate, Train
 from realgraph.planner.cluster import Cluster
 from realgraph.planner.costs.memory import usable_bytes
 from realgraph.planner.layout import DeviceMesh
@@ -38,15 +39,29 @@ class Prepared(Struct, frozen=True, eq=False):
     groups: tuple[int, ...]
 
 
-def problem_of(request: PlanRequest, whole: str = "", least: float = 0.0, careful: bool = False) -> Prepared:
+Key = tuple[str, int, int]  # call, group of nodes, devices
+Spot = tuple[str, int, int, int]  # reader, group of nodes, devices, number of a layout
+
+
+class Known(Struct, frozen=True, eq=False):
+    """What problems of one request have in common, whatever the period and the staleness: priced once, filled as they
+    are made. options: of calls that do not stream. streams: of those that do, by staleness and `careful`."""
+
+    options: dict[Key, list[Option]] = {}
+    streams: dict[tuple[Key, int, bool], Timed] = {}
+
+
+def problem_of(
+    request: PlanRequest, whole: str = "", least: float = 0.0, careful: bool = False, known: Known | None = None
+) -> Prepared:
     """The whole search problem of a request. Pins and constraints must be sound: see `wishes.wish_problems`.
 
     whole: a call of which every option that fits is kept, for explanations. least: a bound of every plan's period, on
     which the latencies of streams depend. careful: streams tell what becomes of their caches when they are paused; else
-    every row is a bound.
+    every row is a bound. known: of other problems of the same request.
     """
     found = family(request.cluster, request.constraints.reserve, named_meshes(request))
-    made = _Tables(request, found, whole, Timed(least, careful))
+    made = _Tables(request, found, whole, (least, careful), known or Known())
     by_call = {call: made.on_meshes(call) for call in _readers_first(request)}
     wanted = sorted({mesh for numbers in by_call.values() for mesh in numbers})
     number = {mesh: i for i, mesh in enumerate(wanted)}
@@ -111,15 +126,15 @@ def node_bytes(request: PlanRequest, group: Cluster) -> int:
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
-Key = tuple[str, int, int]  # call, group of nodes, devices
-Spot = tuple[str, int, int, int]  # reader, group of nodes, devices, number of a layout
-
 
 class _Tables:
     """Builds each (call, group, size) once. layouts: numbers of equal layouts, offloaded trained states apart."""
 
-    def __init__(self, request: PlanRequest, found: Family, whole: str, asked: Timed) -> None:
-        self._request, self._family, self._whole, self._asked = request, found, whole, asked
+    def __init__(
+        self, request: PlanRequest, found: Family, whole: str, asked: tuple[float, bool], known: Known
+    ) -> None:
+        self._request, self._family, self._whole, self._known = request, found, whole, known
+        self._least, self._careful = asked
         self._made: dict[Key, int | None] = {}
         self.tables: list[tuple[Option, ...]] = []
         self.layouts: dict[tuple[object, ...], int] = {}
@@ -146,16 +161,7 @@ class _Tables:
         return self._made[key]
 
     def _options(self, call: str, group: int, size: int) -> tuple[Option, ...]:
-        request, cluster = self._request, self._request.cluster.groups[group]
-        mesh = DeviceMesh(request.cluster.first_of(group), size)
-        timed, room = Timed(self._asked.least, self._asked.careful), usable_bytes(cluster)
-        found = [
-            option
-            for candidate in candidates(
-                request, call, mesh, cluster, lambda layout: copy_of(request, call, layout, cluster).total <= room
-            )
-            for option in options_of(request, call, candidate, cluster, timed)
-        ]
+        found = self._priced(call, group, size)
         for option in found:
             self.layouts.setdefault(layout_key(option), len(self.layouts))
         if not found:
@@ -164,6 +170,31 @@ class _Tables:
         options = tuple(found) if call == self._whole else tuple(found[i] for i in kept)
         self._remember(call, group, size, options)
         return options
+
+    def _priced(self, call: str, group: int, size: int) -> list[Option]:
+        """Every row of what fits an empty device."""
+        request, cluster, key = self._request, self._request.cluster.groups[group], (call, group, size)
+        staleness = request.workload.staleness
+        streams = staleness > 0 and isinstance(request.graph.calls[call], Generate)
+        if not streams and key in self._known.options:
+            return self._known.options[key]
+        mesh, room = DeviceMesh(request.cluster.first_of(group), size), usable_bytes(cluster)
+        timed = Timed(room=room)
+        if streams:
+            shared = self._known.streams.setdefault(
+                (key, staleness, self._careful), Timed(careful=self._careful, room=room)
+            )
+            timed = replace(shared, least=self._least)
+        found = [
+            option
+            for candidate in candidates(
+                request, call, mesh, cluster, lambda layout: copy_of(request, call, layout, cluster).total <= room
+            )
+            for option in options_of(request, call, candidate, cluster, timed)
+        ]
+        if not streams:
+            self._known.options[key] = found
+        return found
 
     def _rows(self, call: str, group: int, options: Sequence[Option]) -> Rows:
         """With what a row's layout means for other calls of its role, where there are any."""

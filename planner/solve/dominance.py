@@ -1,0 +1,61 @@
+"""Compiled: which rows of a table no other row beats. Knows no call and no device; `space/pruning.py` has the rule."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from realgraph.planner.solve.compiled import Floats, Ints, entry
+
+
+class Columns(NamedTuple):
+    """Of each row, fastest first, what it takes, and what its layout means to others; the arrays are as long."""
+
+    seconds: Floats
+    latency: Floats
+    resident: Ints
+    active: Ints
+    apart: Ints  # active bytes without those that are shared with a trained copy under an equal layout
+    host: Ints
+    layout: Ints
+    slack: Floats  # seconds that moves may cost more under this layout than under another one
+    edge: Floats  # and less
+    bonus: Ints  # bytes that others save by this row's copy
+    beside: Ints  # what such another needs without that, at most
+
+
+@entry
+def unbeaten(rows: Columns, blind: int) -> Ints:
+    """Places of the rows that are kept. blind: 1 where rows of different layouts may replace each other freely."""
+    n = len(rows.seconds)
+    kept, count = np.empty(n, np.int64), 0
+    for b in range(n):
+        beaten = False
+        for place in range(count):
+            a = kept[place]
+            no_worse = (
+                rows.latency[a] <= rows.latency[b]
+                and rows.resident[a] <= rows.resident[b]
+                and rows.host[a] <= rows.host[b]
+                and rows.active[a] <= rows.active[b]
+            )
+            if not no_worse:
+                continue
+            if blind == 1 or (rows.layout[a] == rows.layout[b] and rows.apart[a] <= rows.apart[b]):
+                beaten = True
+                break
+            later = rows.slack[a] + rows.edge[b]
+            beaten = (
+                rows.seconds[a] + later <= rows.seconds[b]
+                and rows.latency[a] + later <= rows.latency[b]
+                and rows.active[a] <= rows.apart[b]
+                and (
+                    rows.resident[a] + rows.bonus[b] <= rows.resident[b]
+                    or rows.resident[a] + rows.beside[b] <= rows.resident[b] + rows.active[b]
+                )
+            )
+            if beaten:
+                break
+        if not beaten:
+            kept[count] = b
+            count += 1
+    return kept[:count]
