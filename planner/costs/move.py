@@ -62,7 +62,8 @@ def copies_of(setting: Setting, layouts: Sequence[Layout], first_device: int = 0
     """The copies of the setting's role under `layouts`, all on one mesh. first_device: of the cluster, where it is one
     group of a mixed one. serves: in an engine that generates, else one that trains or scores."""
     mesh, cluster, costs = layouts[0].mesh, setting.cluster, setting.costs
-    held = np.array([device_bytes(setting, layout, serves) for layout in layouts])
+    known = {layout: (device_bytes(setting, layout, serves), _cut(layout, serves)) for layout in set(layouts)}
+    held = np.array([known[layout][0] for layout in layouts])
     whole = float(setting.element * setting.model.n_params(setting.role.head))
     per_node = min(mesh.n_devices, cluster.devices_per_node)
     first = (mesh.first - first_device) // cluster.devices_per_node
@@ -74,7 +75,7 @@ def copies_of(setting: Setting, layouts: Sequence[Layout], first_device: int = 0
         per_node=per_node,
         device_bytes=held,
         node_bytes=np.minimum(whole, held * per_node),
-        cut=np.array([_cut(layout, serves) for layout in layouts], dtype=np.int64),
+        cut=np.array([known[layout][1] for layout in layouts], dtype=np.int64),
         whole=whole,
         link=cluster.link_bytes_per_s * costs.link,
         nic=cluster.nic_bytes_per_s * costs.nic,
@@ -148,7 +149,7 @@ def reallocation_seconds(setting: Setting, serves: bool = True) -> float:
 def device_bytes(setting: Setting, layout: Layout, serves: bool = True) -> float:
     """Bytes of a role's weights on one device: all but routed experts are cut over tp x pp. serves: see `copies_of`."""
     model = setting.model
-    routed = model.expert_layers * model.experts * model.expert_params()
+    routed = model.routed_params()
     rest = model.n_params(setting.role.head) - routed
     ranks = served_expert_ranks(layout) if serves else trained_expert_ranks(layout)
     held = rest / layout.tp + routed / ranks

@@ -7,6 +7,7 @@ import numpy as np
 
 from realgraph.planner.problem import OptionTable, SearchProblem
 from realgraph.planner.solve.compiled import Floats, Ints
+from realgraph.planner.solve.dominance import Columns, unbeaten
 
 UNBOUND = 1 << 20  # steps between two tasks that no path connects
 
@@ -138,17 +139,21 @@ def _fastest_first(table: OptionTable) -> Ints:
 def _kept(table: OptionTable, blind: bool) -> Ints:
     """The options that no other is at least as good as in everything, the fastest first."""
     order = _fastest_first(table)
-    columns = [table.seconds, table.latency, table.resident, table.active, table.host]
-    if not blind:
-        columns.append(table.active - table.shared)
-    values = np.array([column[order].astype(np.float64) for column in columns])
-    layout = table.layout[order]
-    kept: list[int] = []
-    for at in range(len(order)):
-        rows = [row for row in kept if blind or layout[row] == layout[at]]
-        if not (rows and bool((values[:, rows] <= values[:, at, None]).all(axis=0).any())):
-            kept.append(at)
-    return order[kept]
+    nothing, never = np.zeros(len(order), np.int64), np.full(len(order), np.inf)
+    columns = Columns(
+        seconds=table.seconds[order],
+        latency=table.latency[order],
+        resident=table.resident[order],
+        active=table.active[order],
+        apart=(table.active - table.shared)[order],
+        host=table.host[order],
+        layout=table.layout[order],
+        slack=never,
+        edge=never,
+        bonus=nothing,
+        beside=nothing,
+    )
+    return order[unbeaten(columns, int(blind))]
 
 
 def _exclusive(n: int, source: Ints, target: Ints, tokens: Ints) -> Ints:
