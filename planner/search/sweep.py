@@ -70,28 +70,56 @@ def hints(request: PlanRequest, plan: Plan, limits: Limits = QUICK) -> Iterator[
 
 def changes_tried(request: PlanRequest, plan: Plan, limits: Limits = QUICK) -> Iterator[Tried]:
     """Every change, also those that were not tried any more because the limits said to stop."""
-    for text, changed in _variants(request, plan):
-        tried = Tried(text, told=False) if limits.stop() else _tried(request, plan, (text, changed), limits)
-        if tried is not None:
-            yield tried
+    for variant in (*_clusters(request), *_batches(request)):
+        yield from _tried(request, plan, variant, limits)
+    if _may_be_stale(request):
+        yield from _staler(request, plan, limits)
+    for variant in _freer(request, plan):
+        yield from _tried(request, plan, variant, limits)
 
 
-def _tried(request: PlanRequest, plan: Plan, variant: tuple[str, PlanRequest], limits: Limits) -> Tried | None:
-    """None where the change can't be asked: a pinned place that the changed cluster does not have."""
+def _staler(request: PlanRequest, plan: Plan, limits: Limits) -> Iterator[Tried]:
+    """Other staleness bounds, the smallest first. A plan of less staleness runs under a larger bound too: where a short
+    search finds a worse one, there is that."""
+    least = float("inf")
+    for staleness in STALENESS:
+        if staleness == request.workload.staleness:
+            least = min(least, plan.period_seconds) if staleness else least
+            continue
+        for tried in _tried(request, plan, (f"staleness {staleness}", at_staleness(request, staleness)), limits):
+            if staleness and tried.hint is not None and tried.hint.period_seconds is not None:
+                least = min(least, tried.hint.period_seconds)
+                gain = plan.period_seconds / least - 1
+                hint = Hint(tried.text, least, gain) if abs(gain) >= LEAST_GAIN else None
+                yield Tried(tried.text, hint)
+            else:
+                yield tried
+
+
+def _tried(request: PlanRequest, plan: Plan, variant: tuple[str, PlanRequest], limits: Limits) -> Iterator[Tried]:
+    """Nothing where the change can't be asked: a pinned place that the changed cluster does not have."""
     text, changed = variant
+    if limits.stop():
+        yield Tried(text, told=False)
+        return
     other_kind = changed.cluster.kind != request.cluster.kind
     try:
         found = search(changed, limits)
     except Infeasible:
-        return None if other_kind else Tried(text, Hint(f"{text}: no plan fits", None, -1.0))
+        if not other_kind:
+            yield Tried(text, Hint(f"{text}: no plan fits", None, -1.0))
+        return
     except ConfigError as error:
-        return Tried(text, told=False) if any(problem.rule == "search" for problem in error.problems) else None
+        if any(problem.rule == "search" for problem in error.problems):
+            yield Tried(text, told=False)
+        return
     gain = changed.workload.n_samples / found.period_seconds * plan.period_seconds / request.workload.n_samples - 1
     if other_kind and gain <= found.gap:
-        return Tried(text)  # nobody buys other devices to be as fast
-    if tells(gain, found.gap, limits.gap):
-        return Tried(text, Hint(text, found.period_seconds, gain))
-    return Tried(text, told=found.gap <= max(MOST_GAP, limits.gap))
+        yield Tried(text)  # nobody buys other devices to be as fast
+    elif tells(gain, found.gap, limits.gap):
+        yield Tried(text, Hint(text, found.period_seconds, gain))
+    else:
+        yield Tried(text, told=found.gap <= max(MOST_GAP, limits.gap))
 
 
 def tells(gain: float, gap: float, asked: float) -> bool:
@@ -103,12 +131,7 @@ def tells(gain: float, gap: float, asked: float) -> bool:
     return abs(gain) >= LEAST_GAIN and gap <= max(MOST_GAP, asked, gain, 1 / (1 + gain) - 1)
 
 
-def _variants(request: PlanRequest, plan: Plan) -> Iterator[tuple[str, PlanRequest]]:
-    yield from _clusters(request)
-    yield from _batches(request)
-    for staleness in STALENESS:
-        if staleness != request.workload.staleness and _may_be_stale(request):
-            yield f"staleness {staleness}", at_staleness(request, staleness)
+def _freer(request: PlanRequest, plan: Plan) -> Iterator[tuple[str, PlanRequest]]:
     if any(allocation.residency == "offloaded" for allocation in plan.allocations.values()):
         yield "no offload", replace(request, constraints=replace(request.constraints, offload=False))
     if request.pins or request.constraints != Constraints():

@@ -4,7 +4,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from realgraph.planner.problem import OptionTable
 from realgraph.planner.solve.compiled import Floats, Ints, entry
+
+ELSEWHERE = 1 << 60  # more bytes than there are
 
 
 class Columns(NamedTuple):
@@ -21,6 +24,31 @@ class Columns(NamedTuple):
     edge: Floats  # and less
     bonus: Ints  # bytes that others save by this row's copy
     beside: Ints  # what such another needs without that, at most
+
+
+def columns_of(
+    table: OptionTable,
+    order: Ints,
+    slack: Floats | None = None,
+    edge: Floats | None = None,
+    bonus: Ints | None = None,
+    beside: Ints | None = None,
+) -> Columns:
+    """A table's rows in this order. slack None: no row may take the place of one under another layout."""
+    n = len(order)
+    return Columns(
+        seconds=table.seconds[order],
+        latency=table.latency[order],
+        resident=table.resident[order],
+        active=table.active[order],
+        apart=(table.active - table.shared)[order],
+        host=table.host[order],
+        layout=table.layout[order],
+        slack=np.full(n, np.inf) if slack is None else slack[order],
+        edge=np.zeros(n) if edge is None else edge[order],
+        bonus=np.zeros(n, np.int64) if bonus is None else bonus[order],
+        beside=np.full(n, ELSEWHERE) if beside is None else beside[order],
+    )
 
 
 @entry

@@ -7,7 +7,7 @@ import numpy as np
 
 from realgraph.planner.problem import OptionTable, SearchProblem
 from realgraph.planner.solve.compiled import Floats, Ints
-from realgraph.planner.solve.dominance import Columns, unbeaten
+from realgraph.planner.solve.dominance import columns_of, unbeaten
 
 UNBOUND = 1 << 20  # steps between two tasks that no path connects
 
@@ -139,21 +139,7 @@ def _fastest_first(table: OptionTable) -> Ints:
 def _kept(table: OptionTable, blind: bool) -> Ints:
     """The options that no other is at least as good as in everything, the fastest first."""
     order = _fastest_first(table)
-    nothing, never = np.zeros(len(order), np.int64), np.full(len(order), np.inf)
-    columns = Columns(
-        seconds=table.seconds[order],
-        latency=table.latency[order],
-        resident=table.resident[order],
-        active=table.active[order],
-        apart=(table.active - table.shared)[order],
-        host=table.host[order],
-        layout=table.layout[order],
-        slack=never,
-        edge=never,
-        bonus=nothing,
-        beside=nothing,
-    )
-    return order[unbeaten(columns, int(blind))]
+    return order[unbeaten(columns_of(table, order), int(blind))]
 
 
 def _exclusive(n: int, source: Ints, target: Ints, tokens: Ints) -> Ints:

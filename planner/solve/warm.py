@@ -7,7 +7,7 @@ import numpy as np
 from realgraph.planner.layout import DeviceMesh
 from realgraph.planner.problem import Limits, Move, OptionTable, Precedence, SearchProblem, SearchTask
 from realgraph.planner.solve.compiled import leanly
-from realgraph.planner.solve.dominance import Columns, unbeaten
+from realgraph.planner.solve.dominance import columns_of, unbeaten
 from realgraph.planner.solve.search import Search
 
 
@@ -24,8 +24,6 @@ def warm() -> None:
     moves = (Move("train", "read", 2),)
     meshes = (DeviceMesh(0, 1),)
     problem = SearchProblem(2, 2, memory, memory[:1], meshes, (table,), tasks, edges, moves, lambda *_: np.ones((1, 1)))
-    floats, ints = np.ones(1), np.ones(1, np.int64)
-    columns = Columns(floats, floats, ints, ints, ints, ints, ints, floats, floats, ints, ints)
     with leanly():
-        unbeaten(columns, 0)
+        unbeaten(columns_of(table, np.zeros(1, np.int64)), 0)
         Search(problem, Limits()).run()

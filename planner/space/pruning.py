@@ -1,15 +1,10 @@
 """Which rows of an option table a search may need: those that no other row beats. Pure; knows no call and no device."""
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
 from realgraph.planner.problem import Floats, Ints, OptionTable
-from realgraph.planner.solve.dominance import Columns, unbeaten
-
-ELSEWHERE = 1 << 60  # more bytes than there are
+from realgraph.planner.solve.dominance import columns_of, unbeaten
 
 
 class Rows(Struct, frozen=True, eq=False):
@@ -33,23 +28,7 @@ def kept_rows(rows: Rows) -> tuple[int, ...]:
     Under another layout it must be faster by its slack and b's edge; and hold less than b by all that sharing under b
     could save, or leave what reads beside it as much room as b takes while it runs itself.
     """
-    table, n = rows.table, len(rows.table)
-    order = np.lexsort((np.arange(n), table.resident + table.active, table.latency, table.seconds))
-
-    def column(values: npt.NDArray[Any] | None, default: float) -> npt.NDArray[Any]:
-        return np.full(n, default) if values is None else values[order]
-
-    columns = Columns(
-        seconds=table.seconds[order],
-        latency=table.latency[order],
-        resident=table.resident[order],
-        active=table.active[order],
-        apart=(table.active - table.shared)[order],
-        host=table.host[order],
-        layout=table.layout[order],
-        slack=column(rows.slack, 0.0),
-        edge=column(rows.edge, 0.0),
-        bonus=column(rows.bonus, 0).astype(np.int64),
-        beside=column(rows.beside, ELSEWHERE).astype(np.int64),
-    )
+    table = rows.table
+    order = np.lexsort((np.arange(len(table)), table.resident + table.active, table.latency, table.seconds))
+    columns = columns_of(table, order, rows.slack, rows.edge, rows.bonus, rows.beside)
     return tuple(order[unbeaten(columns, int(rows.slack is None))].tolist())
