@@ -210,6 +210,15 @@ def test_stale_runs_end_and_keep_to_their_bound(home: Path, staleness: int, over
         assert max(step["staleness/max"] for step in steps) <= staleness
 
 
+def test_a_run_keeps_to_the_staleness_of_its_plan(home: Path) -> None:
+    """A synchronous plan under a bound of three steps: nothing is generated ahead."""
+    file = write_run(home, "fresh", GRPO, {"staleness": 3, "steps": 4})
+    plan = home / "fresh-plan.json"
+    finish(home, "plan", str(file), "staleness=0", "--brief", "--out", str(plan), name="fresh-plan")
+    finish(home, "run", str(file), "--plan", str(plan), name="fresh")
+    assert [step["staleness/max"] for step in steps_of(home / "fresh")] == [0.0] * 4
+
+
 def test_the_losses_of_terms_add_up_to_the_loss(home: Path) -> None:
     """Also where groups of equal rewards were left out of the passes: they count as zeros in both."""
     steps = steps_of(ran(home, "Dr__GRPO", GRPO, overrides=NEIGHBOURS["Dr. GRPO"]))
