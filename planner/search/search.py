@@ -58,7 +58,8 @@ def _streamed(first: tuple[Prepared, Solution], limits: Limits, known: Known) ->
     """The best plan of streams; where it is much worse than its bound, also of those under less staleness.
 
     How much is in flight is no choice of the search: a run admits what its bound lets it, and may pay more for that
-    than it gains. The bound allows for less in flight, so it also holds for less staleness.
+    than it gains. The bound allows for less in flight, so it also holds for less staleness; where that has a bound
+    above the best plan, so has still less.
     """
     best = _at_its_staleness(*first, limits, known)
     last, request = best.solution, best.prepared.request
@@ -66,7 +67,7 @@ def _streamed(first: tuple[Prepared, Solution], limits: Limits, known: Known) ->
         if fewer >= request.workload.staleness or last.stopped != "proven" or best.plan.gap <= max(FAR, limits.gap):
             continue
         other = problem_of(at_staleness(request, fewer), least=last.bound, known=known)
-        again = _further(other, last, limits)
+        again = _further(other, last, _until_worse(limits, best.plan.period_seconds))
         if again is None:
             break
         tried = _at_its_staleness(other, again, limits, known)
@@ -102,6 +103,16 @@ def _at_its_staleness(prepared: Prepared, found: Solution, limits: Limits, known
     if tried.period_seconds < plan.period_seconds:
         return _Streamed(other, last, tried)
     return _Streamed(prepared, replace(found, seconds=last.seconds), plan)
+
+
+def _until_worse(limits: Limits, period: float) -> Limits:
+    """Limits of a search that ends, unproven, as soon as its bound says that it finds nothing better than `period`."""
+    proven = [0.0]
+
+    def progress(_: float, bound: float) -> None:
+        proven[0] = max(proven[0], bound)
+
+    return replace(limits, stop=lambda: limits.stop() or proven[0] >= period, progress=progress)
 
 
 def _further(prepared: Prepared, before: Solution, limits: Limits) -> Solution | None:
