@@ -2,7 +2,6 @@
 
 import heapq
 import random
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -38,17 +37,7 @@ from realgraph.runtime.protocol import (
 )
 from realgraph.runtime.scheduler import Scheduler
 from tests.shapes import Shape, assert_balanced, job_of
-
-# --- the workers ------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Worker:
-    """One fake worker: keys of its store by sample, weights of its copies, groups still to make."""
-
-    store: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
-    making: set[int] = field(default_factory=set)
-    copies: dict[str, int] = field(default_factory=dict)  # call -> version
+from tests.simulated_worker import Worker
 
 
 @dataclass(order=True)
@@ -347,18 +336,15 @@ class Simulator:
 
     def drop(self, worker: Worker, group: int) -> None:
         """The worker forgets a group: it was left out, or its step is about to end."""
-        n = self.graph.samples_per_group
         if self.final.setdefault(group, "trained") == "trained":
             self.leaving.add(group)
-        for held in worker.store.values():
-            held.difference_update(range(group * n, group * n + n))
+        worker.forget(group, self.graph.samples_per_group)
 
     def check_stores(self) -> None:
         """At the end nothing is held of groups that are finished, but for those a function still works on."""
         n, leaving = self.graph.samples_per_group, self.scheduler._collection._leaving
         for worker in self.workers.values():
-            held = {sample // n for samples in worker.store.values() for sample in samples}
-            assert not {group for group in held if group in self.final} - set(leaving)
+            assert not {group for group in worker.groups(n) if group in self.final} - set(leaving)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
