@@ -70,8 +70,8 @@ def hashes(request: PlanRequest) -> Hashes:
     }
     kinds = sorted({group.kind for group in request.cluster.groups})
     cluster = (request.cluster, [device_kind(kind).costs for kind in kinds])
-    plain = msgspec.structs.replace(request.workload, mean_new_tokens=0.0, mean_prompt_tokens=None, lengths=())
-    workload = msgspec.structs.replace(plain, staleness=0)
+    sizes = at_staleness(request, 0).workload
+    workload = msgspec.structs.replace(sizes, mean_new_tokens=0.0, mean_prompt_tokens=None, lengths=())
     costs = "" if request.costs == CostTable() else _digest(request.costs)
     return Hashes(_digest(shape), _digest(workload), _digest(cluster), costs)
 
