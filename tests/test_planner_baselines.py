@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from realgraph.planner.pins import Pin
 from realgraph.planner.problem import Choice, SearchProblem
+from realgraph.planner.search.assembly import plan_of
 from realgraph.planner.search.baselines import Baseline, baselines_of, colocated, megatron, real_heuristic, symmetric
 from realgraph.planner.search.search import solved
 from realgraph.planner.search.symmetric import Shape, shaped_choices
@@ -104,6 +105,22 @@ def test_rules_on_a_real_request(algorithm: str) -> None:
     assert rules.colocated is not None and rules.symmetric is not None and rules.megatron is not None
     assert rules.colocated.period <= rules.symmetric.period * 1.002
     assert rules.symmetric.period <= rules.megatron.period * 1.000001
+
+
+def test_rules_are_judged_by_what_their_streams_come_to() -> None:
+    """As the plan is: on the tables a stream's seconds are the least that it may take."""
+    workload = Workload(128, 8, 512, 2048, 800.0, staleness=1)
+    prepared, best = solved(request(grpo(), "Qwen/Qwen3-8B", cluster(nodes=2), workload=workload, engine="any"))
+    plan, rules, bound = (
+        plan_of(prepared, best),
+        baselines_of(prepared),
+        colocated(problem_of(prepared.request).problem),
+    )
+    for found in (rules.symmetric, rules.colocated, rules.megatron, rules.real):
+        assert found is not None
+        assert found.period >= plan.period_seconds * (1 - 1e-6)
+    assert bound is not None and rules.colocated is not None
+    assert rules.colocated.period > bound.period
 
 
 def test_in_a_mixed_cluster_rules_use_the_devices_of_one_kind() -> None:
