@@ -53,7 +53,7 @@ def halved(problem: SearchProblem) -> dict[str, int] | None:
 def _split(problem: SearchProblem, whole: int, work: tuple[float, float]) -> tuple[int, int]:
     """Two meshes side by side that fill `whole`, nearly in proportion to their work; else `whole` twice."""
     all_of = problem.meshes[whole]
-    share = work[0] / sum(work)
+    share = work[0] / sum(work) if sum(work) > 0 else 0.5
     number = {mesh: i for i, mesh in enumerate(problem.meshes)}
     best, found = float("inf"), (whole, whole)
     for i, mesh in enumerate(problem.meshes):

@@ -17,6 +17,7 @@ from realgraph.planner.solve.period import Net, least_period, new_net
 
 BUDGET = 200_000  # nodes of one search for integers k
 INSIDE = 1e-9  # of a period: how far a start may lie before a border and still count as on it
+TOGETHER = 1e-8  # of a period: starts that are no further apart are one moment
 
 
 class Held(Struct, frozen=True):
@@ -67,7 +68,7 @@ def schedule(problem: SearchProblem, timed: Timing) -> Schedule | None:
     names = [node.name for node in timed.nodes]
     members = [names[i] for i in circuit[: circuit.tolist().index(-1)]][::-1]
     first = min(range(len(members)), key=lambda i: names.index(members[i]), default=0)
-    early = _early(problem, timed, starts, period) if period > 0 else starts.tolist()  # at 0 all steps are at one time
+    early = _early(problem, timed, starts, period) if period > 0 else _soonest(timed)
     return Schedule(period, dict(zip(names, early, strict=True)), tuple(members[first:] + members[:first]))
 
 
@@ -204,24 +205,61 @@ def _early(problem: SearchProblem, timed: Timing, starts: Floats, period: float)
     return [max(0.0, float(start)) if start > -INSIDE * period else float(start) for start in early]
 
 
+def _soonest(timed: Timing) -> list[float]:
+    """Starts of nodes that take no time and repeat at once: all steps are at one time, and only delays put them off."""
+    starts = [0.0] * len(timed.nodes)
+    for _ in starts:
+        for arc in timed.arcs:
+            starts[arc.target] = max(starts[arc.target], starts[arc.source] + arc.cost)
+    return starts
+
+
 def orders(problem: SearchProblem, solution: Solution) -> dict[int, tuple[Turn, ...]]:
     """Of every device its tasks and moves in the order of one round; a device that nothing holds has an empty one.
 
     In round p, from p periods on, a device runs a task of step p + offset.
     """
-    nodes = timing(problem, solution.choices).nodes
-    turns = []
-    for number, node in enumerate(nodes):
-        rounds = floor(solution.starts[node.name] / solution.period + INSIDE) if solution.period > 0 else 0
-        phase = max(0.0, solution.starts[node.name] - rounds * solution.period)
-        turns.append((phase, node.seconds > 0, solution.starts[node.name], number, Turn(node.name, -rounds)))
-    turns.sort(key=lambda turn: turn[:4])
+    timed = timing(problem, solution.choices)
+    nodes, turns = timed.nodes, _turns(timed, solution)
     shared: dict[tuple[int, ...], tuple[Turn, ...]] = {}
     holders: list[list[int]] = [[] for _ in range(problem.devices)]
     for place, turn in enumerate(turns):
-        for device in sorted({device for mesh in nodes[turn[3]].meshes for device in mesh.devices}):
+        for device in sorted({device for mesh in nodes[turn[0]].meshes for device in mesh.devices}):
             holders[device].append(place)
     return {
-        device: shared.setdefault(tuple(places), tuple(turns[place][4] for place in places))
+        device: shared.setdefault(tuple(places), tuple(turns[place][1] for place in places))
         for device, places in enumerate(holders)
     }
+
+
+def _turns(timed: Timing, solution: Solution) -> list[tuple[int, Turn]]:
+    """Nodes by number, each with its turn, in the order in which they begin within a period.
+
+    Of those that begin together the ones that take no time come first, and what waits for one of them after it:
+    otherwise two devices could wait for each other.
+    """
+    period, starts = solution.period, [solution.starts[node.name] for node in timed.nodes]
+    rounds = [floor(start / period + INSIDE) if period > 0 else 0 for start in starts]
+    phase = [max(0.0, start - number * period) for start, number in zip(starts, rounds, strict=True)]
+    near = TOGETHER * period
+    moment, before, last = [0] * len(starts), 0, 0.0
+    for place, node in enumerate(sorted(range(len(starts)), key=lambda node: phase[node])):
+        together = place > 0 and phase[node] - last <= near
+        moment[node] = moment[before] + (not together) if place else 0
+        before, last = node, last if together else phase[node]
+    depth = [0] * len(starts)  # how many nodes of its moment a node waits for, one after the other
+    at_once = [
+        arc
+        for arc in timed.arcs
+        if arc.cost <= near
+        and moment[arc.source] == moment[arc.target]
+        and arc.tokens == rounds[arc.source] - rounds[arc.target]
+    ]
+    for _ in starts:
+        for arc in at_once:
+            depth[arc.target] = max(depth[arc.target], depth[arc.source] + 1)
+
+    def rank(node: int) -> tuple[int, bool, int, float, int]:
+        return moment[node], timed.nodes[node].seconds > near, depth[node], starts[node], node
+
+    return [(node, Turn(timed.nodes[node].name, -rounds[node])) for node in sorted(range(len(starts)), key=rank)]

@@ -201,12 +201,9 @@ def _crowded(instance: Instance, needs: Needs, lists: Lists, net: Net, limit: fl
 def _device_crowded(instance: Instance, needs: Needs, lists: Lists, net: Net, limit: float, device: int) -> bool:
     n = len(instance.role)
     memory = float(least(instance.memory, device, device + 1))
-    rest = 0.0
+    rest = _beside(instance, needs, net, device)
     for j in range(n):
         lists.price[j] = 0.0
-    for j in range(net.size[0]):
-        if not (j < n and _on(instance, needs, j, device)) and _apart_from_all(instance, needs, net, device, j):
-            rest = max(rest, net.seconds[j]) if j < n else rest + net.seconds[j]
     for _ in range(ASCENT):
         total, resident, bound = 0.0, 0.0, rest
         for j in range(n):
@@ -245,16 +242,42 @@ def _on(instance: Instance, needs: Needs, task: int, device: int) -> bool:
 
 
 @compiled
-def _apart_from_all(instance: Instance, needs: Needs, net: Net, device: int, node: int) -> bool:
-    """Whether the node never runs beside any task of the device; of moves, whether it holds the device itself."""
+def _beside(instance: Instance, needs: Needs, net: Net, device: int) -> float:
+    """Least seconds of a period in which none of the device's tasks runs.
+
+    In them run all moves that hold the device, one after the other; or a task elsewhere that overlaps none of the
+    device's tasks, and those of the moves that it doesn't overlap either. It may run beside the other moves.
+    """
     n = len(needs.mesh)
-    if node >= n:
-        arc = net.k[node, node]
-        source, target = int(instance.arc_source[arc]), int(instance.arc_target[arc])
-        return bool(_on(instance, needs, source, device) or _on(instance, needs, target, device))
+    most = 0.0
+    for j in range(n, net.size[0]):
+        if _holds(instance, needs, net, device, j):
+            most += net.seconds[j]
+    for i in range(n):
+        if _on(instance, needs, i, device) or not _apart_from_all(instance, needs, net, device, i):
+            continue
+        seconds = net.seconds[i]
+        for j in range(n, net.size[0]):
+            if net.apart[i, j] == 1 and _holds(instance, needs, net, device, j):
+                seconds += net.seconds[j]
+        most = max(most, seconds)
+    return most
+
+
+@compiled
+def _holds(instance: Instance, needs: Needs, net: Net, device: int, move: int) -> bool:
+    """Whether the node, a move, holds the device."""
+    arc = net.k[move, move]
+    source, target = int(instance.arc_source[arc]), int(instance.arc_target[arc])
+    return bool(_on(instance, needs, source, device) or _on(instance, needs, target, device))
+
+
+@compiled
+def _apart_from_all(instance: Instance, needs: Needs, net: Net, device: int, task: int) -> bool:
+    """Whether the task never runs beside any task of the device."""
     apart = True
-    for j in range(n):
-        apart &= not _on(instance, needs, j, device) or net.apart[j, node] == 1
+    for j in range(len(needs.mesh)):
+        apart &= not _on(instance, needs, j, device) or net.apart[j, task] == 1
     return apart
 
 

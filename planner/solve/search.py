@@ -36,12 +36,14 @@ from realgraph.planner.solve.period import new_net
 from realgraph.planner.solve.space import LARGE, Space, least_of, order_of, shared, space_of
 
 TOLERANCES = (0.5, 0.3, 0.2, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01, 0.005)
+TOLERANCES_OF_FEW, FEW_PLACEMENTS = (0.1,), 9.0  # with fewer placements (a logarithm) a pass is mostly preparation
 QUICK = 5_000  # placements and options: after a pass that looked at fewer the next tolerance but one follows
 SLICE = 500  # placements between two looks at the clock
 OPTIONS_SLICE = 200  # of the second level
 PATIENCE = 30_000  # placements and options without a better plan, after which neighbourhoods get as many
 PATIENCE_OF_LARGE = 6_000  # the same with more than `LARGE` tasks, where a pass seldom ends
 NEARBY = 4_000  # placements and options looked at in one neighbourhood
+REPEATED = 30  # neighbourhoods drawn again one after the other: few are left
 POLISH, POLISH_SHARE = 2_000, 0.1  # placements and options looked at when the gap is proven: these, and of all before
 WORTH_POLISH = 1e-6  # relative: a smaller gap is left as it is
 LEAST_GAIN = 1e-9  # relative: of a plan that is kept
@@ -131,7 +133,8 @@ class Search:
         if self.best is None:
             self._pass(None)
         last = max(1e-7, 0.999 * self.limits.gap)
-        left = [tolerance for tolerance in TOLERANCES if tolerance > last] + [last]
+        few = float(np.log(np.maximum(1, self.everywhere.sum(axis=1))).sum()) < FEW_PLACEMENTS
+        left = [tolerance for tolerance in (TOLERANCES_OF_FEW if few else TOLERANCES) if tolerance > last] + [last]
         while left and self.best is not None:
             tolerance = left.pop(0)
             if self.best.schedule.period > self.bound * (1 + tolerance):
@@ -243,11 +246,20 @@ class Search:
         """New meshes for a few tasks at a time, as long as plans get better; whether one did. effort: without one."""
         before = best = self.best
         stop = self._effort() + effort
-        while self._effort() < stop and self._limit(least_gain) > self.bound:
+        tried: set[frozenset[int]] = set()  # of the best plan: again they would find what they found
+        repeated = 0
+        while self._effort() < stop and repeated < REPEATED and self._limit(least_gain) > self.bound:
             count = min(len(self.problem.tasks), self.rng.choice((2, 3, 3, 4)))
-            self._near(space, least_gain, self._some(count), NEARBY)
+            free = frozenset(self._some(count))
+            if free in tried:
+                repeated += 1
+                continue
+            tried.add(free)
+            repeated = 0
+            self._near(space, least_gain, free, NEARBY)
             if self.best is not best:
                 best, stop = self.best, self._effort() + effort
+                tried.clear()
         return self.best is not before
 
     def _some(self, count: int) -> list[int]:
