@@ -1,11 +1,13 @@
 """A plan as JSON that people edit: exact both ways, and every mistake is named by its path in the file."""
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
+from realgraph.graphs.document import child
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
 from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.plan import PLAN_FORMAT, Allocation, Hashes, Plan, Turn
@@ -22,7 +24,7 @@ def plan_to_json(plan: Plan) -> str:
 def plan_from_json(text: str, file: str = "") -> Plan:
     """The inverse of `plan_to_json`. Raises ConfigError with all the problems found; semantics: see `validate`."""
     try:
-        raw = json.loads(text, object_pairs_hook=_unique)
+        raw = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", 0)
         problem = Problem(Where(file, line), f"this is no JSON: {getattr(error, 'msg', error)}", HINT, "plan_json")
@@ -32,7 +34,7 @@ def plan_from_json(text: str, file: str = "") -> Plan:
     if raw.get("format", PLAN_FORMAT) != PLAN_FORMAT:
         text = f"this plan has format {raw['format']}; this version reads format {PLAN_FORMAT}"
         raise ConfigError([Problem(Where(file, path="$.format"), text, HINT, "plan_format")])
-    problems = _unknown_keys(raw, file)
+    problems = [*_unknown_keys(raw, file), *_not_finite(raw, "$", file)]
     _each(raw, "allocations", lambda value: msgspec.convert(value, Allocation), (file, problems))
     _each(raw, "orders", lambda value: msgspec.convert(value, tuple[Turn, ...]), (file, problems))
     if not problems:
@@ -41,6 +43,20 @@ def plan_from_json(text: str, file: str = "") -> Plan:
         except msgspec.ValidationError as error:
             problems.append(_problem(error, "$", file))
     raise ConfigError(problems)
+
+
+def _no_number(name: str) -> float:
+    """NaN and Infinity, which Python reads though JSON has none."""
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _not_finite(value: object, path: str, file: str) -> Iterator[Problem]:
+    """Numbers too large for a float, such as 1e999."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield Problem(Where(file, path=path), "expected a finite number", "", "plan_json")
+    elif isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _not_finite(item, child(path, key), file)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.files import read_file
 from realgraph.planner.devices import Costs
 from realgraph.planner.layout import Recompute, Schedule
 
@@ -81,7 +82,7 @@ def load_costs(path: Path, where: Where | None = None) -> CostTable:
     file = path / COSTS_FILE if path.is_dir() else path
     place = where or Where(str(file))
     try:
-        content = file.read_bytes()
+        content = read_file(file)
     except FileNotFoundError as error:
         raise ConfigError([Problem(place, *_missing(path, file), "costs")]) from error
     except OSError as error:

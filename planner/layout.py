@@ -13,6 +13,9 @@ AXES = ("dp", "tp", "pp", "ep", "cp", "sharding")  # what a layout says besides 
 PASSES = ("recompute", "schedule", "chunks")  # of a train call: how it takes its micro-batches
 
 
+Ranks = Annotated[int, Meta(ge=1, le=MOST_DEVICES)]
+
+
 class DeviceMesh(Struct, frozen=True, order=True):
     """`n_devices` consecutive devices from `first`: an aligned power of two inside a node, or whole nodes."""
 
@@ -32,11 +35,11 @@ class Layout(Struct, frozen=True):
     """A mesh x (dp, tp, pp, ep, cp), dp outermost; dp x tp x pp x cp devices. `fsdp` shards the dp copies' states."""
 
     mesh: DeviceMesh
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-    cp: int = 1
+    dp: Ranks = 1
+    tp: Ranks = 1
+    pp: Ranks = 1
+    ep: Ranks = 1
+    cp: Ranks = 1
     sharding: Literal["replicated", "fsdp"] = "replicated"
 
     @property

@@ -1,6 +1,7 @@
 """The shape of a model, from its config.json: what memory and seconds follow from. Reads no weights and no network."""
 
 import json
+import re
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
@@ -17,6 +18,7 @@ Architecture = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma
 ARCHITECTURES: tuple[str, ...] = get_args(Architecture)
 Head = Literal["lm", "value", "score"]
 Count = Annotated[int, Meta(ge=1)]
+_NUMBERS = re.compile(r"\d+")  # in a name: of the version, and of the size
 # KV heads where a config.json does not say: the defaults of transformers' configuration classes.
 KV_HEADS = {"qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "mistral": 8, "gemma": 16, "gemma2": 4, "gemma3_text": 4}
 
@@ -260,11 +262,16 @@ def _unknown(path: str, local: Path, where: Where) -> Problem:
     if is_path:
         hint = "a model is a directory with a config.json, or a Hub id"
         return Problem(where, f"no directory {path!r}", hint, "model")
-    closest = suggest(path, known_models())
+    closest = suggest(path, (name for name in known_models() if _may_mean(path, name)))
     download = f"download it first: `hf download {path} --include '*.json'`"
     hint = f"{closest} else {download}" if closest.startswith("did") else download
     text = f"no directory {path!r}, and no model of that name in the Hugging Face cache or the table of known models"
     return Problem(where, text, hint, "model")
+
+
+def _may_mean(path: str, name: str) -> bool:
+    """Whether a known model may be the one that is asked for: another version or size is another model."""
+    return name.lower().startswith(path.lower()) or _NUMBERS.findall(path) == _NUMBERS.findall(name)
 
 
 def _read_config(file: Path, where: Where) -> ModelSpec:

@@ -11,6 +11,10 @@ Transport = Literal["in_place", "device", "host"]  # of weights: nothing moves; 
 TRANSPORTS: tuple[Transport, ...] = ("in_place", "device", "host")
 
 
+Seconds = Annotated[float, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0, le=1 << 62)]  # of bytes too
+
+
 class Allocation(Struct, frozen=True):
     """One call's layout and micro-batching. Free calls (functions, advantages) have none: they hold no mesh.
 
@@ -22,22 +26,22 @@ class Allocation(Struct, frozen=True):
     """
 
     layout: Layout
-    max_tokens_per_microbatch: int
+    max_tokens_per_microbatch: Annotated[int, Meta(ge=1, le=1 << 62)]
     recompute: Recompute = "none"
     schedule: Schedule = "1f1b"
     chunks: Annotated[int, Meta(ge=1)] = 1
     residency: Literal["resident", "offloaded", "reallocated"] = "resident"
-    seconds: float = 0.0
-    peak_bytes: int = 0
+    seconds: Seconds = 0.0
+    peak_bytes: Count = 0
     worst_term: str = ""  # of peak_bytes: weights, gradients, optimizer, activations, logits, kv_cache
-    latency_seconds: float = 0.0
-    microbatches: int = 0
-    running: int = 0  # sequences that decode at once on a data-parallel rank, of a generate call
+    latency_seconds: Seconds = 0.0
+    microbatches: Count = 0
+    running: Count = 0  # sequences that decode at once on a data-parallel rank, of a generate call
     kv_cache: Cache = "role"  # of a generate call
-    ahead: int = 0  # of a stream of generation: batches that it has begun before the one that a session completes
-    host_bytes: int = 0  # per device, of what is offloaded
-    error: float = 0.0  # relative standard error of `seconds`, from calibration
-    input_seconds: float = 0.0
+    ahead: Count = 0  # of a stream of generation: batches that it has begun before the one that a session completes
+    host_bytes: Count = 0  # per device, of what is offloaded
+    error: Annotated[float, Meta(ge=0)] = 0.0  # relative standard error of `seconds`, from calibration
+    input_seconds: Seconds = 0.0
 
     @property
     def settings(self) -> dict[str, int | str]:
@@ -50,7 +54,7 @@ class Turn(Struct, frozen=True):
     """In round p a device runs `call` of step p + `offset`. `reallocate:CALL` brings trained weights to that call."""
 
     call: str
-    offset: int = 0
+    offset: Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)] = 0
 
 
 class Hashes(Struct, frozen=True):
@@ -72,18 +76,18 @@ class Plan(Struct, frozen=True):
     allocations: dict[str, Allocation]
     orders: dict[int, tuple[Turn, ...]]  # device -> its calls, in the order of one round
     hashes: Hashes
-    staleness: int = 0
-    period_seconds: float = 0.0
-    lower_bound_seconds: float = 0.0
+    staleness: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
+    period_seconds: Seconds = 0.0
+    lower_bound_seconds: Seconds = 0.0
     scope: str = ""
     bottleneck: tuple[str, ...] = ()  # the calls of the critical circuit
     format: int = PLAN_FORMAT
-    latency_seconds: float = 0.0  # of one step, from the start of its generation to the end of its training
+    latency_seconds: Seconds = 0.0  # of one step, from the start of its generation to the end of its training
     starts: dict[str, float] = {}  # seconds: of step 0's calls and reallocations; step k is k periods later
-    reallocation_seconds: dict[str, float] = {}  # call -> seconds to bring trained weights to its copy
+    reallocation_seconds: dict[str, Seconds] = {}  # call -> seconds to bring trained weights to its copy
     reallocation_transport: dict[str, Transport] = {}  # call that reads trained weights -> how they get there
     stopped: str = ""  # why the search ended: proven, time limit, interrupted, exhausted
-    search_seconds: float = 0.0
+    search_seconds: Seconds = 0.0
 
     @property
     def gap(self) -> float:

@@ -114,7 +114,7 @@ def test_the_mean_prompt_is_guessed_from_the_data(run_file: Path) -> None:
     assert request.workload.prompt_tokens == 256
     assert request.workload.mean_prompt_tokens == pytest.approx((12 + 40) / 4, abs=1)
     (run_file.parent / "rows.jsonl").write_text('{"question": "a", "answer": "b"}\n{"quest\n' * 99)
-    with pytest.raises(ConfigError, match=r"rows\.jsonl:2 is no JSON object"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:2 is not JSON"):
         request_for(check_run(run_file))
 
 

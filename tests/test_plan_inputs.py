@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from realgraph.compose import check_run
 from realgraph.graphs.errors import ConfigError
 from realgraph.plan_command import plan_command
 from realgraph.plan_diff import diff_command
@@ -38,7 +39,7 @@ def run_file(tmp_path: Path) -> Path:
     ("content", "says"),
     [
         (b"", "required, but not given"),
-        (b"a: " + b"[" * 20_000 + b"]" * 20_000, "nested too deeply"),
+        (b"a: " + b"[" * 20_000 + b"]" * 20_000, "nested more than 32 deep"),
         (b"graph: grpo\ngraph: ppo\n", "given twice"),
         (b"- a\n", "expected a mapping"),
         (b"\xff\xfe", "is not UTF-8"),
@@ -210,7 +211,7 @@ def test_devices_without_memory_are_no_division_by_zero(tmp_path: Path) -> None:
     [
         ("batch.groups=1000000000000", "can be planned"),
         ("params.group_size=1000000000", "can be planned"),
-        ("staleness=1000000000000000000000", "<= 1,000,000"),
+        ("staleness=1000000000000000000000", "whole numbers end at"),
     ],
 )
 def test_a_step_beyond_all_clusters_is_refused(override: str, says: str, run_file: Path) -> None:
@@ -224,3 +225,27 @@ def test_a_sweep_of_a_mixed_cluster_says_which_devices_it_counts(
     options = msgspec.structs.replace(BRIEF, devices="1,2")
     plan_command(run_file, ["cluster.more=[{nodes: 1, kind: A100-80}]"], options)
     assert "sizes are of H100-SXM alone" in capsys.readouterr().out
+
+
+def test_a_folder_with_a_config_alone_is_planned_but_not_run(run_file: Path) -> None:
+    """No tokenizer, no weights: shapes are all that a plan needs."""
+    shape = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 3072,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    }
+    folder = run_file.parent / "shape"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(shape))
+    plan = plan_command(run_file, [f"models.actor.path={folder}"], BRIEF)
+    assert plan.period_seconds > 0
+    with pytest.raises(ConfigError, match="has no weights"):
+        check_run(run_file, [f"models.actor.path={folder}"])

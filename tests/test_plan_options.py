@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from realgraph import cli
 from realgraph.costs_record import steady
@@ -22,6 +21,7 @@ from realgraph.planner.cost_table import CostTable, costs_to_json
 from realgraph.runtime.observer import RunEnded, RunStarted, StepRecord
 from realgraph.runtime.records import MetricsFile
 from realgraph.runtime.run_folder import RunFolder
+from realgraph.terminal import Terminal
 from tests.plan_reports import overlapping
 
 
@@ -75,7 +75,7 @@ def test_the_first_interrupt_asks_and_the_second_ends() -> None:
 
 
 def test_progress_is_shown_on_terminals_only(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(Console(file=sys.stderr, force_terminal=False))
+    progress = Progress(Terminal(file=sys.stderr, force_terminal=False))
     progress.tell(float("inf"), 3.0)
     assert progress.text == "no plan yet, bound 3.00 s (Ctrl-C takes it)"
     progress.tell(4.0, 3.2)

@@ -12,7 +12,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from realgraph.plan_command import show
 from realgraph.plan_gantt import MOST_LANES, Gantt, lane_text
@@ -32,6 +31,7 @@ from realgraph.planner.report.text import bound_text
 from realgraph.planner.report.trace import trace_json
 from realgraph.planner.request import PlanRequest
 from realgraph.planner.search.search import events_of
+from realgraph.terminal import Terminal
 from tests.plan_reports import colocated, everything, finished, overlapping
 
 SEEDS = range(20)
@@ -127,7 +127,7 @@ def test_a_colocated_plan_keeps_its_devices_busy() -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140, 200])
 def test_the_terminal_shows_every_part_at_every_width(width: int) -> None:
-    console = Console(record=True, width=width, file=open("/dev/null", "w"), highlight=False)  # noqa: SIM115
+    console = Terminal(record=True, width=width, file=open("/dev/null", "w"))  # noqa: SIM115
     shown = everything()
     show(shown, console)
     said = " ".join(console.export_text().split())
@@ -142,7 +142,7 @@ def test_the_terminal_shows_every_part_at_every_width(width: int) -> None:
 @pytest.mark.parametrize("width", [80, 200])
 def test_pipelines_new_weights_and_slow_inputs_are_told(width: int) -> None:
     shown = everything()
-    console = Console(record=True, width=width, file=open("/dev/null", "w"), highlight=False)  # noqa: SIM115
+    console = Terminal(record=True, width=width, file=open("/dev/null", "w"))  # noqa: SIM115
     show(shown, console)
     terminal = " ".join(console.export_text().split())
     html = page(shown)
@@ -270,7 +270,7 @@ def test_bytes_are_written_with_three_digits_or_a_tenth(nbytes: float, text: str
 def test_the_allocation_is_never_cut_off_and_spares_columns_instead(width: int) -> None:
     asked, plan = overlapping()
     shown = report(asked, plan)
-    console = Console(width=width, file=StringIO(), record=True)
+    console = Terminal(width=width, file=StringIO(), record=True)
     console.print(allocation_table(shown, width))
     text = console.export_text()
     assert "…" not in text
@@ -337,7 +337,7 @@ def test_a_plan_in_many_pieces_is_cut_off_with_a_count() -> None:
         msgspec.structs.replace(shown.timeline.lanes[0], devices=(device,)) for device in range(0, 2 * MOST_LANES, 2)
     )
     many = msgspec.structs.replace(shown.timeline, lanes=(*lanes, *shown.timeline.lanes))
-    console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Terminal(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(Gantt(many))
     assert "2 more groups with 64 devices" in console.export_text()
 

@@ -53,7 +53,7 @@ def planned(config: str, *overrides: str) -> tuple[PlanRequest, Plan, Job]:
         run_dir="/run",
         user_dir="/user",
         staleness=run.staleness,
-        checkpoint=CheckpointSpec(),
+        checkpoint=CheckpointSpec(minutes=0),
         runtime=replace(run.runtime, min_deadline_seconds=1e6),
     )
     return kept_by(request, plan), plan, job

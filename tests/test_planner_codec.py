@@ -16,19 +16,20 @@ from realgraph.planner.search.search import search
 from tests.planner_cases import ppo, request
 
 COUNTS = st.integers(0, 2**40)
+RANKS = st.integers(1, MOST_DEVICES)
 SECONDS = st.floats(0, allow_nan=False, allow_infinity=False)
 WORDS = st.text(max_size=12)
 LAYOUTS = st.builds(
     Layout,
     mesh=st.builds(DeviceMesh, st.integers(0, MOST_DEVICES - 1), st.integers(1, MOST_DEVICES)),
-    dp=COUNTS,
-    tp=COUNTS,
+    dp=RANKS,
+    tp=RANKS,
     sharding=st.sampled_from(["replicated", "fsdp"]),
 )
 ALLOCATIONS = st.builds(
     Allocation,
     layout=LAYOUTS,
-    max_tokens_per_microbatch=COUNTS,
+    max_tokens_per_microbatch=st.integers(1, 2**40),
     recompute=st.sampled_from(("none", "selective", "full")),
     schedule=st.sampled_from(("1f1b", "interleaved", "zero_bubble")),
     chunks=st.integers(1, 8),

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from realgraph.planner.costs.lengths import Lengths, lognormal, measured, quantiles
@@ -69,6 +69,7 @@ def test_quantiles_are_few_and_rise(tokens: list[int]) -> None:
     st.integers(1, 2000),
     st.integers(1, 300),
 )
+@example(measured([10, 20, 500]), 2, 1)
 def test_every_token_is_decoded_by_some_running_sequence(lengths: Lengths, samples: int, slots: int) -> None:
     """On one replica the steps times what runs are all tokens: what is counted besides is one sequence that lasts."""
     shape = occupancy(lengths, float(samples), slots, 1)

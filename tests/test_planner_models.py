@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from realgraph.graphs.errors import ConfigError, Where
+from realgraph.graphs.errors import ConfigError, Where, suggest
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs import memory
 from realgraph.planner.layout import DeviceMesh, Layout
@@ -156,3 +156,17 @@ def test_an_unreadable_config_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"config\.json"):
         load_model_spec(str(tmp_path), Where())
+
+
+@pytest.mark.parametrize("name", ["deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-V3.1-Base", "Qwen/Qwen3-9B"])
+def test_another_model_is_no_spelling(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_model_spec(name, Where(), tmp_path)
+    assert "did you mean" not in str(caught.value) and f"hf download {name}" in str(caught.value)
+
+
+def test_a_long_common_beginning_alone_is_no_slip() -> None:
+    known = ["deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "train_actor", "temperature"]
+    assert "did you mean" not in suggest("deepseek-ai/DeepSeek-V3", known)
+    assert suggest("temprature", known) == "did you mean 'temperature'?"
+    assert suggest("train_actr", known) == "did you mean 'train_actor'?"

@@ -105,13 +105,26 @@ def _while_any(running: Floats, alone: Floats) -> Floats:
 def _in_turn(lengths: Lengths, samples: float, slots: int, replicas: int) -> Occupancy:
     """Sequences wait for slots: full slots while any waits, then those that remain run out.
 
-    The stream of admissions is the renewal density of the lengths (times the slots), up to the last waiting sequence.
+    The stream of admissions is the renewal density of the lengths (times the slots), up to the last waiting sequence:
+    its expectation, which is far from any draw where there is one slot.
     """
+    waiting = samples - slots
+    if slots == 1:  # one after another: each waits for the whole of the one before it, and the last one runs alone
+        end, steady, ages, sizes = 0.0, waiting * lengths.mean, np.zeros(1), np.ones(1)
+    else:
+        end, steady, ages, sizes = _admissions(lengths, waiting, slots)
+    alive = ages < lengths.longest
+    full = _full_phase(lengths, (end, steady, math.sqrt(waiting) * lengths.deviation / slots), slots)
+    return _joined(full, _drain(lengths, _merged(ages[alive], sizes[alive]), slots, replicas))
+
+
+def _admissions(lengths: Lengths, waiting: float, slots: int) -> tuple[float, float, Floats, Floats]:
+    """Until nobody of `waiting` sequences waits: steps that are followed and steady ones; then the ages of the cohorts
+    that were admitted, the first `slots` included, and their sizes."""
     sizes: Floats
     ages: Floats
     width, admitted = _renewal(lengths)
     total = np.cumsum(admitted) * slots
-    waiting = samples - slots
     count = int(np.searchsorted(total, waiting))  # whole cells of admissions
     if count == len(total):
         end = count * width
@@ -124,10 +137,7 @@ def _in_turn(lengths: Lengths, samples: float, slots: int, replicas: int) -> Occ
         end, steady = (count + part) * width, 0.0
         sizes = np.append(slots * admitted[:count], last)
         ages = end - np.append((np.arange(count) + 0.5) * width, (count + part / 2) * width)
-    sizes, ages = np.insert(sizes, 0, float(slots)), np.insert(ages, 0, end)
-    alive = ages < lengths.longest
-    full = _full_phase(lengths, (end, steady, math.sqrt(waiting) * lengths.deviation / slots), slots)
-    return _joined(full, _drain(lengths, _merged(ages[alive], sizes[alive]), slots, replicas))
+    return end, steady, np.insert(ages, 0, end), np.insert(sizes, 0, float(slots))
 
 
 def _merged(ages: Floats, sizes: Floats) -> tuple[Floats, Floats]:

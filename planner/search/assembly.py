@@ -144,20 +144,31 @@ def _completed(request: PlanRequest, allocations: Mapping[str, Allocation], call
 
 
 def repriced(request: PlanRequest, plan: Plan) -> Plan:
-    """An edited plan with every prediction computed anew; its orders stay. The plan must be valid: see `validate`."""
+    """An edited plan with every prediction computed anew; its orders stay. The plan must be valid: see `validate`.
+
+    What was priced by a table of measured costs that the request does not have keeps its seconds: the shipped factors
+    know less.
+    """
+    keeps = bool(plan.hashes.costs) and not hashes(request).costs
     bare = {}
     for name, old in plan.allocations.items():
         candidate = candidate_of(request, plan.allocations, name)
+        if keeps:
+            bare[name] = old
+            continue
         bare[name] = _allocation(request, name, _priced(request, name, plan), old.layout.mesh)
         bare[name] = replace(bare[name], residency=candidate.residency, ahead=old.ahead)
     allocations = {name: _completed(request, bare, name) for name in bare}
+    moved = _moved(request, allocations)
     priced = replace(
         plan,
         allocations=allocations,
-        reallocation_seconds=_moved(request, allocations),
+        reallocation_seconds={n: plan.reallocation_seconds.get(n, s) if keeps else s for n, s in moved.items()},
         reallocation_transport=transports_of(request, allocations),
     )
-    priced = settled(request, replace(priced, starts={}))
+    if not keeps:
+        priced = settled(request, replace(priced, starts={}))
+        priced = replace(priced, hashes=replace(plan.hashes, costs=hashes(request).costs))
     found = period(events_of(request, priced))
     timed = replace(priced, period_seconds=found.seconds, bottleneck=found.circuit, stopped="", search_seconds=0.0)
     started = replace(timed, starts=starts_of(request, timed))

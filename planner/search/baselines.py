@@ -8,7 +8,7 @@ megatron: symmetric with a node's tensor parallelism and the fewest pipeline sta
 real: the places of ReaL's heuristic plan (arXiv:2406.14088, released as realhf 0.3), with the layouts that suit them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -48,29 +48,47 @@ class Baseline(Struct, frozen=True):
 
 def baselines_of(prepared: Prepared, limits: Limits = RULE_LIMITS) -> Baselines:
     """All rules on a request's problem: the symmetric ones on every option there is, the others on the search's own."""
-    problem, everything = prepared.problem, whole_problem(prepared)
-    found = Baselines(
-        colocated=_settled(prepared, colocated(problem, limits)),
-        real=_settled(prepared, real_heuristic(problem, limits)),
-    )
-    if everything is None:
-        return found
-    whole, shapes = everything.prepared, everything.shapes
-    return replace(
-        found,
-        symmetric=_settled(whole, symmetric(whole.problem, shapes)),
-        megatron=_settled(whole, megatron(whole.problem, shapes)),
-    )
+    found = {name: _settled(where, baseline) for name, where, baseline in _rules(prepared, limits)}
+    return Baselines(**found)
 
 
-def _settled(prepared: Prepared, found: Baseline | None) -> Baseline | None:
+def rule_solutions(prepared: Prepared, limits: Limits = RULE_LIMITS) -> list[tuple[Prepared, Solution]]:
+    """Every rule's plan, as the search's answers are: what they prove is nothing."""
+    quick = replace(limits, gap=RULE_LIMITS.gap, seconds=min(limits.seconds, RULE_LIMITS.seconds))
+    return [(where, _unproven(found)) for _, where, found in _rules(prepared, quick) if found is not None]
+
+
+def best_of_rules(prepared: Prepared, found: Solution) -> tuple[Prepared, Solution]:
+    """What a search found that had no time to end, or the plan of a rule where that is faster."""
+    others = rule_solutions(prepared)
+    where, best = min(others, key=lambda other: other[1].period, default=(prepared, found))
+    if best.period >= found.period:
+        return prepared, found
+    return where, replace(best, bound=found.bound, stopped=found.stopped, seconds=found.seconds, nodes=found.nodes)
+
+
+def _rules(prepared: Prepared, limits: Limits) -> Iterator[tuple[str, Prepared, "Baseline | None"]]:
+    """Each rule's name, the problem that it is on, and what it chooses there."""
+    yield "colocated", prepared, colocated(prepared.problem, limits)
+    yield "real", prepared, real_heuristic(prepared.problem, limits)
+    everything = whole_problem(prepared)
+    if everything is not None:
+        whole, shapes = everything.prepared, everything.shapes
+        yield "symmetric", whole, symmetric(whole.problem, shapes)
+        yield "megatron", whole, megatron(whole.problem, shapes)
+
+
+def _settled(prepared: Prepared, found: "Baseline | None") -> "Baseline | None":
     """With the period that a plan's stream of generation comes to; on the tables it is a bound of that."""
     if found is None or not streams(prepared.request):
         return found
+    period = plan_of(prepared, _unproven(found)).period_seconds
+    return replace(found, schedule=replace(found.schedule, period=period))
+
+
+def _unproven(found: "Baseline") -> Solution:
     schedule = found.schedule
-    solution = Solution(found.choices, schedule.period, 0.0, schedule.starts, schedule.critical, "exhausted", 0.0, 0)
-    period = plan_of(prepared, solution).period_seconds
-    return replace(found, schedule=replace(schedule, period=period))
+    return Solution(found.choices, schedule.period, 0.0, schedule.starts, schedule.critical, "exhausted", 0.0, 0)
 
 
 def symmetric(problem: SearchProblem, shapes: Mapping[int, Shape]) -> Baseline | None:

@@ -59,7 +59,8 @@ def infeasible(request: PlanRequest, limits: Limits) -> Infeasible:
     texts = tuple(_mends(request, fits, bool(clash)))
     if clash:
         paths = tuple(wish.path for wish in clash)
-        problems = [_clash_problem(wish, paths, texts, smallest) for wish in clash]
+        why = _ruled_out(request, paths)
+        problems = [_clash_problem(wish, paths, texts, (smallest, why)) for wish in clash]
         if tight is not None and tight.needed > tight.usable:
             problems.append(_memory_problem(request, tight, texts))
         return Infeasible(problems, paths, texts)
@@ -238,14 +239,35 @@ def _memory_problem(request: PlanRequest, tight: Tight, changes: Sequence[str]) 
         f"largest by purpose: {held.worst.replace('_', ' ')} {shown_bytes(getattr(held, held.worst))}; "
         f"by owner: {largest} {shown_bytes(nbytes)}"
     )
-    hint = "; or ".join(changes) or "use more devices, or devices with more memory"
+    more = "use more devices, or devices with more memory"
+    if request.cluster.is_cpu:  # its processes share the machine's memory: more of them have less each
+        more = f"set cluster.devices below {request.cluster.devices_per_node}: they share the memory of one machine"
+    hint = "; or ".join(changes) or more
     return Problem(Where(path="$.cluster"), text, hint, "memory")
 
 
-def _clash_problem(wish: Wish, clash: Sequence[str], changes: Sequence[str], smallest: bool) -> Problem:
-    others = [path for path in clash if path != wish.path]
-    text = f"no plan fits with {wish.text}" + (f" together with {', '.join(others)}" if others else "")
+def _clash_problem(wish: Wish, clash: Sequence[str], changes: Sequence[str], known: tuple[bool, str]) -> Problem:
+    """known: whether none of the clash can be spared for certain, and why it is one where memory is not the reason."""
+    others, (smallest, why) = [path for path in clash if path != wish.path], known
+    text = f"no plan fits with {wish.text}" + (f" together with {', '.join(others)}" if others else "") + why
     if not smallest:
         text += f"; {UNTOLD} each of these matters"
     hint = "; or ".join([f"leave {'one of them' if others else 'it'} out", *changes])
     return Problem(Where(path=f"$.{wish.path}"), text, hint, "clash")
+
+
+def _ruled_out(request: PlanRequest, clash: Sequence[str]) -> str:
+    """That a call has no layout left which agrees with its settings, however much memory there is; '' where all do."""
+    named = {path.split(".")[1] for path in clash if path.startswith("allocation.")}
+    found = family(request.cluster, request.constraints.reserve, named_meshes(request))
+    for call in sorted(named):
+        groups = [
+            (mesh, request.cluster.groups[group])
+            for mesh, group in zip(found.meshes, found.groups, strict=True)
+            if allowed(mesh, call, request)
+        ]
+        if not groups:
+            return f": no mesh is left to {call!r}"
+        if not any(next(candidates(request, call, *place), None) for place in groups):
+            return f": no layout of {call!r} agrees with it, however much memory there is"
+    return ""

@@ -103,8 +103,10 @@ def _tried(request: PlanRequest, plan: Plan, variant: tuple[str, PlanRequest], l
         yield Tried(text, told=False)
         return
     other_kind = changed.cluster.kind != request.cluster.kind
+    asked = changed.workload.staleness  # of the levels below it one or none: there are many hints
+    levels = {asked} if asked != request.workload.staleness else {asked, plan.staleness}
     try:
-        found = search(changed, limits)
+        found = search(changed, limits, sorted(levels, reverse=True))
     except Infeasible:
         if not other_kind:
             yield Tried(text, Hint(f"{text}: no plan fits", None, -1.0))

@@ -59,10 +59,10 @@ def _format(plan: Plan, file: str) -> Iterator[Problem]:
 
 
 def _hashes(plan: Plan, now: Hashes, file: str) -> Iterator[Problem]:
-    """Measured costs decide how fast a plan is, not whether it runs: without a table at hand any will do."""
+    """Measured costs decide how fast a plan is, not whether it runs: only two tables at once contradict each other."""
     for part, what in HASHED.items():
         before, after = getattr(plan.hashes, part), getattr(now, part)
-        if before != after and not (part == "costs" and not after):
+        if before != after and not (part == "costs" and not (before and after)):
             text = f"the plan was made for another {what} (hash {before}, now {after})"
             hint = "make the plan again, or run with what it was made for"
             yield Problem(_at(file, f"$.hashes.{part}"), text, hint, "plan_hash")
@@ -126,6 +126,10 @@ def _engine_problems(plan: Plan, request: PlanRequest, name: str, file: str) -> 
     if tokens < 1 or (generates and tokens < longest):
         text = f"{tokens} tokens hold no sample: the longest has {longest}"
         yield Problem(_at(file, f"{place}.max_tokens_per_microbatch"), text, "", "plan_tokens")
+    if generates and allocation.running < 1:
+        text = "0 sequences decode at once: expected 1 or more"
+        hint = "as many as a rank's share of the step, or fewer"
+        yield Problem(_at(file, f"{place}.running"), text, hint, "plan_engine")
     candidate = candidate_of(request, plan.allocations, name)
     yield from plan_problems(request, name, candidate, _at(file, place))
     if request.engine == "installed":

@@ -9,8 +9,9 @@ from realgraph.planner.layout import DeviceMesh
 from realgraph.planner.model_spec import ModelSpec
 from realgraph.planner.pins import Pin
 from realgraph.planner.request import PlanRequest
+from realgraph.planner.space.couplings import train_calls
 from realgraph.planner.space.meshes import family, mesh_fault
-from realgraph.planner.space.options import sample_tokens
+from realgraph.planner.space.options import is_trained, sample_tokens
 from realgraph.planner.space.passes import pin_problems
 
 CACHE_DTYPE = "the engines of this version keep keys and values in the dtype of the role"
@@ -73,12 +74,43 @@ def _pin(request: PlanRequest, name: str, pin: Pin, where: Where) -> Iterator[Pr
             return
     yield from _sizes(request, name, pin, where)
     if pin.kv_cache and not isinstance(request.graph.calls[name], Generate):
-        yield Problem(where, "kv_cache belongs to generate calls: this one keeps none", "leave it out", "pin")
+        text = "kv_cache belongs to generate calls: this one keeps none"
+        yield Problem(_field(where, "kv_cache"), text, "leave it out", "pin")
     if isinstance(request.graph.calls[name], Generate):
         yield from _generate_pin(request, pin, where)
-    elif pin.residency == "offloaded" and not request.constraints.offload:
-        text = "is pinned to be offloaded, but constraints.offload is false"
+    elif pin.sharding == "fsdp" and request.engine == "any":
+        yield from _sharded(pin, where)
+    if pin.residency == "offloaded" and request.engine == "any":
+        yield from _offloaded(request, name, _field(where, "residency"))
+
+
+def _sharded(pin: Pin, where: Where) -> Iterator[Problem]:
+    """What fsdp does not go with."""
+    ranks, place = (pin.tp or 1) * (pin.pp or 1), _field(where, "sharding")
+    if (pin.pp or 1) > 1:
+        text = f"fsdp cuts states over data-parallel ranks: it does not go with pipeline stages, and pp is {pin.pp}"
+        yield Problem(place, text, "leave sharding or pp out", "pin")
+    elif (pin.ep or 1) > 1:
+        text = f"fsdp does not go with experts that are spread over ranks, and ep is {pin.ep}"
+        yield Problem(place, text, "leave sharding or ep out", "pin")
+    elif (pin.dp == 1 and (pin.cp or 1) == 1) or (pin.devices is not None and pin.devices == ranks):
+        text = "fsdp cuts states over data-parallel ranks, of which this pin leaves one"
+        yield Problem(place, text, "leave sharding out, or raise dp", "pin")
+
+
+def _offloaded(request: PlanRequest, name: str, where: Where) -> Iterator[Problem]:
+    """Whose weights can't wait in the host's memory."""
+    call = request.graph.calls[name]
+    other = next((n for n in train_calls(request, request.graph.role(name)) if n != name), "")
+    if not request.constraints.offload:
+        text = "the call is pinned to be offloaded, but constraints.offload is false"
         yield Problem(where, text, "leave one of them out", "pin")
+    elif isinstance(call, Train) and other:
+        text = f"{other!r} trains the same role: the states that both use stay on the devices"
+        yield Problem(where, text, "leave residency out", "pin")
+    elif not isinstance(call, Train) and is_trained(request, request.graph.role(name)):
+        text = f"the call reads weights that {other!r} trains: they are brought to it, none wait for it elsewhere"
+        yield Problem(where, text, "leave residency out, or offload the train call", "pin")
 
 
 def _lacking(request: PlanRequest, pin: Pin, where: Where) -> Iterator[Problem]:
@@ -88,23 +120,37 @@ def _lacking(request: PlanRequest, pin: Pin, where: Where) -> Iterator[Problem]:
     for axis in FEATURES:
         if (getattr(pin, axis) or 1) > 1:
             hint = "use dp, and sharding: fsdp for models that don't fit; `realgraph plan --engine any` plans with it"
-            yield Problem(where, engine_lacks(axis), hint, "pin")
+            yield Problem(_field(where, axis), engine_lacks(axis), hint, "pin")
     if pin.kv_cache == "float8":
-        yield Problem(where, CACHE_DTYPE, "leave kv_cache out", "pin")
+        yield Problem(_field(where, "kv_cache"), CACHE_DTYPE, "leave kv_cache out", "pin")
     if pin.residency == "offloaded":
         text = "the engines of this version can't offload weights to the host"
-        yield Problem(where, text, "leave residency out", "pin")
+        yield Problem(_field(where, "residency"), text, "leave residency out", "pin")
+
+
+def _field(where: Where, name: str) -> Where:
+    """The place of one field of a pin."""
+    return Where(where.file, path=f"{where.path}.{name}")
 
 
 def _sizes(request: PlanRequest, name: str, pin: Pin, where: Where) -> Iterator[Problem]:
     """The axes that are set against the mesh that is."""
     first, total = pin.first or 0, request.cluster.n_devices
     if first >= total:
-        yield Problem(where, f"device {first} is none of the cluster's, 0 to {total - 1}", "", "pin")
+        yield Problem(_field(where, "first"), f"device {first} is none of the cluster's, 0 to {total - 1}", "", "pin")
         return
     yield from _product(request, pin, where)
-    for _, fault in shape_faults(request.model(name), pin.tp or 1, pin.pp or 1, pin.ep or 1):
-        yield Problem(where, fault, "", "pin")
+    for axis, fault in shape_faults(request.model(name), pin.tp or 1, pin.pp or 1, pin.ep or 1):
+        yield Problem(_field(where, axis), fault, "", "pin")
+    samples, nodes = request.workload.n_samples, {group.devices_per_node for group in request.cluster.groups}
+    if pin.dp is not None and pin.dp > samples:
+        yield Problem(_field(where, "dp"), f"dp {pin.dp} is more than the {samples} samples of a step", "", "pin")
+    if pin.dp is not None and pin.dp % (pin.ep or 1):
+        text = f"ep {pin.ep} does not divide dp {pin.dp}: experts are spread over data-parallel ranks"
+        yield Problem(_field(where, "ep"), text, "", "pin")
+    if pin.tp is not None and not any(pin.tp >= size or size % pin.tp == 0 for size in nodes):
+        text = f"tp {pin.tp} does not divide the {' or '.join(map(str, sorted(nodes)))} devices of a node"
+        yield Problem(_field(where, "tp"), text, "", "pin")
 
 
 def _product(request: PlanRequest, pin: Pin, where: Where) -> Iterator[Problem]:
@@ -114,14 +160,17 @@ def _product(request: PlanRequest, pin: Pin, where: Where) -> Iterator[Problem]:
     dp_only = pin.dp is not None and request.engine == "installed"
     if pin.devices is not None:
         if pin.devices % product or (dp_only and product != pin.devices):
-            text = f"{shown} is {product}, the mesh has {pin.devices} devices: dp x tp x pp x cp must be {pin.devices}"
-            yield Problem(where, text, "leave dp out, or set devices to the product", "pin")
+            devices = f"{pin.devices} device{'s' * (pin.devices != 1)}"
+            text = f"{shown} is {product}, the mesh has {devices}: dp x tp x pp x cp must be {pin.devices}"
+            hint = "leave dp out, or set devices to the product" if pin.dp else "set devices to a multiple of that"
+            yield Problem(_field(where, next(iter(axes))), text, hint, "pin")
         return
     found = family(request.cluster, request.constraints.reserve).meshes if axes else ()
     sizes = sorted({mesh.n_devices for mesh in found if pin.first in (None, mesh.first)})
     if sizes and not any(size == product if dp_only else size % product == 0 for size in sizes):
         text = f"{shown} is {product}, which no mesh can hold: there are meshes of {', '.join(map(str, sizes))} devices"
-        yield Problem(where, text, "dp x tp x pp x cp is the number of a mesh's devices", "pin")
+        hint = "dp x tp x pp x cp is the number of a mesh's devices"
+        yield Problem(_field(where, next(iter(axes))), text, hint, "pin")
 
 
 def shape_faults(model: ModelSpec, tp: int, pp: int, ep: int) -> Iterator[tuple[str, str]]:
@@ -140,11 +189,13 @@ def shape_faults(model: ModelSpec, tp: int, pp: int, ep: int) -> Iterator[tuple[
 
 def _generate_pin(request: PlanRequest, pin: Pin, where: Where) -> Iterator[Problem]:
     if pin.sharding == "fsdp":
-        yield Problem(where, "generation needs whole weights on a device", "leave sharding out", "pin")
+        text = "generation needs whole weights on a device"
+        yield Problem(_field(where, "sharding"), text, "leave sharding out", "pin")
     tokens, longest = pin.max_tokens_per_microbatch, sample_tokens(request)
     if tokens is not None and tokens < longest:
         text = f"a cache of {tokens} tokens holds no sample: the longest has {longest}"
-        yield Problem(where, text, f"set max_tokens_per_microbatch to {longest} or more", "pin")
+        hint = f"set max_tokens_per_microbatch to {longest} or more"
+        yield Problem(_field(where, "max_tokens_per_microbatch"), text, hint, "pin")
 
 
 def _train_places(request: PlanRequest) -> Iterator[Problem]:

@@ -1,0 +1,143 @@
+"""Plans of a request that allows staleness: the best of every level of staleness up to its bound, and of the rules.
+
+How much is in flight is no choice of the search: a run admits what its level lets it, and may pay more for that than it
+gains. So each level is searched by itself, and a plan keeps to a level that is at most the request's. The levels of a
+smaller bound are among those of a larger one, which therefore never has the slower plan.
+"""
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from realgraph.planner.plan import Plan
+from realgraph.planner.problem import Limits, Solution, Stopped, Unsolved
+from realgraph.planner.request import PlanRequest, at_staleness
+from realgraph.planner.search.assembly import plan_of
+from realgraph.planner.search.baselines import rule_solutions
+from realgraph.planner.search.streams import streams
+from realgraph.planner.solve.solver import solve
+from realgraph.planner.space.tables import Known, Prepared, problem_of
+
+FAR = 0.01  # of a gap: a plan of streams that is worse than its bound by more is tried in other ways
+EVERY = 16  # steps of staleness: each level up to here is searched, above it half as many again
+
+
+class Found(Struct, frozen=True):
+    """A plan and what it comes from."""
+
+    prepared: Prepared
+    solution: Solution
+    plan: Plan
+
+
+class Level(Struct, frozen=True):
+    """Of one level of staleness: the best plan, None where none was found that is better than one known before; a bound
+    on all of its plans; and what the searches took, in seconds of their own clock."""
+
+    best: Found | None
+    bound: float
+    stopped: Stopped
+    seconds: float
+    nodes: int
+
+
+def levels_up_to(staleness: int) -> tuple[int, ...]:
+    """The levels that are searched, the largest first."""
+    found = list(range(min(staleness, EVERY) + 1))
+    while found[-1] + max(1, found[-1] // 2) <= staleness and found[-1] >= EVERY:
+        found.append(found[-1] + found[-1] // 2)
+    return tuple(reversed(found))
+
+
+def best_level(request: PlanRequest, limits: Limits, known: Known, levels: Sequence[int]) -> Level:
+    """The best of these levels, with a bound that holds for all of them."""
+    best: Found | None = None
+    bounds: list[float] = []
+    seconds, nodes = 0.0, 0
+    stopped: Stopped = "proven"
+    for level in levels:
+        left = replace(limits, seconds=max(0.0, limits.seconds - seconds))
+        period = float("inf") if best is None else best.plan.period_seconds
+        found = _level(problem_of(at_staleness(request, level), known=known), left, known, period)
+        seconds, nodes = seconds + found.seconds, nodes + found.nodes
+        if found.stopped != "proven":
+            stopped = found.stopped
+        bounds.append(found.bound)
+        if found.best is not None and found.best.plan.period_seconds < period:
+            best = found.best
+    return Level(best, min(bounds), stopped, seconds, nodes)
+
+
+def _level(prepared: Prepared, limits: Limits, known: Known, known_period: float) -> Level:
+    """known_period: of a plan of another level; where the bound passes it, nothing better is left."""
+    if not all(task.tables for task in prepared.problem.tasks):
+        return Level(None, float("inf"), "proven", 0.0, 0)
+    found = solve(prepared.problem, _until_worse(limits, known_period))
+    if isinstance(found, Unsolved):
+        bound = float("inf") if found.proven else found.bound
+        return Level(None, bound, found.stopped, found.seconds, 0)
+    if found.bound >= known_period:
+        return Level(None, found.bound, "proven", found.seconds, found.nodes)
+    first = Found(prepared, found, plan_of(prepared, found))
+    if not streams(prepared.request):
+        return Level(first, found.bound, found.stopped, found.seconds, found.nodes)
+    return _of_streams(first, limits, known, known_period)
+
+
+def _of_streams(first: Found, limits: Limits, known: Known, known_period: float) -> Level:
+    """The best of what the search finds on tables that are a bound and of the rules; where it is much worse than the
+    bound, also of what the search finds on tables that are right for plans as slow as that, which bound nothing."""
+    tried, least = [first], 0.0
+    while tried[-1].solution.stopped == "proven" and tried[-1].solution.bound > least * (1 + limits.gap / 2):
+        least = tried[-1].solution.bound
+        again = _again(first, (least, False), _left(limits, tried), known)
+        if again is None:
+            break
+        tried.append(again)
+    bound = tried[-1].solution.bound
+    if bound < known_period:
+        for prepared, solution in rule_solutions(tried[-1].prepared, _left(limits, tried)):
+            tried.append(Found(prepared, solution, plan_of(prepared, solution)))
+        for careful in (False, True):
+            period = _best(tried).plan.period_seconds
+            if period <= bound * (1 + max(FAR, limits.gap)):
+                break
+            again = _again(first, (period, careful), _left(limits, tried), known)
+            tried += [] if again is None else [again]
+    spent = sum(one.solution.seconds for one in tried)
+    nodes = sum(one.solution.nodes for one in tried)
+    return Level(_best(tried), bound, first.solution.stopped, spent, nodes)
+
+
+def _again(first: Found, tables: tuple[float, bool], limits: Limits, known: Known) -> Found | None:
+    """Searched on tables for a least period, careful or not; None where time did not last."""
+    least, careful = tables
+    prepared = problem_of(first.prepared.request, least=least, careful=careful, known=known)
+    found = solve(prepared.problem, limits)
+    if not isinstance(found, Solution) or found.stopped != "proven":
+        return None
+    return Found(prepared, found, plan_of(prepared, found))
+
+
+def _best(tried: Sequence[Found]) -> Found:
+    """The fastest; of equals the first."""
+    return min(tried, key=lambda found: found.plan.period_seconds)
+
+
+def _left(limits: Limits, tried: Sequence[Found]) -> Limits:
+    """Limits of what is left of the time."""
+    spent = sum(found.solution.seconds for found in tried)
+    return replace(limits, seconds=max(0.0, limits.seconds - spent))
+
+
+def _until_worse(limits: Limits, period: float) -> Limits:
+    """Limits of a search that ends, unproven, as soon as its bound says that it finds nothing better than `period`."""
+    proven = [0.0]
+
+    def progress(incumbent: float, bound: float) -> None:
+        proven[0] = max(proven[0], bound)
+        if period == float("inf"):
+            limits.progress(incumbent, bound)
+
+    return replace(limits, stop=lambda: limits.stop() or proven[0] >= period, progress=progress)

@@ -1,0 +1,67 @@
+"""Plans under a staleness bound: never slower than those of a smaller bound, nor than a rule that the report prints."""
+
+import pytest
+from msgspec.structs import replace
+
+from realgraph.planner.plan import Plan
+from realgraph.planner.problem import Limits
+from realgraph.planner.request import PlanRequest, at_staleness, kept_by
+from realgraph.planner.search.baselines import baselines_of, best_of_rules
+from realgraph.planner.search.levels import levels_up_to
+from realgraph.planner.search.search import search
+from realgraph.planner.search.validate import validate
+from realgraph.planner.solve.solver import solve
+from realgraph.planner.space.tables import problem_of
+from realgraph.planner.workload import Workload
+from tests.planner_cases import cluster, grpo, ppo, request
+
+LIMITS = Limits(gap=0.005, seconds=30.0)
+LONG = Workload(128, 8, 1024, 8192, 3000.0)  # at 2 and 4 steps more is in flight than pays
+REQUESTS = {
+    "grpo 32B on 32": (request(grpo(), "Qwen/Qwen3-32B", cluster(nodes=4), workload=LONG, engine="any"), (0, 1, 2, 4)),
+    "ppo 8B on 8": (
+        request(ppo(), "meta-llama/Llama-3.1-8B", cluster(), workload=Workload(512, 1, 512, 1024, 512.0), engine="any"),
+        (0, 1, 2),
+    ),
+}
+
+
+def rules_of(asked: PlanRequest, plan: Plan) -> list[float]:
+    """The periods of the rules that the report prints beside a plan."""
+    found = baselines_of(problem_of(kept_by(asked, plan)), LIMITS)
+    return [one.period for one in (found.symmetric, found.colocated, found.megatron, found.real) if one is not None]
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_larger_staleness_bound_never_makes_a_plan_slower(name: str) -> None:
+    asked, bounds = REQUESTS[name]
+    before = float("inf")
+    least = float("inf")
+    for staleness in bounds:
+        here = at_staleness(asked, staleness)
+        plan = search(here, LIMITS)
+        assert plan.period_seconds <= before * (1 + (LIMITS.gap if staleness == 0 else 1e-9)), staleness
+        assert plan.staleness <= staleness and validate(plan, here) == ()
+        assert plan.lower_bound_seconds <= plan.period_seconds
+        slack = LIMITS.gap if plan.staleness == 0 else 1e-9  # a synchronous search ends within its gap
+        assert all(plan.period_seconds <= rule * (1 + slack) for rule in rules_of(here, plan)), staleness
+        before, least = plan.period_seconds, min(least, plan.period_seconds)
+        assert plan.lower_bound_seconds <= least
+
+
+def test_levels_of_a_smaller_bound_are_among_those_of_a_larger_one() -> None:
+    for staleness in range(80):
+        less, more = set(levels_up_to(staleness)), set(levels_up_to(staleness + 1))
+        assert less <= more and max(more) <= staleness + 1
+        assert more >= set(range(min(staleness + 1, 16) + 1))
+    assert len(levels_up_to(1000)) < 30
+
+
+def test_a_search_that_had_no_time_gives_no_plan_that_a_rule_beats() -> None:
+    prepared = problem_of(request(ppo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), engine="any"))
+    found = solve(prepared.problem, Limits(gap=0.0, seconds=10.0))
+    slow = replace(found, period=found.period * 2, stopped="time limit")
+    where, best = best_of_rules(prepared, slow)
+    assert best.period < slow.period and best.stopped == "time limit" and best.bound == slow.bound
+    assert best_of_rules(prepared, replace(found, period=found.period / 2))[1].period == found.period / 2
+    assert set(best.choices) == {task.name for task in where.problem.tasks}
