@@ -9,7 +9,13 @@ from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.facts import Facts
 from realgraph.graphs.graph import INPUT, Edge, Graph, Key
 from realgraph.graphs.infer import Draft, infer
-from realgraph.graphs.rules_functions import function_arguments, function_level, function_name
+from realgraph.graphs.rules_functions import (
+    function_arguments,
+    function_environment,
+    function_ids,
+    function_level,
+    function_name,
+)
 from realgraph.graphs.rules_keys import (
     call_shape,
     cycle,
@@ -46,6 +52,7 @@ from realgraph.graphs.rules_models import (
     init_unknown,
     model_without_path,
     optimizer_disagreement,
+    own_tokenizer,
     policy_not_sampled,
     trainable_untrained,
     unknown_role,
@@ -80,6 +87,7 @@ RULES: tuple[Rule, ...] = (
     trainable_untrained,
     policy_not_sampled,
     head_mismatch,
+    own_tokenizer,
     init_unknown,
     model_without_path,
     ema_rate,
@@ -87,6 +95,8 @@ RULES: tuple[Rule, ...] = (
     function_name,
     function_arguments,
     function_level,
+    function_environment,
+    function_ids,
     group_of_one,
     two_returns,
     reward_after_return,
@@ -130,7 +140,7 @@ def check(draft: Draft, facts: Facts) -> Iterator[Problem]:
 def _build(draft: Draft, facts: Facts, spec: GraphSpec) -> Graph:
     data_edges = tuple(_data_edges(draft))
     order = _order(draft, data_edges)
-    reads = {name: tuple(read.key for read in draft.reads[name]) for name in order}
+    reads = {name: tuple(dict.fromkeys(read.key for read in draft.reads[name])) for name in order}
     writes: dict[str, list[str]] = {name: [] for name in order}
     for key, (write, *_) in draft.writes.items():
         if write.call != INPUT:
@@ -156,7 +166,7 @@ def _data_edges(draft: Draft) -> Iterator[Edge]:
             if producer != INPUT:
                 keys.setdefault(producer, []).append(read.key)
         for producer, shared in keys.items():
-            yield Edge(producer, consumer, tuple(shared))
+            yield Edge(producer, consumer, tuple(dict.fromkeys(shared)))
 
 
 def _order(draft: Draft, edges: tuple[Edge, ...]) -> tuple[str, ...]:

@@ -6,20 +6,27 @@ The grammar is OmegaConf's: YAML 1.1 without dates, with `1e-5` a number, and a 
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import yaml
 from msgspec import Struct, field
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.files import read_text
 
 Tree: TypeAlias = bool | int | float | str | list["Tree"] | dict[str, "Tree"] | None
 Branch: TypeAlias = dict[str, Tree]
 
 COMMAND_LINE = "command line"
 MAX_NODES = 20_000  # values of one document after its aliases are expanded: stops a bomb of nested aliases
+MOST_BYTES = 1 << 20  # of a file, which is parsed at 100 kB a second
+MAX_DEPTH = 32  # mappings and lists within each other: no language of ours needs ten
+MAX_INTEGER = 2**63 - 1
+MAX_DIGITS = 80  # of a whole number as it is written, in binary too
 _PLAIN = re.compile(r"[A-Za-z_][\w-]*")
+_QUOTED = re.compile(r"\[\"((?:[^\"\\]|\\.)*)\"\]", re.DOTALL)
 _SEGMENT = re.compile(r"\.[A-Za-z_][\w-]*|\[\d+\]|\[\"(?:[^\"\\]|\\.)*\"\]")
+_PATH = re.compile(rf"\$(?:{_SEGMENT.pattern})*", re.DOTALL)
 _FLOAT = re.compile(
     r"""^(?:
      [-+]?[0-9]+(?:_[0-9]+)*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
@@ -31,11 +38,31 @@ _FLOAT = re.compile(
     re.VERBOSE,
 )
 _FLOAT_TAG, _MERGE_TAG = "tag:yaml.org,2002:float", "tag:yaml.org,2002:merge"
+_INT_TAG, _BOOL_TAG, _NULL_TAG, _STR_TAG = (f"tag:yaml.org,2002:{name}" for name in ("int", "bool", "null", "str"))
+_SCALARS = {_INT_TAG: "a whole number", _FLOAT_TAG: "a number", _BOOL_TAG: "true or false", _NULL_TAG: "null"}
+_NO_TEXT = re.compile("[\\x00\\ud800-\\udfff]")  # NUL ends text for the system; a lone surrogate is no character
 _UNUSED = (_FLOAT_TAG, "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value")  # replaced, or left as text
 
 
 class Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with OmegaConf's scalars."""
+    """PyYAML's safe loader with OmegaConf's scalars, which ends where a document is no run file by its size."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._n_nodes = self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """The next value. Raises MarkedYAMLError where there are too many, or too many within each other."""
+        self._n_nodes += 1
+        self._depth += 1
+        excess = f"more than {MAX_NODES} values" if self._n_nodes > 2 * MAX_NODES else ""  # keys are nodes too
+        excess = f"nested more than {MAX_DEPTH} deep" if self._depth > MAX_DEPTH else excess
+        if excess:
+            place = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(problem=excess, problem_mark=place)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 class Dumper(yaml.SafeDumper):
@@ -51,18 +78,35 @@ for _side in (Loader, Dumper):
 
 
 class Document(Struct, frozen=True):
-    """A mapping and `marks`: YAML path -> where that value was written. A value without a mark is a default."""
+    """A mapping and `marks`: YAML path -> where that value was written. A value without a mark is a default.
+
+    removed: paths of entries that an upper layer of the user's deleted out of a lower one.
+    """
 
     tree: Branch
     marks: dict[str, Where] = field(default_factory=dict)
+    removed: frozenset[str] = frozenset()
 
     def where(self, path: str) -> Where:
         """The place of `path`: its own mark, else that of its nearest ancestor."""
-        for known in ancestors(path):
-            if known in self.marks:
-                mark = self.marks[known]
-                return Where(mark.file, mark.line, path)
-        return Where(path=path)
+        known = next((known for known in ancestors(path) if known in self.marks), "")
+        if _PATH.fullmatch(path) and known:
+            return Where(self.marks[known].file, self.marks[known].line, path)
+        near = [known for known in self.marks if re.match(re.escape(_bare(known)) + r"(?:[.\[]|$)", path)]
+        if not near:
+            return Where(path=path)
+        known = max(near, key=len)  # of a name that a path quotes, where the path was put together without quotes
+        mark = self.marks[known]
+        return Where(mark.file, mark.line, known + path[len(_bare(known)) :])
+
+    def wrote(self, path: str) -> bool:
+        """Whether a file or the command line gave the value at `path`: it is no default."""
+        return path in self.marks
+
+
+def _bare(path: str) -> str:
+    """`$.calls["a b"].lr` -> `$.calls.a b.lr`."""
+    return _QUOTED.sub(lambda found: "." + re.sub(r"\\(.)", r"\1", found.group(1)), path) if '"' in path else path
 
 
 def child(path: str, key: str | int) -> str:
@@ -85,7 +129,7 @@ def ancestors(path: str) -> Iterator[str]:
 def read_document(file: Path, shown: str) -> Document:
     """Read and parse a file; `shown` names it in problems. Raises ConfigError with file and line."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file, MOST_BYTES)
     except OSError as error:
         raise ConfigError([Problem(Where(shown), f"can't be read: {error.strerror or error}")]) from error
     except UnicodeDecodeError as error:
@@ -147,9 +191,13 @@ def parse_override(text: str) -> Document:
 
 
 def _compose(text: str, shown: str) -> tuple[Loader, yaml.Node | None]:
-    loader = Loader(text)
     try:
+        loader = Loader(text)
         return loader, loader.get_single_node()
+    except yaml.reader.ReaderError as error:
+        line = text[: error.position].count("\n") + 1
+        what = f"the character U+{int(error.character):04X} can't stand in YAML"
+        raise ConfigError([Problem(Where(shown, line), f"YAML syntax: {what}", "delete it")]) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         text = " ".join(part for part in (error.context, error.problem) if part) or "not YAML"
@@ -178,6 +226,8 @@ class _Builder:
         if id(node) in self.open or self.n_nodes > MAX_NODES:
             text = "an alias inside its own anchor" if id(node) in self.open else f"more than {MAX_NODES} values"
             raise ConfigError([*self.problems, Problem(here, text)])
+        if len(self.open) >= MAX_DEPTH:
+            raise ConfigError([*self.problems, Problem(here, f"is nested more than {MAX_DEPTH} deep")])
         self.open.add(id(node))
         try:
             if isinstance(node, yaml.MappingNode):
@@ -228,19 +278,35 @@ class _Builder:
         if isinstance(key, str):
             return key
         plain = isinstance(node, yaml.ScalarNode)
+        if isinstance(node, yaml.ScalarNode) and self._refusal(node):
+            return None  # and that is a problem already
         shown = repr(node.value) if plain else "that is a list or a mapping"
         hint = f'quote it: "{node.value}"' if plain else ""
         self.problems.append(Problem(here, f"the key {shown} is not text", hint))
         return None
 
     def scalar(self, node: yaml.ScalarNode, here: Where) -> bool | int | float | str | None:
-        try:
-            value = self.loader.construct_object(node)
-        except (yaml.MarkedYAMLError, ValueError) as error:
-            text = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
-            self.problems.append(Problem(here, f"{node.value!r}: {text}"))
+        """The value of a scalar; where it has none, None and a problem."""
+        text = self._refusal(node)
+        if text:
+            self.problems.append(Problem(here, text))
             return None
-        if value is None or isinstance(value, bool | int | float | str):
-            return value
-        self.problems.append(Problem(here, f"{node.tag} is not a plain value: expected text, a number or true/false"))
-        return None
+        value = self.loader.construct_object(node)
+        assert value is None or isinstance(value, bool | int | float | str), "the tag is one of ours"
+        return value
+
+    def _refusal(self, node: yaml.ScalarNode) -> str:
+        """Why a scalar is no value of ours; empty where it is one."""
+        value: str = node.value
+        if node.tag == _STR_TAG:
+            found = _NO_TEXT.search(value)
+            return f"the character U+{ord(found.group()):04X} can't stand in text" if found else ""
+        if node.tag not in _SCALARS:
+            return f"{node.tag} is not a plain value: expected text, a number or true/false"
+        resolved = self.loader.resolve(yaml.ScalarNode, value, (True, False))  # type: ignore[no-untyped-call]
+        if resolved != node.tag:  # by a tag, such as `!!int x`
+            return f"{value!r} is not {_SCALARS[node.tag]}"
+        if node.tag == _INT_TAG and (len(value) > MAX_DIGITS or abs(self.loader.construct_object(node)) > MAX_INTEGER):
+            shown = value if len(value) <= MAX_DIGITS else value[:MAX_DIGITS] + "..."
+            return f"{shown} is too large: whole numbers end at 2^63 - 1"
+        return ""

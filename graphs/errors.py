@@ -1,9 +1,13 @@
 """What is wrong with a user's input, where, and how to mend it. Knows no YAML and no graph."""
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
+
+MOST_CHANGED = 0.4  # of a word's characters: what a slip of the pen may change
+MOST_CHARACTERS = 300  # of another library's message
 
 
 class Where(Struct, frozen=True, order=True):
@@ -48,6 +52,12 @@ def reason(error: OSError | UnicodeDecodeError) -> str:
     return (error.strerror or str(error)).lower()
 
 
+def in_words(error: Exception) -> str:
+    """What a library says of a file that it can't read, on one line."""
+    text = re.sub(r"\b\w+Error: ", "", " ".join(str(error).split()))
+    return (text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + " ...") or type(error).__name__
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """A hint that names the closest known spelling, or lists what is known when nothing is close.
 
@@ -57,7 +67,15 @@ def suggest(word: str, known: Iterable[str]) -> str:
     longer = [choice for choice in choices if choice.lower().startswith(word.lower())] if len(word) > 2 else []
     if 0 < len(longer) <= 4:
         return f"did you mean {' or '.join(map(repr, longer))}?"
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+    close = [choice for choice in difflib.get_close_matches(word, choices, n=5, cutoff=0.6) if _is_slip(word, choice)]
     if close:
         return f"did you mean {close[0]!r}?"
     return f"known: {', '.join(choices)}" if 0 < len(choices) <= 24 else ""
+
+
+def _is_slip(word: str, choice: str) -> bool:
+    """Whether a choice may be what a person meant to write. A long common beginning alone is not enough."""
+    one, two = word.lower(), choice.lower()
+    changes = difflib.SequenceMatcher(None, one, two, autojunk=False).get_opcodes()
+    changed = sum(max(i2 - i1, j2 - j1) for kind, i1, i2, j1, j2 in changes if kind != "equal")
+    return changed <= max(2, MOST_CHANGED * max(len(one), len(two)))

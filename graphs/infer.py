@@ -1,27 +1,31 @@
 """What each call reads and writes, with types: declared keys and those its loss or its steps imply. Judges nothing."""
 
 from collections.abc import Callable, Iterator
-from typing import Literal, TypeVar
+from typing import Literal, TypeGuard, TypeVar
 
 from msgspec import Struct
 
+from realgraph.graphs.applied import OUTPUTS
 from realgraph.graphs.errors import Problem, Where
 from realgraph.graphs.graph import INPUT
 from realgraph.graphs.keys import (
     BEHAVIOUR_LOGPROBS,
     GENERATED,
     MASK,
+    OWN_TOKENS,
     TOKENS,
     VERSIONS,
     DType,
     KeyType,
     Level,
     LogprobSemantics,
+    own_tokens,
     parse_key_type,
 )
 from realgraph.graphs.maths import (
     GAE,
     KL,
+    ApplyStep,
     ApplyTerm,
     Center,
     CrossEntropy,
@@ -38,9 +42,8 @@ from realgraph.graphs.maths import (
 from realgraph.graphs.spec import Advantage, Function, Generate, GraphSpec, Inference, ModelCall, Train
 
 RETURNS = "returns"
-OUTPUTS = ("logprobs", "entropy", "values", "scores")  # of the trained role: an `apply` term reads them like keys
 
-Meaning = Literal["", "logprobs", "values", "scores"]
+Meaning = Literal["", "logprobs", "values", "scores", "advantages"]
 
 
 class Want(Struct, frozen=True):
@@ -67,6 +70,7 @@ _MASK = Want(("token",), ("bool",))
 _VERSIONS = Want(("token",), ("int32",))
 _REWARD = Want(("sample", "token"), _NUMBERS)
 _WEIGHT = Want(("sample", "token"), _FLOATS)
+_BASELINE = Want(("group", "sample", "token"), _FLOATS)
 _TOKEN_FLOAT = Want(("token",), _FLOATS)
 _LOGPROBS = Want(("token",), _FLOATS, "logprobs")
 _VALUES = Want(("token",), _FLOATS, "values")
@@ -137,7 +141,8 @@ def infer(spec: GraphSpec, where: Callable[[str], Where], switched_off: dict[str
     """Collect reads and writes of all calls."""
     writes: dict[str, list[Write]] = {}
     inputs = (Write(key, f"$.inputs.{key}", INPUT, parse_type(text)) for key, text in spec.inputs.items())
-    for write in (*inputs, *(write for name, call in spec.calls.items() for write in call_writes(name, call))):
+    calls = (write for name, call in spec.calls.items() for write in call_writes(name, call))
+    for write in (*inputs, *calls, *_own_writes(spec)):
         writes.setdefault(write.key, []).append(write)
     return Draft(
         spec=spec,
@@ -196,9 +201,24 @@ def call_writes(name: str, call: ModelCall) -> tuple[Write, ...]:
             return tuple(Write(key, f"{path}.writes.{key}", name, parse_type(t)) for key, t in call.writes.items())
         case Advantage():
             keys = advantage_writes(call)
-            return tuple(Write(key, f"{path}.writes[{i}]", name, KeyType("token", "float32")) for i, key in keys)
+            of_token = KeyType("token", "float32")
+            return tuple(Write(key, f"{path}.writes[{i}]", name, of_token, "advantages") for i, key in keys)
         case Train():
             return ()
+
+
+def _own_writes(spec: GraphSpec) -> Iterator[Write]:
+    """What a generate call writes for roles that read its samples by their own tokenizer."""
+    roles = dict.fromkeys(call.model for call in spec.calls.values() if is_own(call))
+    generate = next((name for name, call in spec.calls.items() if isinstance(call, Generate)), None)
+    if generate is not None:
+        for role in roles:
+            yield Write(own_tokens(role), f"$.calls.{generate}", generate, OWN_TOKENS)
+
+
+def is_own(call: ModelCall) -> TypeGuard[Inference]:
+    """Whether a call reads samples as its own tokenizer cuts them."""
+    return isinstance(call, Inference) and call.tokenizer == "own"
 
 
 def advantage_writes(call: Advantage) -> tuple[tuple[int, str], ...]:
@@ -234,13 +254,15 @@ def _inferred_type(call: Inference) -> KeyType:
 
 
 def call_reads(name: str, call: ModelCall, spec: GraphSpec) -> tuple[Read, ...]:
-    """The keys a call reads: declared ones first, then those its maths implies; each key once."""
+    """The keys a call reads: declared ones first, then those its maths implies; each once for each type wanted."""
     path = f"$.calls.{name}"
     match call:
         case Generate():
             reads = _declared(name, call.reads, _PROMPT)
-        case Inference():
-            reads = _declared(name, call.reads, _SEQUENCE)
+        case Inference(model=model, reads=keys):
+            own = is_own(call) and any(isinstance(other, Generate) for other in spec.calls.values())
+            keys = tuple(own_tokens(model) if own and key == TOKENS else key for key in keys)
+            reads = _declared(name, keys, _SEQUENCE)
         case Function():
             reads = _declared(name, call.reads, _ANY)
         case Advantage():
@@ -264,9 +286,9 @@ def call_reads(name: str, call: ModelCall, spec: GraphSpec) -> tuple[Read, ...]:
             ]
             if any(isinstance(other, Generate) for other in spec.calls.values()):
                 reads.append(Read(VERSIONS, path, f"the call {name!r}", _VERSIONS))
-    first: dict[str, Read] = {}
+    first: dict[tuple[str, Want], Read] = {}
     for read in reads:
-        first.setdefault(read.key, read)
+        first.setdefault((read.key, read.want), read)
     return tuple(first.values())
 
 
@@ -279,7 +301,9 @@ def step_reads(parent: str, entry: str, step: Step) -> list[Read]:
         case GAE(values=values):
             return [Read(values, f"{path}.values", by, _VALUES)]
         case Center(by="key", key=str(key)):
-            return [Read(key, f"{path}.key", by, _WEIGHT)]
+            return [Read(key, f"{path}.key", by, _BASELINE)]
+        case ApplyStep(reads=reads):
+            return [Read(key, f"{path}.reads[{i}]", by, _TENSOR) for i, key in enumerate(reads)]
         case _:
             return []
 

@@ -62,3 +62,19 @@ GENERATED: dict[str, KeyType] = {
     TEXT: KeyType("sample", "text"),
     FINISHED: KeyType("sample", "bool"),
 }
+OWN_TOKENS = KeyType("sample", "tokens")
+
+
+def own_tokens(role: str) -> str:
+    """The key of a sample as the tokenizer of `role` cuts it, for calls with `tokenizer: own`."""
+    return f"tokens_of_{role}"
+
+
+def is_prompt(key: KeyType) -> bool:
+    """Whether functions get the key as text: it is a prompt's tokens."""
+    return key.level == "group" and key.dtype == "tokens"
+
+
+def ids_keyword(key: str) -> str:
+    """The keyword under which a function gets the token ids of a prompt that it reads."""
+    return f"{key}_ids"

@@ -4,7 +4,9 @@ Knows the names of the library's graphs and the sections that a graph file share
 the language (`compile.py` does) and no section of a run file but its type.
 """
 
-from collections.abc import Sequence
+import math
+import os
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +21,7 @@ from realgraph.graphs.schema import check, fill, prepare, shown, type_of
 from realgraph.graphs.spec import FORMAT, GraphSpec
 
 S = TypeVar("S")
+MOST_NAME_BYTES = 200  # a file system takes 255, and a time is added
 SHARED = ("params", "models", "calls", "inputs")  # one namespace of graph file and run file
 
 
@@ -81,7 +84,7 @@ def shown_name(file: Path) -> str:
     if file.parent == library_folder():
         return f"realgraph/graphs/library/{file.name}"
     try:
-        return str(file.resolve().relative_to(Path.cwd().resolve()))
+        return str(Path(os.path.realpath(file)).relative_to(os.path.realpath(Path.cwd())))
     except ValueError:
         return str(file)
 
@@ -109,6 +112,14 @@ def format_problems(document: Document) -> tuple[Problem, ...]:
         return ()
     text = f"format {given} is unknown: this version reads formats 1 to {FORMAT}"
     return (Problem(document.where("$.format"), text, "a newer realgraph may read it", "format"),)
+
+
+def name_problems(name: str, where: Where) -> tuple[Problem, ...]:
+    """A name becomes part of a directory's name, `runs/NAME-TIME`: it is one component of a path."""
+    if name.strip() and "/" not in name and name.isprintable() and len(name.encode()) <= MOST_NAME_BYTES:
+        return ()
+    text = f"{shown(name)} can't be the name of a run: a name is one printable word or several, without a slash"
+    return (Problem(where, text, "to write elsewhere, set outputs.dir", "name"),)
 
 
 def lay_over(graph: Document, user: Document) -> tuple[Document, tuple[Problem, ...]]:
@@ -163,6 +174,8 @@ def _call_problems(graph: Document, user: Document) -> dict[str, Problem]:
         if name in calls or (isinstance(value, dict) and "kind" in value):
             continue
         path = child("$.calls", name)
+        if value is None and path in user.removed:
+            continue
         text = f"the graph {graph.tree.get('name')} has no call {name!r}"
         hint = suggest(name, calls) or "a call of your own needs its kind"
         problems[path] = Problem(user.where(path), text, hint, "calls")
@@ -175,11 +188,13 @@ def _model_problems(graph: Document, user: Document) -> dict[str, Problem]:
     used = [call.get("model") for call in _section(user, "calls").values() if isinstance(call, dict)]
     used += [role.get("init") for role in _section(user, "models").values() if isinstance(role, dict)]
     problems = {}
-    for name in _section(user, "models"):
-        if name not in roles and name not in used:
-            path = child("$.models", name)
+    for name, value in _section(user, "models").items():
+        path = child("$.models", name)
+        if name not in roles and name not in used and not (value is None and path in user.removed):
             text = f"the graph {graph.tree.get('name')} has no role {name!r}, and no call of yours runs it"
-            problems[path] = Problem(user.where(path), text, suggest(name, roles), "models")
+            orphan = any(gone.startswith("$.calls.") for gone in user.removed)
+            hint = f"where its call was deleted, delete it too: models.{name}=null" if orphan else suggest(name, roles)
+            problems[path] = Problem(user.where(path), text, hint, "models")
     return problems
 
 
@@ -240,13 +255,22 @@ def resolve(struct: type, merged: Document, graph: Document, defaults: Branch) -
     referred, problems = interpolate(filled, defaults)
     final = _document(fill(kind, prepare(kind, referred.tree, "$", deleted)), merged)
     problems = (*problems, *_param_type_problems(graph, final))
-    mistakes = [traced(problem, filled) for problem in check(kind, final)]
+    found = list(check(kind, final))
+    mistakes = [traced(problem, filled) for problem in (*found, *_not_finite(final, found))]
     if problems:  # what a failed reference (it is null now) or a wrong parameter breaks is no mistake of its own
         doubtful = {path for path, value in walk(filled.tree, "$") if _is_reference(value)}
         mistakes = [p for p in mistakes if doubtful.isdisjoint(ancestors(p.where.path))]
     if problems or mistakes:
         raise ConfigError(sorted([*problems, *mistakes]))
     return Resolved(written, final, tuple(dict.fromkeys(deleted)))
+
+
+def _not_finite(document: Document, found: Sequence[Problem]) -> Iterator[Problem]:
+    """Infinite numbers, and those that are none, where any value may stand: JSON has no such numbers."""
+    known = {problem.where.path for problem in found}
+    for path, value in walk(document.tree, "$"):
+        if isinstance(value, float) and not math.isfinite(value) and path not in known:
+            yield Problem(document.where(path), f"expected a finite number, got {shown(value)}", "", "schema")
 
 
 def traced(problem: Problem, written: Document) -> Problem:
@@ -301,10 +325,11 @@ def load_graph_document(document: Document, user: Document, defaults: Branch) ->
         resolved = resolve(GraphSpec, whole, graph, defaults)
     except ConfigError as error:
         raise ConfigError(all_problems([*problems, *misnamed], error.problems)) from None
-    problems += misnamed
+    spec = decode(GraphSpec, resolved.document)
+    problems += [*misnamed, *name_problems(spec.name, resolved.document.where("$.name"))]
     if problems:
         raise ConfigError(sorted(problems))
-    return decode(GraphSpec, resolved.document), resolved
+    return spec, resolved
 
 
 def all_problems(earlier: Sequence[Problem], later: Sequence[Problem]) -> list[Problem]:
@@ -315,7 +340,19 @@ def all_problems(earlier: Sequence[Problem], later: Sequence[Problem]) -> list[P
 
 def user_document(file: Document, overrides: Sequence[Document]) -> Document:
     """A run file (or nothing) with the command line's overrides laid over it, the last one on top."""
-    merged = file
+    merged, removed = file, set(file.removed)
     for override in overrides:
+        removed |= set(_removed(merged, override))
         merged = merge(merged, override)
-    return merged
+    return structs.replace(merged, removed=frozenset(removed))
+
+
+def _removed(lower: Document, upper: Document) -> Iterator[str]:
+    """The entries of the shared sections that `upper` deletes out of `lower`."""
+    for name in SHARED:
+        there = _section(lower, name)
+        yield from (
+            child(child("$", name), key)
+            for key, value in _section(upper, name).items()
+            if value is None and there.get(key) is not None
+        )

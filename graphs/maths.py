@@ -72,9 +72,10 @@ class Return(_Entry, frozen=True, tag="return"):
 
 
 class ApplyStep(_Entry, frozen=True, tag="apply"):
-    """The user's own pure function `module:function` of packed tensors."""
+    """The user's own pure function `module:function` of packed tensors: `fn(batch, running, **args)`."""
 
     fn: str  # module:function
+    reads: tuple[str, ...] = ()  # keys it looks up beside those of its call
     args: dict[str, Any] = field(default_factory=dict)  # keywords, as they are
 
 
@@ -184,11 +185,16 @@ class Distill(_Entry, frozen=True, tag="distill"):
 
 
 class ApplyTerm(_Entry, frozen=True, tag="apply"):
-    """The user's own pure function `module:function` of packed tensors: a loss per token [T]."""
+    """The user's own pure function `module:function` of packed tensors: `fn(batch, outputs, **args)`, a loss per token.
+
+    It may look up the keys and the outputs (logprobs, entropy, values, scores) that `reads` names, and no others; where
+    it names no output it gets logprobs.
+    """
 
     fn: str  # module:function
-    reads: tuple[str, ...] = ()  # keys
+    reads: tuple[str, ...] = ()  # keys, and outputs of the trained role
     args: dict[str, Any] = field(default_factory=dict)  # keywords, as they are
+    over: Literal["sample", "group"] = "sample"  # group: each batch that it gets has its groups whole
 
 
 Term = PolicyGradient | KL | Entropy | Value | CrossEntropy | Preference | PairwiseScore | Distill | ApplyTerm
@@ -210,6 +216,15 @@ class Constant(_Entry, frozen=True, tag="constant"):
 
 class PairMean(_Entry, frozen=True, tag="pair_mean"):
     """Mean over pairs of samples."""
+
+
+def compares_groups(term: Term) -> bool:
+    """Whether a term compares the samples of a group, so that a group may not be cut."""
+    match term:
+        case Preference() | PairwiseScore() | ApplyTerm(over="group"):
+            return True
+        case _:
+            return False
 
 
 Aggregate = TokenMean | SequenceMean | Constant | PairMean

@@ -3,14 +3,19 @@
 import re
 from collections.abc import Iterator
 
+from realgraph.graphs.applied import applied_of
 from realgraph.graphs.errors import Problem, suggest
 from realgraph.graphs.facts import Facts
 from realgraph.graphs.functions import BUILTINS, SIGNATURES, Signature
 from realgraph.graphs.infer import Draft, parse_type
-from realgraph.graphs.maths import ApplyStep, ApplyTerm
-from realgraph.graphs.spec import Advantage, Function, Train
+from realgraph.graphs.keys import ids_keyword, is_prompt
+from realgraph.graphs.spec import Function
 
 _USERS_OWN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_NAMES = "list variables by name, such as env: [OPENAI_API_KEY]"
 
 
 def function_name(draft: Draft, facts: Facts) -> Iterator[Problem]:
@@ -19,26 +24,21 @@ def function_name(draft: Draft, facts: Facts) -> Iterator[Problem]:
         if function.fn not in BUILTINS and not _USERS_OWN.fullmatch(function.fn):
             text = f"{function.fn!r} is neither a built-in function nor of the form module:function"
             yield draft.problem(f"$.calls.{name}.fn", text, suggest(function.fn, BUILTINS))
-    for path, fn in _applied(draft):
-        if not _USERS_OWN.fullmatch(fn):
-            text = f"{fn!r} is not of the form module:function"
-            yield draft.problem(path, text, "name a pure function of packed tensors, such as my_maths:my_term")
-
-
-def _applied(draft: Draft) -> Iterator[tuple[str, str]]:
-    for name, advantage in draft.of(Advantage):
-        for entry, step in advantage.steps.items():
-            if isinstance(step, ApplyStep):
-                yield f"$.calls.{name}.steps.{entry}.fn", step.fn
-    for name, train in draft.of(Train):
-        for entry, term in train.loss.terms.items():
-            if isinstance(term, ApplyTerm):
-                yield f"$.calls.{name}.loss.terms.{entry}.fn", term.fn
+    for applied in applied_of(draft.spec.calls):
+        if not _USERS_OWN.fullmatch(applied.fn):
+            text = f"{applied.fn!r} is not of the form module:function"
+            yield draft.problem(
+                f"{applied.path}.fn", text, "name a pure function of packed tensors, such as my_maths:my_term"
+            )
 
 
 def function_arguments(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """A built-in function gets the keys and arguments that it takes, by name, and gives one value."""
     for name, call in draft.of(Function):
+        for key in call.args:
+            if key in call.reads:
+                text = f"{key!r} is a key that the call reads, and an argument of the same name"
+                yield draft.problem(f"$.calls.{name}.args.{key}", text, "remove one of the two, or rename the argument")
         signature = SIGNATURES.get(call.fn)
         if signature is None:
             continue
@@ -69,6 +69,38 @@ def _unknown(draft: Draft, name: str, call: Function, signature: Signature) -> I
         if key not in signature.takes:
             hint = suggest(key, signature.takes)
             yield draft.problem(f"$.calls.{name}.{place}", f"{call.fn!r} does not take {key!r}", hint)
+
+
+def function_environment(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """What a function gets of the environment is listed by name; the values stand nowhere in the file."""
+    for name, call in draft.of(Function):
+        for i, variable in enumerate(call.env):
+            own, _, value = variable.partition("=")
+            if not _VARIABLE.fullmatch(own):
+                yield draft.problem(f"$.calls.{name}.env[{i}]", "this is no name of an environment variable", _NAMES)
+            elif value or own != variable:
+                text = f"the value of {own!r} does not belong in the file"
+                yield draft.problem(
+                    f"$.calls.{name}.env[{i}]", text, f"write {own}, and set it where you start the run"
+                )
+            elif own.startswith("REALGRAPH_"):
+                yield draft.problem(f"$.calls.{name}.env[{i}]", f"{own!r} belongs to realgraph itself", _NAMES)
+
+
+def function_ids(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """Token ids beside the text are those of a prompt that the function reads, under a keyword of their own."""
+    for name, call in draft.of(Function):
+        for i, key in enumerate(call.ids):
+            place = f"$.calls.{name}.ids[{i}]"
+            types = [write.type for write in draft.writes.get(key, ()) if write.type is not None]
+            if key not in call.reads:
+                yield draft.problem(place, f"{name!r} does not read {key!r}", f"add {key!r} to `reads`")
+            elif types and not is_prompt(types[0]):
+                text = f"{key!r} is {types[0]}, and reaches the function as it is"
+                yield draft.problem(place, text, "`ids` is for prompts, of type group tokens")
+            elif ids_keyword(key) in (*call.reads, *call.args):
+                text = f"the token ids of {key!r} come as {ids_keyword(key)!r}, which the call has already"
+                yield draft.problem(place, text, f"rename the other {ids_keyword(key)!r}")
 
 
 def function_level(draft: Draft, facts: Facts) -> Iterator[Problem]:

@@ -73,8 +73,9 @@ def _type_hint(text: str) -> str:
 def missing_producer(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """Every key that is read has a producer."""
     for call, reads in draft.reads.items():
+        once = {read.key: read for read in reversed(reads)}
         for read in reads:
-            if read.key not in draft.writes:
+            if read.key not in draft.writes and once[read.key] is read:
                 text = f"no call writes {read.key!r}, which {read.by} reads"
                 yield draft.problem(read.path, text, _missing_hint(draft, call, read))
 
@@ -154,7 +155,12 @@ def key_type(draft: Draft, facts: Facts) -> Iterator[Problem]:
 
 def key_meaning(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """Log-probabilities are not taken for values, nor values for log-probabilities."""
-    words = {"logprobs": "log-probabilities", "values": "a critic's values", "scores": "scores"}
+    words = {
+        "logprobs": "log-probabilities",
+        "values": "a critic's values",
+        "scores": "scores",
+        "advantages": "advantages or returns",
+    }
     for reads in draft.reads.values():
         for read in reads:
             writes = draft.writes.get(read.key, ())
@@ -179,6 +185,52 @@ def keep_type(draft: Draft, facts: Facts) -> Iterator[Problem]:
         if write.type is not None and str(write.type) != "group bool":
             text = f"{KEEP!r} decides which groups stay: it is group bool, not {write.type}"
             yield draft.problem(write.path, text, f"write `{KEEP}: group bool`, or give the key another name")
+        elif write.call == INPUT:
+            text = f"{KEEP!r} of the data filters nothing: what a function writes under that name does"
+            yield draft.problem(write.path, text, "leave the rows out of the data, or give the key another name")
+        elif not _in_time(draft, write.call):
+            text = f"{KEEP!r} is decided before a batch is made, but {_late_because(draft, write.call)}"
+            hint = "let it read what the data, the generate call, and functions of a sample or group give"
+            yield draft.problem(write.path, text, hint)
+
+
+def _in_time(draft: Draft, name: str) -> bool:
+    """Whether a call runs as soon as its samples are there: a function that waits for nothing but such functions."""
+    call = draft.spec.calls[name]
+    if not isinstance(call, Function):
+        return isinstance(call, Generate)
+    return call.over != "batch" and all(_in_time(draft, producer) for producer in _producers(draft, name))
+
+
+def _producers(draft: Draft, name: str) -> list[str]:
+    """The other calls that a call waits for; in a cycle, which a rule of its own refuses, none."""
+    found = {draft.producer(read.key) for read in draft.reads[name]} - {None, INPUT, name}
+    return sorted(p for p in found if p is not None and not _waits_for(draft, p, name))
+
+
+def _waits_for(draft: Draft, start: str, target: str) -> bool:
+    """Whether `start` reads, over any number of calls, what `target` writes."""
+    seen: set[str] = set()
+    todo = [start]
+    while todo:
+        for read in draft.reads[todo.pop()]:
+            producer = draft.producer(read.key)
+            if producer == target:
+                return True
+            if producer not in (None, INPUT) and producer not in seen:
+                seen.add(str(producer))
+                todo.append(str(producer))
+    return False
+
+
+def _late_because(draft: Draft, name: str) -> str:
+    call = draft.spec.calls[name]
+    if isinstance(call, Function) and call.over == "batch":
+        return f"{name!r} works over the batch"
+    late = next(producer for producer in _producers(draft, name) if not _in_time(draft, producer))
+    key = next(read.key for read in draft.reads[name] if draft.producer(read.key) == late)
+    kept = isinstance(draft.spec.calls[late], Function) and not _in_time(draft, late)
+    return f"{name!r} reads {key!r} of {late!r}, which {'waits for a batch' if kept else 'runs on a batch'}"
 
 
 def input_shape(draft: Draft, facts: Facts) -> Iterator[Problem]:
@@ -197,6 +249,9 @@ def call_shape(draft: Draft, facts: Facts) -> Iterator[Problem]:
         if len(generate.reads) != 1:
             text = f"a generate call reads one key, the prompt, not {len(generate.reads)}"
             yield draft.problem(f"$.calls.{name}.reads", text, "write `reads: [prompt]`")
+        if "" in generate.stop:
+            text = "an empty text stands everywhere: every sample would end at once"
+            yield draft.problem(f"$.calls.{name}.stop[{generate.stop.index('')}]", text, "remove it")
     for name, inference in draft.of(Inference):
         if inference.reads != (TOKENS,):
             text = f"an inference call reads {TOKENS!r}, prompt and response, and nothing else"

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 
+from realgraph.graphs.applied import HEAD_OF_OUTPUT, term_outputs
 from realgraph.graphs.errors import Problem, suggest
 from realgraph.graphs.facts import Facts
-from realgraph.graphs.infer import Draft, role_of
+from realgraph.graphs.infer import Draft, is_own, role_of
 from realgraph.graphs.maths import (
     KL,
+    ApplyTerm,
     CrossEntropy,
     Distill,
     Entropy,
@@ -73,6 +75,28 @@ def head_mismatch(draft: Draft, facts: Facts) -> Iterator[Problem]:
         for entry, term in train.loss.terms.items():
             path = f"$.calls.{name}.loss.terms.{entry}"
             yield from _head(draft, path, train.model, _head_for(term), f"the term {entry!r}")
+            if isinstance(term, ApplyTerm):
+                yield from _applied_heads(draft, path, train.model, term)
+
+
+def _applied_heads(draft: Draft, path: str, role: str, term: ApplyTerm) -> Iterator[Problem]:
+    """A term of the user's own reads outputs of one head, that of the trained role."""
+    model = draft.spec.models.get(role)
+    for output in term_outputs(term):
+        if model is None or HEAD_OF_OUTPUT[output] == model.head:
+            continue
+        fitting = [name for name, head in HEAD_OF_OUTPUT.items() if head == model.head]
+        gives = f"the head of {role!r} gives {' and '.join(fitting)}"
+        if output in term.reads:
+            place = f"{path}.reads[{term.reads.index(output)}]"
+            hint = f"read {' or '.join(fitting)} here, or set `head: {HEAD_OF_OUTPUT[output]}` under models.{role}"
+            if output in draft.writes:
+                writer = draft.producer(output) or "the data set"
+                hint += f"; {output!r} in `reads` is the output of {role!r}, not the key of {writer!r}: rename that key"
+            yield draft.problem(place, f"{output!r} is no output of the trained role: {gives}", hint)
+        else:
+            text = f"a term that reads no output gets log-probabilities, but {gives}"
+            yield draft.problem(path, text, f"write `reads: [{fitting[0]}, ...]`")
 
 
 def _head_for(term: Term) -> str:
@@ -92,6 +116,28 @@ def _head(draft: Draft, path: str, role: str, needed: str, by: str) -> Iterator[
     if model is not None and needed and model.head != needed:
         text = f"{by} needs {_HEAD_GIVES[needed]}, but the head of {role!r} gives {_HEAD_GIVES[model.head]}"
         yield draft.problem(path, text, f"set `head: {needed}` under models.{role}, or use another role")
+
+
+def own_tokenizer(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """A role reads samples by its own tokenizer where one number a sample is all that comes back, of a frozen role."""
+    for name, call in draft.of(Inference):
+        role = draft.spec.models.get(call.model)
+        if not is_own(call) or role is None:
+            continue
+        path = f"$.calls.{name}.tokenizer"
+        if call.output != "scores":
+            what = _HEAD_GIVES[_HEAD_OF[call.output]]
+            text = f"{name!r} would give {what} of other tokens than those sampled: none belongs to one of these"
+            hint = (
+                "only `output: scores`, one number a sample, can have a tokenizer of its own; take a model of the same"
+            )
+            yield draft.problem(path, text, f"{hint} family")
+        elif not any(True for _ in draft.of(Generate)):
+            text = f"{name!r} reads samples of the data, which have no text to cut anew: no call generates"
+            yield draft.problem(path, text, "leave `tokenizer` out")
+        elif role.trainable or role.ema_rate is not None:
+            text = f"{call.model!r} is trained, on the tokens of the role that generates"
+            yield draft.problem(path, text, "leave `tokenizer` out, or freeze the role")
 
 
 def init_unknown(draft: Draft, facts: Facts) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ from realgraph.graphs.rules_maths import terms_of
 from realgraph.graphs.spec import Generate, Train
 
 SEQUENCE_COLUMNS = (("prompt", "response"), ("messages",))
+TOOLS = "tools"  # a column for the chat template, whatever the inputs
 PAIR_COLUMNS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
 
 
@@ -23,7 +24,7 @@ def read_inputs(draft: Draft) -> list[str]:
 
 def unknown_input(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """`data.columns` maps inputs that the graph has."""
-    known = set(draft.spec.inputs)
+    known = {*draft.spec.inputs, TOOLS}
     if TOKENS in known:
         known |= {name for names in (*SEQUENCE_COLUMNS, *PAIR_COLUMNS) for name in names}
     for name in facts.data_columns:
@@ -92,7 +93,7 @@ def stale_uncorrected(draft: Draft, facts: Facts) -> Iterator[Problem]:
         return
     for path, _, entry, term in terms_of(draft):
         if isinstance(term, PolicyGradient) and isinstance(term.off_policy, Ignore):
-            text = f"samples may be {facts.staleness} versions old, but the term {entry!r} ignores that"
+            text = f"samples may be {facts.staleness} steps old, but the term {entry!r} ignores that"
             hint = "write `off_policy: {kind: decoupled}` or `{kind: truncated}`, or set staleness: 0"
             yield draft.problem(f"{path}.off_policy", text, hint)
 

@@ -14,8 +14,15 @@ from msgspec import inspect
 from realgraph.graphs.document import Branch, Document, Tree, child
 from realgraph.graphs.errors import Problem, suggest
 from realgraph.graphs.maths import Step, Term
+from realgraph.graphs.spec import Inference, Train
 
 # An entry of `steps` or `terms` that leaves its kind out is of the kind that its name says.
+# What is meant where 0 is given for a field that must be above it.
+_ZERO_HINTS: dict[tuple[type, str], str] = dict.fromkeys(
+    [(Train, "temperature"), (Inference, "temperature")],
+    "log-probabilities have no temperature 0; greedy decoding is `temperature: 0` of a generate call (and of `eval`, "
+    "where it is the default), without a policy gradient",
+)
 NAMED: frozenset[type] = frozenset((*get_args(Step), *get_args(Term)))
 _SHOWN = 60  # characters of a wrong value that a problem quotes
 
@@ -212,7 +219,9 @@ def _fields(kind: inspect.Type, struct: inspect.StructType, value: Branch, path:
             yield child(path, key), f"unknown key {key!r}{_of(struct)}", _elsewhere(kind, struct, key) or hint
     for name, field in fields.items():
         if name in value:
-            yield from mismatches(field.type, value[name], child(path, name))
+            wrong = mismatches(field.type, value[name], child(path, name))
+            own = _ZERO_HINTS.get((struct.cls, name), "") if value[name] == 0 else ""
+            yield from ((at, text, hint or own) for at, text, hint in wrong)
         elif field.required and name not in meant:
             yield child(path, name), f"required, but not given: expected {describe(field.type)}", ""
 
@@ -266,7 +275,7 @@ def _hint(kind: inspect.Type, value: Tree) -> str:
         return "YAML reads on, off, yes and no as true and false: quote the word"
     if isinstance(value, int | float) and text_wanted:
         return f'quote it: "{value}"'
-    if isinstance(value, float) and value.is_integer() and number_wanted:
+    if isinstance(value, float) and value.is_integer() and any(_is_scalar_of(member, int(value)) for member in types):
         return f"write {int(value)}"
     if isinstance(value, str) and number_wanted and _looks_like_number(value):
         return "leave the quotes out"

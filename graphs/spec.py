@@ -38,7 +38,7 @@ class Optimizer(Struct, frozen=True, forbid_unknown_fields=True):
     max_grad_norm: Positive | None = 1.0  # null: no clipping
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate, after warm-up
     warmup_steps: Annotated[int, Meta(ge=0)] = 0  # optimizer steps
-    final_lr_fraction: Fraction = 0.0  # of lr, at the end of the schedule
+    final_lr_fraction: Fraction = 0.0  # of lr, what the schedule falls to right after the last step
 
 
 class _Call(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
@@ -48,7 +48,8 @@ class _Call(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
 class Generate(_Call, frozen=True, tag="generate"):
     """Sample `n` responses of a role to each prompt; writes tokens, mask, behaviour logprobs, versions, text, finished.
 
-    temperature 0 is greedy. `stop` are strings; the tokenizer's end of sequence always stops.
+    temperature 0 is greedy. The model's and the tokenizer's ends of sequence always stop, and in chats the template's
+    end of a turn.
     """
 
     model: str  # role
@@ -57,19 +58,24 @@ class Generate(_Call, frozen=True, tag="generate"):
     temperature: NonNegative = 1.0  # 0 is greedy
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0  # 1: whole vocabulary
     top_k: Annotated[int, Meta(ge=0)] = 0  # 0: whole vocabulary
-    stop: tuple[str, ...] = ()  # texts that end a sample
+    stop: tuple[str, ...] = ()  # texts that end a sample, or special tokens
     max_new_tokens: Count | None = None  # default: batch.max_new_tokens of the run
     when: Switch = True  # falsy: the call is out
 
 
 class Inference(_Call, frozen=True, tag="inference"):
-    """One forward pass of a role over `tokens`: logprobs and values per token, or a score per sample."""
+    """One forward pass of a role over `tokens`: logprobs and values per token, or a score per sample.
+
+    The tokens are those of the role that generates. `tokenizer: own`, for scores only, is for a role of another family:
+    the prompt's conversation and the sample's text are rendered by its own chat template and cut by its own tokenizer.
+    """
 
     model: str  # role
     output: Literal["logprobs", "values", "scores"]  # what the role's head gives
     writes: tuple[str, ...]  # the key for it
     reads: tuple[str, ...] = ("tokens",)  # what is read of the batch
     temperature: Positive = 1.0  # logits are divided by it
+    tokenizer: Literal["shared", "own"] = "shared"  # of the tokens that it reads
     when: Switch = True  # falsy: the call is out
 
 
@@ -77,17 +83,21 @@ class Function(_Call, frozen=True, tag="function"):
     """A plain function (rewards, filters, the user's own): a built-in name, or `module:function` of the run's folder.
 
     It runs in a worker's subprocess and gets each key it reads as a keyword of that name, and `args`; per sample by
-    default. `on_error: score` gives a failing sample `error_value` instead of failing the run.
+    default. A prompt reaches it as text; those that `ids` names as token ids too, as keywords such as `prompt_ids`.
+    `on_error: score` gives a failing sample `error_value` instead of failing the run. Of the environment it gets what
+    programs need to run, such as PATH and HOME, and the variables that `env` names.
     """
 
     fn: str  # built-in name or module:function
     reads: tuple[str, ...] = ()  # keys passed as keywords
     writes: dict[str, str] = field(default_factory=dict)  # key -> its type, such as `sample float32`
     args: dict[str, Any] = field(default_factory=dict)  # further keywords, as they are
+    ids: tuple[str, ...] = ()  # prompts of `reads` that it gets as token ids too, under their names with `_ids`
     over: Literal["sample", "group", "batch"] = "sample"  # what one execution gets
     timeout_seconds: Positive = 30.0  # of one execution
     on_error: Literal["fail", "score"] = "fail"  # what an exception does
     error_value: float = 0.0  # with `on_error: score`
+    env: tuple[str, ...] = ()  # environment variables that its process gets, by name: keys of services and the like
     when: Switch = True  # falsy: the call is out
 
 

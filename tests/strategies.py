@@ -181,14 +181,16 @@ def _extras(draw: st.DrawFn, tree: Tree, filters: bool = True) -> Tree:
     tree = copy.deepcopy(tree)
     keys = [key for key, text in tree["inputs"].items() if text.startswith("group")]
     keys += ["text", "finished"] if "rollout" in tree["calls"] else []
+    early = set(keys)  # there before a batch is made
     for i in range(draw(st.integers(0, 5))):
         reads = draw(st.lists(st.sampled_from(keys), max_size=4, unique=True)) if keys else []
         text = draw(st.sampled_from(_FLOAT_KEYS))
         over = draw(st.sampled_from(["group", "batch"] if text.startswith("group") else ["sample", "group", "batch"]))
-        writes = {f"key_{i}": text} | (
-            {"keep": "group bool"} if filters and over == "group" and "keep" not in keys else {}
-        )
+        in_time = over != "batch" and early.issuperset(reads)
+        keeps = filters and in_time and over == "group" and "keep" not in keys
+        writes = {f"key_{i}": text} | ({"keep": "group bool"} if keeps else {})
         keys += writes
+        early |= set(writes) if in_time else set()
         tree["calls"][f"extra_{i}"] = {"kind": "function", "fn": "m:f", "reads": reads, "writes": writes, "over": over}
     for i in range(draw(st.integers(0, 2))):
         head, output = draw(st.sampled_from([("lm", "logprobs"), ("value", "values"), ("score", "scores")]))
@@ -244,6 +246,7 @@ BREAKS: dict[str, Break] = {
     "trainable_untrained": Break({"models.ref.trainable": True}),
     "policy_not_sampled": Break({"calls.rollout.model": "ref"}),
     "head_mismatch": Break({"models.ref.head": "score"}),
+    "own_tokenizer": Break({"calls.ref_logp.tokenizer": "own"}),
     "init_unknown": Break({"models.ref.init": "actr"}),
     "model_without_path": Break({"models.actor.path": None}, Facts(groups=8)),
     "ema_rate": Break({"models.actor.ema_rate": 0.9}),
@@ -260,6 +263,8 @@ BREAKS: dict[str, Break] = {
     "function_name": Break({"calls.reward.fn": "exact_mach"}),
     "function_arguments": Break({"calls.reward.fn": "format_match", "calls.reward.reads": ["text"]}),
     "function_level": Break({"calls.filter": _function(reads=["reward"], writes={"share": "group float32"})}),
+    "function_environment": Break({"calls.reward.env": ["JUDGE_KEY=secret"]}),
+    "function_ids": Break({"calls.reward.ids": ["answer"]}),
     "group_of_one": Break({"calls.rollout.n": 1, "calls.advantage.steps.center.by": "group"}),
     "two_returns": Break({"calls.advantage.steps.return": {}}),
     "reward_after_return": Break({"calls.advantage.steps.kl_penalty": {"to": "ref_logprobs"}}),

@@ -9,13 +9,13 @@ import networkx as nx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from realgraph.graphs.compile import compile_graph
 from realgraph.graphs.facts import Facts
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.layered import COLUMN_GAP, MARGIN, ROW_GAP, Box, Size, place
 from realgraph.graphs.render import mermaid, svg, tree
+from realgraph.terminal import Terminal
 from tests.strategies import TREES, Tree, change, rl_tree, spec_of, trees, where
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -112,7 +112,7 @@ def test_mermaid_draws_the_same_graph(source: Tree) -> None:
 @pytest.mark.parametrize("name", TREES)
 def test_the_tree_shows_calls_keys_and_roles(name: str) -> None:
     graph = graph_of(TREES[name]())
-    console = Console(width=200, record=True, force_terminal=False, file=None)
+    console = Terminal(width=200, record=True, force_terminal=False, file=None)
     with console.capture() as captured:
         console.print(tree(graph))
     lines = captured.get().splitlines()
@@ -131,7 +131,7 @@ def test_names_are_text_and_not_markup() -> None:
     root = ElementTree.fromstring(svg(graph))
     assert hostile in [text.text for text in root.iter(f"{SVG}text")]
     assert hostile not in mermaid(graph)
-    console = Console(width=200)
+    console = Terminal(width=200)
     with console.capture() as captured:
         console.print(tree(graph))
     assert captured.get().count(hostile) >= 2

@@ -1,0 +1,119 @@
+"""Requests that are allowed and do not do what they seem to: warned of once, with the reason. Refuses nothing."""
+
+from collections.abc import Callable, Container, Iterator, Mapping
+from typing import Any
+
+from msgspec import structs
+
+from realgraph.graphs.errors import Problem, Where
+from realgraph.graphs.infer import Draft, infer, role_of, step_reads, term_reads
+from realgraph.graphs.maths import KL, KLPenalty, NoClip, PairwiseScore, PolicyGradient, Preference
+from realgraph.graphs.rules_maths import terms_of
+from realgraph.graphs.spec import Advantage, Generate, GraphSpec, ModelCall, Train
+from realgraph.graphs.switch import switch_off
+
+Written = Callable[[str], bool]  # whether a file or the command line gave the value at a YAML path
+Warn = Callable[[Draft, Written], Iterator[Problem]]
+
+
+def warnings_of(spec: GraphSpec, where: Callable[[str], Where], written: Written) -> tuple[Problem, ...]:
+    """What a person should know of a graph that compiles, in the order of the places; `rule` names the warning."""
+    live, switched_off = switch_off(spec)
+    draft = infer(live, where, switched_off)
+    found = [structs.replace(problem, rule=warn.__name__) for warn in WARNINGS for problem in warn(draft, written)]
+    fallen = (structs.replace(problem, rule=entries_left_out.__name__) for problem in entries_left_out(spec, draft))
+    return tuple(sorted([*found, *fallen]))
+
+
+def kl_without_gradient(draft: Draft, written: Written) -> Iterator[Problem]:
+    """k1 of the policy's own samples has the gradient of log p, whose mean is zero: it holds nothing back."""
+    for path, _, entry, term in terms_of(draft):
+        if isinstance(term, KL) and term.estimator == "k1" and term.coef != 0:
+            text = f"the term {entry!r} estimates the KL by k1, whose gradient is zero in the mean: it only adds noise"
+            hint = (
+                "as a loss take k2 (the gradient of KL(policy || to)) or k3; k1 is for the kl_penalty step of rewards"
+            )
+            yield draft.problem(f"{path}.estimator", text, hint)
+
+
+def several_steps_without_ratio(draft: Draft, written: Written) -> Iterator[Problem]:
+    """The plain policy gradient holds for samples of the present weights, which every optimizer step changes."""
+    for path, call, entry, term in terms_of(draft):
+        n_steps = call.epochs * call.minibatches
+        if not isinstance(term, PolicyGradient) or term.ratio != "none" or n_steps == 1:
+            continue
+        times = [f"{n} {name}" for name in ("epochs", "minibatches") if (n := getattr(call, name)) > 1]
+        text = (
+            f"the term {entry!r} has no ratio, but {' x '.join(times)} are {n_steps} optimizer steps on one batch: "
+            "after the first the samples are no longer the policy's, and nothing corrects for it"
+        )
+        hint = "set `ratio: token` (or sequence), or epochs and minibatches to 1"
+        yield draft.problem(f"{path}.ratio", text, hint)
+
+
+def clip_without_ratio(draft: Draft, written: Written) -> Iterator[Problem]:
+    """The clip cuts the ratio; one that a file wrote beside `ratio: none` has no effect."""
+    for path, _, entry, term in terms_of(draft):
+        unread = isinstance(term, PolicyGradient) and term.ratio == "none" and not isinstance(term.clip, NoClip)
+        if unread and written(f"{path}.clip"):
+            text = f"the term {entry!r} has no ratio, so nothing reads its clip"
+            yield draft.problem(f"{path}.clip", text, "write `clip: {kind: none}`, or `ratio: token`")
+
+
+def unused_model(draft: Draft, written: Written) -> Iterator[Problem]:
+    """A role that no call runs, and that no role in use starts from, is never loaded."""
+    models = draft.spec.models
+    used = {role_of(call) for call in draft.spec.calls.values()}
+    todo = list(used)
+    while todo:
+        role = models.get(todo.pop())
+        if role is not None and role.init is not None and role.init not in used:
+            used.add(role.init)
+            todo.append(role.init)
+    for name in models:
+        if name not in used:
+            text = f"no call uses the model {name!r}: it is not loaded"
+            yield draft.problem(f"$.models.{name}", text, f"delete it (models.{name}=null), or name it in a call")
+
+
+def entries_left_out(spec: GraphSpec, draft: Draft) -> Iterator[Problem]:
+    """A step or term falls with the call that would write what it reads; a KL of coefficient 0 is meant to."""
+    for name, call in draft.spec.calls.items():
+        before = spec.calls[name]
+        for parent, entries, left in _entries(before, call):
+            for entry, value in entries.items():
+                if value is None or entry in left or (isinstance(value, KL | KLPenalty) and value.coef == 0):
+                    continue
+                path = f"$.calls.{name}.{parent}.{entry}"
+                reads = step_reads("", entry, value) if parent == "steps" else term_reads("", entry, value)
+                lost = next(read.key for read in reads if read.key in draft.switched_off)
+                why = draft.switched_off[lost]
+                text = f"{entry!r} is left out: it reads {lost!r} of the call {why.call!r}, and {why.switch} is off"
+                yield draft.problem(path, text, f"switch {why.switch} on, or delete {entry!r}")
+
+
+def _entries(before: ModelCall, after: ModelCall) -> Iterator[tuple[str, Mapping[str, Any], Container[str]]]:
+    if isinstance(before, Advantage) and isinstance(after, Advantage):
+        yield "steps", before.steps, after.steps
+    if isinstance(before, Train) and isinstance(after, Train):
+        yield "loss.terms", before.loss.terms, after.loss.terms
+
+
+def pairs_without_order(draft: Draft, written: Written) -> Iterator[Problem]:
+    """Losses of pairs prefer sample 0: in the data that is the chosen one, among samples it is any."""
+    if not any(True for _ in draft.of(Generate)):
+        return
+    for path, _, entry, term in terms_of(draft):
+        if isinstance(term, Preference | PairwiseScore):
+            text = f"the term {entry!r} prefers sample 0 of a group to sample 1, and samples come in no order of merit"
+            hint = "take pairs from the data (columns chosen and rejected), or write the loss as an `apply` term"
+            yield draft.problem(path, text, hint)
+
+
+WARNINGS: tuple[Warn, ...] = (
+    kl_without_gradient,
+    several_steps_without_ratio,
+    clip_without_ratio,
+    unused_model,
+    pairs_without_order,
+)
