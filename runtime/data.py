@@ -1,20 +1,25 @@
 """A data set as a graph's inputs: rows by number, mapped to keys and tokenised. Knows no order of rows and no step."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 from msgspec import Struct, field
 
-from realgraph.graphs.errors import ConfigError, Where, suggest
+from realgraph.graphs.errors import Where, suggest
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.keys import MASK, TOKENS, KeyType
 from realgraph.graphs.spec import Generate, Train
+from realgraph.runtime.chats import chat_sample
+from realgraph.runtime.conversations import Conversation, Conversations, Misplaced, kind
 from realgraph.runtime.job import DataSpec
-from realgraph.runtime.row_files import RawRow, open_rows, problem
-from realgraph.runtime.tokenize import Tokenizer, chat_sample, plain_sample, prompt_tokens
+from realgraph.runtime.row_content import cell_value, problem
+from realgraph.runtime.row_files import RawRow, open_rows
+from realgraph.runtime.tokenize import BARE, Template, Tokenizer, plain_sample, prompt_tokens
 
 PROMPT, RESPONSE, MESSAGES, CHOSEN, REJECTED = "prompt", "response", "messages", "chosen", "rejected"
+TOOLS = "tools"
 
 
 class Row(Struct, frozen=True):
@@ -28,6 +33,13 @@ class Row(Struct, frozen=True):
     group: dict[str, Any]
     samples: tuple[dict[str, Any], ...] = ()
     raw: RawRow = field(default_factory=dict)
+
+
+class Asked(NamedTuple):
+    """A prompt as a conversation, for tokenizers other than the one that cut it. tools: of the chat template."""
+
+    conversation: Conversation
+    tools: Sequence[Mapping[str, Any]] | None = None
 
 
 class TooLong(Struct, frozen=True):
@@ -54,14 +66,29 @@ def tokenizer_source(graph: Graph) -> tuple[str, str | None]:
     roles = [call.model for call in graph.calls.values() if isinstance(call, Generate)]
     roles += [call.model for call in graph.calls.values() if isinstance(call, Train)]
     for role in (*roles, *graph.models):
-        seen: set[str] = set()
-        while role in graph.models and role not in seen:
-            model = graph.models[role]
-            if model.path is not None:
-                return model.path, model.revision
-            seen.add(role)
-            role = model.init or ""
+        found = _source(graph, role)
+        if found is not None:
+            return found
     raise problem(Where(path="$.models"), "no model has a path, so there is no tokenizer", "set models.<role>.path")
+
+
+def model_source(graph: Graph, role: str) -> tuple[str, str | None]:
+    """Path and revision of a role's own model, or of the one that it starts as. Raises ConfigError."""
+    found = _source(graph, role)
+    if found is None:
+        raise problem(Where(path=f"$.models.{role}"), "no path, so there is no tokenizer", f"set models.{role}.path")
+    return found
+
+
+def _source(graph: Graph, role: str) -> tuple[str, str | None] | None:
+    seen: set[str] = set()
+    while role in graph.models and role not in seen:
+        model = graph.models[role]
+        if model.path is not None:
+            return model.path, model.revision
+        seen.add(role)
+        role = model.init or ""
+    return None
 
 
 class DataSet:
@@ -79,7 +106,8 @@ class DataSet:
         self._spec, self._inputs, self._tokenizer, self._n = spec, dict(inputs), tokenizer, samples_per_group
         self._rows = open_rows(spec)
         self.columns = self._rows.columns
-        self._chat = bool(tokenizer.chat_template) if spec.chat is None else spec.chat
+        self._chats = Conversations(spec, tokenizer)
+        self._n_vocabulary = 1 + max(tokenizer.get_vocab().values(), default=-1)
         self._from_data = TOKENS in self._inputs
         self._shape = self._sample_shape() if self._from_data else ""
         self._check()
@@ -94,16 +122,25 @@ class DataSet:
     def row(self, index: int) -> Row | TooLong:
         """Row `index`, from 0 to len - 1, tokenised. Raises ConfigError naming the file, line and column at fault."""
         raw = self._rows.read(index)
+        template = self._template(index, raw)
         try:
             group = {
-                name: self._at(index, name, raw, partial(self._value, key=key))
+                name: self._at(index, name, raw, partial(self._value, key=key, template=template))
                 for name, key in self._inputs.items()
                 if key.level == "group"
             }
-            samples = self._samples(index, raw) if self._from_data else ()
+            samples = self._samples(index, raw, template) if self._from_data else ()
         except _Overflow as overflow:
             return TooLong(index, overflow.n_tokens, self._spec.max_prompt_tokens)
         return Row(index, group, samples, raw)
+
+    def asked(self, row: Row, name: str) -> Asked:
+        """The conversation of the prompt `name` of a row, before it became tokens, and the tools that belong to it."""
+        value, template = row.raw[self._column(name)], self._template(row.index, row.raw)
+        text = str(self._tokenizer.decode(value, skip_special_tokens=True)) if _is_ids(value) else None
+        return Asked(
+            self._at(row.index, name, row.raw, self._chats.of_prompt) if text is None else text, template.tools
+        )
 
     # --- columns ------------------------------------------------------------------------------------------------------
 
@@ -131,10 +168,6 @@ class DataSet:
         raise problem(Where(self._spec.path), f"the graph needs the columns {wanted}", hint)
 
     def _check(self) -> None:
-        for name, given in (("chat", self._spec.chat), ("system", self._spec.system)):
-            if given and not self._tokenizer.chat_template:
-                text = f"data.{name} is set, but the tokenizer has no chat template to put it in"
-                raise problem(Where(path=f"$.data.{name}"), text, "leave it out, or take a model with a template")
         for name, key in self._inputs.items():
             made = self._from_data and name in (TOKENS, MASK)
             if key.level == "step" or (key.level != "group" and not self._from_data):
@@ -142,6 +175,19 @@ class DataSet:
             if not made and not self._has(name):
                 hint = suggest(self._column(name), self.columns) + f"; map it: data.columns.{name}"
                 raise problem(Where(self._spec.path), f"there is no column {self._column(name)!r} for {name!r}", hint)
+        if TOOLS in self._spec.columns and TOOLS not in self._inputs:
+            place = Where(path="$.data.columns.tools")
+            if not self._has(TOOLS):
+                raise problem(place, f"there is no column {self._column(TOOLS)!r}", suggest(TOOLS, self.columns))
+            if not self._chats.takes_tools:
+                text = "the tokenizer's chat template reads no tools"
+                raise problem(place, text, "leave it out, or take a model whose template does")
+
+    def _template(self, index: int, raw: RawRow) -> Template:
+        """The arguments of the chat template for a row, with the tools of its own column."""
+        if TOOLS in self._inputs or not self._chats.takes_tools or self._column(TOOLS) not in raw:
+            return self._chats.template
+        return cast(Template, self._at(index, TOOLS, raw, self._chats.with_tools))
 
     def _at(self, index: int, name: str, raw: RawRow, convert: Callable[[Any], Any]) -> Any:
         """A column's value, converted; what is wrong with it is told with its place."""
@@ -152,22 +198,27 @@ class DataSet:
             raise problem(place, "this row lacks the column", f"it has {', '.join(raw)}")
         try:
             return convert(raw[column])
+        except Misplaced as error:
+            within = Where(place.file, place.line, f"{place.path}{error.path}")
+            raise problem(within, str(error)) from error
         except ValueError as error:
-            raise ConfigError(problem(place, str(error)).problems) from error
+            raise problem(place, str(error)) from error
 
     # --- values -------------------------------------------------------------------------------------------------------
 
-    def _value(self, value: Any, key: KeyType) -> Any:
+    def _value(self, value: Any, key: KeyType, template: Template = BARE, *, typed: bool = False) -> Any:
         """One value as a key's dtype. Raises ValueError."""
+        if self._rows.all_text and not typed:
+            value = cell_value(value, key.dtype)
         match key.dtype:
             case "tokens":
-                return self._fit(self._prompt(value))
+                return self._fit(self._prompt(value, template))
             case "text":
                 if isinstance(value, str):
                     return value
                 if isinstance(value, int | float) and not isinstance(value, bool):
                     return str(value)
-                raise ValueError(f"expected text, got {_kind(value)}")
+                raise ValueError(f"expected text, got {kind(value)}")
             case "json":
                 return value
             case "bool":
@@ -179,28 +230,22 @@ class DataSet:
             case "float32" | "float64":
                 if isinstance(value, int | float) and not isinstance(value, bool):
                     return float(value)
-        raise ValueError(f"expected {key.dtype}, got {_kind(value)}")
+        raise ValueError(f"expected {key.dtype}, got {kind(value)}")
 
-    def _conversation(self, value: Any) -> str | list[dict[str, Any]]:
-        """A prompt column's value: plain text, or messages (text is wrapped as a user's turn where chats are on)."""
-        if isinstance(value, str):
-            if self._spec.system is not None and not self._chat:
-                raise ValueError("data.system needs chat messages, and data.chat is false: the prompt is plain text")
-            return self._with_system([{"role": "user", "content": value}]) if self._chat else value
-        return self._with_system(_messages(value))
-
-    def _with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        if self._spec.system is None or (messages and messages[0].get("role") == "system"):
-            return messages
-        return [{"role": "system", "content": self._spec.system}, *messages]
-
-    def _prompt(self, value: Any) -> list[int]:
-        if isinstance(value, list) and value and all(isinstance(item, int) for item in value):
-            return value
-        tokens = prompt_tokens(self._conversation(value), self._tokenizer)
+    def _prompt(self, value: Any, template: Template) -> list[int]:
+        if _is_ids(value):
+            return self._ids(value)
+        tokens = prompt_tokens(self._chats.of_prompt(value), self._tokenizer, template)
         if not tokens:
             raise ValueError("the prompt is empty")
         return tokens
+
+    def _ids(self, value: list[int]) -> list[int]:
+        """Token ids of the data, which must be in the vocabulary. Raises ValueError."""
+        outside = next((token for token in value if not 0 <= token < self._n_vocabulary), None)
+        if outside is not None:
+            raise ValueError(f"the token id {outside} is outside of the vocabulary of {self._n_vocabulary} tokens")
+        return value
 
     def _fit(self, tokens: list[int]) -> list[int]:
         """A prompt within its limit, by the policy for those that are too long. Raises _Overflow, or ValueError."""
@@ -221,8 +266,8 @@ class DataSet:
 
     # --- whole samples ------------------------------------------------------------------------------------------------
 
-    def _samples(self, index: int, raw: RawRow) -> tuple[dict[str, Any], ...]:
-        pieces = self._tokens_and_masks(index, raw)
+    def _samples(self, index: int, raw: RawRow, template: Template) -> tuple[dict[str, Any], ...]:
+        pieces = self._tokens_and_masks(index, raw, template)
         samples = tuple({TOKENS: tokens, MASK: mask} for tokens, mask in pieces)
         for name, key in self._inputs.items():
             if key.level not in ("sample", "token") or name in (TOKENS, MASK):
@@ -234,54 +279,68 @@ class DataSet:
 
     def _sample_values(self, value: Any, key: KeyType, samples: Sequence[dict[str, Any]]) -> list[Any]:
         """A column's value for each sample of the row: itself, or for pairs a list of two."""
+        value = value if self._n == 1 and key.level == "sample" else self._listed(value)
         values = [value] if self._n == 1 else value
         if not isinstance(values, list) or len(values) != len(samples):
-            raise ValueError(f"expected a list of {len(samples)}, one value a sample, got {_kind(value)}")
+            raise ValueError(f"expected a list of {len(samples)}, one value a sample, got {kind(value)}")
         if key.level == "sample":
-            return [self._value(item, key) for item in values]
+            return [self._value(item, key, typed=self._n > 1) for item in values]
         for item, sample in zip(values, samples, strict=True):
             if not isinstance(item, list) or len(item) != len(sample[TOKENS]):
-                raise ValueError(f"expected a list of {len(sample[TOKENS])}, one value a token, got {_kind(item)}")
-        return [[self._value(one, KeyType("sample", key.dtype)) for one in item] for item in values]
+                raise ValueError(f"expected a list of {len(sample[TOKENS])}, one value a token, got {kind(item)}")
+        return [[self._value(one, KeyType("sample", key.dtype), typed=True) for one in item] for item in values]
 
-    def _tokens_and_masks(self, index: int, raw: RawRow) -> list[tuple[list[int], list[bool]]]:
+    def _tokens_and_masks(self, index: int, raw: RawRow, template: Template) -> list[tuple[list[int], list[bool]]]:
+        chats = self._chats
         match self._shape:
             case "tokens":
                 return [self._given(index, raw)]
             case "messages":
-                return [self._at(index, MESSAGES, raw, lambda value: self._chat_sample(_messages(value)))]
+                chat = self._at(index, MESSAGES, raw, lambda value: chats.messages(self._listed(value)))
+                return [self._at(index, MESSAGES, raw, lambda _: self._chat_sample(chat, template))]
             case "response":
-                prompt = self._at(index, PROMPT, raw, self._conversation)
-                return [self._at(index, RESPONSE, raw, lambda value: self._answered(prompt, value))]
-        prompt = self._at(index, PROMPT, raw, self._conversation) if self._has(PROMPT) else None
-        return [self._at(index, name, raw, lambda value: self._answered(prompt, value)) for name in (CHOSEN, REJECTED)]
+                names = [RESPONSE]
+            case _:
+                names = [CHOSEN, REJECTED]
+        prompt = self._at(index, PROMPT, raw, chats.of_prompt) if self._has(PROMPT) else None
+        return [
+            self._at(index, name, raw, lambda value: self._answered(prompt, self._listed(value), template))
+            for name in names
+        ]
 
     def _given(self, index: int, raw: RawRow) -> tuple[list[int], list[bool]]:
         """Tokens (and mask) that stand in the data."""
-        tokens: list[int] = self._at(index, TOKENS, raw, _token_ids)
+        tokens: list[int] = self._at(index, TOKENS, raw, lambda value: self._ids(_token_ids(self._listed(value))))
         if not self._has(MASK):
             return tokens, [i > 0 for i in range(len(tokens))]
-        mask = self._at(index, MASK, raw, lambda value: [bool(item) for item in value])
+        mask = self._at(index, MASK, raw, lambda value: _mask(self._listed(value)))
         if len(mask) != len(tokens):
             place = self._rows.where(index)
             raise problem(place, f"{len(tokens)} tokens, but a mask of {len(mask)}")
         return tokens, mask
 
-    def _answered(self, prompt: str | list[dict[str, Any]] | None, value: Any) -> tuple[list[int], list[bool]]:
+    def _answered(self, prompt: Conversation | None, value: Any, template: Template) -> tuple[list[int], list[bool]]:
         """A prompt with its response: a text, the assistant's messages, or (without a prompt) a whole chat."""
         if isinstance(value, str):
             if prompt is None:
                 raise ValueError("a text needs a column 'prompt' before it")
             if isinstance(prompt, str):
                 return self._cut_left(plain_sample(prompt, value, self._tokenizer))
-            return self._chat_sample([*prompt, {"role": "assistant", "content": value}])
-        messages = _messages(value)
+            return self._chat_sample([*prompt, {"role": "assistant", "content": value}], template)
+        messages = self._chats.messages(value)
         before = [] if prompt is None else [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         starts_again = messages[: len(before)] == before or any(m.get("role") == "user" for m in messages[:2])
-        return self._chat_sample(messages if starts_again else [*before, *messages])
+        return self._chat_sample(messages if starts_again else [*before, *messages], template)
 
-    def _chat_sample(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[bool]]:
-        return self._cut_left(chat_sample(self._with_system(messages), self._tokenizer))
+    def _chat_sample(self, messages: list[dict[str, Any]], template: Template) -> tuple[list[int], list[bool]]:
+        return self._cut_left(chat_sample(self._chats.with_system(messages), self._tokenizer, template))
+
+    def _listed(self, value: Any) -> Any:
+        """A list that stands as JSON in a text cell; anything else as it is."""
+        if self._rows.all_text and isinstance(value, str) and value.lstrip().startswith("["):
+            with suppress(ValueError):
+                return cell_value(value, "json")
+        return value
 
     def _cut_left(self, sample: tuple[list[int], list[bool]]) -> tuple[list[int], list[bool]]:
         """The limit on prompts holds for what stands before the first token that is trained on."""
@@ -290,21 +349,21 @@ class DataSet:
         return tokens[excess:], mask[excess:]
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"expected text or a list of chat messages, got {_kind(value)}")
-    for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise ValueError(f"expected messages with `role` and `content`, got {_kind(message)}")
-    return [dict(message) for message in value]
+def _mask(value: Any) -> list[bool]:
+    if not isinstance(value, list) or not all(item in (0, 1) for item in value):
+        raise ValueError(f"expected a list of 0 and 1, or of true and false, got {kind(value)}")
+    return [bool(item) for item in value]
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(_is_id(item) for item in value)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _token_ids(value: Any) -> list[int]:
-    if not isinstance(value, list) or not value or not all(isinstance(item, int) for item in value):
-        raise ValueError(f"expected a list of token ids, got {_kind(value)}")
-    return value
-
-
-def _kind(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+    if not _is_ids(value):
+        raise ValueError(f"expected a list of token ids, got {kind(value)}")
+    return cast(list[int], value)

@@ -1,4 +1,4 @@
-"""Rows of a data set by number, wherever they lie: JSON lines, parquet, or a data set of the Hub. Knows no tokens."""
+"""Rows of a data set by number, wherever they lie: JSON lines, CSV, parquet, or on the Hub. Knows no tokens."""
 
 import glob
 import threading
@@ -11,12 +11,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.errors import ConfigError, Where
 from realgraph.runtime import hub
 from realgraph.runtime.job import DataSpec
+from realgraph.runtime.row_content import COMPRESSED, FORMS, Content, csv_header, csv_records, form_of, problem
 
-JSON_LINES = (".jsonl", ".ndjson", ".json")
-PARQUET = (".parquet",)
 SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
 CACHED_BYTES = 512 * 2**20  # of decoded parquet row groups
 
@@ -24,9 +23,13 @@ RawRow = dict[str, Any]
 
 
 class Rows(Protocol):
-    """Rows by number. `where` is the place of a row in the user's files. Reading is thread-safe."""
+    """Rows by number. `where` is the place of a row in the user's files. Reading is thread-safe.
+
+    all_text: every value is a text, whatever it stands for (CSV has no types).
+    """
 
     columns: tuple[str, ...]
+    all_text: bool
 
     def __len__(self) -> int: ...
 
@@ -43,18 +46,13 @@ def open_rows(spec: DataSpec) -> Rows:
     rows: Rows
     if not files:
         rows = HubRows(spec)
-    elif files[0].suffix in PARQUET:
-        rows = ParquetRows(files, spec.limit)
     else:
-        rows = JsonRows(files, spec.limit)
+        form = form_of(files[0])
+        kind = ParquetRows if form == "parquet" else CsvRows if form == "CSV" else JsonRows
+        rows = kind(files, spec.limit)
     if not len(rows):
         raise problem(Where(spec.path), "the data set has no rows")
     return rows
-
-
-def problem(where: Where, text: str, hint: str = "") -> ConfigError:
-    """One mistake in the data, to be raised."""
-    return ConfigError([Problem(where, text, hint, "data")])
 
 
 def data_files(spec: DataSpec) -> tuple[Path, ...]:
@@ -67,7 +65,7 @@ def data_files(spec: DataSpec) -> tuple[Path, ...]:
     if place.is_dir():
         files = _usable(str(place / "*"))
         if not files:
-            raise problem(Where(spec.path), f"the folder holds no {', '.join((*JSON_LINES, *PARQUET))} file")
+            raise problem(Where(spec.path), f"the folder holds no {', '.join(FORMS)} file")
         named = [file for file in files if _split_of(file)]
         if named:
             files = [file for file in named if _split_of(file) == spec.split]
@@ -82,15 +80,15 @@ def data_files(spec: DataSpec) -> tuple[Path, ...]:
         if spec.split != "train":
             raise _no_split(spec)
         return _one_kind(files, spec)
-    if spec.path.startswith((".", "/", "~")) or place.suffix in (*JSON_LINES, *PARQUET) or spec.path.count("/") > 1:
-        hint = "a JSONL or parquet file, a folder or glob of them, or a Hub id such as openai/gsm8k"
+    if spec.path.startswith((".", "/", "~")) or form_of(place) or spec.path.count("/") > 1:
+        hint = "a JSONL, CSV or parquet file, a folder or glob of them, or a Hub id such as openai/gsm8k"
         raise problem(Where(spec.path), "there is no such file or folder", hint)
     return ()
 
 
 def _usable(pattern: str) -> list[Path]:
     files = [Path(name) for name in sorted(glob.glob(pattern))]
-    return [file for file in files if file.suffix in (*JSON_LINES, *PARQUET) and file.is_file()]
+    return [file for file in files if form_of(file) and file.is_file()]
 
 
 def _split_of(file: Path) -> str:
@@ -105,55 +103,69 @@ def _no_split(spec: DataSpec) -> ConfigError:
 
 
 def _one_kind(files: Sequence[Path], spec: DataSpec) -> tuple[Path, ...]:
-    kinds = {file.suffix in PARQUET for file in files}
-    if len(kinds) > 1:
-        raise problem(
-            Where(spec.path), "JSON lines and parquet files side by side", "name one kind, such as data/*.jsonl"
-        )
+    forms = sorted({form_of(file) or "JSON lines" for file in files}, key=str.lower)
+    if len(forms) > 1:
+        text = f"{' and '.join(forms)} files side by side"
+        raise problem(Where(spec.path), text, "name one kind, such as data/*.jsonl")
+    packed = next((file for file in files if file.suffix in COMPRESSED and file.with_suffix("") in files), None)
+    if packed is not None:
+        text = f"{packed.name} lies beside {packed.stem}: the same rows would count twice"
+        raise problem(Where(spec.path), text, "name one of them, such as data/*.jsonl")
     return tuple(files)
 
 
-class JsonRows:
-    """JSON lines in one or more files: only the byte offset of each line is held; blank lines are no rows."""
+class _TextRows:
+    """Rows that begin at a place in the text of one or more files: only the byte offset and line of each are held."""
 
     def __init__(self, files: Sequence[Path], limit: int | None) -> None:
-        self._files = files
+        self._contents = [Content(file) for file in files]
         self._starts: list[int] = []  # number of the first row of each file
         self._offsets, self._lines = array("Q"), array("L")
-        for file in files:
+        for content in self._contents:
             self._starts.append(len(self._offsets))
-            self._index(file, limit)
-        self.columns = tuple(self.read(0)) if self._offsets else ()
+            if limit is None or len(self._offsets) < limit:
+                self._index(content, limit)
 
-    def _index(self, file: Path, limit: int | None) -> None:
-        try:
-            with file.open("rb") as stream:
-                offset = 0
-                for number, line in enumerate(stream, start=1):
-                    if limit is not None and len(self._offsets) >= limit:
-                        return
-                    if line.strip():
-                        self._offsets.append(offset)
-                        self._lines.append(number)
-                    offset += len(line)
-        except OSError as error:
-            raise problem(Where(str(file)), f"can't be read: {error.strerror or error}") from error
+    def _index(self, content: Content, limit: int | None) -> None:
+        """Hold the offset and line of each row of a file, up to `limit` rows of all."""
+        raise NotImplementedError
 
     def __len__(self) -> int:
         return len(self._offsets)
 
+    def _file(self, index: int) -> int:
+        return bisect_right(self._starts, index) - 1
+
     def where(self, index: int) -> Where:
-        return Where(str(self._files[bisect_right(self._starts, index) - 1]), self._lines[index])
+        return Where(str(self._contents[self._file(index)].file), self._lines[index])
+
+
+class JsonRows(_TextRows):
+    """JSON lines; blank lines are no rows."""
+
+    all_text = False
+
+    def __init__(self, files: Sequence[Path], limit: int | None) -> None:
+        super().__init__(files, limit)
+        self.columns = tuple(self.read(0)) if self._offsets else ()
+
+    def _index(self, content: Content, limit: int | None) -> None:
+        with content.at(0) as stream:
+            offset = 0
+            for number, line in enumerate(stream, start=1):
+                if limit is not None and len(self._offsets) >= limit:
+                    return
+                if line.strip():
+                    self._offsets.append(offset)
+                    self._lines.append(number)
+                offset += len(line)
 
     def read(self, index: int) -> RawRow:
         where = self.where(index)
+        with self._contents[self._file(index)].at(self._offsets[index]) as stream:
+            line = stream.readline()
         try:
-            with open(where.file, "rb") as stream:
-                stream.seek(self._offsets[index])
-                line = stream.readline()
             row = msgspec.json.decode(line)
-        except OSError as error:
-            raise problem(where, f"can't be read: {error.strerror or error}") from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise problem(where, f"is not JSON: {error}", "one JSON object per line") from error
         if not isinstance(row, dict):
@@ -161,8 +173,41 @@ class JsonRows:
         return row
 
 
+class CsvRows(_TextRows):
+    """Records of CSV files, whose first one names the columns; blank lines are no rows."""
+
+    all_text = True
+
+    def __init__(self, files: Sequence[Path], limit: int | None) -> None:
+        self._headers: list[tuple[str, ...]] = []
+        super().__init__(files, limit)
+        self.columns = self._headers[0]
+
+    def _index(self, content: Content, limit: int | None) -> None:
+        with content.at(0) as stream:
+            records = csv_records(stream, content.file)
+            self._headers.append(csv_header(next(records, None), content.file))
+            for record in records:
+                if limit is not None and len(self._offsets) >= limit:
+                    return
+                self._offsets.append(record.offset)
+                self._lines.append(record.line)
+
+    def read(self, index: int) -> RawRow:
+        number, where = self._file(index), self.where(index)
+        content, names = self._contents[number], self._headers[number]
+        with content.at(self._offsets[index]) as stream:
+            record = next(csv_records(stream, content.file, where.line))
+        if len(record.fields) != len(names):
+            text = f"has {len(record.fields)} fields, and the header names {len(names)}"
+            raise problem(where, text, "a field with the delimiter in it stands in quotes")
+        return dict(zip(names, record.fields, strict=True))
+
+
 class ParquetRows:
     """Rows of parquet files; decoded row groups are kept up to `CACHED_BYTES`."""
+
+    all_text = False
 
     def __init__(self, files: Sequence[Path], limit: int | None) -> None:
         import pyarrow  # late: only these data sets need it
@@ -218,6 +263,8 @@ class ParquetRows:
 
 class HubRows:
     """A data set of the Hub, downloaded (or taken from the local cache) by `datasets`."""
+
+    all_text = False
 
     def __init__(self, spec: DataSpec) -> None:
         reason = hub.out_of_reach()

@@ -35,7 +35,8 @@ class SamplesFile:
         line: dict[str, object] = {"group": group, "sample": sample}
         for name, key in self._graph.keys.items():
             id = group if key.type.level == "group" else sample
-            if key.type.level == "token" or name == TOKENS or not self._store.has(name, id):
+            sequence = key.type.level == "sample" and key.type.dtype == "tokens"  # prompt and text say it better
+            if key.type.level == "token" or sequence or not self._store.has(name, id):
                 continue
             value = decode_value(self._store.get(name, id), key.type)
             line[name] = self._decode(value) if isinstance(value, list) and key.type.dtype == "tokens" else value

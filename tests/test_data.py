@@ -76,7 +76,10 @@ def test_a_split_is_chosen_by_file_name_in_a_folder_only(tmp_path: Path) -> None
             r"a\.jsonl:3: \$\.prompt: expected text or a list of chat messages, got int 7",
         ),
         ([{"prompt": "", "answer": "1"}], r"a\.jsonl:3: \$\.prompt: the prompt is empty"),
-        ([{"prompt": [{"content": "x"}], "answer": "1"}], r"a\.jsonl:3: \$\.prompt: expected messages with `role`"),
+        (
+            [{"prompt": [{"content": "x"}], "answer": "1"}],
+            r"a\.jsonl:3: \$\.prompt\[0\]: expected messages with `role`",
+        ),
         ([{"prompt": [{"role": "user", "content": "x"}], "answer": "1"}], "the tokenizer has no chat template"),
     ],
 )

@@ -1,0 +1,190 @@
+"""Data files by their names, their bytes from any place on, and the records of CSV text. Knows no keys. No torch."""
+
+import csv
+import gzip
+import io
+import tempfile
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
+
+import msgspec
+
+from realgraph.graphs.errors import ConfigError, Problem, Where
+
+Form = Literal["JSON lines", "CSV", "parquet"]
+
+FORMS: dict[str, Form] = {
+    ".jsonl": "JSON lines",
+    ".ndjson": "JSON lines",
+    ".json": "JSON lines",
+    ".csv": "CSV",
+    ".tsv": "CSV",
+    ".parquet": "parquet",
+}
+COMPRESSED = (".gz", ".zst")  # of JSON lines and CSV; parquet compresses by itself
+_CHUNK = 1 << 20
+
+
+def form_of(file: Path) -> Form | None:
+    """The form of a file by its name, None where that says nothing: `train.csv.gz` is CSV."""
+    packed = file.suffix in COMPRESSED
+    form = FORMS.get(Path(file.stem).suffix if packed else file.suffix)
+    return None if packed and form == "parquet" else form
+
+
+def delimiter_of(file: Path) -> str:
+    """What stands between the fields of a CSV file."""
+    return "\t" if ".tsv" in file.suffixes else ","
+
+
+def problem(where: Where, text: str, hint: str = "") -> ConfigError:
+    """One mistake in the data, to be raised."""
+    return ConfigError([Problem(where, text, hint, "data")])
+
+
+@contextmanager
+def unpacked(file: Path) -> Iterator[BinaryIO]:
+    """The bytes of a file, unpacked where it is compressed. Raises ConfigError, while they are read too."""
+    try:
+        if file.suffix == ".zst":
+            import pyarrow  # late: only these files need it
+
+            with pyarrow.input_stream(str(file), compression="zstd") as packed:
+                yield cast(BinaryIO, io.BufferedReader(packed, _CHUNK))  # it has no lines of its own
+        else:
+            with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as stream:
+                yield cast(BinaryIO, stream)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise problem(Where(str(file)), f"can't be unpacked: {error}", "is the file whole?") from error
+    except OSError as error:
+        raise problem(Where(str(file)), f"can't be read: {error.strerror or str(error).strip()}") from error
+
+
+class Content:
+    """The bytes of a file from any place on. Safe to use from several threads.
+
+    A compressed file is unpacked once, into a temporary file without a name: nothing of it is left after any end.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._lock = threading.Lock()
+        self._held: BinaryIO | None = None
+        if file.suffix in COMPRESSED:
+            self._held = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115 (it lives as long as the rows do)
+            with unpacked(file) as stream:
+                while chunk := stream.read(_CHUNK):
+                    self._held.write(chunk)
+
+    @contextmanager
+    def at(self, offset: int) -> Iterator[BinaryIO]:
+        """A stream that begins at byte `offset`, for this one reader. Raises ConfigError."""
+        try:
+            if self._held is not None:
+                with self._lock:
+                    self._held.seek(offset)
+                    yield self._held
+                return
+            with self.file.open("rb") as stream:
+                stream.seek(offset)
+                yield stream
+        except OSError as error:
+            raise problem(Where(str(self.file)), f"can't be read: {error.strerror or error}") from error
+
+
+class Record(NamedTuple):
+    """A record of CSV text: the byte where it begins, its first line from 1, its fields."""
+
+    offset: int
+    line: int
+    fields: list[str]
+
+
+class _Lines:
+    """Lines of a stream as text; `offset` and `number` count what was taken."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self.offset, self.number = stream, 0, 0
+
+    def __iter__(self) -> "_Lines":
+        return self
+
+    def __next__(self) -> str:
+        raw = self._stream.readline()
+        if not raw:
+            raise StopIteration
+        first = self.offset == 0
+        self.offset += len(raw)
+        self.number += 1
+        text = raw.decode()
+        return text.removeprefix("\ufeff") if first else text
+
+
+def csv_records(stream: BinaryIO, file: Path, first_line: int = 1) -> Iterator[Record]:
+    """The records of a stream of UTF-8 CSV text (RFC 4180: fields in quotes may hold line ends), blank lines left out.
+
+    Raises ConfigError naming the line of a record that is none.
+    """
+    csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is less than a long sample
+    lines = _Lines(stream)
+    reader = csv.reader(lines, delimiter=delimiter_of(file), strict=True)
+    while True:
+        offset, line = lines.offset, first_line + lines.number
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            hint = "fields with quotes or line ends stand in quotes, and a quote within is doubled"
+            raise problem(Where(str(file), line), f"is not CSV: {error}", hint) from error
+        except UnicodeDecodeError as error:
+            here = Where(str(file), first_line + lines.number - 1)
+            raise problem(here, f"is not UTF-8 text: byte {error.start + 1} of the line") from error
+        if fields:
+            yield Record(offset, line, fields)
+
+
+def csv_header(record: Record | None, file: Path) -> tuple[str, ...]:
+    """The column names in the first record of a file. Raises ConfigError for names that are missing or given twice."""
+    names = tuple(name.strip() for name in record.fields) if record is not None else ()
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if not all(names) or twice:
+        what = f"names {twice[0]!r} twice" if twice else "has a column without a name"
+        line = record.line if record is not None else 1
+        raise problem(Where(str(file), line), f"the header {what}", "the first line names the columns, each once")
+    return names
+
+
+def cell_value(text: str, dtype: str) -> Any:
+    """The value of a CSV cell as a key's dtype: a number, true or false, JSON, or the text as it is.
+
+    Raises ValueError for a cell that holds none.
+    """
+    match dtype:
+        case "bool":
+            if text.strip().lower() in ("true", "false"):
+                return text.strip().lower() == "true"
+            return _number(text)
+        case "int32" | "int64" | "float32" | "float64":
+            return _number(text)
+        case "json":
+            try:
+                return msgspec.json.decode(text)
+            except msgspec.DecodeError as error:
+                raise ValueError(f"expected JSON: {error}") from error
+        case _:
+            return text
+
+
+def _number(text: str) -> int | float:
+    try:
+        return int(text)
+    except ValueError:
+        try:
+            return float(text)
+        except ValueError:
+            raise ValueError(f"expected a number, got {text!r}" if text else "expected a number, got nothing") from None
