@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from realgraph.graphs.keys import TEXT, TOKENS
+from realgraph.graphs.keys import TEXT, TOKENS, is_prompt
 from realgraph.graphs.spec import Function
 from realgraph.runtime.assemble import Assembler, Values, decode_value
 from realgraph.runtime.function_host import FunctionHost
-from realgraph.runtime.functions import Unit, UnitResult
+from realgraph.runtime.functions import Unit, UnitResult, keywords_of
 from realgraph.runtime.job import Job
 from realgraph.runtime.protocol import Done, Execute, Mean
 
@@ -23,15 +23,19 @@ class FunctionFailed(Exception):
         self.sample, self.detail = result.sample, result.detail
 
 
+class PromptTexts(NamedTuple):
+    """decode: token ids to text. prompt: the text of a group's prompt, for transcripts; '' where it is not here."""
+
+    decode: Callable[[Sequence[int]], str]
+    prompt: Callable[[int], str]
+
+
 class FunctionCalls:
     """Runs function calls. Safe to use from several threads."""
 
-    def __init__(
-        self, job: Job, assembler: Assembler, host: FunctionHost, worker: int, prompt: Callable[[int], str]
-    ) -> None:
-        """prompt: the text of a group's prompt, for transcripts; '' where the group has none here."""
+    def __init__(self, job: Job, assembler: Assembler, host: FunctionHost, worker: int, texts: PromptTexts) -> None:
         self._graph, self._assembler, self._host, self._worker = job.graph, assembler, host, worker
-        self._prompt = prompt
+        self._texts = texts
         self._outputs, self._groups = job.outputs, job.batch.groups
 
     def run(self, command: Execute) -> Done:
@@ -73,24 +77,25 @@ class FunctionCalls:
             sample, text = unit.samples[0], unit.kwargs.get(TEXT)
             chosen = sample % n == 0 and (sample // n) % self._groups < self._outputs.transcripts
             if chosen and isinstance(text, str) and isinstance(result.values.get(writes[0]), float):
-                shown.append(f"{self._prompt(sample // n)}{text}  [{writes[0]} {result.values[writes[0]]:.3g}]")
+                shown.append(f"{self._texts.prompt(sample // n)}{text}  [{writes[0]} {result.values[writes[0]]:.3g}]")
         return tuple(shown)
 
     def unit(self, name: str, samples: Sequence[int], values: Values) -> Unit:
         """The keywords of one unit: single values for a sample, lists for a group or batch."""
         call = self._graph.calls[name]
         assert isinstance(call, Function)
-        kwargs: dict[str, Any] = dict(call.args)
+        given: dict[str, Any] = {}
         for key in self._graph.reads[name]:
             kind = self._graph.keys[key].type
             found = [decode_value(self._assembler.value(values, key, sample), kind) for sample in samples]
             single = call.over == "sample" or (call.over == "group" and kind.level == "group")
-            kwargs[key] = found[0] if single else found
+            given[key] = found[0] if single else found
+        prompts = [key for key in given if is_prompt(self._graph.keys[key].type)]
         lengths: tuple[int, ...] = ()
         if TOKENS in values:
             lengths = tuple(len(self._assembler.value(values, TOKENS, sample)) for sample in samples)
         groups = tuple(self._assembler.group(sample) for sample in samples)
-        return Unit(tuple(samples), kwargs, groups, lengths)
+        return Unit(tuple(samples), keywords_of(call, given, prompts, self._texts.decode), groups, lengths)
 
     def _put(
         self, name: str, units: Sequence[Unit], results: Sequence[UnitResult]

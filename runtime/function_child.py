@@ -1,10 +1,11 @@
-"""The subprocess that runs user functions: `python -m realgraph.runtime.function_child FD PARENT USER_DIR MEMORY`.
+"""The subprocess that runs user functions, forked from its guardian.
 
 It reads calls from one inherited socket, answers each once, and ends when the socket does. A plain function runs in the
 main thread; coroutines run at once on an event loop in a thread of its own. It imports no torch unless the user does.
 """
 
 import asyncio
+import errno
 import faulthandler
 import inspect
 import os
@@ -17,63 +18,26 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
-import msgspec
-from msgspec import Struct
-
+from realgraph.runtime.function_messages import (
+    MAX_RESULT_BYTES,
+    Answer,
+    Call,
+    Loaded,
+    Raised,
+    Returned,
+    frame,
+    next_call,
+)
 from realgraph.runtime.functions import load_function, refuse_keywords
-from realgraph.runtime.processes import cut_frame, die_with_parent
+from realgraph.runtime.processes import END_SIGNALS, die_with_parent
+from realgraph.runtime.titles import set_title
+from realgraph.runtime.user_errors import error_text, unicode_text
 
-MAX_RESULT_BYTES = 64 * 2**20
 MAX_DETAIL = 8_000  # characters of a traceback
-
-
-class Call(Struct, frozen=True, tag=True):
-    """Run `fn` once with `kwargs`; with `probe`, only load it and see whether it takes keywords of these names."""
-
-    number: int
-    fn: str
-    timeout_seconds: float
-    kwargs: dict[str, Any]
-    probe: bool = False
-
-
-class Loaded(Struct, frozen=True, tag=True):
-    """The function of call `number` is there and starts now."""
-
-    number: int
-    is_async: bool
-
-
-class Returned(Struct, frozen=True, tag=True):
-    """What call `number` returned, and the bytes that this process holds."""
-
-    number: int
-    value: Any
-    seconds: float
-    held_bytes: int = 0
-
-
-class Raised(Struct, frozen=True, tag=True):
-    """Why call `number` gave nothing. load: the function can't be had or called, whatever the sample."""
-
-    number: int
-    kind: Literal["load", "error", "timeout"]
-    text: str
-    detail: str = ""
-
-
-Answer = Loaded | Returned | Raised
-encode = msgspec.msgpack.Encoder().encode
-decode_call = msgspec.msgpack.Decoder(Call).decode
-decode_answer = msgspec.msgpack.Decoder(Answer).decode
-
-
-def frame(message: Call | Answer) -> bytes:
-    """A message with its length before it, in the form of `processes.cut_frame`."""
-    body = encode(message)
-    return len(body).to_bytes(4, "big") + body
+LINGER_SECONDS = 60.0
 
 
 class Child:
@@ -84,14 +48,16 @@ class Child:
         self._functions: dict[str, Callable[..., Any]] = {}
         self._sending = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        # A copy of this process that a function forks off must neither take calls nor answer them.
+        os.register_at_fork(after_in_child=owner.close)
 
     def serve(self) -> None:
         """Answer calls until the owner hangs up."""
         buffer = bytearray()
         while data := self._owner.recv(1 << 20):
             buffer += data
-            while (body := cut_frame(buffer)) is not None:
-                self._begin(decode_call(body))
+            while (call := next_call(buffer)) is not None:
+                self._begin(call)
 
     def _begin(self, call: Call) -> None:
         function = self._load(call)
@@ -171,14 +137,30 @@ class Child:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None and not stream.closed:
                 stream.flush()
-        with self._sending:
-            self._owner.sendall(message)
+        if self._owner.fileno() < 0:
+            print("a copy of the functions' process, made by os.fork, has returned from its function: it ends here")
+            sys.stdout.flush()
+            os._exit(1)
+        try:
+            with self._sending:
+                self._owner.sendall(message)
+        except OSError as error:
+            print(f"an answer can't be sent: {error}", flush=True)
+            if error.errno in (errno.EBADF, errno.ENOTSOCK):  # a function has closed it: the guardian says so
+                time.sleep(LINGER_SECONDS)
+            os._exit(1)
 
 
 def plain(value: Any) -> Any:
     """A value of plain Python types; numpy and torch give their `tolist()`. Raises TypeError for others."""
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or type(value) in (bool, int, float, str):
         return value
+    if isinstance(value, int):  # of a type of its own, here and below: an enumeration, numpy.float64
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, str):
+        return str.__str__(value)
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -197,14 +179,12 @@ def held_bytes() -> int:
 
 def _raised(call: Call, kind: Literal["load", "error"], what: str, error: BaseException) -> Raised:
     """One line with the place in the user's code, and the traceback below our own frames."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = str(Path(__file__).parent)
-    theirs = [entry for entry in frames if not entry.filename.startswith((own, "<frozen"))]
-    place = f" ({Path(theirs[-1].filename).name}:{theirs[-1].lineno})" if theirs else ""
-    message = str(error).splitlines()
-    text = f"{type(error).__name__}: {message[0][:500]}" if message else type(error).__name__
-    detail = "".join(traceback.format_exception(error))
-    return Raised(call.number, kind, f"{what + ': ' if what else ''}{text}{place}", detail[-MAX_DETAIL:])
+    try:
+        detail = "".join(traceback.format_exception(error))
+    except Exception as failed:  # an exception of the user's may do anything where it is looked at
+        detail = f"the traceback can't be written: {type(failed).__name__}"
+    text = f"{what + ': ' if what else ''}{error_text(error)}"
+    return Raised(call.number, kind, unicode_text(text), unicode_text(detail)[-MAX_DETAIL:])
 
 
 def _limit(memory_bytes: int) -> None:
@@ -215,17 +195,32 @@ def _limit(memory_bytes: int) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
+def _leave_signals_to_owner() -> None:
+    """Ctrl-C and requests to end are the master's to answer. What functions start gets the default answers."""
+    for signum in END_SIGNALS:
+        signal.signal(signum, _ignore)  # a handler, since an ignored signal stays ignored in programs that are started
+    os.register_at_fork(after_in_child=_answer_signals)
+
+
+def _ignore(signum: int, stack: FrameType | None) -> None:
+    pass
+
+
+def _answer_signals() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def main(fd: int, parent: int, user_dir: str, memory_bytes: int) -> None:
-    """The subprocess's whole life."""
+    """The subprocess's whole life. fd: the socket of calls and answers. parent: its guardian."""
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the master's to answer
+    _leave_signals_to_owner()
+    set_title("realgraph functions")
     faulthandler.enable()
     _limit(memory_bytes)
     with socket.socket(fileno=fd) as owner:
+        owner.set_inheritable(False)
         Child(owner, user_dir).serve()
     sys.stdout.flush()
     os._exit(0)  # threads and exit handlers of the user's modules must not keep us
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))

@@ -12,11 +12,13 @@ from types import TracebackType
 
 from realgraph.graphs.spec import Function
 from realgraph.runtime.function_pool import FunctionPool, Outcome, Work
-from realgraph.runtime.functions import Unit, UnitResult, check_output, error_output
+from realgraph.runtime.function_process import Bounds
+from realgraph.runtime.functions import Unit, UnitResult, check_output, error_output, keyword_names
 from realgraph.runtime.rewards import FUNCTIONS, INLINE
 
 START_SECONDS = 120.0  # to start a subprocess and import the user's module
 MAX_MEMORY_BYTES = 16 * 10**9
+MAX_PROCESSES = 256
 
 
 class FunctionError(Exception):
@@ -61,6 +63,7 @@ class FunctionHost:
 
     user_dir: where `module:function` is imported from, and the functions' working folder. A subprocess starts when the
     first function needs one. memory_bytes: of each subprocess; default half of this machine's, at most 16 GB.
+    max_processes: that one subprocess and all it starts may be; above that they are killed.
     """
 
     def __init__(
@@ -69,9 +72,10 @@ class FunctionHost:
         processes: int = 1,
         memory_bytes: int | None = None,
         start_seconds: float = START_SECONDS,
+        max_processes: int = MAX_PROCESSES,
     ) -> None:
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        self._memory = memory_bytes or min(machine // 2, MAX_MEMORY_BYTES)
+        self._bounds = Bounds(memory_bytes or min(machine // 2, MAX_MEMORY_BYTES), max_processes)
         self._user_dir, self._n_processes, self._start_seconds = os.path.abspath(user_dir), processes, start_seconds
         self._pool: FunctionPool | None = None
         self._lock = threading.Lock()
@@ -92,7 +96,7 @@ class FunctionHost:
             pool.close()
 
     def pids(self) -> tuple[int, ...]:
-        """The subprocesses alive now."""
+        """The subprocesses alive now, by their guardians."""
         return self._pool.pids() if self._pool is not None else ()
 
     def check(self, name: str, call: Function) -> None:
@@ -102,8 +106,8 @@ class FunctionHost:
         """
         if call.fn in FUNCTIONS:
             return
-        probe = Unit((), dict.fromkeys([*call.reads, *call.args]))
-        batch = _Batch(name, Function(call.fn), [probe])
+        probe = Unit((), dict.fromkeys(keyword_names(call)))
+        batch = _Batch(name, Function(call.fn, env=call.env), [probe])
         self._submit(batch, probe=True)
         self._await(batch, self._start_seconds * 2)
 
@@ -135,14 +139,14 @@ class FunctionHost:
             return lambda outcome: batch.take(position, outcome)
 
         works = [
-            Work(call.fn, {**unit.kwargs, **call.args}, call.timeout_seconds, taker(i), batch.wanted, probe)
+            Work(call.fn, unit.kwargs | call.args, call.timeout_seconds, taker(i), batch.wanted, probe, call.env)
             for i, unit in enumerate(batch.units)
         ]
         with self._lock:
             if self._closed:
                 raise RuntimeError("the function host is closed")
             if self._pool is None:
-                self._pool = FunctionPool(self._user_dir, self._n_processes, self._memory, self._start_seconds)
+                self._pool = FunctionPool(self._user_dir, self._n_processes, self._bounds, self._start_seconds)
             self._pool.submit(works)
 
     def _await(self, batch: _Batch, seconds: float) -> None:

@@ -6,25 +6,30 @@ nothing of samples and keys.
 """
 
 import contextlib
-import os
 import selectors
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from realgraph.runtime.function_child import Answer, Call, Loaded, Raised, Returned, decode_answer, frame
-from realgraph.runtime.processes import cut_frame
+from realgraph.runtime.function_messages import (
+    Answer,
+    Call,
+    ForeignBytesError,
+    Loaded,
+    Raised,
+    Returned,
+    frame,
+    next_answer,
+)
+from realgraph.runtime.function_process import CLOSE_SECONDS, Bounds, FunctionProcess
 
 MAX_COROUTINES = 64  # of one process at once
 GRACE_SECONDS = 1.0  # after its limit a coroutine is cancelled inside its process; then the process is killed
-CLOSE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -48,16 +53,17 @@ class Work:
     done: Callable[[Outcome], None]
     wanted: Callable[[], bool]
     probe: bool = False
+    env: tuple[str, ...] = ()  # names of variables that its process gets
     alone: bool = False
     deadline: float = float("inf")
 
 
 @dataclass(eq=False)
 class _Process:
-    """A subprocess, its socket, and the work it holds. asynchronous: of each function it has loaded."""
+    """A subprocess, what it knows of the environment, and the work it holds. asynchronous: of each function loaded."""
 
-    popen: "subprocess.Popen[bytes]"
-    pipe: socket.socket
+    own: FunctionProcess
+    env: frozenset[str]
     asynchronous: dict[str, bool] = field(default_factory=dict)
     held: dict[int, Work] = field(default_factory=dict)
     incoming: bytearray = field(default_factory=bytearray)
@@ -66,7 +72,7 @@ class _Process:
 
     def takes(self, work: Work) -> bool:
         """Whether `work` may start here now: alone, or beside coroutines if it is known to be one itself."""
-        if self.retiring:
+        if self.retiring or self.env != frozenset(work.env):
             return False
         if not self.held:
             return True
@@ -77,11 +83,11 @@ class _Process:
 
 
 class FunctionPool:
-    """At most `processes` subprocesses that run functions of `user_dir`, each with `memory_bytes` at most."""
+    """Subprocesses that run functions of `user_dir`: at most `processes` for each set of variables that is named."""
 
-    def __init__(self, user_dir: str, processes: int, memory_bytes: int, start_seconds: float) -> None:
+    def __init__(self, user_dir: str, processes: int, bounds: Bounds, start_seconds: float) -> None:
         self._user_dir, self._n_processes = user_dir, processes
-        self._memory_bytes, self._start_seconds = memory_bytes, start_seconds
+        self._bounds, self._start_seconds = bounds, start_seconds
         self._processes: list[_Process] = []
         self._queue: deque[Work] = deque()
         self._lock = threading.Lock()
@@ -105,7 +111,7 @@ class FunctionPool:
             self._waker.send(b"w")
 
     def close(self) -> None:
-        """Kill every subprocess with its process group; work that has not ended is `skipped`."""
+        """Kill every subprocess with all that it has started; work that has not ended is `skipped`."""
         with self._lock:
             already, self._closing = self._closing, True
             if not already:
@@ -113,12 +119,13 @@ class FunctionPool:
         self._thread.join(CLOSE_SECONDS)
 
     def pids(self) -> tuple[int, ...]:
-        """The subprocesses alive now."""
-        return tuple(process.popen.pid for process in list(self._processes))
+        """The subprocesses alive now, by their guardians."""
+        return tuple(process.own.pid for process in list(self._processes))
 
     # --- below: the pool's own thread ---------------------------------------------------------------------------------
 
     def _serve(self) -> None:
+        why = "the function host was closed"
         try:
             while not self._closing:
                 with self._lock:
@@ -127,10 +134,13 @@ class FunctionPool:
                 self._dispatch()
                 self._wait()
                 self._kill_overdue()
+        except Exception:  # a mistake of ours: whoever waits for an answer is given it
+            why = f"the function host failed:\n{traceback.format_exc()}"
+            raise
         finally:
-            self._end()
+            self._end(why)
 
-    def _end(self) -> None:
+    def _end(self, why: str) -> None:
         with self._lock:
             self._closing = True
             left = [*self._queue, *self._inbox]
@@ -138,7 +148,7 @@ class FunctionPool:
             left += process.held.values()
             self._kill(process)
         for work in left:
-            work.done(Outcome("skipped", text="the function host was closed"))
+            work.done(Outcome("skipped", text=why))
         self._selector.close()
         self._woken.close()
         self._waker.close()
@@ -166,32 +176,14 @@ class FunctionPool:
         idle = [process for process in fit if not process.held]
         if idle:
             return max(idle, key=lambda process: work.fn in process.asynchronous)
-        if len(self._processes) < self._n_processes:
-            return self._spawn()
+        if sum(process.env == frozenset(work.env) for process in self._processes) < self._n_processes:
+            return self._spawn(frozenset(work.env))
         return min(fit, key=lambda process: len(process.held), default=None)
 
-    def _spawn(self) -> _Process:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "realgraph.runtime.function_child"]
-        command += [str(theirs.fileno()), str(os.getpid()), self._user_dir, str(self._memory_bytes)]
-        try:
-            popen = subprocess.Popen(
-                command,
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                cwd=self._user_dir,
-                env=_environment(),
-                start_new_session=True,
-            )
-        except OSError:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        ours.setblocking(False)
-        process = _Process(popen, ours)
+    def _spawn(self, env: frozenset[str]) -> _Process:
+        process = _Process(FunctionProcess(self._user_dir, env, self._bounds), env)
         self._processes.append(process)
-        self._selector.register(ours, selectors.EVENT_READ, process)
+        self._selector.register(process.own.calls, selectors.EVENT_READ, process)
         return process
 
     def _start(self, process: _Process, work: Work) -> None:
@@ -229,18 +221,18 @@ class FunctionPool:
     def _flush(self, process: _Process) -> None:
         try:
             while process.outgoing:
-                sent = process.pipe.send(process.outgoing)
+                sent = process.own.calls.send(process.outgoing)
                 del process.outgoing[:sent]
         except BlockingIOError:
             pass
         except OSError:  # it has died; reading will tell
             process.outgoing.clear()
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.outgoing else 0)
-        self._selector.modify(process.pipe, events, process)
+        self._selector.modify(process.own.calls, events, process)
 
     def _read(self, process: _Process) -> None:
         try:
-            data = process.pipe.recv(1 << 20)
+            data = process.own.calls.recv(1 << 20)
         except BlockingIOError:
             return
         except OSError:
@@ -249,8 +241,14 @@ class FunctionPool:
             self._died(process)
             return
         process.incoming += data
-        while (body := cut_frame(process.incoming)) is not None:
-            self._answer(process, decode_answer(body))
+        try:
+            while (answer := next_answer(process.incoming)) is not None:
+                self._answer(process, answer)
+        except ForeignBytesError as error:
+            self._kill(process)
+            text = f"wrote {error} to the socket that carries its answers, and its process was killed"
+            self._blame(process, Outcome("died", text=f"{text}; what it prints belongs to standard output"))
+            return
         if process.retiring and not process.held:
             self._kill(process)
 
@@ -268,7 +266,7 @@ class FunctionPool:
             case Returned(value=value, seconds=seconds, held_bytes=held_bytes):
                 del process.held[answer.number]
                 # A process that has grown to half of what it may have is replaced before it runs out.
-                process.retiring = process.retiring or held_bytes > self._memory_bytes // 2
+                process.retiring = process.retiring or held_bytes > self._bounds.memory_bytes // 2
                 work.done(Outcome("ok", value=value, seconds=seconds))
 
     def _kill_overdue(self) -> None:
@@ -283,13 +281,8 @@ class FunctionPool:
                 self._blame(process, Outcome(kind, text=text))
 
     def _died(self, process: _Process) -> None:
-        self._kill(process)
-        status = process.popen.returncode
-        if status is None or status >= 0:
-            how = f"ended its process with exit code {status}"
-        else:
-            how = f"had its process killed by {signal.Signals(-status).name}"
-        self._blame(process, Outcome("died", text=how))
+        self._forget(process)
+        self._blame(process, Outcome("died", text=process.own.died()))
 
     def _blame(self, process: _Process, outcome: Outcome) -> None:
         """The one work that the process held has failed; of several, each is run again alone."""
@@ -303,17 +296,9 @@ class FunctionPool:
             self._queue.appendleft(work)
 
     def _kill(self, process: _Process) -> None:
-        """End a subprocess and its process group, and reap it."""
+        self._forget(process)
+        process.own.end()
+
+    def _forget(self, process: _Process) -> None:
         self._processes.remove(process)
-        self._selector.unregister(process.pipe)
-        process.pipe.close()
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # not reaped yet, so its number is still its own
-            os.killpg(process.popen.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: it goes when the kernel lets it
-            process.popen.wait(CLOSE_SECONDS)
-
-
-def _environment() -> dict[str, str]:
-    """Ours without what belongs to realgraph; one thread for numeric libraries, as many processes run at once."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("REALGRAPH_")}
-    return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **kept}
+        self._selector.unregister(process.own.calls)

@@ -2,7 +2,8 @@
 
 A function gets keywords: every key its call reads, under the key's own name, and the call's `args`.
 
-    over: sample   the sample's values: text, a number, a JSON value, or a list of numbers for tokens and token keys
+    over: sample   the sample's values: text, a number, a JSON value, or a list of numbers for tokens and token keys;
+                   a prompt as text, without special tokens, and under `<its name>_ids` where the call's `ids` names it
     over: group    sample and token keys: a list with one such value a sample; group keys: the group's one value
     over: batch    every key: a list with one such value a sample (group keys repeated)
 
@@ -20,15 +21,18 @@ import importlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct, field
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.graphs.keys import DType, KeyType, parse_key_type
+from realgraph.graphs.keys import DType, KeyType, ids_keyword, parse_key_type
 from realgraph.graphs.spec import Function
 from realgraph.runtime.rewards import FUNCTIONS
+from realgraph.runtime.user_errors import error_text
+
+_LARGEST = {"int32": 2**31 - 1, "int64": 2**63 - 1, "float32": (2 - 2**-23) * 2.0**127, "float64": sys.float_info.max}
 
 
 class Unit(Struct, frozen=True):
@@ -68,6 +72,26 @@ class UnitResult(Struct, frozen=True):
     seconds: float = 0.0
 
 
+def keywords_of(
+    call: Function, given: Mapping[str, Any], prompts: Collection[str], decode: Callable[[Sequence[int]], str]
+) -> dict[str, Any]:
+    """The keywords of one unit, from the values of the keys that the call reads.
+
+    prompts: the keys of `given` that hold prompts' token ids, one list or one a sample; decode: ids to text.
+    """
+    found = {**call.args, **given}
+    for key in prompts:
+        value = given[key]
+        single = all(isinstance(item, int) for item in value)
+        found[key] = decode(value) if single else [decode(ids) for ids in value]
+    return found | {ids_keyword(key): given[key] for key in call.ids}
+
+
+def keyword_names(call: Function) -> tuple[str, ...]:
+    """The names under which a function gets what its call reads, and its `args`."""
+    return tuple(dict.fromkeys([*call.reads, *call.args, *map(ids_keyword, call.ids)]))
+
+
 def load_function(fn: str, user_dir: str) -> Callable[..., Any]:
     """The function that a name stands for: a built-in, or `module:function` imported with `user_dir` first in the path.
 
@@ -96,7 +120,7 @@ def load_applied(entries: Mapping[str, str], user_dir: str) -> dict[str, Callabl
         try:
             found[fn] = load_function(fn, user_dir)
         except Exception as error:  # the user's module may raise anything while it is imported
-            text = f"can't load {fn!r}: {type(error).__name__}: {error}"
+            text = f"can't load {fn!r}: {error_text(error)}"
             hint = f"`module:function` is imported from {user_dir}"
             raise ConfigError([Problem(Where(path=path), text, hint, "function")]) from error
     return found
@@ -202,13 +226,17 @@ def _scalar(name: str, dtype: DType, value: object) -> Any:
     """One value of a dtype; a whole number may stand for a float, and 0, 1 and floats of them for a bool."""
     match dtype:
         case "float32" | "float64":
-            if isinstance(value, int | float) and math.isfinite(value):
-                return float(value)
             expected = "a finite number"
+            if isinstance(value, int | float) and math.isfinite(value):
+                if abs(value) <= _LARGEST[dtype]:
+                    return float(value)
+                expected = f"a finite number within {dtype}"
         case "int32" | "int64":
-            if isinstance(value, int | float) and math.isfinite(value) and int(value) == value:
-                return int(value)
             expected = "a whole number"
+            if isinstance(value, int | float) and math.isfinite(value) and int(value) == value:
+                if -_LARGEST[dtype] - 1 <= value <= _LARGEST[dtype]:
+                    return int(value)
+                expected = f"a whole number within {dtype}"
         case "bool":
             if isinstance(value, int | float) and value in (0, 1):
                 return bool(value)
@@ -218,7 +246,7 @@ def _scalar(name: str, dtype: DType, value: object) -> Any:
                 return value
             expected = "text"
         case "tokens":
-            if isinstance(value, list) and all(isinstance(item, int) for item in value):
+            if isinstance(value, list) and all(isinstance(item, int) and 0 <= item < 2**31 for item in value):
                 return value
             expected = "a list of token ids"
         case "json":

@@ -123,3 +123,120 @@ async def stubborn(text):
 
 def uses_loop(text):
     return asyncio.run(stubborn(text))
+
+
+def variables(text):
+    return sorted(os.environ)
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+class Deep:
+    def tolist(self):
+        return [self]
+
+
+def odd(text):
+    """Raises, returns or writes what the text names."""
+    match text:
+        case "surrogate raised":
+            raise ValueError("half a character: \udc80")
+        case "surrogate returned":
+            return "half a character: \udc80"
+        case "mute":
+            raise Mute
+        case "group":
+            raise ExceptionGroup("several", [KeyError("a"), ValueError("b")])
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "exit":
+            raise SystemExit(2)
+        case "stop":
+            raise StopIteration
+        case "generator":
+            return (x for x in "ab")
+        case "set":
+            return {1, 2}
+        case "bytes":
+            return b"abc"
+        case "complex":
+            return 1j
+        case "cycle":
+            rows = []
+            rows.append(rows)
+            return rows
+        case "deep":
+            rows = []
+            for _ in range(100_000):
+                rows = [rows]
+            return rows
+        case "quite deep":
+            rows = 1.0
+            for _ in range(400):
+                rows = [rows]
+            return rows
+        case "itself":
+            return Deep()
+        case "huge int":
+            return 10**400
+        case "huge float":
+            return 1e300
+        case "infinity":
+            return float("-inf")
+        case "none":
+            return None
+        case "decimal":
+            import decimal
+
+            return decimal.Decimal("1.5")
+        case "function":
+            return odd
+        case "list":
+            return [1.0]
+        case "write to the socket":
+            for fd in sockets():
+                os.write(fd, b"hello\nworld\n")
+            time.sleep(60)
+        case "write a length to the socket":
+            for fd in sockets():
+                os.write(fd, bytes([0, 0, 0, 9]) + b"\xff" * 9)
+        case "write to 1":
+            os.write(1, b"straight to the log\n")
+            return 1.0
+        case "bool":
+            return True
+        case "numpy":
+            import numpy
+
+            return numpy.float32(0.5)
+        case "numpy row":
+            import numpy
+
+            return numpy.array([0.25])[0]
+    return 1.0
+
+
+def sockets():
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found.append(int(name))
+        except OSError:
+            pass
+    return found
+
+
+def odd_text(text):
+    return odd(text)
+
+
+def whole(number):
+    return number
+
+
+async def odd_async(text):
+    return odd(text)

@@ -1,0 +1,245 @@
+"""What user functions start is gone when their process, its guardian, a worker, the fork server or the master ends."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from realgraph.graphs.spec import Function
+from realgraph.runtime.curve import make_keys
+from realgraph.runtime.function_host import FunctionHost
+from realgraph.runtime.functions import Unit
+from realgraph.runtime.launch import Fleet, WorkerBoot, start_workers
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere daemons are out of reach")
+
+MARK = "TEST_FUNCTION_ENDS"
+REWARD = {"reward": "sample float32"}
+SPREADS = '''
+import os, subprocess, sys, time
+
+MOST = 400  # a test that fails leaves no more than these
+
+def daemon(text):
+    """Starts a program twice over: in a session of its own, and one that its parent has left."""
+    subprocess.Popen(["sleep", "120"], start_new_session=True)
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execvp("sleep", ["sleep", "120"])
+        os._exit(0)
+    if text == "hang":
+        time.sleep(120)
+    return 1.0
+
+def bomb(text):
+    """Forks as fast as it can, every process in a session of its own."""
+    left, leave = os.pipe2(os.O_NONBLOCK)
+    os.write(leave, bytes(MOST))
+    os.close(leave)
+    ends = time.monotonic() + 60
+    while time.monotonic() < ends:
+        if os.read(left, 1):  # each byte is one process's, whoever is first
+            if os.fork() == 0 and text == "sessions":
+                os.setsid()
+        elif text == "quietly":
+            time.sleep(1)
+    os._exit(0)
+
+def relay(text):
+    """Never more than one process besides this one, each with a life of its own of a moment."""
+    if os.fork() == 0:
+        ends = time.monotonic() + 60
+        while time.monotonic() < ends:
+            if os.fork() > 0:
+                os._exit(0)
+            os.setsid()
+    time.sleep(120)
+
+def copies(text):
+    os.fork()
+    return 1.0
+'''
+
+
+def marked(mark: str) -> list[int]:
+    """Processes, zombies left out, that were started with `mark` in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # it may end while we look
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                if state not in "ZX" and f"{MARK}={mark}\0".encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+    return found
+
+
+def until(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A value that only processes of this test have in their environment; they are killed after it in any case."""
+    value = f"{os.getpid()}-{time.monotonic_ns()}"
+    monkeypatch.setenv(MARK, value)
+    yield value
+    while left := marked(value):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "spreads.py").write_text(SPREADS)
+    return tmp_path
+
+
+def call(fn: str, seconds: float = 60.0) -> Function:
+    return Function(f"spreads:{fn}", ("text",), REWARD, timeout_seconds=seconds, on_error="score", env=(MARK,))
+
+
+def unit(text: str) -> list[Unit]:
+    return [Unit((0,), {"text": text})]
+
+
+def test_daemons_end_with_an_orderly_end(folder: Path, mark: str) -> None:
+    with FunctionHost(str(folder)) as host:
+        assert host.run("r", call("daemon"), unit("go"))[0].values == {"reward": 1.0}
+        assert until(lambda: len(marked(mark)) == 4)  # guardian, functions, two daemons
+    assert marked(mark) == []
+
+
+def test_daemons_end_with_a_time_limit_and_with_their_process(folder: Path, mark: str) -> None:
+    with FunctionHost(str(folder)) as host:
+        assert "took more than 1 s" in host.run("r", call("daemon", 1.0), unit("hang"))[0].error
+        assert marked(mark) == []
+        thread = threading.Thread(target=host.run, args=("r", call("daemon"), unit("hang")))
+        thread.start()
+        assert until(lambda: len(marked(mark)) == 4)
+        (functions,) = [pid for pid in marked(mark) if parent(pid) == host.pids()[0] and not sleeps(pid)]
+        os.kill(functions, signal.SIGKILL)
+        thread.join(20)
+        assert until(lambda: marked(mark) == [], 5)
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def sleeps(pid: int) -> bool:
+    return Path(f"/proc/{pid}/comm").read_text() == "sleep\n"
+
+
+@pytest.mark.parametrize("text", ["one session", "sessions", "quietly"])
+def test_a_function_that_forks_without_end_is_ended_by_the_number(folder: Path, mark: str, text: str) -> None:
+    with FunctionHost(str(folder), max_processes=40) as host:
+        host.check("r", call("bomb"))
+        before = time.monotonic()
+        error = host.run("r", call("bomb"), unit(text))[0].error
+        assert time.monotonic() - before < 15
+        assert "processes running, more than the 40 allowed, and all were killed" in error
+        assert error.startswith("r: spreads:bomb on sample 0: had ")
+        assert marked(mark) == []
+
+
+@pytest.mark.parametrize("fn", ["bomb", "relay"])
+def test_a_function_that_forks_without_end_is_ended_by_its_time_limit(folder: Path, mark: str, fn: str) -> None:
+    with FunctionHost(str(folder), max_processes=10_000) as host:
+        host.check("r", call(fn))
+        before = time.monotonic()
+        assert "took more than 1 s" in host.run("r", call(fn, 1.0), unit("sessions"))[0].error
+        assert time.monotonic() - before < 15
+        assert marked(mark) == []
+
+
+def test_a_copy_of_the_process_answers_nothing(folder: Path, mark: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with FunctionHost(str(folder)) as host:
+        for _ in range(3):
+            assert host.run("r", call("copies"), unit("go"))[0].values == {"reward": 1.0}
+        assert until(lambda: len(marked(mark)) == 2, 5)
+    assert "a copy of the functions' process, made by os.fork, has returned" in capfd.readouterr().out
+
+
+# --- the whole tree of a run ------------------------------------------------------------------------------------------
+
+
+def work(boot: WorkerBoot) -> None:
+    """A worker whose function has started daemons and does not return."""
+    folder = Path(boot.log).parent
+    os.environ[MARK] = (folder / "mark").read_text()  # from here on: what this worker starts has it
+    with FunctionHost(str(folder)) as host:
+        host.run("r", call("daemon", 120.0), unit("hang"))
+
+
+async def start(folder: str) -> Fleet:
+    boot = WorkerBoot(0, "tcp://127.0.0.1:9", make_keys().public, make_keys(), str(Path(folder) / "0.log"))
+    return await start_workers([boot], f"{__name__}:work", preload=(), deadline_seconds=60)
+
+
+MASTER = """
+import asyncio, importlib, sys
+sys.path[:] = {path!r}
+async def run():
+    fleet = await importlib.import_module({module!r}).start({folder!r})
+    print(fleet.handles[0].pid, flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    await fleet.terminate(0)
+    print("ended", flush=True)
+    sys.stdin.readline()
+asyncio.run(run())
+"""
+
+
+@pytest.mark.parametrize(
+    "victim", ["nobody", "master", "fork server", "worker", "guardian", "functions", "all of them"]
+)
+def test_nothing_that_functions_started_outlives_anybody(folder: Path, victim: str) -> None:
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"
+    (folder / "mark").write_text(mark)
+    code = textwrap.dedent(MASTER).format(path=sys.path, module=__name__, folder=str(folder))
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as master:
+        assert master.stdout is not None
+        assert master.stdin is not None
+        worker = int(master.stdout.readline())
+        assert until(lambda: sum(map(sleeps, marked(mark))) == 2), (folder / "0.log").read_text()
+        guardian = min(marked(mark), key=lambda pid: (parent(pid) != worker, pid))
+        functions = min(marked(mark), key=lambda pid: (parent(pid) != guardian, sleeps(pid), pid))
+        assert not sleeps(functions)
+        whom = {
+            "nobody": [],
+            "master": [master.pid],
+            "fork server": [parent(worker)],
+            "worker": [worker],
+            "guardian": [guardian],
+            "functions": [functions],
+            "all of them": [master.pid, parent(worker), worker],
+        }[victim]
+        for pid in whom:
+            os.kill(pid, signal.SIGKILL)
+        if not whom:
+            master.stdin.write("end\n")
+            master.stdin.flush()
+            assert master.stdout.readline() == "ended\n"
+            assert marked(mark) == []
+        gone = until(lambda: marked(mark) == [], 10)
+        for pid in marked(mark):
+            os.kill(pid, signal.SIGKILL)
+        master.kill()
+        assert gone
