@@ -1,9 +1,10 @@
 """Whole checkpoints: the workers' parts and the Scheduler's state under one name, or nothing. Master side."""
 
 import asyncio
+import math
 import shutil
-import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -11,17 +12,26 @@ from msgspec import Struct
 
 from realgraph.graphs.spec import Train
 from realgraph.planner.layout import Layout
-from realgraph.runtime.actions import Checkpointed
+from realgraph.runtime.actions import STATE_FORMAT, Checkpointed
+from realgraph.runtime.checkpoint_folders import NotRemoved, commit_folder, point_best, prune, recover
 from realgraph.runtime.failures import workers_text
 from realgraph.runtime.inbox import Exit, Inbox
 from realgraph.runtime.job import Job
 from realgraph.runtime.launch import describe_exit
+from realgraph.runtime.manifest import damage, seal
 from realgraph.runtime.protocol import RESCUE_CALL, Done, Failed, Rescue
-from realgraph.runtime.run_folder import CHECKPOINT_STATE, RunFolder, commit_folder, point_link, prune, write_atomic
+from realgraph.runtime.run_folder import CHECKPOINT_STATE, RunFolder, disk_text, write_atomic
 from realgraph.runtime.startup import Crew
 from realgraph.runtime.transport import TransportError
 
 RESCUE_TASK = -1
+
+
+class Committed(Struct, frozen=True):
+    """A checkpoint that is whole, and what is to be said about older ones."""
+
+    path: Path
+    warnings: tuple[str, ...] = ()
 
 
 class Checkpoints:
@@ -29,15 +39,11 @@ class Checkpoints:
 
     def __init__(self, folder: RunFolder, keep: int) -> None:
         self._folder, self._keep = folder, keep
+        self._warned: set[str | None] = set()
 
-    def step_of(self, checkpoint: Path) -> int:
-        """Completed steps of a checkpoint, by its name."""
-        return int(checkpoint.name.removeprefix("step-"))
-
-    def clean(self) -> None:
-        """Remove checkpoints that were never made whole. Nobody may be writing one."""
-        for partial in self._folder.partials():
-            shutil.rmtree(partial, ignore_errors=True)
+    def recover(self) -> tuple[str, ...]:
+        """End what a crash or a failure has left half done. Nobody may be writing a checkpoint. Raises OSError."""
+        return self._warnings(recover(self._folder))
 
     def newest_step(self) -> int:
         """Completed steps of the newest whole checkpoint, 0 if there is none."""
@@ -46,23 +52,93 @@ class Checkpoints:
     def partial(self, step: int) -> Path:
         """An empty folder for the parts of a checkpoint. Raises OSError."""
         path = self._folder.partial(step)
-        shutil.rmtree(path, ignore_errors=True)
+        if path.exists():
+            shutil.rmtree(path)
         path.mkdir(parents=True)
         return path
 
-    def commit(self, step: int, partial: Path, state: Checkpointed) -> Path:
-        """Add the state, make the folder whole, mark the best, remove old ones. Raises OSError."""
-        write_atomic(partial / CHECKPOINT_STATE, msgspec.json.format(msgspec.json.encode(state)))
-        final = self._folder.checkpoint(step)
-        commit_folder(partial, final)
-        if state.best_step == step:
-            point_link(self._folder.best, final)
-        list(prune(self._folder, self._keep))
-        return final
+    def commit(self, step: int, partial: Path, state: Checkpointed) -> Committed:
+        """Add the state and the checksums, make the folder whole, mark the best, remove old ones. Raises OSError.
 
-    def state(self, checkpoint: Path) -> Checkpointed:
-        """The Scheduler's state in a checkpoint. Raises OSError, msgspec.ValidationError."""
-        return msgspec.json.decode((checkpoint / CHECKPOINT_STATE).read_bytes(), type=Checkpointed)
+        The new one is safe before an old one is touched: that one can't be removed is a warning, and tried again.
+        """
+        write_atomic(partial / CHECKPOINT_STATE, msgspec.json.format(msgspec.json.encode(state)))
+        seal(partial)
+        final = self._folder.checkpoint(step)
+        failures = commit_folder(partial, final)
+        point_best(self._folder, state.best_step)
+        failures += prune(self._folder, self._keep)
+        return Committed(final, self._warnings(failures))
+
+    def _warnings(self, failures: Iterable[NotRemoved]) -> tuple[str, ...]:
+        """A line for each that was not named before."""
+        new = [failure for failure in failures if failure.filename not in self._warned]
+        self._warned.update(failure.filename for failure in new)
+        return tuple(f"an old checkpoint was not removed, which is tried again: {disk_text(error)}" for error in new)
+
+
+class Damaged(Struct, frozen=True):
+    """A checkpoint that nothing can go on from."""
+
+    path: Path
+    reason: str
+
+
+class DamagedState(ValueError):
+    """The Scheduler's state of a checkpoint is none; the text says how."""
+
+
+def step_of(checkpoint: Path) -> int:
+    """Completed steps of a checkpoint, by its name."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def newest_intact(folder: RunFolder) -> tuple[Path | None, tuple[Damaged, ...]]:
+    """The newest checkpoint whose every file is what was written, None where there is none; and the newer ones.
+
+    Reads all files of those that it looks at.
+    """
+    damaged: list[Damaged] = []
+    for step in reversed(folder.steps()):
+        path = folder.checkpoint(step)
+        reason = damage(path)
+        if not reason:
+            try:
+                read_state(path)
+            except DamagedState as error:
+                reason = str(error)
+        if not reason:
+            return path, tuple(damaged)
+        damaged.append(Damaged(path, reason))
+    return None, tuple(damaged)
+
+
+def read_state(checkpoint: Path) -> Checkpointed:
+    """The Scheduler's state in a checkpoint. Raises DamagedState."""
+    try:
+        state = msgspec.json.decode((checkpoint / CHECKPOINT_STATE).read_bytes(), type=Checkpointed)
+    except OSError as error:
+        raise DamagedState(f"{CHECKPOINT_STATE} can't be read: {error.strerror or error}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedState(f"{CHECKPOINT_STATE} can't be read: {error}") from error
+    if state.format != STATE_FORMAT:
+        raise DamagedState(f"{CHECKPOINT_STATE} has format {state.format}, this version reads {STATE_FORMAT}")
+    counts = (state.next_group, state.next_task, state.n_trained, state.n_discarded)
+    versions = (*state.versions.values(), *state.copies.values())
+    numbers = [number for carried in state.carried.values() for number in carried.values()]
+    wrong = {
+        "step": state.step != step_of(checkpoint),
+        "best_step": not -1 <= state.best_step <= state.step,
+        "evaluated_step": not -1 <= state.evaluated_step <= state.step,
+        "open": list(state.open) != sorted({group for group in state.open if 0 <= group < state.next_group}),
+        "n_trained": state.n_trained + state.n_discarded + len(state.open) != state.next_group,
+        "a negative number": min((*counts, *versions), default=0) < 0,
+        "a number": not all(map(math.isfinite, (state.best_value, *numbers))),
+    }
+    for what, is_wrong in wrong.items():
+        if is_wrong:
+            raise DamagedState(f"{CHECKPOINT_STATE} contradicts itself: {what}")
+    return state
 
 
 class Rescuers(Struct, frozen=True):
@@ -105,20 +181,20 @@ def rescuers(job: Job, alive: frozenset[int]) -> Rescuers:
     return Rescuers(alone, together)
 
 
-async def rescue(crew: Crew, job: Job, checkpoints: Checkpoints, border: Checkpointed, inbox: Inbox) -> Path:
+async def rescue(crew: Crew, job: Job, checkpoints: Checkpoints, border: Checkpointed, inbox: Inbox) -> Committed:
     """Have surviving workers write what they hold of the state at `border`. Raises OSError where that fails."""
     chosen = rescuers(job, crew.fleet.running - inbox.gone)
     partial = checkpoints.partial(border.step)
     commands = chosen.commands(border.step, partial, border.versions)
     waiting = Counter(worker for worker, _ in commands)
-    until = time.monotonic() + job.runtime.min_deadline_seconds
+    until = inbox.clock.now() + job.runtime.min_deadline_seconds
     try:
         for worker, command in commands:
             await crew.socket.send(worker, command)
     except TransportError as error:
         raise OSError(str(error)) from error
     while +waiting:
-        match await inbox.take(max(0.0, until - time.monotonic())):
+        match await inbox.take(max(0.0, until - inbox.clock.now())):
             case None:
                 seconds = job.runtime.min_deadline_seconds
                 raise OSError(f"{workers_text(sorted(+waiting))} did not save within {seconds:g} s")

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
-from torch import nn
 
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.keys import TOKENS
 from realgraph.runtime.assemble import Assembler
 from realgraph.runtime.cursor import row_of
-from realgraph.runtime.data import DataSet, Row, TooLong, tokenizer_source
+from realgraph.runtime.data import Asked, DataSet, Row, TooLong, tokenizer_source
 from realgraph.runtime.job import DataSpec, Job
+from realgraph.runtime.own_tokens import open_own_tokens
 from realgraph.runtime.protocol import Sample
 from realgraph.runtime.tokenize import Tokenizer, load_tokenizer
 
@@ -22,15 +22,6 @@ class Prompt(Struct, frozen=True):
     row: int
     tokens: tuple[int, ...]
     values: dict[str, Any]
-
-
-def stop_tokens(tokenizer: Tokenizer, network: nn.Module) -> frozenset[int]:
-    """Every token that ends a sample: the tokenizer's end of sequence and those of the model's generation config."""
-    found: set[int] = set()
-    for source in (tokenizer, getattr(network, "generation_config", None), network.config):
-        ends = getattr(source, "eos_token_id", None)
-        found.update([ends] if isinstance(ends, int) else ends or [])
-    return frozenset(found)
 
 
 def eval_data(job: Job) -> DataSpec | None:
@@ -46,6 +37,8 @@ def eval_data(job: Job) -> DataSpec | None:
         columns=job.data.columns,
         chat=job.data.chat,
         system=job.data.system,
+        template_args=job.data.template_args,
+        tools=job.data.tools,
         max_prompt_tokens=job.data.max_prompt_tokens,
     )
 
@@ -62,6 +55,7 @@ class Loading:
     def __init__(self, job: Job) -> None:
         self._job = job
         self.tokenizer = load_tokenizer(*tokenizer_source(job.graph))
+        self.own_tokens = open_own_tokens(job.graph)
         self._data = open_data(job.data, job.graph, self.tokenizer)
         self.n_rows = len(self._data)
         spec = eval_data(job)
@@ -79,10 +73,12 @@ class Loading:
 
     def load_prompts(
         self, groups: Sequence[int], assembler: Assembler, prompt_key: str
-    ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
-        """Put the inputs of groups into the store: (group -> prompt tokens, groups whose prompt is too long)."""
+    ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...], dict[int, Asked]]:
+        """Put the inputs of groups into the store: (group -> prompt tokens, groups whose prompt is too long, group ->
+        the prompt for roles with tokenizers of their own)."""
         rows, skipped = self._load(groups, assembler)
-        return {group: tuple(row.group[prompt_key]) for group, row in rows.items()}, skipped
+        asked = {group: self._data.asked(row, prompt_key) for group, row in rows.items()} if self.own_tokens else {}
+        return {group: tuple(row.group[prompt_key]) for group, row in rows.items()}, skipped, asked
 
     def load_samples(self, groups: Sequence[int], assembler: Assembler) -> tuple[tuple[Sample, ...], tuple[int, ...]]:
         """Put groups whose samples come from the data into the store: (samples, groups that are too long)."""

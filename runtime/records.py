@@ -17,6 +17,8 @@ from realgraph.runtime.observer import (
     StepRecord,
     Transcript,
 )
+from realgraph.runtime.rotation import older
+from realgraph.runtime.run_folder import private
 
 TAIL_BYTES = 1 << 20  # more than any record has
 
@@ -25,11 +27,13 @@ class Appended:
     """A file that grows by whole records, each written at once: what a kill or a full disk leaves is readable.
 
     whole: how much of what an earlier run left is whole records; the rest (it ran out of disk) is cut off.
+    most_bytes: from this size on it is `full`; None: never.
     """
 
-    def __init__(self, path: Path, whole: Callable[[bytes], int]) -> None:
+    def __init__(self, path: Path, whole: Callable[[bytes], int], most_bytes: int | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0)
+        self._path, self._most = path, most_bytes
+        self._file = open(path, "ab", buffering=0, opener=private)  # noqa: SIM115 - `close` closes it
         if path.is_file():
             with path.open("rb") as file:
                 start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
@@ -49,6 +53,18 @@ class Appended:
                 raise
         self.empty = False
 
+    @property
+    def full(self) -> bool:
+        """Whether it is time for `rotate`."""
+        return self._most is not None and self._file.tell() >= self._most
+
+    def rotate(self) -> None:
+        """Keep what there is beside an empty file, and forget what was kept before. Raises OSError."""
+        self._file.close()
+        os.replace(self._path, older(self._path))
+        self._file = open(self._path, "ab", buffering=0, opener=private)  # noqa: SIM115 - `close` closes it
+        self.empty = True
+
     def close(self) -> None:
         self._file.close()
 
@@ -62,18 +78,20 @@ def _whole_events(tail: bytes) -> int:
     end = tail.rfind(b"\n")
     try:
         msgspec.json.decode(tail[end + 1 :])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return max(0, end - 1)  # without the comma, or the opening bracket, before it
     return len(tail)
 
 
 class JsonLines:
-    """One JSON object a line."""
+    """One JSON object a line. most_bytes: of this file and of the one before it, each; None: it grows without end."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = Appended(path, _whole_lines)
+    def __init__(self, path: Path, most_bytes: int | None = None) -> None:
+        self._file = Appended(path, _whole_lines, most_bytes)
 
     def write(self, value: object) -> None:
+        if self._file.full:
+            self._file.rotate()
         self._file.write(msgspec.json.encode(value) + b"\n")
 
     def close(self) -> None:
@@ -100,8 +118,8 @@ class MetricsFile:
 class TranscriptsFile:
     """transcripts.jsonl: sampled prompts and responses with their scores."""
 
-    def __init__(self, path: Path) -> None:
-        self._lines = JsonLines(path)
+    def __init__(self, path: Path, most_bytes: int | None = None) -> None:
+        self._lines = JsonLines(path, most_bytes)
 
     def observe(self, record: RunRecord) -> None:
         if isinstance(record, Transcript):
@@ -119,13 +137,17 @@ class TraceFile:
     Source: Trace Event Format, "JSON Array Format".
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = Appended(path, _whole_events)
+    def __init__(self, path: Path, most_bytes: int | None = None) -> None:
+        self._file = Appended(path, _whole_events, most_bytes)
         self._named: set[int] = set()
 
     def observe(self, record: RunRecord) -> None:
         if not isinstance(record, Span):
             return
+        if self._file.full:
+            self._file.write(b"]")
+            self._file.rotate()
+            self._named.clear()
         if record.worker not in self._named:
             self._named.add(record.worker)
             name = "master" if record.worker < 0 else f"worker {record.worker}"

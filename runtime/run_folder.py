@@ -1,7 +1,6 @@
 """The files of one run: where they lie, and how they are written so that a crash never leaves half of one."""
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,10 +67,6 @@ class RunFolder(Struct, frozen=True):
         """Where the checkpoint of `step` is written before it is renamed."""
         return self.checkpoints / f"step-{step:06d}.partial"
 
-    def partials(self) -> list[Path]:
-        """Checkpoints that were begun and never made whole."""
-        return sorted(self.checkpoints.glob("step-*.partial"))
-
     @property
     def best(self) -> Path:
         """A link to the checkpoint with the best held-out score."""
@@ -87,15 +82,6 @@ class RunFolder(Struct, frozen=True):
         return self.checkpoint(steps[-1]) if steps else None
 
 
-def commit_folder(partial: Path, final: Path) -> None:
-    """Make a written folder visible under its final name at once and durably. Raises OSError."""
-    fsync_path(partial)
-    if final.exists():
-        shutil.rmtree(final)
-    os.replace(partial, final)
-    fsync_path(final.parent)
-
-
 def fsync_path(path: Path) -> None:
     """Flush a file or folder entry to the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -106,7 +92,7 @@ def fsync_path(path: Path) -> None:
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Replace a file as a whole. Raises OSError."""
+    """Replace a file as a whole, durably. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
@@ -114,35 +100,40 @@ def write_atomic(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
+    fsync_path(path.parent)
+
+
+def fresh_link(link: Path) -> Path:
+    """Where a link lies until it replaces `link`."""
+    return link.with_name(f".{link.name}.fresh")
 
 
 def point_link(link: Path, target: Path) -> None:
     """Make `link` name the sibling `target`, atomically."""
-    fresh = link.with_name(f".{link.name}.fresh")
+    fresh = fresh_link(link)
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(target.name)
     os.replace(fresh, link)
 
 
-def prune(folder: RunFolder, keep: int) -> Iterator[Path]:
-    """Remove all but the `keep` newest checkpoints, never the best; yields what it removed."""
-    best = folder.best.resolve() if folder.best.is_symlink() else None
-    for step in folder.steps()[:-keep]:
-        path = folder.checkpoint(step)
-        if path.resolve() != best:
-            shutil.rmtree(path)
-            yield path
-
-
 @contextmanager
 def exclusive(folder: RunFolder) -> Iterator[None]:
-    """Hold the run directory: two runs never write to one. Raises BlockingIOError if another run holds it."""
+    """Hold the run directory: two runs never write to one. Raises BlockingIOError if another run holds it.
+
+    A new one is for its owner alone: it has data and samples as text. One that is there keeps its mode.
+    """
     import fcntl
 
-    folder.root.mkdir(parents=True, exist_ok=True)
+    folder.root.parent.mkdir(parents=True, exist_ok=True)
+    folder.root.mkdir(mode=0o700, exist_ok=True)
     with (folder.root / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+
+
+def private(path: str, flags: int) -> int:
+    """An `opener`: a new file is for its owner alone, whatever the mode of its folder."""
+    return os.open(path, flags, 0o600)
 
 
 def disk_text(error: OSError) -> str:

@@ -12,9 +12,22 @@ from typing import Any
 
 import pytest
 
+from realgraph import resume
+from realgraph.costs_record import CostsFile, Planned
+from realgraph.eval_command import model_folder
 from realgraph.graphs.errors import ConfigError
-from realgraph.running import CHANGEABLE, prepare_resume
-from tests.runs import BASE, GRPO, Running, finish, home, merged, numbers, records, start, stop, write_run
+from realgraph.planner.detect import Probe
+from realgraph.resume import CHANGEABLE, prepare_resume, resumed
+from realgraph.run_command import RunOptions, open_run
+from realgraph.running import Prepared, claim
+from realgraph.runtime.data import DataSet, tokenizer_source
+from realgraph.runtime.manifest import MANIFEST
+from realgraph.runtime.observer import Observers, RunStarted
+from realgraph.runtime.records import MetricsFile, TraceFile, TranscriptsFile
+from realgraph.runtime.run_folder import RunFolder, exclusive
+from realgraph.runtime.tokenize import load_tokenizer
+from tests.mutations import mutate
+from tests.runs import BASE, GRPO, Running, copy_home, finish, home, merged, numbers, records, start, stop, write_run
 from tests.traces import traces
 
 __all__ = ["home"]
@@ -118,9 +131,175 @@ def test_what_can_not_be_resumed_says_why(whole: Path, tmp_path: Path) -> None:
         prepare_resume(folder, [])
     folder = copied(whole.parent, "whole", tmp_path / "torn", 2)
     (folder / "checkpoints/step-000002/state.json").write_text("{")
-    run = finish(whole.parent, "run", "--resume", str(folder), name="whole", code=3)
-    assert "step-000002 has no readable state" in run.output()
-    assert "Traceback" not in run.output()
+    for path in (folder / "checkpoints").glob("step-*/actor/model.safetensors"):
+        path.unlink()
+    with pytest.raises(
+        ConfigError, match=r"step-000001: \$: the checkpoint is damaged: actor/.* is missing"
+    ) as refused:
+        prepare_resume(folder, [])
+    assert len(refused.value.problems) == 2, "each with its reason"
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(whole: Path, tmp_path: Path) -> None:
+    folder = copied(whole.parent, "whole", tmp_path / "run", 4)
+    file = folder / "checkpoints/step-000004/critic/optimizer.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    (folder / "checkpoints/step-000003/state.json").write_text("{")
+    output = finish(whole.parent, "run", "--resume", str(folder), name="whole").output()
+    assert re.search(r"step-000004 is damaged: critic/optimizer.safetensors is not what was written", output)
+    assert re.search(r"step-000003 is damaged: state.json has 1 bytes", output)
+    assert f"going on from {folder}/checkpoints/step-000002" in output
+    last = "checkpoints/step-000006/actor/model.safetensors"
+    assert (folder / last).read_bytes() == (whole / last).read_bytes()
+    names = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert names >= {"step-000003", "step-000004", "step-000003.damaged", "step-000004.damaged"}
+
+
+def test_a_damaged_model_is_not_evaluated(whole: Path, tmp_path: Path) -> None:
+    folder = copied(whole.parent, "whole", tmp_path / "run", 3)
+    (folder / "checkpoints/best").unlink(missing_ok=True)
+    newest = folder / "checkpoints/step-000003"
+    (newest / "actor/optimizer.safetensors").write_bytes(b"")
+    assert model_folder(folder) == newest / "actor", "what only training reads is not looked at"
+    with (newest / "actor/model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    shutil.copytree(newest, folder / "checkpoints/step-000009.partial")
+    for path in (folder, newest, newest / "actor"):
+        with pytest.raises(ConfigError) as refused:
+            model_folder(path)
+        (problem,) = refused.value.problems
+        assert problem.where.file == str(newest)
+        assert "is damaged: actor/model.safetensors has 1,000 bytes" in problem.text
+        assert problem.hint == f"take another one: {folder}/checkpoints/step-000002"
+
+
+def test_the_directory_is_ours_before_anything_in_it_is_read(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else another run could write on between the choice of a checkpoint and the first step from it."""
+    folder = copied(whole.parent, "whole", tmp_path / "run", 4)
+    read: list[str] = []
+
+    def guarded(name: str) -> None:
+        function = getattr(resume, name)
+
+        def checked(*arguments: Any) -> Any:
+            with pytest.raises(BlockingIOError), exclusive(RunFolder(folder)):
+                pass
+            read.append(name)
+            return function(*arguments)
+
+        monkeypatch.setattr(resume, name, checked)
+
+    for name in ("_old_job", "recover", "newest_intact", "check_run"):
+        guarded(name)
+    with open_run(None, ["checkpoint.keep=3"], RunOptions(resume=folder)) as prepared:
+        assert prepared.resume == folder / "checkpoints/step-000004"
+    assert read == ["_old_job", "recover", "newest_intact", "check_run"]
+    with exclusive(RunFolder(folder)), pytest.raises(ConfigError, match="another run is writing to"):  # noqa: SIM117
+        with open_run(None, [], RunOptions(resume=folder)):
+            pass
+
+
+def test_data_that_have_changed_are_refused_with_the_file(whole: Path, tmp_path: Path) -> None:
+    copy_home(whole.parent, tmp_path / "home")
+    folder = tmp_path / "home/whole"
+    for name in ("config.yaml", "job.json"):  # as if it had been begun here
+        text = (folder / name).read_text()
+        (folder / name).write_text(text.replace(str(whole.parent), str(tmp_path / "home")))
+    prepare_resume(folder, [])
+    for name, place in (("train.jsonl", "data"), ("test.jsonl", "eval.data")):
+        file = tmp_path / "home" / name
+        content = file.read_text()
+        file.write_text(content.replace("1", "2", 1))
+        with pytest.raises(ConfigError) as refused:
+            prepare_resume(folder, [])
+        (problem,) = refused.value.problems
+        assert problem.where.path == f"$.{place}.path"
+        assert f"{file} has changed since the run began: it has other bytes" in problem.text
+        assert "put the file back, or go on with it as it is now: --new-data" in problem.hint
+        prepare_resume(folder, [], new_data=True)
+        if name == "test.jsonl":
+            prepare_resume(folder, [f"eval.data.path={tmp_path}/home/train.jsonl"])
+        file.write_text(content + content.splitlines(keepends=True)[0])
+        with pytest.raises(ConfigError, match=r"it has [\d,]+ bytes, and had [\d,]+, and other samples would follow"):
+            prepare_resume(folder, [])
+        file.write_text(content)
+    prepare_resume(folder, [])
+
+
+@pytest.mark.parametrize("machine", [Probe(1, 10**9), Probe(64, 10**12)], ids=["smaller", "larger"])
+def test_another_machine_may_go_on_with_a_run(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Probe
+) -> None:
+    """Cores and memory are measured, not written: they are no part of what must be equal."""
+    folder = copied(whole.parent, "whole", tmp_path / "run", 4)
+    before = prepare_resume(folder, []).job
+    monkeypatch.setattr("realgraph.planning.probe", lambda: machine)
+    assert prepare_resume(folder, []).job == before
+    with pytest.raises(ConfigError, match="can't change `cluster`"):
+        prepare_resume(folder, ["cluster.memory_gb=3"])
+
+
+N_MUTATIONS = 12
+CONTROLS = bytes({*range(32), 127} - {*b"\n\t"})
+FILES = ("job.json", "config.yaml", "metrics.jsonl", "costs.json", "plan.json", "trace.json", "state.json", MANIFEST)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_damage_to_a_file_of_a_run_gives_a_traceback(whole: Path, tmp_path: Path, name: str) -> None:
+    """Each is refused with its place, passed over, or makes no difference to how the run goes on."""
+    folder = copied(whole.parent, "whole", tmp_path / "run", 2)
+    newest = folder / "checkpoints/step-000002"
+    file = newest / name if name in ("state.json", MANIFEST) else folder / name
+    without = CONTROLS if name == "config.yaml" else b""  # which the YAML reader has tests for
+    content, kept = file.read_bytes(), shutil.copytree(newest, tmp_path / "kept")
+    outcomes = {
+        outcome
+        for seed in range(N_MUTATIONS)
+        for outcome in [outcome_of(folder, file, mutate(content, random.Random(f"{name} {seed}"), without))]
+        if restored(newest, kept)
+    }
+    expected = {"plan.json": {"goes on"}, "state.json": {"passed over"}, MANIFEST: {"passed over"}}
+    assert outcomes <= {"refused", "passed over", "goes on"}
+    assert outcomes >= expected.get(name, set())
+
+
+def outcome_of(folder: Path, file: Path, content: bytes) -> str:
+    """What resuming says of a damaged file, up to the start of the workers."""
+    before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    file.write_bytes(content)
+    try:
+        with resumed(folder, []) as prepared:
+            claim(prepared)
+            check_rows(prepared)
+    except ConfigError:
+        return "refused"
+    finally:
+        for path, bytes_before in before.items():
+            path.write_bytes(bytes_before)
+    assert prepared.resume is not None
+    return "goes on" if prepared.resume.name == "step-000002" else "passed over"
+
+
+def check_rows(prepared: Prepared) -> None:
+    """What a run does with its directory and its first rows before workers start."""
+    folder, job = prepared.folder, prepared.job
+    DataSet(job.data, {key.name: key.type for key in job.graph.inputs}, load_tokenizer(*tokenizer_source(job.graph)))
+    costs = CostsFile(Planned(job.name, prepared.request, job.plan), folder.costs)
+    costs.observe(RunStarted(job.name, job.graph.name, job.steps, 2, str(folder.root), ()))
+    files = (MetricsFile(folder.metrics), TranscriptsFile(folder.transcripts), TraceFile(folder.trace))
+    Observers((*files, costs)).close()
+
+
+def restored(newest: Path, kept: Path) -> bool:
+    """Put the checkpoint back for the next try."""
+    for path in newest.parent.glob(f"{newest.name}*"):
+        shutil.rmtree(path)
+    shutil.copytree(kept, newest)
+    return True
 
 
 def test_a_run_directory_belongs_to_one_run(home: Path) -> None:
