@@ -11,9 +11,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from realgraph.graphs.applied import step_keys
 from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS
 from realgraph.graphs.maths import GAE, AdaptiveKL, ApplyStep, Center, KLPenalty, Overlong, Return, Scale, Step
 from realgraph.graphs.spec import Advantage
+from realgraph.runtime.applied import Call, apply_step
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.estimators import indices_by_group, kl, segment_sum, suffix_sums
 from realgraph.runtime.protocol import Mean
@@ -110,7 +112,7 @@ def compute(
     work = _start(call, batch, functions or {}, dict(state))
     for name, step in call.steps.items():
         if step is not None:
-            _step(work, name, step)
+            _step(work, call, name, step)
     advantages = work.spread()
     if not bool(advantages.isfinite().all()):
         worst = int((~advantages.isfinite()).nonzero()[0, 0])
@@ -153,7 +155,7 @@ def _sample(batch: Packed, position: int) -> str:
     return f"sample {batch.samples[position] if batch.samples else position}"
 
 
-def _step(work: Pipeline, name: str, step: Step) -> None:
+def _step(work: Pipeline, call: Advantage, name: str, step: Step) -> None:
     match step:
         case KLPenalty():
             _kl_penalty(work, name, step)
@@ -168,8 +170,8 @@ def _step(work: Pipeline, name: str, step: Step) -> None:
         case Return(gamma=gamma):
             work.become_tokens(_scatter(work, suffix_sums(work.token_rewards()[work.sampled], work.remaining, gamma)))
             work.returns = work.running
-        case ApplyStep(fn=fn):
-            _apply(work, name, step, fn)
+        case ApplyStep():
+            _apply(work, name, step, step_keys(call, step))
 
 
 def _kl_penalty(work: Pipeline, name: str, step: KLPenalty) -> None:
@@ -299,18 +301,13 @@ def _gae(work: Pipeline, step: GAE) -> None:
     work.become_tokens(_scatter(work, advantages))
 
 
-def _apply(work: Pipeline, name: str, step: ApplyStep, fn: str) -> None:
+def _apply(work: Pipeline, name: str, step: ApplyStep, keys: tuple[str, ...]) -> None:
     """The user's function of the batch and the running quantity; the shape it returns says the new level."""
-    if fn not in work.functions:
-        raise ValueError(f"step {name!r}: the function {fn!r} was not loaded")
-    result = work.functions[fn](work.batch, work.running, **step.args).double()
-    n, t = work.batch.n_samples, work.batch.n_tokens
-    if result.shape == work.running.shape:
-        if work.per_token:
-            work.become_tokens(result)
-        else:
-            work.running = result
-    elif result.shape == (t,):
-        work.become_tokens(result)
+    if step.fn not in work.functions:
+        raise ValueError(f"step {name!r}: the function {step.fn!r} was not loaded")
+    call = Call(f"step {name!r}", step.fn, work.functions[step.fn], keys, step.args)
+    result = apply_step(call, work.batch, work.running)
+    if result.shape == work.running.shape and not work.per_token:
+        work.running = result
     else:
-        raise ValueError(f"step {name!r}: {fn} returned the shape {tuple(result.shape)}, expected ({n},) or ({t},)")
+        work.become_tokens(result)

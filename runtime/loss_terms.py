@@ -1,7 +1,7 @@
 """The terms of a loss, each a pure function of a packed batch and a forward pass. Knows no aggregation and no engine.
 
 A term returns its loss per token [T] (per pair [P] for `preference` and `pairwise_score`) and its statistics: for each
-name a total and a weight over the masked tokens, so that they add over micro-batches and ranks.
+name a total and a weight over the masked tokens, which add over micro-batches and ranks, or the `Largest` of them.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,16 @@ from realgraph.runtime.batch import Outputs, Packed
 from realgraph.runtime.estimators import indices_by_group, kl, segment_sum
 
 PROXIMAL_LOGPROBS = "proximal_logprobs"
-Stats = dict[str, tuple[Tensor, Tensor]]  # name -> (total, weight)
+
+
+@dataclass(frozen=True)
+class Largest:
+    """A statistic that is a maximum: a scalar."""
+
+    value: Tensor
+
+
+Stats = dict[str, tuple[Tensor, Tensor] | Largest]  # name -> (total, weight), or a maximum
 
 
 @dataclass(frozen=True)
@@ -187,16 +196,17 @@ def importance_weight(off_policy: OffPolicy, log_weight: Tensor) -> tuple[Tensor
 
 
 def _ratio_stats(view: View, log_ratio: Tensor, clipped: Tensor) -> Stats:
-    """clip_fraction; ratio; ratio_max (merged: the mean over micro-batches); approx_kl, k3 of KL(anchor || policy)."""
+    """clip_fraction; ratio; ratio_max, the largest ratio; approx_kl, k3 of KL(anchor || policy)."""
     held = view.sampled(log_ratio.detach().double())
     ratio = held.exp()
-    stats = {
+    stats: Stats = {
         "clip_fraction": view.mean(clipped),
         "ratio": view.mean(ratio),
         "approx_kl": view.mean(kl(torch.zeros_like(held), held, "k3")),
     }
-    one = ratio.new_ones(())
-    return stats | ({"ratio_max": (torch.where(view.mask, ratio, 0.0).max(), one)} if len(ratio) else {})
+    if len(ratio):
+        stats["ratio_max"] = Largest(torch.where(view.mask, ratio, 0.0).max())
+    return stats
 
 
 def kl_penalty(term: KL, view: View) -> tuple[Tensor, Stats]:

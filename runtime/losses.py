@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from realgraph.graphs.applied import OUTPUTS, term_keys, term_outputs
 from realgraph.graphs.maths import (
     KL,
     ApplyTerm,
@@ -31,12 +32,12 @@ from realgraph.graphs.maths import (
     Value,
 )
 from realgraph.runtime import loss_terms
+from realgraph.runtime.applied import Call, apply_term
 from realgraph.runtime.batch import Outputs, Packed
-from realgraph.runtime.loss_terms import Stats, View
-from realgraph.runtime.protocol import Mean
+from realgraph.runtime.loss_terms import Largest, Stats, View
+from realgraph.runtime.protocol import Max, Mean, Metric
 
 LossFunction = Callable[..., Tensor]  # (batch: Packed, outputs: Outputs, **args) -> [T], a loss per token
-OUTPUTS = ("logprobs", "entropy", "values", "scores")  # what `reads` of an `apply` term may name besides keys
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ def needs(loss: Loss) -> Needs:
                 wanted.add("values")
             case PairwiseScore():
                 wanted.add("scores")
-            case ApplyTerm(reads=reads):
-                wanted.update(set(OUTPUTS).intersection(reads) or {"logprobs"})
+            case ApplyTerm():
+                wanted.update(term_outputs(term))
     return Needs(**{name: name in wanted for name in OUTPUTS}, proximal=proximal)
 
 
@@ -100,8 +101,8 @@ def evaluate(
     outputs: Outputs,
     denominator: Tensor,
     functions: Mapping[str, LossFunction] | None = None,
-) -> tuple[Tensor, dict[str, Mean]]:
-    """The batch's part of the loss, a float64 scalar with gradient, and its metrics, which merge by adding.
+) -> tuple[Tensor, dict[str, Metric]]:
+    """The batch's part of the loss, a float64 scalar with gradient, and its metrics, which merge by `protocol.merge`.
 
     `denominator`: that of the whole optimizer step, over micro-batches and ranks. `functions`: the callable of each
     `apply` term's `fn`. An empty batch or mask gives exactly 0, with a graph. Metrics: `loss`, `<term>_loss`, and each
@@ -118,10 +119,10 @@ def evaluate(
         part = _numerator(loss, name, losses, view)
         total = total + part
         prefix = f"{name}_" if kinds.count(type(term)) > 1 else ""
-        stats |= {f"{name}_loss": (part.detach(), local), **{prefix + key: pair for key, pair in found.items()}}
+        stats |= {f"{name}_loss": (part.detach(), local), **{prefix + key: stat for key, stat in found.items()}}
     stats["loss"] = (total.detach(), local)
     whole = denominator.to(total)
-    return total / torch.where(whole > 0, whole, torch.ones_like(whole)), _means(stats)
+    return total / torch.where(whole > 0, whole, torch.ones_like(whole)), _metrics(stats)
 
 
 def _term(name: str, term: Term, view: View, functions: Mapping[str, LossFunction]) -> tuple[Tensor, Stats]:
@@ -146,13 +147,8 @@ def _term(name: str, term: Term, view: View, functions: Mapping[str, LossFunctio
         case ApplyTerm(fn=fn):
             if fn not in functions:
                 raise ValueError(f"term {name!r}: the function {fn!r} was not loaded")
-            losses = functions[fn](view.batch, view.outputs, **term.args)
-            if losses.shape != view.mask.shape:
-                raise ValueError(
-                    f"term {name!r}: {fn} returned the shape {tuple(losses.shape)}; a loss per token is needed, "
-                    f"{tuple(view.mask.shape)}"
-                )
-            return losses, {}
+            call = Call(f"term {name!r}", fn, functions[fn], term_keys(term), term.args)
+            return apply_term(call, view.batch, view.outputs, term_outputs(term)), {}
 
 
 def _numerator(loss: Loss, name: str, losses: Tensor, view: View) -> Tensor:
@@ -183,9 +179,13 @@ def _counted(loss: Loss, batch: Packed) -> Tensor:
     return counted
 
 
-def _means(stats: Stats) -> dict[str, Mean]:
+def _metrics(stats: Stats) -> dict[str, Metric]:
     """One transfer from the device for all of them."""
     if not stats:
         return {}
-    flat = torch.stack([part.double() for pair in stats.values() for part in pair]).tolist()
-    return {name: Mean(flat[2 * i], flat[2 * i + 1]) for i, name in enumerate(stats)}
+    parts = [(stat.value,) if isinstance(stat, Largest) else stat for stat in stats.values()]
+    flat = iter(torch.stack([part.double() for pair in parts for part in pair]).tolist())
+    return {
+        name: Max(next(flat)) if isinstance(stat, Largest) else Mean(next(flat), next(flat))
+        for name, stat in stats.items()
+    }

@@ -238,7 +238,9 @@ def test_the_users_step_may_change_the_level() -> None:
     def to_tokens(batch: Packed, running: Tensor) -> Tensor:
         return running[batch.sample_index()] * batch.key("values")
 
-    call = Advantage({"a": maths.ApplyStep("m:shout", {"by": 3.0}), "b": maths.ApplyStep("m:to_tokens")})
+    call = Advantage(
+        {"a": maths.ApplyStep("m:shout", args={"by": 3.0}), "b": maths.ApplyStep("m:to_tokens", ("values",))}
+    )
     outputs, _, _ = compute(call, batch, {}, {"m:shout": shout, "m:to_tokens": to_tokens})
     expected = torch.where(batch.mask, 3.0 * batch.key("reward") * batch.key("values"), 0.0).float()
     torch.testing.assert_close(outputs["advantages"], expected)

@@ -20,11 +20,12 @@ from realgraph.graphs.spec import GraphSpec
 from realgraph.planner.cluster import Cluster
 from realgraph.planner.plan import Hashes, Plan
 from realgraph.runtime import hub
+from realgraph.runtime.data import DataSet
 from realgraph.runtime.job import BatchSpec, DataSpec, Job
 from realgraph.runtime.preflight import preflight, refuse_machine
 from realgraph.runtime.tokenize import load_tokenizer
 from realgraph.runtime.weights import resolve
-from tests.test_data import PLAIN
+from tests.data_sets import PLAIN, WHOLE, make_tokenizer, write
 
 CLUSTER = Cluster(1, 2, "cpu", 2**30, 2**30, 1e10, 1e10, 1e10, 1e10, 1e10)
 
@@ -61,7 +62,7 @@ ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(12)]
 
 
 def reward(fn: str, **fields: Any) -> dict[str, Any]:
-    return {"kind": "function", "fn": fn, "reads": ["text", "answer"], "writes": {"reward": "sample float32"}, **fields}
+    return {"kind": "function", "fn": fn, "reads": ["text", "answer"], "writes": {"reward": "sample float32"}} | fields
 
 
 def test_the_first_rows_and_the_reward_are_shown(tmp_path: Path) -> None:
@@ -80,6 +81,30 @@ def test_the_first_rows_and_the_reward_are_shown(tmp_path: Path) -> None:
     assert "filter: reward_spread: keep True" in text
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_a_function_of_a_group_is_tried_on_as_many_samples_as_a_group_has(tmp_path: Path, n: int) -> None:
+    (tmp_path / f"sized_{n}.py").write_text(
+        "def centred(reward, text):\n"
+        f"    assert len(reward) == len(text) == {n}\n"
+        "    return [r - sum(reward) for r in reward]\n"
+    )
+    group = {"kind": "function", "over": "group"}
+    calls = {
+        "reward": reward("exact_match"),
+        "centre": {
+            **group,
+            "fn": f"sized_{n}:centred",
+            "reads": ["reward", "text"],
+            "writes": {"centred": "sample float32"},
+        },
+        "again": {**group, "fn": "best_of", "reads": ["reward"], "writes": {"best": "sample bool"}},
+    }
+    rollout = {"rollout": {"kind": "generate", "model": "actor", "n": n}}
+    lines = preflight(make_job(tmp_path, {**rollout, **calls}, ROWS))
+    assert sum(line.startswith("centre: ") for line in lines) == 2
+    assert "reward: exact_match: reward 1 on '0', 0 on '', 0 on 'I do not know.'" in lines
+
+
 def test_a_reward_that_fails_names_the_row_and_the_text(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(text, answer):\n    return float(text) == float(answer)\n")
     with pytest.raises(ConfigError) as error:
@@ -90,6 +115,36 @@ def test_a_reward_that_fails_names_the_row_and_the_text(tmp_path: Path) -> None:
     assert "hint: on_error: score" in said
     lines = preflight(make_job(tmp_path, {"reward": reward("mine:score", on_error="score")}, ROWS))
     assert "2 failed and got error_value" in lines[-1]
+
+
+PROMPTS = """
+def sample(text, prompt, prompt_ids):
+    assert isinstance(text, str) and prompt in ("0+0=", "1+1="), prompt
+    assert all(type(token) is int for token in prompt_ids) and prompt_ids, prompt_ids
+    return 1.0
+
+def group(prompt, prompt_ids, reward):
+    return [sample("", prompt, prompt_ids)] * len(reward)
+
+def batch(prompt, prompt_ids, reward):
+    return [sample("", *both) for both in zip(prompt, prompt_ids, strict=True)]
+
+def text_only(prompt):
+    return sample("", prompt, [1])
+"""
+
+
+def test_a_prompt_reaches_functions_as_text_and_as_ids_where_asked(tmp_path: Path) -> None:
+    (tmp_path / "prompts.py").write_text(PROMPTS)
+    both = {"reads": ["prompt", "reward"], "ids": ["prompt"]}
+    calls = {
+        "reward": reward("prompts:sample", reads=["text", "prompt"], ids=["prompt"]),
+        "b": reward("prompts:group", **both, over="group") | {"writes": {"b": "sample float32"}},
+        "c": reward("prompts:batch", **both, over="batch") | {"writes": {"c": "sample float32"}},
+        "d": reward("prompts:text_only", reads=["prompt"]) | {"writes": {"d": "sample float32"}},
+    }
+    lines = preflight(make_job(tmp_path, calls, ROWS))
+    assert sum("prompts:" in line and " 1 on ''" in line for line in lines) == 2 * len(calls), lines
 
 
 def test_a_function_that_is_not_there_is_told_by_its_call(tmp_path: Path) -> None:
@@ -158,3 +213,40 @@ def test_a_model_folder_without_a_tokenizer_is_told_so(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(ConfigError, match="this folder has no tokenizer"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"config.json": {"vocab_size": 20}}, r"\$\.models\.actor\.path: the data have the token \d+, and the vocab"),
+        ({"generation_config.json": {"eos_token_id": "</s>"}}, r"generation_config\.json: \$: eos_token_id is '</s>'"),
+    ],
+)
+def test_a_model_that_does_not_fit_its_tokens_is_told(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    job = make_job(tmp_path, {"reward": reward("exact_match")}, ROWS)
+    for name, content in change.items():
+        (tmp_path / "model" / name).write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=said):
+        preflight(job)
+
+
+def test_a_stop_that_could_never_be_is_told(tmp_path: Path) -> None:
+    job = make_job(tmp_path, {"reward": reward("exact_match")}, ROWS)
+    calls = {**job.graph.calls, "rollout": msgspec.structs.replace(job.graph.calls["rollout"], stop=("</s>\n",))}
+    job = msgspec.structs.replace(job, graph=msgspec.structs.replace(job.graph, calls=calls))
+    with pytest.raises(ConfigError, match=r"\$\.calls\.rollout\.stop\[0\]: '</s>\\n' holds the special token"):
+        preflight(job)
+
+
+def test_a_tokenizer_without_an_end_or_a_template_is_told(tmp_path: Path) -> None:
+    bare: Any = make_tokenizer()
+    bare.eos_token = None
+    chat = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "so"}]
+    cases = (
+        ({"prompt": "hello", "response": " so"}, r"a\.jsonl:1: \$\.response: .* no end-of-sequence token"),
+        ({"messages": chat}, r"a\.jsonl:1: \$\.messages: the tokenizer has no chat template"),
+    )
+    for content, said in cases:
+        data = DataSet(DataSpec(write(tmp_path / "a.jsonl", [content])), WHOLE, bare)
+        with pytest.raises(ConfigError, match=said):
+            data.row(0)
