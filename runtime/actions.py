@@ -2,7 +2,7 @@
 
 from msgspec import Struct, field
 
-from realgraph.runtime.protocol import Command, Failed, Mean, Reply
+from realgraph.runtime.protocol import Command, Failed, Mean, Metric, Reply
 
 STATE_FORMAT = 1  # version of Checkpointed
 
@@ -79,14 +79,14 @@ class Span(Struct, frozen=True):
 class StepEnded(Struct, frozen=True, tag=True):
     """Every call of `step` (from 0) has ended on every worker, and its groups are trained.
 
-    metrics: call -> name -> mean, merged over workers. n_tokens counts whole samples, n_new_tokens what was sampled.
+    metrics: call -> name -> metric, merged over workers. n_tokens counts whole samples, n_new_tokens what was sampled.
     n_skipped groups had a prompt that was too long, n_dropped were filtered out, while this step's groups were made.
     age: mean over samples of completed train steps since the oldest token; oldest: the largest. lengths: new tokens of
     the samples at equal steps of probability, rising; none where nothing was generated.
     """
 
     step: int
-    metrics: dict[str, dict[str, Mean]]
+    metrics: dict[str, dict[str, Metric]]
     spans: dict[str, Span]
     n_groups: int
     n_samples: int
@@ -105,7 +105,7 @@ class EvalEnded(Struct, frozen=True, tag=True):
     """An evaluation after `step` completed steps has ended; `best` where none before was better."""
 
     step: int
-    metrics: dict[str, Mean]
+    metrics: dict[str, Metric]
     best: bool
     transcripts: tuple[str, ...] = ()
 

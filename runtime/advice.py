@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 
 FLAT_STEPS = 5  # in a row, before equal rewards are worth a note
 TOLERANCE = 1e-9  # relative to the mean square: below it rewards differ by rounding only
+OVERDUE_SHARE = 0.05  # of sampled tokens that are masked for their age: more is worth a note
 
 
 class Advice:
@@ -11,9 +12,33 @@ class Advice:
 
     def __init__(self) -> None:
         self._flat: dict[str, int] = {}  # call -> steps in a row whose rewards were all equal
+        self._given: set[str] = set()
 
     def look(self, metrics: Mapping[str, float]) -> Iterator[str]:
         """What to tell after a step."""
+        yield from self._equal_rewards(metrics)
+        for name, value in metrics.items():
+            call, _, what = name.rpartition("/")
+            overdue = metrics.get(f"{call}/overdue", 0.0)
+            old = (
+                f"{overdue:.0%} of its sampled tokens were older than `staleness` allows and were left out of the loss"
+            )
+            hint = "raise `staleness`, or set `overdue` to wait"
+            if what == "empty_steps" and value and self._first(name):
+                yield (
+                    f"{call} took no optimizer step for {value:.0f} of its mini-batches: no token had a part in the "
+                    f"loss; {f'{old}: {hint}' if overdue else 'all of them are masked, or weigh nothing'}"
+                )
+            elif what == "overdue" and value > OVERDUE_SHARE and self._first(name):
+                yield f"{call}: {old}; {hint}"
+
+    def _first(self, name: str) -> bool:
+        """Whether this note has not been given yet; from now on it has."""
+        first = name not in self._given
+        self._given.add(name)
+        return first
+
+    def _equal_rewards(self, metrics: Mapping[str, float]) -> Iterator[str]:
         for name, square in metrics.items():
             call, _, what = name.rpartition("/")
             if what != "reward_square":

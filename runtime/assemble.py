@@ -87,16 +87,16 @@ class Assembler:
         level = self._graph.keys[name].type.level
         return values[name][self.group(sample) if level == "group" else sample]
 
-    def packed(self, values: Values, samples: Sequence[int]) -> Packed:
-        """The numeric keys of `values` for `samples`, in this order, as one packed batch."""
-        tokens = [self.value(values, TOKENS, sample) for sample in samples]
+    def packed(self, values: Values, samples: Sequence[int], sequence: str = TOKENS) -> Packed:
+        """The numeric keys of `values` for `samples`, in this order, as one batch of the tokens under `sequence`."""
+        tokens = [self.value(values, sequence, sample) for sample in samples]
         lengths = tuple(len(piece) for piece in tokens)
         token_keys: dict[str, Tensor] = {}
         sample_keys: dict[str, Tensor] = {}
         mask = torch.zeros(sum(lengths), dtype=torch.bool)
         for name in values:
             key = self._graph.keys[name].type
-            if name == TOKENS or key.dtype in ("text", "json", "tokens"):
+            if key.dtype in ("text", "json", "tokens"):
                 continue
             pieces = [self.value(values, name, sample) for sample in samples]
             joined = torch.cat(pieces) if pieces else torch.zeros(0, dtype=TORCH_DTYPES[key.dtype])

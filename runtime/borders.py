@@ -1,12 +1,13 @@
 """What happens between two steps: evaluations and checkpoints, one at a time, in order. Knows when, not how."""
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Literal
 
 from msgspec import Struct
 
 from realgraph.runtime.job import Job
-from realgraph.runtime.protocol import Mean
+from realgraph.runtime.protocol import Metric
 
 BEST_BY = ("accuracy", "pass@1", "reward")  # the first of these that an evaluation reports decides which is best
 
@@ -28,10 +29,20 @@ class Borders:
         self.queue: deque[BorderWork] = deque()
         self.best_step, self.best_value = -1, 0.0
         self.evaluated_step = -1
-        self._every_save = job.checkpoint.every
+        self._every_save, self._save_seconds = job.checkpoint.every, job.checkpoint.seconds
+        self._saved_at = 0.0  # when the last checkpoint was, or the start
+        self._due = -1  # the step that is saved because it is time; -1: none yet
         can_eval = job.eval is not None and n_eval_rows > 0
         self._every_eval = job.eval.every if job.eval is not None and can_eval else 0
         self._at_start = job.eval is not None and job.eval.at_start
+
+    def began(self, now: float) -> None:
+        """From here on time counts."""
+        self._saved_at = now
+
+    def was_saved(self, step: int, now: float) -> None:
+        """The checkpoint of `step` completed steps is written."""
+        self.saved, self._saved_at, self._due = step, now, -1
 
     def started(self) -> None:
         """A fresh run begins."""
@@ -48,12 +59,17 @@ class Borders:
             return False
         return step % self._every_eval == 0 or (step == self.target and not self.stopping)
 
-    def ended(self, step: int) -> None:
-        """`step` steps are complete."""
+    def ended(self, step: int, first: int, now: float) -> None:
+        """`step` steps are complete, and `first` is the first at whose end a checkpoint can still be written.
+
+        `first` is later where train calls of further steps have begun already.
+        """
         at_end = step == self.target
         if self._is_evaluated(step):
             self.queue.append(BorderWork("evaluate", step))
-        if at_end or (self._every_save and step % self._every_save == 0):
+        if self._save_seconds and self._due < 0 and now - self._saved_at >= self._save_seconds:
+            self._due = first
+        if at_end or step == self._due or (self._every_save and step % self._every_save == 0):
             self.queue.append(BorderWork("save", step))
 
     def stop_after(self, step: int) -> None:
@@ -72,9 +88,10 @@ class Borders:
         An evaluation may turn out the best so far, and then a checkpoint of the weights that it saw follows.
         """
         periods = [every for every in (self._every_save, self._every_eval) if every]
-        return min([self.target, *((step // every + 1) * every for every in periods)]) - 1
+        due = [self._due] if self._due > step else []
+        return min([self.target, *due, *((step // every + 1) * every for every in periods)]) - 1
 
-    def judge(self, step: int, metrics: dict[str, Mean]) -> bool:
+    def judge(self, step: int, metrics: Mapping[str, Metric]) -> bool:
         """Whether this evaluation is better than all before it; remembers it if so, and has its weights saved.
 
         Of step 0 nothing is saved: those weights are the run's own starting point.

@@ -4,20 +4,20 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import torch
 
 from realgraph.graphs.graph import Graph
-from realgraph.graphs.spec import Function, Generate
+from realgraph.graphs.spec import Function, Generate, Train
 from realgraph.runtime.assemble import Assembler
 from realgraph.runtime.evaluation import Evaluation
-from realgraph.runtime.function_calls import FunctionCalls
+from realgraph.runtime.function_calls import FunctionCalls, PromptTexts
 from realgraph.runtime.function_host import FunctionHost
 from realgraph.runtime.job import Job
-from realgraph.runtime.loading import Loading, stop_tokens
+from realgraph.runtime.loading import Loading
 from realgraph.runtime.model_calls import ModelCalls
 from realgraph.runtime.protocol import (
     RESCUE_CALL,
@@ -29,6 +29,7 @@ from realgraph.runtime.protocol import (
     Generated,
     Load,
     Loaded,
+    Metric,
     Ready,
     Reallocate,
     Reply,
@@ -36,11 +37,13 @@ from realgraph.runtime.protocol import (
     Save,
     Submit,
 )
-from realgraph.runtime.resources import Resources
+from realgraph.runtime.resources import ABANDONED_SECONDS, Resources
 from realgraph.runtime.roles import Roles
-from realgraph.runtime.rollouts import Rollouts, Sampling
+from realgraph.runtime.rollouts import Rollouts, Sampling, StaleWeightsError, Texts
 from realgraph.runtime.run_folder import RunFolder
 from realgraph.runtime.samples import SamplesFile, keeps_samples
+from realgraph.runtime.stops import stops_of
+from realgraph.runtime.update_gate import UpdateGate
 from realgraph.runtime.worker_failures import failure
 
 log = logging.getLogger(__name__)
@@ -73,10 +76,14 @@ class Compute:
         resources.connect(self._configure.peers)
         collectives = resources.join(job, self._configure.collective)
         self._loading = Loading(job)
-        self._assembler = Assembler(graph, resources.store, resources.plane, job.runtime.min_deadline_seconds)
+        self._assembler = Assembler(graph, resources.store, resources.plane, ABANDONED_SECONDS)
         self.roles = Roles(job, self.worker, collectives, self._loading.decode)
-        host = self._host = FunctionHost(job.user_dir, job.runtime.function_processes)
-        self.functions = FunctionCalls(job, self._assembler, host, self.worker, self._prompt)
+        host = self._host = FunctionHost(
+            job.user_dir, job.runtime.function_processes, max_processes=job.runtime.function_max_processes
+        )
+        self.functions = FunctionCalls(
+            job, self._assembler, host, self.worker, PromptTexts(self._loading.decode, self._prompt)
+        )
         for name, call in graph.calls.items():
             if isinstance(call, Function):
                 host.check(name, call)
@@ -84,6 +91,7 @@ class Compute:
         if self._configure.resume:
             self.roles.load(Path(self._configure.resume))
         self._rollouts = self._make_rollouts(graph)
+        self._gate = UpdateGate(job, self.roles, self._rollouts, self.worker)
         self._evaluation = Evaluation(job, self._loading, self._rollouts, host, self.worker)
         if keeps_samples(graph) and job.steps > 0:
             file = RunFolder(Path(job.run_dir)).samples / f"worker-{self.worker}.jsonl"
@@ -103,12 +111,12 @@ class Compute:
         for name, engine in self.roles.rollouts.items():
             call = graph.calls[name]
             assert isinstance(call, Generate)
-            stops = stop_tokens(self._loading.tokenizer, self.roles.engines[name].model.network)
+            folder = self.roles.engines[name].model.source
+            stops = stops_of(name, call, self.job.data, self._loading.tokenizer, folder)
             sampling = Sampling.of(call, self.job.batch.max_new_tokens, stops)
             mask_unfinished = self.job.data.truncated == "mask"
-            return Rollouts(
-                name, engine, sampling, call.reads[0], self._assembler, self._loading.decode, mask_unfinished
-            )
+            texts = Texts(self._loading.decode, self._loading.own_tokens)
+            return Rollouts(name, engine, sampling, call.reads[0], self._assembler, texts, mask_unfinished)
         return None
 
     def _prompt(self, group: int) -> str:
@@ -195,10 +203,10 @@ class Compute:
         match work:
             case Load(groups=groups):
                 return self._load(groups)
-            case Submit(groups=groups):
-                return self._submit(groups)
+            case Submit():
+                return self._submit(work)
             case Execute():
-                return self._calls.run(work)
+                return self._execute(work)
             case Reallocate():
                 return self._timed(work.task, work.call, lambda: self._reallocate(work))
             case Save():
@@ -212,22 +220,32 @@ class Compute:
                     self._rollouts.abort(groups)
                 return None
 
-    def _timed(self, task: int, call: str, run: Callable[[], None]) -> Done:
+    def _timed(self, task: int, call: str, run: Callable[[], Mapping[str, Metric] | None]) -> Done:
         began = time.time()
-        run()
-        return Done(self.worker, task, call, started=began, ended=time.time())
+        metrics = run() or {}
+        return Done(self.worker, task, call, metrics, started=began, ended=time.time())
 
-    def _reallocate(self, work: Reallocate) -> None:
+    def _execute(self, work: Execute) -> Done:
+        done, call = self._calls.run(work), self.job.graph.calls[work.call]
+        if not isinstance(call, Train):
+            return done
+        gap = self._gate.after_training(call.model)
+        return msgspec.structs.replace(done, metrics={**done.metrics, **gap}, ended=time.time())
+
+    def _reallocate(self, work: Reallocate) -> Mapping[str, Metric]:
         self.roles.reallocate(work.role, work.call, work.version, work.owners)
+        return self._gate.after_reallocation(work.call, work.owners)
 
     def _load(self, groups: Sequence[int]) -> Loaded:
         samples, skipped = self._loading.load_samples(groups, self._assembler)
         return Loaded(self.worker, tuple(g for g in groups if g not in skipped), samples, skipped)
 
-    def _submit(self, groups: Sequence[int]) -> Generated | None:
+    def _submit(self, work: Submit) -> Generated | None:
         assert self._rollouts is not None
-        prompts, skipped = self._loading.load_prompts(groups, self._assembler, self._rollouts.prompt_key)
-        self._rollouts.submit(prompts, self.job.seed)
+        if self._rollouts.engine.version < work.version:
+            raise StaleWeightsError(repr(work.call), work.version, self._rollouts.engine.version)
+        prompts, skipped, asked = self._loading.load_prompts(work.groups, self._assembler, self._rollouts.prompt_key)
+        self._rollouts.submit(prompts, self.job.seed, asked)
         if not skipped:
             return None
         return Generated(self.worker, self._rollouts.name, (), (), skipped=skipped)

@@ -38,7 +38,6 @@ def make_keys() -> KeyPair:
 
 def secure_server(socket: zmq.Socket[Any], keys: KeyPair) -> None:
     """Make a socket a CurveZMQ server; the ZAP handler of its context says who may connect. Before it binds."""
-    _set_pings(socket)
     socket.curve_secretkey = keys.secret.encode()
     socket.curve_publickey = keys.public.encode()
     socket.curve_server = True
@@ -47,13 +46,19 @@ def secure_server(socket: zmq.Socket[Any], keys: KeyPair) -> None:
 
 def secure_client(socket: zmq.Socket[Any], keys: KeyPair, server_key: str) -> None:
     """Make a socket a CurveZMQ client that talks to nobody but the holder of `server_key`. Before it connects."""
-    _set_pings(socket)
     socket.curve_secretkey = keys.secret.encode()
     socket.curve_publickey = keys.public.encode()
     socket.curve_serverkey = server_key.encode()
 
 
-def _set_pings(socket: zmq.Socket[Any]) -> None:
+def is_local(address: str) -> bool:
+    """Whether an interface or a `tcp://` address is this host's own."""
+    return address.removeprefix("tcp://").startswith(("127.", "localhost", "[::1]", "::1"))
+
+
+def give_up_silent(socket: zmq.Socket[Any]) -> None:
+    """Close connections to other hosts that have gone silent. On one host the kernel says when a process has ended, and
+    one that is stopped is only silent. Before it binds or connects."""
     socket.setsockopt(zmq.HEARTBEAT_IVL, PING_SECONDS * 1000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_SECONDS * 1000)
 

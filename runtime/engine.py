@@ -1,6 +1,7 @@
 """The two small interfaces behind which engines live. Worker side; owns no process and no socket."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from realgraph.graphs.spec import Train
 from realgraph.runtime.batch import Packed
-from realgraph.runtime.protocol import Mean
+from realgraph.runtime.protocol import Metric
 
 
 class TrainEngine(Protocol):
@@ -21,7 +22,7 @@ class TrainEngine(Protocol):
         """[T] for logprobs and values, [N] for scores; micro-batched inside; float32, on the CPU."""
         ...
 
-    def train(self, call: Train, minibatches: Sequence[Packed]) -> dict[str, Mean]:
+    def train(self, call: Train, minibatches: Sequence[Packed]) -> dict[str, Metric]:
         """One optimizer step a mini-batch (this rank's shares, all epochs; any may be empty). Adds one to `version`."""
         ...
 
@@ -87,6 +88,11 @@ class RolloutEngine(Protocol):
 
     def step(self) -> list[Completion]:
         """Admit what fits, decode one token for each running sequence, return what finished."""
+        ...
+
+    def set_aside(self) -> AbstractContextManager[None]:
+        """Inside, the engine has no request, and takes others. Afterwards those it had go on with their tokens, their
+        caches recomputed: nothing of them is lost or drawn again."""
         ...
 
     @property

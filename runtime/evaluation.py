@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.graphs.keys import FINISHED, GENERATED, TEXT
+from realgraph.graphs.keys import FINISHED, GENERATED, TEXT, is_prompt
 from realgraph.graphs.spec import Function
-from realgraph.runtime.engine import Completion, RolloutEngine
+from realgraph.runtime.engine import Completion
 from realgraph.runtime.function_calls import FunctionFailed
 from realgraph.runtime.function_host import FunctionHost
-from realgraph.runtime.functions import Unit
+from realgraph.runtime.functions import Unit, keywords_of
 from realgraph.runtime.job import EvalSpec, Job
 from realgraph.runtime.loading import Loading, Prompt
 from realgraph.runtime.protocol import Done, Evaluate, Mean
-from realgraph.runtime.rollouts import Rollouts, sample_seed
+from realgraph.runtime.rollouts import Rollouts, StaleWeightsError, sample_seed
 
 KNOWN = (TEXT, FINISHED)  # generated keys that an evaluation has; inputs are the others
 
@@ -63,10 +63,15 @@ class Evaluation:
         self._job, self._loading, self._rollouts, self._host, self._worker = job, loading, rollouts, host, worker
 
     def run(self, command: Evaluate) -> Done:
-        """Samples, scores, and the sums of the metrics. Raises FunctionFailed where a sample can't be scored."""
+        """Samples, scores, and the sums of the metrics; groups that the engine is making wait meanwhile, and go on.
+
+        Raises FunctionFailed where a sample can't be scored, StaleWeightsError for other weights than those asked for.
+        """
         started = time.time()
         spec = self._job.eval
         assert spec is not None and self._rollouts is not None
+        if self._rollouts.engine.version != command.version:
+            raise StaleWeightsError("the evaluation", command.version, self._rollouts.engine.version)
         call = check_eval(self._job, spec)
         prompts = self._loading.eval_prompts(command.rows)
         completions = self._generate(self._rollouts, spec, prompts)
@@ -84,24 +89,17 @@ class Evaluation:
 
     def _generate(self, rollouts: Rollouts, spec: EvalSpec, prompts: Sequence[Prompt]) -> Mapping[int, Completion]:
         """Completions by position: prompt x n + sample."""
-        engine: RolloutEngine = rollouts.engine
-        assert engine.idle, "evaluation starts when no rollout runs"
         sampling = rollouts.sampling.at(spec.n, spec.temperature)
-        engine.submit(
-            [
-                sampling.request(
-                    position * spec.n + index,
-                    prompt.tokens,
-                    sample_seed(self._job.seed, -1 - prompt.row * spec.n - index),
-                )
-                for position, prompt in enumerate(prompts)
-                for index in range(spec.n)
-            ]
-        )
-        found: dict[int, Completion] = {}
-        while not engine.idle:
-            found |= {done.id: done for done in engine.step()}
-        return found
+        requests = [
+            sampling.request(
+                position * spec.n + index,
+                prompt.tokens,
+                sample_seed(self._job.seed, -1 - prompt.row * spec.n - index),
+            )
+            for position, prompt in enumerate(prompts)
+            for index in range(spec.n)
+        ]
+        return {done.id: done for done in rollouts.complete(requests)}
 
     def _score(
         self,
@@ -111,12 +109,13 @@ class Evaluation:
         completions: Mapping[int, Completion],
         texts: Mapping[int, str],
     ) -> dict[int, float]:
-        units = []
+        units, graph = [], self._job.graph
         for index in sorted(completions):
             known: dict[str, Any] = {TEXT: texts[index], FINISHED: completions[index].finished}
             known |= prompts[index // spec.n].values
-            kwargs = {**call.args, **{key: known[key] for key in self._job.graph.reads[spec.call]}}
-            units.append(Unit((index,), kwargs))
+            given = {key: known[key] for key in graph.reads[spec.call]}
+            prompts_read = [key for key in given if is_prompt(graph.keys[key].type)]
+            units.append(Unit((index,), keywords_of(call, given, prompts_read, self._loading.decode)))
         results = self._host.run(spec.call, call, units)
         name = next(iter(self._job.graph.writes[spec.call]))
         scores: dict[int, float] = {}

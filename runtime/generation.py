@@ -11,7 +11,8 @@ all samples of a prompt needs no decode step; another prefills up to it. Slots w
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -120,6 +121,17 @@ class TorchRolloutEngine:
             positions = torch.from_numpy(self._position[:n] + 1).to(self._model.device)
             tokens, logprobs = draw(logits, self._settings.view(n), positions)
             return self._collect(tokens.tolist(), logprobs.tolist())
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """See RolloutEngine. What is left unfinished inside is forgotten."""
+        aside, ids = deque([*self._running, *self._waiting]), self._ids
+        self._forget()
+        self._running, self._waiting, self._ids = [], deque(), set()
+        try:
+            yield
+        finally:
+            self._ready, self._running, self._waiting, self._ids = 0, [], aside, ids
 
     @property
     def idle(self) -> bool:

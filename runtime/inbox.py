@@ -3,11 +3,11 @@ a failure. Decides nothing about the run.
 """
 
 import asyncio
-import time
 
 from msgspec import Struct
 
 from realgraph.runtime.actions import StopRequested, Tick, WorkerLost
+from realgraph.runtime.clock import Clock
 from realgraph.runtime.job import RuntimeSpec
 from realgraph.runtime.launch import describe_exit
 from realgraph.runtime.protocol import Failed, Reply
@@ -29,15 +29,20 @@ Happened = Reply | Exit | StopRequested | StopNow
 
 
 class Inbox:
-    """Listens to the crew from its start to `close`. `gone`: workers that ended or were given up."""
+    """Listens to the crew from its start to `close`. `gone`: workers that ended or were given up.
+
+    clock: what deadlines and silences are measured by; it stands still while this process does.
+    """
 
     def __init__(self, crew: Crew, runtime: RuntimeSpec) -> None:
         self._runtime = runtime
         self._queue: asyncio.Queue[Happened] = asyncio.Queue()
-        self._heard = dict.fromkeys(crew.ready, time.monotonic())
-        self._back = time.monotonic()  # when this process should look again at the latest
+        self.clock = Clock()
+        self._heard = dict.fromkeys(crew.ready, self.clock.now())
+        self._stopped_seconds = 0.0  # of this process, as far as it is dealt with
         self.gone: set[int] = set()
-        self._tasks = [asyncio.create_task(self._receive(crew)), asyncio.create_task(self._exits(crew))]
+        work = (self._receive(crew), self._exits(crew), self.clock.tick())
+        self._tasks = [asyncio.create_task(each) for each in work]
 
     def put(self, request: StopRequested | StopNow) -> None:
         """What the user wants."""
@@ -52,7 +57,7 @@ class Inbox:
     async def _receive(self, crew: Crew) -> None:
         while True:
             worker, reply = await crew.socket.receive()
-            self._heard[worker] = time.monotonic()
+            self._heard[worker] = self.clock.now()
             self._queue.put_nowait(reply)
 
     async def _exits(self, crew: Crew) -> None:
@@ -61,10 +66,10 @@ class Inbox:
             self._queue.put_nowait(Exit(worker, status))
 
     async def next(self, deadline: float | None) -> Reply | WorkerLost | StopRequested | Tick | StopNow:
-        """The next thing that happens: a Tick at `deadline` (monotonic seconds), a WorkerLost for who is silent."""
+        """The next thing that happens: a Tick at `deadline` (by the clock), a WorkerLost for who is silent."""
         while True:
             await self._after_a_stop()
-            now = time.monotonic()
+            now = self.clock.now()
             wait = self._runtime.heartbeat_seconds
             if self._queue.empty():
                 if deadline is not None and now >= deadline:
@@ -89,7 +94,6 @@ class Inbox:
 
     async def take(self, seconds: float) -> Happened | None:
         """What happens within `seconds`; None if nothing does."""
-        self._back = time.monotonic() + seconds
         try:
             async with asyncio.timeout(seconds):
                 happened = await self._queue.get()
@@ -100,11 +104,12 @@ class Inbox:
         return happened
 
     async def _after_a_stop(self) -> None:
-        """Where this process itself has been stopped (Ctrl-Z): nobody was silent, so first hear what was said."""
-        if time.monotonic() - self._back > self._runtime.lost_after_seconds / 2:
+        """Where this process itself has been stopped (Ctrl-Z), perhaps with workers: first hear what they say."""
+        self.clock.now()
+        if self.clock.stopped_seconds > self._stopped_seconds:
+            self._stopped_seconds = self.clock.stopped_seconds
             await asyncio.sleep(2 * self._runtime.heartbeat_seconds)
-            self._heard = dict.fromkeys(self._heard, time.monotonic())
-            self._back = time.monotonic()
+            self._heard = dict.fromkeys(self._heard, self.clock.now())
 
     async def explain(self, failure: Failed) -> Failed | WorkerLost | StopNow:
         """`failure`, or what comes within a moment and tells more.
@@ -114,8 +119,8 @@ class Inbox:
         """
         if failure.kind not in ("worker", "numerics") or failure.sample >= 0:
             return failure
-        until = time.monotonic() + EXPLAIN_SECONDS
-        while (left := until - time.monotonic()) > 0:
+        until = self.clock.now() + EXPLAIN_SECONDS
+        while (left := until - self.clock.now()) > 0:
             match await self.take(left):
                 case Exit(worker=worker, status=status):
                     return WorkerLost(worker, describe_exit(status))

@@ -7,16 +7,21 @@ from msgspec import Meta, Struct, field
 from realgraph.graphs.graph import Graph
 from realgraph.planner.cluster import Cluster
 from realgraph.planner.plan import Plan
+from realgraph.runtime.manifest import FileSum
 
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
+DEFAULT_MINUTES = 10.0  # between two checkpoints: what a kill without warning may cost
 
 
 class DataSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """A data set: a JSONL or parquet file (or a folder or glob of them), or a Hub id read through `datasets`.
+    """A data set: a JSONL, CSV or parquet file (or a folder or glob of them), or a Hub id read through `datasets`.
+
+    JSONL and CSV may be compressed (`.gz`, `.zst`).
 
     `columns` maps a graph input to a column. A graph whose input is `tokens` (SFT) takes the columns `prompt` and
     `response`, or `messages`. A prompt column holds text or a list of chat messages; `chat` wraps text as a user turn.
+    Where chats are rendered, a column `tools` (or the one that `columns.tools` names) gives a row its own tools.
     """
 
     path: str  # file, folder or glob, relative to the run file; or a Hub id
@@ -27,6 +32,8 @@ class DataSpec(Struct, frozen=True, forbid_unknown_fields=True):
     shuffle: bool = True  # a new seeded permutation every epoch
     chat: bool | None = None  # apply the tokenizer's chat template to text prompts; default: where it has one
     system: str | None = None  # system message before the prompt; needs a chat template
+    template_args: dict[str, Any] = field(default_factory=dict)  # of the chat template, such as enable_thinking
+    tools: tuple[dict[str, Any], ...] | None = None  # JSON schemas of tools, for the chat template
     max_prompt_tokens: Count = 1024  # longest prompt; memory is planned for it
     too_long: Literal["drop", "truncate_left", "fail"] = "drop"  # prompts over max_prompt_tokens
     truncated: Literal["keep", "mask"] = "keep"  # samples cut at max_new_tokens: train on them, or leave them out
@@ -57,21 +64,39 @@ class EvalSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CheckpointSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """A checkpoint every `every` steps (0: at the end only), the last `keep` kept."""
+    """A checkpoint every `every` steps or every `minutes`, whichever is given, and one at the end.
 
-    every: Annotated[int, Meta(ge=0)] = 0  # steps
+    Where neither is, every 10 minutes. By time, the first step to end after so many minutes is saved.
+    """
+
+    every: Annotated[int, Meta(ge=0)] = 0  # steps; 0: by time only
+    minutes: Annotated[float, Meta(ge=0)] | None = None  # since the last; 0: never; default: 10 unless `every` is set
     keep: Count = 2  # older ones are deleted; the best one stays
+
+    @property
+    def seconds(self) -> float:
+        """Between two checkpoints by time; 0 where time is not looked at."""
+        minutes = (0.0 if self.every else DEFAULT_MINUTES) if self.minutes is None else self.minutes
+        return minutes * 60
+
+    @property
+    def text(self) -> str:
+        """`every 10 minutes and at the end`."""
+        times = [f"every {self.every} steps" if self.every > 1 else "every step"] if self.every else []
+        times += [f"every {self.seconds / 60:g} minutes"] if self.seconds else []
+        return " and ".join([*times, "at the end"])
 
 
 class OutputSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """What a run writes besides metrics.jsonl, logs, transcripts, trace.json and checkpoints."""
 
-    dir: str | None = None  # default: runs/<name>-<date>
+    dir: str | None = None  # relative to the run file; default: runs/<name>-<date> where the command is run
     tensorboard: bool = False  # write event files
     trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()  # services that get the metrics too
     project: str = "realgraph"  # name of the project there
     transcripts_every: Annotated[int, Meta(ge=0)] = 10  # steps
     transcripts: Annotated[int, Meta(ge=0)] = 4  # samples each time
+    rotate_mb: Count = 64  # of a worker's log, of transcripts.jsonl and of trace.json: a full one is kept, an older not
 
 
 class RuntimeSpec(Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,7 +108,10 @@ class RuntimeSpec(Struct, frozen=True, forbid_unknown_fields=True):
     heartbeat_seconds: Seconds = 1.0  # between two signs of life of a worker
     lost_after_seconds: Seconds = 15.0  # without a sign of life
     function_processes: Count = 1  # subprocesses for functions, per worker
-    max_logprob_gap: Seconds | None = None  # first step: mean |behaviour - recomputed|; default by dtype
+    function_max_processes: Count = 256  # that one of those and all it starts may be: above that they are killed
+    max_logprob_gap: Seconds | None = (
+        None  # nats: mean |behaviour - recomputed| at each weight update; default by dtype
+    )
     threads: Count = 1  # CPU threads of a worker
 
 
@@ -107,3 +135,5 @@ class Job(Struct, frozen=True):
     outputs: OutputSpec = field(default_factory=OutputSpec)
     runtime: RuntimeSpec = field(default_factory=RuntimeSpec)
     params: dict[str, Any] = field(default_factory=dict)
+    data_sums: dict[str, FileSum] = field(default_factory=dict)  # local data file -> checksum at the start
+    eval_sums: dict[str, FileSum] = field(default_factory=dict)  # the same of the held-out data

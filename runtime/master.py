@@ -9,7 +9,6 @@ import asyncio
 import time
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 
 from realgraph.runtime.actions import (
@@ -25,7 +24,7 @@ from realgraph.runtime.actions import (
     WorkerLost,
 )
 from realgraph.runtime.advice import Advice
-from realgraph.runtime.checkpoints import Checkpoints, rescue
+from realgraph.runtime.checkpoints import Checkpoints, DamagedState, read_state, rescue, step_of
 from realgraph.runtime.inbox import Inbox, StopNow
 from realgraph.runtime.interrupts import Interrupted, Interrupts, unless
 from realgraph.runtime.job import Job
@@ -33,6 +32,7 @@ from realgraph.runtime.launch import LaunchError
 from realgraph.runtime.observer import (
     CheckpointRecord,
     EvalRecord,
+    Note,
     Observers,
     RunEnded,
     RunRecord,
@@ -76,7 +76,7 @@ class Master:
         self._checkpoints = Checkpoints(folder, job.checkpoint.keep)
         self._interrupts = Interrupts(self._interrupted)
         self._inbox: Inbox | None = None
-        self._steps = self._checkpoints.step_of(resume) if resume is not None else 0
+        self._steps = step_of(resume) if resume is not None else 0
         self._border: Checkpointed | None = None  # the state at the last whole step
         self._step_began = 0.0
         self._advice = Advice()
@@ -88,8 +88,17 @@ class Master:
                 failure = await self._start_and_drive()
             except Interrupted:
                 failure = None
-            self._checkpoints.clean()
+            self._recover()
             return self._ended(failure)
+
+    def _recover(self) -> None:
+        """Leave no half of a checkpoint behind: it may be what filled the disk. What can't be removed is said."""
+        try:
+            warnings = self._checkpoints.recover()
+        except OSError as error:
+            warnings = (f"the checkpoints are left as they are: {disk_text(error)}",)
+        for text in warnings:
+            self._tell(Note(text, "warning"))
 
     def _interrupted(self, count: int) -> None:
         if self._inbox is not None:
@@ -144,9 +153,9 @@ class Master:
         state = None
         if self._resume is not None:
             try:
-                state = self._checkpoints.state(self._resume)
-            except (OSError, msgspec.MsgspecError) as error:
-                text = f"the checkpoint {self._resume} has no readable state: {error}"
+                state = read_state(self._resume)
+            except DamagedState as error:
+                text = f"the checkpoint {self._resume} is damaged: {error}"
                 raise StartError(Failed(-1, "", text, "start")) from error
         n_rows = {worker.n_rows for worker in crew.ready.values()}
         if len(n_rows) > 1:
@@ -173,7 +182,7 @@ class Master:
         """Feed the Scheduler until it halts. The failure that ended the run, or None. Raises Interrupted, OSError."""
         self._step_began = time.monotonic()
         self._border = self._scheduler.state
-        actions = self._scheduler.start(time.monotonic())
+        actions = self._scheduler.start(inbox.clock.now())
         event: Event | StopNow
         while True:
             try:
@@ -193,7 +202,7 @@ class Master:
                     self._trace(event)
                 case _:
                     pass
-            actions = self._scheduler.on(event, time.monotonic())
+            actions = self._scheduler.on(event, inbox.clock.now())
 
     def _trace(self, reply: Done | Generated) -> None:
         call = reply.call or "checkpoint"
@@ -214,8 +223,10 @@ class Master:
                         self._observers.observe(Transcript(step, text, "eval"))
                 case CheckpointWritten(step=step, folder=folder, state=state):
                     began = time.monotonic()
-                    path = await asyncio.to_thread(self._checkpoints.commit, step, Path(folder), state)
-                    self._observers.observe(CheckpointRecord(step, str(path), time.monotonic() - began))
+                    done = await asyncio.to_thread(self._checkpoints.commit, step, Path(folder), state)
+                    self._observers.observe(CheckpointRecord(step, str(done.path), time.monotonic() - began))
+                    for text in done.warnings:
+                        self._observers.note(text, "warning")
                 case Halt():
                     return action
         return None
@@ -237,14 +248,14 @@ class Master:
         border = self._border
         if border is None or border.step <= self._checkpoints.newest_step():
             return
-        self._checkpoints.clean()  # half a checkpoint may be what filled the disk
+        self._recover()
         began = time.monotonic()
         try:
-            path = await rescue(crew, self._job, self._checkpoints, border, inbox)
+            done = await rescue(crew, self._job, self._checkpoints, border, inbox)
         except OSError as error:
             self._observers.note(f"the state after step {border.step} was not saved: {disk_text(error)}", "error")
         else:
-            self._tell(CheckpointRecord(border.step, str(path), time.monotonic() - began))
+            self._tell(CheckpointRecord(border.step, str(done.path), time.monotonic() - began))
 
     def _tell(self, record: RunRecord) -> OSError | None:
         """Tell the watchers at the end of a run: that one of them can't write any more is no news then."""

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from realgraph.graphs.maths import KL, ApplyTerm, Entropy, Loss, PairMean, PairwiseScore, PolicyGradient, Preference
+from realgraph.graphs.maths import KL, ApplyTerm, Entropy, Loss, PairMean, PolicyGradient, compares_groups
 from realgraph.runtime.batch import Packed
 
 
 def needs_whole_groups(loss: Loss) -> bool:
     """Whether a term compares samples of one group, so that a group may not be cut."""
-    return isinstance(loss.aggregate, PairMean) or any(
-        isinstance(term, Preference | PairwiseScore) for term in loss.terms.values()
-    )
+    return isinstance(loss.aggregate, PairMean) or any(compares_groups(term) for term in loss.terms.values())
 
 
 def units(batch: Packed, whole_groups: bool) -> list[tuple[int, ...]]:

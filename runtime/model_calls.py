@@ -1,21 +1,31 @@
 """Inference, advantage and train calls of one worker: gather a share, run the engine, store what it wrote."""
 
 import time
+from collections.abc import Mapping
 
-from realgraph.graphs.keys import MASK, TOKENS
-from realgraph.graphs.maths import ApplyStep
+from realgraph.graphs.applied import applied_of
+from realgraph.graphs.infer import is_own
+from realgraph.graphs.keys import MASK, TOKENS, own_tokens
 from realgraph.graphs.spec import Advantage, Inference, Train
 from realgraph.runtime import advantages
 from realgraph.runtime.assemble import Assembler
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.functions import load_applied
 from realgraph.runtime.job import Job
-from realgraph.runtime.protocol import Done, Execute, Mean
+from realgraph.runtime.protocol import Done, Execute, Mean, Metric
 from realgraph.runtime.roles import Roles
+from realgraph.runtime.rollouts import StaleWeightsError
 
 
-class StaleWeightsError(Exception):
-    """A call was sent for another version of a role's weights than this worker has: a bug of the scheduler."""
+class TooLongForRole(Exception):
+    """A sample is longer, cut by the tokenizer of the role that reads it, than the model of this role can take."""
+
+
+def _refuse_long(call: Inference, batch: Packed, positions: int) -> None:
+    for sample, length in zip(batch.samples, batch.lengths, strict=True):
+        if length > positions:
+            text = f"sample {sample} has {length} tokens of {call.model!r}, whose model has {positions} positions"
+            raise TooLongForRole(f"{text}: lower data.max_prompt_tokens or batch.max_new_tokens")
 
 
 class ModelCalls:
@@ -23,20 +33,17 @@ class ModelCalls:
 
     def __init__(self, job: Job, assembler: Assembler, roles: Roles, worker: int) -> None:
         self._graph, self._assembler, self._roles, self._worker = job.graph, assembler, roles, worker
-        applied = {
-            f"$.calls.{name}.steps.{entry}.fn": step.fn
-            for name, call in job.graph.calls.items()
-            if isinstance(call, Advantage)
-            for entry, step in call.steps.items()
-            if isinstance(step, ApplyStep)
-        }
+        entries = applied_of(job.graph.calls)
+        applied = {f"{entry.path}.fn": entry.fn for entry in entries if entry.kind == "step"}
         self._steps = load_applied(applied, job.user_dir)
+        self._trained = {call.model for call in job.graph.calls.values() if isinstance(call, Train)}
 
     def run(self, command: Execute) -> Done:
         """Run one call on this worker's share; what it writes is in the store afterwards."""
         started = time.time()
         call = self._graph.calls[command.call]
         state = dict(command.state)
+        metrics: Mapping[str, Metric]
         match call:
             case Inference():
                 metrics = self._infer(call, command)
@@ -57,16 +64,19 @@ class ModelCalls:
         )
 
     def _check_version(self, command: Execute) -> None:
-        engine = self._roles.engines[command.call]
-        if self._graph.role(command.call) in self._roles.trained and engine.version != command.version:
-            text = f"{command.call!r} needs version {command.version} of its role, this worker has {engine.version}"
-            raise StaleWeightsError(text)
+        held = self._roles.engines[command.call].version
+        if self._graph.role(command.call) in self._trained and held != command.version:
+            raise StaleWeightsError(repr(command.call), command.version, held)
 
     def _infer(self, call: Inference, command: Execute) -> dict[str, Mean]:
         self._check_version(command)
         (samples,) = command.shares
-        batch = self._assembler.packed(self._assembler.gather(command.sources, samples), samples)
-        found = self._roles.engines[command.call].inference(batch, call.output, call.temperature)
+        engine = self._roles.engines[command.call]
+        sequence = own_tokens(call.model) if is_own(call) else TOKENS
+        batch = self._assembler.packed(self._assembler.gather(command.sources, samples), samples, sequence)
+        if is_own(call):
+            _refuse_long(call, batch, int(engine.model.config.max_position_embeddings))
+        found = engine.inference(batch, call.output, call.temperature)
         self._assembler.put_packed(call.writes[0], found, batch)
         if call.output == "scores":
             return {call.writes[0]: Mean(float(found.sum()), float(batch.n_samples))}
@@ -81,7 +91,7 @@ class ModelCalls:
             self._assembler.put_packed(name, found[name], batch)
         return metrics, state
 
-    def _train(self, call: Train, command: Execute) -> dict[str, Mean]:
+    def _train(self, call: Train, command: Execute) -> Mapping[str, Metric]:
         self._check_version(command)
         minibatches = self._minibatches(command)
         engine = self._roles.trained[call.model]

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig
 
+from realgraph.graphs.errors import in_words
 from realgraph.graphs.spec import ModelRole
 from realgraph.runtime import attention
 from realgraph.runtime.attention import PACKED
@@ -173,7 +173,11 @@ def build(role: ModelRole, path: str, start: Start) -> PackedModel:
     """
     folder = resolve(path, role.revision)
     config = parse_config(folder)
-    model = PackedModel(empty_network(config, role.head, start.dtype or DTYPES[role.dtype]), role.head, folder)
+    try:
+        network = empty_network(config, role.head, start.dtype or DTYPES[role.dtype])
+    except Exception as error:  # of sizes that don't fit each other torch and transformers raise anything
+        raise refuse(folder / "config.json", f"no network can be made of it: {in_words(error)}") from error
+    model = PackedModel(network, role.head, folder)
     if start.shard is not None:
         start.shard(model)
     materialise(model, start.device)
@@ -192,9 +196,8 @@ def parse_config(folder: Path) -> Any:
     read_config(folder)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        reason = str(error).strip().splitlines()[-1].strip()
-        raise refuse(folder / "config.json", f"transformers can't read this configuration: {reason}") from error
+    except Exception as error:  # transformers checks few fields: for the others it raises whatever they lead to
+        raise refuse(folder / "config.json", f"transformers can't read it: {in_words(error)}") from error
 
 
 def empty_network(config: Any, head: Head, dtype: torch.dtype) -> nn.Module:

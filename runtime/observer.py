@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Literal, Protocol
 
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 
 class RunStarted(Struct, frozen=True, tag="start"):
@@ -97,8 +97,9 @@ class Observer(Protocol):
 class Observers:
     """Several watchers as one."""
 
-    def __init__(self, observers: Iterable[Observer]) -> None:
-        self.observers = tuple(observers)
+    def __init__(self, observers: Iterable[Observer], begun_at: int = 0) -> None:
+        """begun_at: completed steps of the weights that a run without steps has; its records count from there."""
+        self.observers, self._begun_at = tuple(observers), begun_at
         self._watching = list(self.observers)
 
     def observe(self, record: RunRecord) -> None:
@@ -107,6 +108,8 @@ class Observers:
         Raises the OSError of the first that failed, when all have been told.
         """
         problem: OSError | None = None
+        if self._begun_at:
+            record = _later(record, self._begun_at)
         for observer in tuple(self._watching):
             try:
                 observer.observe(record)
@@ -130,3 +133,14 @@ class Observers:
                 problem = problem or error
         if problem is not None:
             raise problem
+
+
+def _later(record: RunRecord, steps: int) -> RunRecord:
+    """A record of the step that lies `steps` later."""
+    match record:
+        case RunStarted():
+            return structs.replace(record, first_step=record.first_step + steps, steps=record.steps + steps)
+        case StepRecord() | EvalRecord() | Transcript() | CheckpointRecord() | RunEnded():
+            return structs.replace(record, step=record.step + steps)
+        case Span() | Note():
+            return record

@@ -135,15 +135,17 @@ class Adam:
 def lr_factor(step: int, settings: Optimizer, total_steps: int) -> float:
     """What lr is multiplied by at optimizer step `step` (from 0): warm-up to 1, then down to `final_lr_fraction`.
 
-    Warm-up step k of w gives (k + 1) / w, so that the first step is not lost; the last of `total_steps` steps gives the
-    final fraction, as does every step after it.
+    Warm-up step k of w gives (k + 1) / w, so that the first step is not lost. After it the factor falls over the
+    total - w steps that are left and would reach `final_lr_fraction` at step `total_steps`, the first that is not
+    taken: the last one taken still has a share of lr, also where the fraction is 0. Steps beyond give the fraction.
+    Source: the schedules of transformers (get_linear_schedule_with_warmup and get_cosine_schedule_with_warmup), whose
+    factors these are after the warm-up.
     """
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     if settings.schedule == "constant":
         return 1.0
-    span = max(1, total_steps - 1 - settings.warmup_steps)
-    progress = min(1.0, (step - settings.warmup_steps) / span)
+    progress = min(1.0, (step - settings.warmup_steps) / max(1, total_steps - settings.warmup_steps))
     left = 1 - progress if settings.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return settings.final_lr_fraction + (1 - settings.final_lr_fraction) * left
 

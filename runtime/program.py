@@ -12,7 +12,9 @@ from msgspec import Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.graph import INPUT, Graph
-from realgraph.graphs.maths import PairwiseScore, Preference
+from realgraph.graphs.infer import is_own
+from realgraph.graphs.keys import own_tokens
+from realgraph.graphs.maths import compares_groups
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Train
 from realgraph.planner.layout import Layout
 from realgraph.planner.plan import Plan
@@ -21,6 +23,7 @@ from realgraph.runtime.job import Job
 
 HOME = ""  # owner of what a group's home worker holds
 KEEP = "keep"  # the group-level key that filters
+SHARED = -1  # the lengths of the tokens that were sampled
 
 Work = Literal["generate", "stream", "late", "whole", "inference", "train"]
 
@@ -32,7 +35,8 @@ class CallPlan(Struct, frozen=True):
     workers: all that run it (of stream and late: the groups' homes); ranks: its data-parallel ranks' workers.
     needs: bit set of the streaming functions that come before this streaming function. ordinal, of train: how many
     train calls of the role come before it in a step. trainer, owners: the call that trains this call's role and its
-    workers, where this call runs on another copy of the weights and so needs reallocations; else empty.
+    workers, where this call runs on another copy of the weights and so needs reallocations; else empty. own: whose
+    lengths its samples have: those of `Sample.own_tokens` at this place, or the shared ones.
     """
 
     name: str
@@ -50,6 +54,7 @@ class CallPlan(Struct, frozen=True):
     whole_groups: bool = False
     minibatches: int = 1
     epochs: int = 1
+    own: int = SHARED
     timeout_seconds: float = 0.0
     predicted_seconds: float = 0.0
 
@@ -73,6 +78,11 @@ class Program(Struct, frozen=True):
         """Train calls a step of the role that generates; 0 where it is frozen, or nothing generates."""
         call = self.calls.get(self.generate)
         return self.trains.get(call.role, 0) if call else 0
+
+
+def own_keys(graph: Graph) -> tuple[str, ...]:
+    """The keys of samples as the own tokenizers of other roles cut them."""
+    return tuple(dict.fromkeys(own_tokens(call.model) for call in graph.calls.values() if is_own(call)))
 
 
 def ranks_of(layout: Layout) -> tuple[tuple[int, ...], ...]:
@@ -111,10 +121,10 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
             trainer=(trainer := _trainer(graph, layouts, name)),
             owners=tuple(layouts[trainer].mesh.devices) if trainer else (),
             per_group=isinstance(call, Function) and call.over == "group",
-            whole_groups=isinstance(call, Train)
-            and any(isinstance(term, Preference | PairwiseScore) for term in call.loss.terms.values()),
+            whole_groups=isinstance(call, Train) and any(compares_groups(term) for term in call.loss.terms.values()),
             minibatches=call.minibatches if isinstance(call, Train) else 1,
             epochs=call.epochs if isinstance(call, Train) else 1,
+            own=own_keys(graph).index(own_tokens(call.model)) if is_own(call) else SHARED,
             timeout_seconds=call.timeout_seconds if isinstance(call, Function) else 0.0,
             predicted_seconds=plan.allocations[name].seconds if layout else 0.0,
         )

@@ -5,6 +5,7 @@ of its number and the seed; sample = group x samples_per_group + index. Tensors 
 worker's store holds what.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -33,7 +34,7 @@ class Configure(_Message, frozen=True):
 
     job: bytes
     peers: tuple[Peer, ...]
-    collective: str  # host:port of worker 0's TCPStore; '' tells worker 0 to open it
+    collective: str  # path of worker 0's rendezvous; of other workers ''
     resume: str = ""  # checkpoint folder to load, '' for a fresh start
 
 
@@ -118,7 +119,10 @@ class Rescue(_Message, frozen=True):
 
 
 class Evaluate(_Message, frozen=True):
-    """Generate and score the held-out rows `rows` (this worker's share) with weights `version`."""
+    """Generate and score the held-out rows `rows` (this worker's share) with weights of exactly `version`.
+
+    Groups that the worker is making stand still meanwhile and go on afterwards, with the tokens they have.
+    """
 
     task: int
     step: int
@@ -142,7 +146,7 @@ Command = Configure | Load | Submit | Execute | Reallocate | Drop | Save | Rescu
 # --- worker -> master -------------------------------------------------------------------------------------------------
 
 
-class Mean(Struct, frozen=True, gc=False):
+class Mean(Struct, frozen=True, gc=False, tag="mean"):
     """A mean that can be merged: sum / weight."""
 
     total: float
@@ -154,6 +158,32 @@ class Mean(Struct, frozen=True, gc=False):
 
     def __add__(self, other: "Mean") -> "Mean":
         return Mean(self.total + other.total, self.weight + other.weight)
+
+
+class Max(Struct, frozen=True, gc=False, tag="max"):
+    """A maximum, merged by the larger."""
+
+    value: float
+
+    def __add__(self, other: "Max") -> "Max":
+        return Max(max(self.value, other.value))
+
+
+Metric = Mean | Max
+
+
+def merge(metrics: dict[str, Metric], more: Mapping[str, Metric]) -> None:
+    """Add `more` to `metrics`, name by name."""
+    for name, metric in more.items():
+        match metrics.get(name), metric:
+            case None, _:
+                metrics[name] = metric
+            case Mean() as held, Mean():
+                metrics[name] = held + metric
+            case Max() as held, Max():
+                metrics[name] = held + metric
+            case _:
+                raise AssertionError(f"the metric {name!r} is a mean in one place and a maximum in another")
 
 
 class Hello(_Message, frozen=True):
@@ -185,13 +215,17 @@ class Heartbeat(_Message, frozen=True):
 
 
 class Sample(Struct, frozen=True, gc=False):
-    """What the master knows of a sample: its length, whether sampling ended by itself, its lowest token version."""
+    """What the master knows of a sample: its length, whether sampling ended by itself, its lowest token version.
+
+    own_tokens: its lengths as other roles' own tokenizers cut it, in the order of `program.own_keys`.
+    """
 
     sample: int
     n_tokens: int
     n_new_tokens: int = 0
     finished: bool = True
     oldest: int = 0
+    own_tokens: tuple[int, ...] = ()
 
 
 class Loaded(_Message, frozen=True):
@@ -210,7 +244,7 @@ class Generated(_Message, frozen=True):
     call: str
     groups: tuple[int, ...]
     samples: tuple[Sample, ...]
-    metrics: dict[str, Mean] = field(default_factory=dict)
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
     skipped: tuple[int, ...] = ()
     started: float = 0.0  # seconds of the master's clock-free epoch: time.time()
     ended: float = 0.0
@@ -225,7 +259,7 @@ class Done(_Message, frozen=True, gc=False):
     worker: int
     task: int
     call: str
-    metrics: dict[str, Mean] = field(default_factory=dict)
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
     state: dict[str, float] = field(default_factory=dict)
     kept: dict[int, bool] = field(default_factory=dict)
     started: float = 0.0

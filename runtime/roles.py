@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from realgraph.graphs.applied import applied_of
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS
-from realgraph.graphs.maths import ApplyTerm
 from realgraph.graphs.spec import Generate, ModelRole, Train
 from realgraph.planner.residency import Copy, copies
 from realgraph.runtime.engine import RolloutEngine
@@ -39,6 +39,11 @@ def role_path(models: Mapping[str, ModelRole], role: str) -> str:
         name = models[name].init
     text = f"the role {role!r} has no weights to start from"
     raise ConfigError([Problem(Where(path=f"$.models.{role}.path"), text, "give it a path, or init: another role")])
+
+
+def logprob_limit(job: Job, role: str) -> float:
+    """Mean difference of log-probabilities, in nats, that generator and trainer of `role` may have."""
+    return job.runtime.max_logprob_gap or MAX_LOGPROB_GAP[job.graph.models[role].dtype]
 
 
 class Roles:
@@ -88,22 +93,21 @@ class Roles:
         job = self._job
         calls = {name: call for name, call in job.graph.calls.items() if isinstance(call, Train)}
         trains = [call for call in calls.values() if call.model == copy.role]
-        role = job.graph.models[copy.role]
-        samples = any(BEHAVIOUR_LOGPROBS in job.graph.reads[name] for name in copy.calls)
-        gap = job.runtime.max_logprob_gap or MAX_LOGPROB_GAP[role.dtype]
-        applied = {
-            f"$.calls.{name}.loss.terms.{entry}.fn": term.fn
-            for name, call in calls.items()
-            if call.model == copy.role
-            for entry, term in call.loss.terms.items()
-            if isinstance(term, ApplyTerm)
-        }
+        generator = next((call.model for call in job.graph.calls.values() if isinstance(call, Generate)), "")
+        generator_trains = sum(call.model == generator for call in calls.values())
+        # what frozen weights sampled, or came with the data, never gets too old
+        ages = bool(generator_trains) and job.staleness > 0 and job.overdue == "mask"
+        samples = copy.role == generator and any(BEHAVIOUR_LOGPROBS in job.graph.reads[name] for name in copy.calls)
+        own = {name: call for name, call in calls.items() if call.model == copy.role}
+        applied = {f"{entry.path}.fn": entry.fn for entry in applied_of(own)}
         return Settings(
             max_tokens_per_microbatch=tokens,
             optimizer=trains[0].optimizer,
             total_steps=job.steps * sum(call.minibatches * call.epochs for call in trains),
-            max_logprob_gap=gap if samples else None,
-            max_age=job.staleness if samples and job.staleness and job.overdue == "mask" else None,
+            max_logprob_gap=logprob_limit(job, copy.role) if samples else None,
+            max_age=job.staleness if ages else None,
+            trains=len(trains),
+            generator_trains=max(1, generator_trains),
             functions=load_applied(applied, job.user_dir),
         )
 

@@ -4,38 +4,47 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS, FINISHED, GENERATED, MASK, TEXT, TOKENS, VERSIONS
 from realgraph.graphs.spec import Generate
 from realgraph.runtime.assemble import Assembler
+from realgraph.runtime.data import Asked
 from realgraph.runtime.engine import Completion, Request, RolloutEngine
+from realgraph.runtime.own_tokens import OwnTokens
 from realgraph.runtime.protocol import Generated, Mean, Sample
+from realgraph.runtime.stops import Stops
 
 PROMPT_VERSION = -1  # of tokens that no policy sampled
 
 
+class StaleWeightsError(Exception):
+    """A call was sent for another version of a role's weights than this worker has: a bug of the scheduler."""
+
+    def __init__(self, call: str, needed: int, held: int) -> None:
+        super().__init__(f"{call} needs version {needed} of its weights, this worker has {held}")
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """How a generate call samples. stop_tokens: the tokenizer's and the model's ends of sequence."""
+    """How a generate call samples, and what ends a sample."""
 
     n: int
     max_new_tokens: int
     temperature: float
     top_p: float
     top_k: int
-    stop_tokens: frozenset[int]
-    stop_strings: tuple[str, ...]
+    stops: Stops
 
     @staticmethod
-    def of(call: Generate, max_new_tokens: int, stop_tokens: frozenset[int]) -> "Sampling":
+    def of(call: Generate, max_new_tokens: int, stops: Stops) -> "Sampling":
         return Sampling(
             n=call.n,
             max_new_tokens=call.max_new_tokens or max_new_tokens,
             temperature=call.temperature,
             top_p=call.top_p,
             top_k=call.top_k,
-            stop_tokens=stop_tokens,
-            stop_strings=call.stop,
+            stops=stops,
         )
 
     def at(self, n: int, temperature: float) -> "Sampling":
@@ -52,8 +61,8 @@ class Sampling:
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
-            stop_tokens=self.stop_tokens,
-            stop_strings=self.stop_strings,
+            stop_tokens=self.stops.tokens,
+            stop_strings=self.stops.strings,
         )
 
 
@@ -63,10 +72,20 @@ def sample_seed(seed: int, sample: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+@dataclass(frozen=True)
+class Texts:
+    """From tokens to text, and on to the tokens of roles with tokenizers of their own, by key."""
+
+    decode: Callable[[Sequence[int]], str]
+    own: Mapping[str, OwnTokens] = field(default_factory=dict)
+
+
 @dataclass
 class _Group:
+    id: int
     prompt: Sequence[int]
     started: float
+    asked: Asked | None = None
     completions: dict[int, Completion] = field(default_factory=dict)
 
 
@@ -80,13 +99,14 @@ class Rollouts:
         sampling: Sampling,
         prompt_key: str,
         assembler: Assembler,
-        decode: Callable[[Sequence[int]], str],
+        texts: Texts,
         mask_unfinished: bool = False,
     ) -> None:
         self.name, self.engine, self.sampling = name, engine, sampling
         self.prompt_key = prompt_key
-        self._assembler, self._decode = assembler, decode
+        self._assembler, self._texts = assembler, texts
         self._groups: dict[int, _Group] = {}
+        self.newest_prompt: tuple[int, ...] = ()
         self._mask_unfinished = mask_unfinished
         self._reported = 0.0  # when the last groups ended: reports do not overlap
 
@@ -94,11 +114,21 @@ class Rollouts:
     def idle(self) -> bool:
         return self.engine.idle
 
-    def submit(self, prompts: Mapping[int, Sequence[int]], seed: int) -> None:
-        """Queue the samples of groups, each given its prompt's tokens."""
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """Run other requests to their end at once; the groups in flight wait meanwhile, and go on with their tokens."""
+        done: list[Completion] = []
+        with self.engine.set_aside():
+            self.engine.submit(requests)
+            while not self.engine.idle:
+                done += self.engine.step()
+        return done
+
+    def submit(self, prompts: Mapping[int, Sequence[int]], seed: int, asked: Mapping[int, Asked] | None = None) -> None:
+        """Queue the samples of groups, each given its prompt's tokens; `asked`: the prompts for other tokenizers."""
         requests = []
         for group, prompt in prompts.items():
-            self._groups[group] = _Group(prompt, time.time())
+            self._groups[group] = _Group(group, prompt, time.time(), (asked or {}).get(group))
+            self.newest_prompt = tuple(prompt)
             first = group * self.sampling.n
             for sample in range(first, first + self.sampling.n):
                 requests.append(self.sampling.request(sample, prompt, sample_seed(seed, sample)))
@@ -143,7 +173,7 @@ class Rollouts:
 
     def _store(self, groups: Sequence[_Group]) -> list[Sample]:
         """Put the keys that generate writes into the store, key by key for all samples at once."""
-        columns: dict[str, list[object]] = {key: [] for key in GENERATED}
+        columns: dict[str, list[Any]] = {key: [] for key in (*GENERATED, *self._texts.own)}
         samples = []
         for group in groups:
             n_prompt = len(group.prompt)
@@ -155,11 +185,23 @@ class Rollouts:
                 columns[MASK].append([*hidden, *([counts] * n_new)])
                 columns[BEHAVIOUR_LOGPROBS].append([*zeros, *done.logprobs])
                 columns[VERSIONS].append([*unsampled, *done.versions])
-                columns[TEXT].append(self._decode(done.tokens))
+                columns[TEXT].append(self._texts.decode(done.tokens))
                 columns[FINISHED].append(done.finished)
+                for key, own in self._texts.own.items():
+                    columns[key].append(self._cut(own, group, columns[TEXT][-1], done.finished))
                 oldest = min(done.versions, default=self.engine.version)
-                samples.append(Sample(sample, n_prompt + n_new, n_new, done.finished, oldest))
+                lengths = tuple(len(columns[key][-1]) for key in self._texts.own)
+                samples.append(Sample(sample, n_prompt + n_new, n_new, done.finished, oldest, lengths))
         ids = [sample.sample for sample in samples]
         for key, values in columns.items():
             self._assembler.put_values(key, ids, values)
         return samples
+
+    @staticmethod
+    def _cut(own: OwnTokens, group: _Group, text: str, finished: bool) -> list[int]:
+        """A sample's text after its prompt in another role's tokens. Raises ValueError naming the group."""
+        assert group.asked is not None
+        try:
+            return own.tokens(group.asked.conversation, text, finished=finished, tools=group.asked.tools)
+        except ValueError as error:
+            raise ValueError(f"a sample of group {group.id} can't be cut for {own.role!r}: {error}") from error

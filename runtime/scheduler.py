@@ -21,6 +21,7 @@ from realgraph.runtime.actions import (
     WorkerLost,
 )
 from realgraph.runtime.borders import Borders
+from realgraph.runtime.boundary import Boundary
 from realgraph.runtime.collection import BARREN_BATCHES, Collection, UnexpectedReply
 from realgraph.runtime.devices import Devices
 from realgraph.runtime.job import Job
@@ -31,14 +32,12 @@ from realgraph.runtime.protocol import (
     Bye,
     Done,
     Drop,
-    Evaluate,
     Failed,
     Generated,
     Heartbeat,
     Hello,
     Loaded,
     Ready,
-    Save,
 )
 from realgraph.runtime.steps import Steps, summary
 from realgraph.runtime.tasks import Task, Tasks
@@ -79,16 +78,17 @@ class Scheduler:
         self._collection.step = first
         self._steps = Steps(job, self._program, self._tasks, self._border)
         self._devices = Devices(job, self._program, self._steps, self._collection, self._border)
-        self._border_task: int | None = None
+        self._boundary = Boundary(job, self._program, self._borders, self._steps, self._devices)
         self._n_discarded = self._ledger.n_discarded  # when the last pump after an answer began
         self._halted = False
         self._out: list[Action] = []
-        self._collection.out = self._steps.out = self._out
+        self._collection.out = self._steps.out = self._boundary.out = self._out
 
     # --- the interface ------------------------------------------------------------------------------------------------
 
     def start(self, now: float) -> list[Action]:
         """The first commands. Times are seconds of any clock that never goes back."""
+        self._borders.began(now)
         if self._fresh:
             self._borders.started()
         else:
@@ -159,6 +159,8 @@ class Scheduler:
         if task is None or reply.worker not in task.waiting:
             raise UnexpectedReply(f"worker {reply.worker} answered task {reply.task}, which it was not given")
         task.waiting.discard(reply.worker)
+        if task.work != "stream" and reply.worker in self._tasks.watches:
+            self._tasks.watch(reply.worker, now, self._collection.limit_seconds)  # it goes on generating from here
         name = "reallocate" if task.work == "reallocate" else task.call
         task.tally.add(name, reply.metrics, reply.started, reply.ended)
         if reply.transcripts:
@@ -190,17 +192,13 @@ class Scheduler:
             case "evaluate":
                 metrics = task.tally.metrics.get(task.call, {})
                 self._devices.turns.release(task.number)
-                self._border_done()
+                self._boundary.done()
                 best = self._borders.judge(task.step, metrics)
                 self._out.append(EvalEnded(task.step, metrics, best, tuple(task.tally.transcripts)))
             case "save":
-                self._border_done()
-                self._borders.saved = task.step
-                self._out.append(CheckpointWritten(task.step, self._folder(task.step), self._snapshot()))
-
-    def _border_done(self) -> None:
-        self._border_task = None
-        self._borders.queue.popleft()
+                self._boundary.done()
+                self._borders.was_saved(task.step, now)
+                self._out.append(CheckpointWritten(task.step, self._boundary.folder(task.step), self._snapshot()))
 
     def _stop(self) -> None:
         """End after the step in hand: the last one of which anything has been started."""
@@ -234,8 +232,7 @@ class Scheduler:
 
     def _tick(self, now: float) -> None:
         late = self._tasks.overdue(now)
-        while isinstance(late, int) and self._program.generate and self._devices.session is None:
-            # the session is closed: its mesh runs other calls, and the groups wait with their tokens
+        while isinstance(late, int) and self._stands_still(late):
             self._tasks.watch(late, now, self._collection.limit_seconds)
             late = self._tasks.overdue(now)
         if late is None:
@@ -246,6 +243,13 @@ class Scheduler:
         else:
             error = failures.late(late, now)
         self._halt(error, error.error)
+
+    def _stands_still(self, worker: int) -> bool:
+        """Whether the groups of `worker` wait with their tokens: their session is closed, so that its mesh runs other
+        calls, or the worker has another command, whose deadline is its own."""
+        if not self._program.generate:
+            return False
+        return self._devices.session is None or any(task.work != "stream" for task in self._tasks.of(worker))
 
     def _give_up_if_barren(self) -> None:
         n, n_skipped = self._collection.n_barren, self._collection.n_skipped
@@ -268,9 +272,6 @@ class Scheduler:
             evaluated_step=self._borders.evaluated_step,
             copies=dict(self._devices.copies),
         )
-
-    def _folder(self, step: int) -> str:
-        return f"{self._job.run_dir}/checkpoints/step-{step:06d}.partial"
 
     # --- going on -----------------------------------------------------------------------------------------------------
 
@@ -301,10 +302,10 @@ class Scheduler:
         """One round; whether anything happened that may let something else start."""
         moved = self._assemble()
         moved |= self._steps.start_free(self._barrier, now)
-        moved |= self._end_step()
+        moved |= self._end_step(now)
         self._borders.end_with_save(self._steps.completed)
         if self._borders.queue:
-            moved |= self._work_at_border(now)
+            moved |= self._boundary.work(self._workers, self._n_eval_rows, now)
         elif self._steps.completed >= self._borders.target:
             self._halt(None, "stopped" if self._borders.stopping else "finished")
             return False
@@ -343,7 +344,7 @@ class Scheduler:
             moved = True
         return moved
 
-    def _end_step(self) -> bool:
+    def _end_step(self, now: float) -> bool:
         """Close the oldest open step, if all its calls have ended and nothing of the border before it is left."""
         ended = None if self._borders.queue else self._steps.end()
         if ended is None:
@@ -353,45 +354,6 @@ class Scheduler:
         self._ledger.trained(batch.groups)
         self._out.append(summary(batch, tally, self._devices.versions))
         self._border = self._snapshot()
-        self._borders.ended(self._steps.completed)
+        completed = self._steps.completed
+        self._borders.ended(completed, max(completed, self._steps.newest_train + 1), now)
         return True
-
-    # --- borders ------------------------------------------------------------------------------------------------------
-
-    def _work_at_border(self, now: float) -> bool:
-        """The next evaluation or checkpoint, as soon as what runs has ended; nothing else starts before it is done."""
-        work = self._borders.queue[0]
-        if self._border_task is not None:
-            return False
-        return self._evaluate(work.step, now) if work.kind == "evaluate" else self._save(work.step, now)
-
-    def _evaluate(self, step: int, now: float) -> bool:
-        name = self._program.generate
-        if not name:
-            self._borders.queue.popleft()
-            return True
-        turns = self._devices.turns
-        if self._devices.behind(name):
-            return self._devices.reallocate(name, now)
-        if not turns.idle(turns.of(name)):
-            return False
-        homes, call = self._program.homes, self._program.calls[name]
-        task = self._steps.open("evaluate", "evaluate", step)
-        rows = {home: tuple(range(i, self._n_eval_rows, len(homes))) for i, home in enumerate(homes)}
-        version = self._devices.generator_weights
-        workers = [home for home in homes if rows[home]]
-        self._out += [Send(home, Evaluate(task.number, step, rows[home], version)) for home in workers]
-        turns.hold(turns.of(name), task.number)
-        self._steps.fly(task, workers, now, call.predicted_seconds)
-        self._border_task = task.number
-        return False
-
-    def _save(self, step: int, now: float) -> bool:
-        if not self._devices.turns.idle(self._devices.turns.lanes):
-            return False
-        task = self._steps.open("save", "save", step)
-        command = Save(task.number, step, self._folder(step))
-        self._out += [Send(worker, command) for worker in self._workers]
-        self._steps.fly(task, self._workers, now, self._steps.longest_seconds)
-        self._border_task = task.number
-        return False

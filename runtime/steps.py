@@ -147,7 +147,7 @@ def _parts_of_mesh(call: CallPlan, batch: Batch) -> list[Part]:
     if call.minibatches == 1:
         if call.work == "inference":
             batch.own(call)
-        parts = batch.whole_named(len(call.ranks), call.whole_groups)
+        parts = batch.whole_named(call)
         found = batch.sources_of_ranks(call)
         return [
             (workers, (part,) * call.epochs, sources)

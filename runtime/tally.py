@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from realgraph.runtime.actions import Span
-from realgraph.runtime.protocol import Mean
+from realgraph.runtime.protocol import Max, Mean, Metric
 
 
 class Tally:
@@ -12,22 +12,24 @@ class Tally:
     __slots__ = ("_metrics", "_spans", "n_dropped", "n_skipped", "transcripts")
 
     def __init__(self) -> None:
-        self._metrics: dict[str, dict[str, list[float]]] = {}
+        self._metrics: dict[str, dict[str, list[float] | Max]] = {}
         self._spans: dict[str, list[float]] = {}
         self.transcripts: list[str] = []
         self.n_skipped = self.n_dropped = 0
 
-    def add(self, call: str, metrics: Mapping[str, Mean], started: float, ended: float) -> None:
+    def add(self, call: str, metrics: Mapping[str, Metric], started: float, ended: float) -> None:
         """Merge one worker's report of `call`; started and ended in seconds, both 0 where it has none."""
         if metrics:
             sums = self._metrics.setdefault(call, {})
-            for name, mean in metrics.items():
-                pair = sums.get(name)
-                if pair is None:
-                    sums[name] = [mean.total, mean.weight]
+            for name, metric in metrics.items():
+                held = sums.get(name)
+                if isinstance(metric, Max):
+                    sums[name] = metric + held if isinstance(held, Max) else metric
+                elif isinstance(held, list):
+                    held[0] += metric.total
+                    held[1] += metric.weight
                 else:
-                    pair[0] += mean.total
-                    pair[1] += mean.weight
+                    sums[name] = [metric.total, metric.weight]
         if ended > 0:
             span = self._spans.get(call)
             if span is None:
@@ -39,9 +41,12 @@ class Tally:
                     span[1] = ended
 
     @property
-    def metrics(self) -> dict[str, dict[str, Mean]]:
-        """call -> name -> mean over all workers."""
-        return {call: {name: Mean(*pair) for name, pair in sums.items()} for call, sums in self._metrics.items()}
+    def metrics(self) -> dict[str, dict[str, Metric]]:
+        """call -> name -> mean or maximum over all workers."""
+        return {
+            call: {name: held if isinstance(held, Max) else Mean(*held) for name, held in sums.items()}
+            for call, sums in self._metrics.items()
+        }
 
     @property
     def spans(self) -> dict[str, Span]:

@@ -19,7 +19,7 @@ from realgraph.runtime.batch import Packed
 from realgraph.runtime.models import DTYPES, PackedModel, Start, Wants, build
 from realgraph.runtime.optimizer import Adam, LossScale, Masters, lr_factor
 from realgraph.runtime.parallel import Ranks, shard
-from realgraph.runtime.protocol import Mean
+from realgraph.runtime.protocol import Mean, Metric
 from realgraph.runtime.train_files import Contents, Counters, Snapshot
 from realgraph.runtime.train_passes import Aim, Part, Passes, Settings, Tally, numerics_error
 from realgraph.runtime.weights import full_tensors, own_part
@@ -31,10 +31,21 @@ class LogprobGap(ArithmeticError):
     """Generator and trainer disagree about the probability of the sampled tokens: no ratio can be trusted."""
 
 
+def check_gap(gap: Mean, limit: float, when: str, temperature: float, *, agreed: bool) -> None:
+    """Raises LogprobGap for a mean difference over `limit`, both in nats. agreed: they did before, in this run."""
+    if not gap.value <= limit:
+        differs = f"weights, temperature ({temperature:g}) or precision differ"
+        reason = "they agreed before, so a weight update of the generator has failed" if agreed else differs
+        raise LogprobGap(
+            f"{when} the generator's log-probabilities are {gap.value:.3g} nats away from the trainer's on "
+            f"average, {limit:.3g} are allowed: {reason}"
+        )
+
+
 class TorchTrainEngine:
     """Implements `engine.TrainEngine`. Frozen roles (no optimizer) infer, and take weights or averages of them.
 
-    Metrics of `train`: each rank returns its share, and shares add up (`Mean.__add__`) to the truth; what all ranks
+    Metrics of `train`: each rank returns its share, and shares merge (`protocol.merge`) to the truth; what all ranks
     know alike (loss, grad_norm, lr, optimizer_steps) comes from rank 0 alone.
     """
 
@@ -70,14 +81,15 @@ class TorchTrainEngine:
 
     # --- training -----------------------------------------------------------------------------------------------------
 
-    def train(self, call: Train, minibatches: Sequence[Packed]) -> dict[str, Mean]:
+    def train(self, call: Train, minibatches: Sequence[Packed]) -> dict[str, Metric]:
         """One optimizer step a mini-batch; those of all epochs come at once. Raises NumericsError or LogprobGap before
         the step that is to blame.
 
         Besides the loss's own metrics: loss, grad_norm, lr, optimizer_steps, n_tokens (of the batch), skipped (share of
         samples left out as idle), overdue (share of sampled tokens over the age bound), logprob_gap (at the first
-        mini-batch, before its step), entropy (over the first micro-batch of each step, on each rank) and, in float16,
-        loss_scale.
+        mini-batch, before its step), empty_steps (optimizer steps that were not taken, as nothing had a part in their
+        loss; only where there are any), entropy (over the first micro-batch of each step, on each rank) and, in
+        float16, loss_scale.
         """
         parts = self.passes.parts(call.loss, minibatches, self.version)
         if losses.needs(call.loss).proximal and len(parts) > 1:
@@ -88,15 +100,18 @@ class TorchTrainEngine:
         self.version += 1
         return {**tally.metrics, **self._counts(parts, call.epochs)}
 
-    def _step(self, call: Train, part: Part, *, first: bool) -> dict[str, Mean]:
+    def _step(self, call: Train, part: Part, *, first: bool) -> dict[str, Metric]:
         """One optimizer step. In float16 an overflow halves the loss scale and does the passes again."""
         adam = self.adam
         if adam is None or self.settings.optimizer is None:
             raise ValueError("this engine's role is frozen: it was opened without an optimizer")
+        if part.empty:
+            lead = 1.0 if self.ranks.rank == 0 else 0.0
+            return {"loss": Mean(0.0, lead), "grad_norm": Mean(0.0, lead)}
         while True:
             aim = Aim(call, self.scale.value, self.version if first else None)
             tally = self.passes.accumulate(aim, part, adam.masters)
-            gap = tally.metrics.get("logprob_gap", Mean(0.0, 0.0))
+            gap = tally.gap
             sums = self.ranks.add(torch.tensor([tally.loss, gap.total, gap.weight], dtype=torch.float64))
             loss = sums[0]
             self._gate(call, Mean(*sums[1:].tolist()))
@@ -118,30 +133,36 @@ class TorchTrainEngine:
         return tally.metrics
 
     def _gate(self, call: Train, gap: Mean) -> None:
-        """Refuse to train, once, on tokens whose probabilities the generator got wrong. All ranks alike."""
-        limit = self.settings.max_logprob_gap
-        if self.gate_passed or limit is None or not gap.weight:
-            return
-        if not gap.value <= limit:
-            raise LogprobGap(
-                f"the generator's log-probabilities are {gap.value:.3g} nats away from the trainer's on average, "
-                f"{limit:.3g} are allowed: weights, temperature ({call.temperature:g}) or precision differ"
-            )
-        self.gate_passed = True
+        """Refuse to train on tokens of the newest weights whose probabilities the generator got wrong. All ranks alike.
 
-    def _counts(self, parts: Sequence[Part], epochs: int) -> dict[str, Mean]:
+        Looked at in every call, which costs nothing: the pass gives the log-probabilities anyway.
+        """
+        limit = self.settings.max_logprob_gap
+        if limit is not None and gap.weight:
+            check_gap(gap, limit, f"in step {self.step}", call.temperature, agreed=self.gate_passed)
+            self.gate_passed = True
+
+    @property
+    def step(self) -> int:
+        """The step that the next train call belongs to."""
+        return self.version // self.settings.trains
+
+    def _counts(self, parts: Sequence[Part], epochs: int) -> dict[str, Metric]:
         """This rank's share of what is known without a pass."""
         lead = 1.0 if self.ranks.rank == 0 else 0.0
         n_tokens, n_samples, n_sampled, n_fresh = (
             sum(column) for column in zip(*(p.sizes for p in parts), strict=True)
         )
-        counts = {
+        n_empty = sum(part.empty for part in parts)
+        counts: dict[str, Metric] = {
             "n_tokens": Mean(n_tokens / epochs, lead),
-            "optimizer_steps": Mean(lead * len(parts), lead),
+            "optimizer_steps": Mean(lead * (len(parts) - n_empty), lead),
             "skipped": Mean(float(n_samples - sum(part.batch.n_samples for part in parts)), float(n_samples)),
         }
         if self.settings.max_age is not None:
             counts["overdue"] = Mean(float(n_sampled - n_fresh), float(n_sampled))
+        if n_empty:
+            counts["empty_steps"] = Mean(lead * n_empty, lead)
         if self.scale.dynamic:
             counts["loss_scale"] = Mean(lead * self.scale.value, lead)
         return counts

@@ -17,11 +17,11 @@ from realgraph.graphs.maths import Loss
 from realgraph.graphs.spec import ModelRole, Optimizer, Train
 from realgraph.runtime import losses
 from realgraph.runtime.batch import Outputs, Packed
-from realgraph.runtime.microbatch import cut, idle, needs_whole_groups, rejoin
+from realgraph.runtime.microbatch import cut, idle, needs_whole_groups, rejoin, units
 from realgraph.runtime.models import PackedModel, Wants
 from realgraph.runtime.optimizer import Masters
 from realgraph.runtime.parallel import Ranks
-from realgraph.runtime.protocol import Mean
+from realgraph.runtime.protocol import Mean, Metric, merge
 
 PROXIMAL_LOGPROBS = "proximal_logprobs"
 _NORM_CHUNK = 1024
@@ -41,9 +41,10 @@ class Settings:
     """What an engine is told besides its model.
 
     optimizer: None for a frozen role. total_steps: optimizer steps of the whole run, for the schedule.
-    max_logprob_gap: of the first train call, mean |behaviour - recomputed| in nats; None: no such gate. max_age: tokens
-    sampled more than this many versions ago are masked; None: none are. skip_idle: leave out samples whose loss and
-    gradient are exactly zero (`microbatch.idle`); they still count in the losses, but in no other metric.
+    max_logprob_gap: mean |behaviour - recomputed| in nats of the tokens that a train call's own version sampled; None:
+    no such gate. max_age: tokens sampled more than this many steps ago have no part in a loss; None: all have one.
+    trains: train calls a step of this role; generator_trains: of the role that samples. skip_idle: leave out samples
+    whose loss and gradient are exactly zero (`microbatch.idle`); they still count in the losses, in no other metric.
     entropy_metric: measure the entropy in the first micro-batch of each step, where the loss does not need it anyway.
     functions: of `apply` terms.
     """
@@ -53,6 +54,8 @@ class Settings:
     total_steps: int = 1
     max_logprob_gap: float | None = None
     max_age: int | None = None
+    trains: int = 1
+    generator_trains: int = 1
     skip_idle: bool = True
     entropy_metric: bool = True
     functions: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
@@ -64,7 +67,8 @@ class Part:
     denominator. n_passes: as many as every other rank makes, where they have to be equal.
 
     sizes: tokens, samples, sampled tokens, and those of them within the age bound, before idle samples were left out.
-    idle: what those would add to the denominator of this rank.
+    n_counted: what has a part in the loss on any rank: sampled tokens, or samples where the loss is of whole scores.
+    idle: what idle samples would add to the denominator of this rank.
     """
 
     batch: Packed
@@ -72,7 +76,13 @@ class Part:
     n_passes: int
     denominator: Tensor
     sizes: tuple[int, int, int, int]
+    n_counted: float
     idle: float = 0.0
+
+    @property
+    def empty(self) -> bool:
+        """Nothing has a part in the loss, on all ranks alike: it is 0 over 0, and no reason to move the weights."""
+        return self.n_counted == 0 or float(self.denominator) == 0
 
 
 @dataclass
@@ -80,13 +90,18 @@ class Tally:
     """What the passes of one optimizer step add up on this rank. blamed: samples with outputs that are not finite."""
 
     loss: float = 0.0
-    metrics: dict[str, Mean] = field(default_factory=dict)
+    metrics: dict[str, Metric] = field(default_factory=dict)
     blamed: tuple[int, ...] = ()
 
-    def add(self, metrics: Mapping[str, Mean]) -> None:
+    @property
+    def gap(self) -> Mean:
+        """Between generator and trainer, of the tokens seen here."""
+        found = self.metrics.get("logprob_gap")
+        return found if isinstance(found, Mean) else Mean(0.0, 0.0)
+
+    def add(self, metrics: Mapping[str, Metric]) -> None:
         """Merge metrics."""
-        for name, mean in metrics.items():
-            self.metrics[name] = self.metrics[name] + mean if name in self.metrics else mean
+        merge(self.metrics, metrics)
 
     def take(self, loss: float, batch: Packed, outputs: Outputs) -> None:
         """Add a micro-batch's loss."""
@@ -145,13 +160,18 @@ class Passes:
         if not minibatches:
             raise ValueError("train was called without a mini-batch")
         drafts = [self._draft(loss, batch, version) for batch in minibatches]
-        shares = [number for draft in drafts for number in (float(draft.denominator), float(draft.n_passes))]
-        told = self.ranks.collect(torch.tensor(shares, dtype=torch.float64)).view(-1, len(drafts), 2)
-        denominators, passes = told[:, :, 0].sum(0), told[:, :, 1].amax(0).to(torch.int64)
+        shares = [(float(draft.denominator), draft.n_counted, float(draft.n_passes)) for draft in drafts]
+        told = self.ranks.collect(torch.tensor(shares, dtype=torch.float64)).view(-1, len(drafts), 3)
+        denominators, counted, passes = (
+            told[:, :, 0].sum(0),
+            told[:, :, 1].sum(0),
+            told[:, :, 2].amax(0).to(torch.int64),
+        )
         return [
             replace(
                 draft,
                 denominator=denominators[i].to(self.ranks.device),
+                n_counted=float(counted[i]),
                 n_passes=int(passes[i]) if self.sharded else draft.n_passes,
             )
             for i, draft in enumerate(drafts)
@@ -159,20 +179,31 @@ class Passes:
 
     def _draft(self, loss: Loss, batch: Packed, version: int) -> Part:
         """This rank's share of a mini-batch, with its own denominator and passes only."""
-        fresh = batch
-        if self.settings.max_age is not None and VERSIONS in batch.token_keys:
-            young = version - batch.token_keys[VERSIONS] <= self.settings.max_age
-            fresh = replace(batch, mask=batch.mask & young)
-        share = losses.denominator(loss, fresh) if batch.n_samples else torch.zeros(())
-        busy = list(range(batch.n_samples))
+        fresh = self._fresh(loss, batch, version)
+        share = losses.denominator(loss, fresh) if fresh.n_samples else torch.zeros(())
+        busy = list(range(fresh.n_samples))
         if self.settings.skip_idle and busy:
             busy = (~idle(loss, fresh)).nonzero().squeeze(-1).tolist()
-        work = fresh if len(busy) == batch.n_samples else fresh.select(busy)
+        work = fresh if len(busy) == fresh.n_samples else fresh.select(busy)
         cuts = cut(work, self.settings.max_tokens_per_microbatch, needs_whole_groups(loss))
         n_sampled, n_fresh = int(batch.mask.sum()), int(fresh.mask.sum())
-        sizes = (batch.n_tokens, batch.n_samples, n_sampled, n_fresh)
+        sizes = (batch.n_tokens, fresh.n_samples, n_sampled, n_fresh)
         left_out = float(share - losses.denominator(loss, work)) if work is not fresh else 0.0
-        return Part(work, cuts, len(cuts), share, sizes, left_out)
+        n_counted = fresh.n_samples if losses.needs(loss).scores else n_fresh
+        return Part(work, cuts, len(cuts), share, sizes, float(n_counted), left_out)
+
+    def _fresh(self, loss: Loss, batch: Packed, version: int) -> Packed:
+        """The batch without what is over the age bound: its tokens masked, or in a loss that compares whole samples of
+        a group, the groups that have such tokens left out."""
+        settings = self.settings
+        if settings.max_age is None or VERSIONS not in batch.token_keys:
+            return batch
+        sampled_in = torch.div(batch.token_keys[VERSIONS], settings.generator_trains, rounding_mode="floor")
+        overdue = batch.mask & (version // settings.trains - sampled_in > settings.max_age)
+        if not needs_whole_groups(loss):
+            return replace(batch, mask=batch.mask & ~overdue)
+        late = set(batch.sample_index()[overdue].tolist())
+        return batch.select([i for unit in units(batch, True) if late.isdisjoint(unit) for i in unit])
 
     def with_proximal(self, parts: Sequence[Part], temperature: float) -> list[Part]:
         """The same parts with the log-probabilities (of masked tokens) of the weights before the first step.

@@ -82,6 +82,9 @@ class Shape:
     seed: int = 0
     tp: int = 1
     moves: bool = False  # reallocations have turns of their own
+    again: bool = False  # grpo, ppo: a second train call of the actor
+    slow: float = 0.0  # share of the parts of a submission that take ten times as long to make
+    checkpoint_seconds: float = 0.0  # simulated; 0: by steps only
 
     @property
     def kept(self) -> int:
@@ -143,6 +146,8 @@ def graph_of(shape: Shape) -> Graph:
     if shape.algorithm == "grpo":
         rows.append(("advantage", Advantage({}), ("reward", "tokens", "mask"), ("advantages",)))
         rows.append(("train", train, (*behaviour, "advantages", "ref_logprobs"), ()))
+        if shape.again:
+            rows.append(("train_again", train, (*behaviour, "advantages"), ()))
         return build_graph(rows, ("prompt", "answer"), shape.n)
     rows.append(("values", Inference("critic", "values", ("values",)), ("tokens",), ("values",)))
     rows.append(("scores", Inference("judge", "scores", ("score",)), ("tokens",), ("score",)))
@@ -157,6 +162,8 @@ def graph_of(shape: Shape) -> Graph:
         )
     )
     rows.append(("train", train, (*behaviour, "advantages", "ref_logprobs", "logp"), ()))
+    if shape.again:
+        rows.append(("train_again", train, (*behaviour, "advantages"), ()))
     critic = _train("critic", shape.minibatches, shape.epochs, PolicyGradient())
     rows.append(("critic_train", critic, ("tokens", "mask", "values", "returns"), ()))
     return build_graph(rows, ("prompt", "answer"), shape.n)
@@ -212,7 +219,7 @@ def job_of(shape: Shape, plan: Plan | None = None) -> Job:
         staleness=shape.staleness,
         overdue=shape.overdue,
         eval=EvalSpec(every=shape.eval_every) if shape.eval_every else None,
-        checkpoint=CheckpointSpec(every=shape.checkpoint_every),
+        checkpoint=CheckpointSpec(shape.checkpoint_every, shape.checkpoint_seconds / 60),
         runtime=RuntimeSpec(min_deadline_seconds=1000.0),
     )
 
@@ -243,6 +250,8 @@ def random_shape(rng: random.Random) -> Shape:
         tp=rng.choice([1, 1, 2]),
         moves=rng.random() < 0.5,
         spare=rng.choice([0, 0, 1, 2]),
+        again=rng.random() < 0.3,
+        slow=rng.choice([0.0, 0.0, 0.2]),
     )
 
 

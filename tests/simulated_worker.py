@@ -1,7 +1,13 @@
-"""What a fake worker of the simulator holds. Decides nothing and checks nothing."""
+"""The fake workers of the simulator: what each holds, and everything that a real worker refuses. Decides nothing."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+
+from realgraph.graphs.spec import Advantage, Generate, Inference, Train
+from realgraph.planner.residency import shares_trained_copy
+from realgraph.runtime.job import Job
+from realgraph.runtime.program import ranks_of
+from realgraph.runtime.protocol import Evaluate, Execute, Reallocate, Submit
 
 
 @dataclass
@@ -21,3 +27,94 @@ class Worker:
         first = group * samples_per_group
         for held in self.store.values():
             held.difference_update(range(first, first + samples_per_group))
+
+
+class Workers:
+    """All workers of a job. `versions`: role -> train calls that have ended; its owner counts them."""
+
+    def __init__(self, job: Job, n_workers: int, versions: dict[str, int]) -> None:
+        self.job, self.graph, self.versions = job, job.graph, versions
+        self.layouts = {name: allocation.layout for name, allocation in job.plan.allocations.items()}
+        self.trains = {
+            role: [name for name, call in self.graph.calls.items() if isinstance(call, Train) and call.model == role]
+            for role in versions
+        }
+        self.trainer = {
+            name: self.trains[call.model][-1]
+            for name, call in self.graph.calls.items()
+            if isinstance(call, Generate | Inference) and call.model in versions
+        }
+        # all copies are loaded from the checkpoint
+        loaded = {name: versions[self.graph.role(name)] for name in self.trainer}
+        self.all = {number: Worker(copies=dict(loaded)) for number in range(n_workers)}
+        self.generate = next((name for name, call in self.graph.calls.items() if isinstance(call, Generate)), "")
+        self.engines = {rank[0] for rank in ranks_of(self.layouts[self.generate])} if self.generate else set()
+
+    def held_version(self, number: int, call: str) -> int:
+        """The version of the weights that `call` would use on this worker."""
+        role = self.graph.role(call)
+        if role not in self.versions:
+            return 0
+        if isinstance(self.graph.calls[call], Train):
+            return self.versions[role]
+        trained = self.layouts[self.trainer[call]]
+        if shares_trained_copy(self.graph.calls[call], self.layouts[call], trained):
+            return self.versions[role]
+        return self.all[number].copies[call]
+
+    # --- what a worker refuses ----------------------------------------------------------------------------------------
+
+    def check_submit(self, number: int, command: Submit) -> None:
+        """A worker without the engine, with weights that are too old, or that has these requests already."""
+        assert command.call == self.generate
+        assert number in self.engines, f"worker {number} has no generation engine"
+        held = self.held_version(number, command.call)
+        assert held >= command.version, f"{command.call} would run on version {held}, not {command.version}"
+        assert not self.all[number].making & set(command.groups), "request ids in use already"
+
+    def check_evaluate(self, number: int, command: Evaluate) -> None:
+        """A worker without the engine, a job without an evaluation, other weights than those asked for."""
+        assert self.job.eval is not None
+        assert number in self.engines, f"worker {number} has no generation engine"
+        held = self.held_version(number, self.generate)
+        assert held == command.version, f"the evaluation would run on version {held}, not {command.version}"
+
+    def check_reallocate(self, number: int, command: Reallocate) -> None:
+        """Owners that do not train the role, receivers without a copy, weights that are not those trained."""
+        trainer = self.layouts[self.trainer[command.call]]
+        assert command.owners == tuple(trainer.mesh.devices)
+        assert number in command.owners or number in self.layouts[command.call].mesh.devices
+        assert command.role == self.graph.role(command.call)
+        assert command.version == self.versions[command.role], "a reallocation of stale or future weights"
+
+    def check_execute(self, number: int, command: Execute) -> None:
+        """A call that is not for this worker, or of another version of the weights than it has."""
+        call, role = self.graph.calls[command.call], self.graph.role(command.call)
+        assert not isinstance(call, Generate), f"{command.call!r} is not for an engine"
+        self.check_sources(command)
+        if isinstance(call, Advantage | Inference):
+            assert len(command.shares) == 1
+        if not isinstance(call, Inference | Train):
+            return
+        assert number in self.layouts[command.call].mesh.devices
+        held = self.held_version(number, command.call)
+        assert held == command.version, f"{command.call} needs version {command.version}, worker {number} has {held}"
+        if role in self.versions:
+            trains = self.trains[role]
+            step, ordinal = divmod(command.version, len(trains))
+            assert step == command.step, f"{command.call} of step {command.step} on the weights of step {step}"
+            assert ordinal == (trains.index(command.call) if isinstance(call, Train) else 0)
+
+    def check_sources(self, command: Execute) -> None:
+        """Every key of every sample is named once, and lies where the command says."""
+        samples = {sample for share in command.shares for sample in share}
+        wanted = {(key, sample) for key in self.graph.reads[command.call] for sample in samples}
+        named: set[tuple[str, int]] = set()
+        for source in command.sources:
+            here = {(key, sample) for key in source.keys for sample in source.samples}
+            assert not here & named
+            named |= here
+            store = self.all[source.worker].store
+            missing = [(key, sample) for key, sample in here if sample not in store[key]]
+            assert not missing, f"{command.call}: not on worker {source.worker}: {missing}"
+        assert named == wanted

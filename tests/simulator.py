@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from realgraph.graphs.graph import INPUT
-from realgraph.graphs.spec import Generate, Inference, Train
-from realgraph.planner.residency import shares_trained_copy
+from realgraph.graphs.spec import Inference, Train
 from realgraph.runtime.actions import (
     Action,
     CheckpointWritten,
@@ -37,7 +36,7 @@ from realgraph.runtime.protocol import (
 )
 from realgraph.runtime.scheduler import Scheduler
 from tests.shapes import Shape, assert_balanced, job_of
-from tests.simulated_worker import Worker
+from tests.simulated_worker import Worker, Workers
 
 
 @dataclass(order=True)
@@ -78,15 +77,9 @@ class Simulator:
         self.silent: Callable[[int, Command], bool] = lambda worker, command: False  # swallows a command
         self.history: dict[tuple[int, str], list[tuple[tuple[int, ...], ...]]] = {}  # (step, call) -> shares
         self.failing: Callable[[Command], Failed | None] = lambda command: None
-        trainers = {call.model: name for name, call in self.graph.calls.items() if isinstance(call, Train)}
-        self.trainer = {
-            name: trainers[call.model]
-            for name, call in self.graph.calls.items()
-            if isinstance(call, Generate | Inference) and call.model in trainers
-        }
-        # all copies are loaded from the checkpoint
-        loaded = {name: self.versions[self.graph.role(name)] for name in self.trainer}
-        self.workers = {number: Worker(copies=dict(loaded)) for number in range(shape.n_workers)}
+        self.contract = Workers(self.job, shape.n_workers, self.versions)
+        self.workers = self.contract.all
+        self.n_evaluated_busy = 0  # evaluations that groups in the making had to wait for
 
     # --- running ------------------------------------------------------------------------------------------------------
 
@@ -99,8 +92,9 @@ class Simulator:
         return self.halt
 
     def advance(self) -> None:
-        """One event, or a Tick at the deadline where no worker will ever answer."""
-        if not self.events:
+        """One event, or a Tick where the deadline comes first."""
+        deadline = self.scheduler.deadline()
+        if not self.events or (deadline is not None and self.events[0].time > deadline):
             self.tick()
             return
         planned = heapq.heappop(self.events)
@@ -141,7 +135,8 @@ class Simulator:
                         self.check_stores()
                 case CheckpointWritten():
                     assert action.state.step == action.step == self.step
-                    assert action.state.versions == dict.fromkeys(self.versions, self.step)
+                    per_step = {role: len(trains) for role, trains in self.contract.trains.items()}
+                    assert action.state.versions == {role: self.step * n for role, n in per_step.items()}
                 case EvalEnded():
                     assert "reward" in action.metrics
 
@@ -158,18 +153,18 @@ class Simulator:
         worker = self.workers[number]
         match command:
             case Submit():
-                self.check_weights(number, command.call, command.version)
+                self.contract.check_submit(number, command)
                 self.make(number, command.groups, command.version)
             case Load():
                 self.make(number, command.groups, 0)
             case Execute():
                 self.execute(number, command)
             case Reallocate():
+                self.contract.check_reallocate(number, command)
                 self.answer(
                     number, command.task, command.call, lambda: worker.copies.update({command.call: command.version})
                 )
                 self.hold(number, command.task)
-                assert command.version == self.versions[command.role]
             case Drop():
                 for group in command.groups:
                     self.drop(worker, group)
@@ -179,10 +174,14 @@ class Simulator:
                 assert not self.holding, "a checkpoint while a call runs"
                 self.answer(number, command.task, "", None)
             case Evaluate():
-                self.check_weights(number, "rollout", command.version)
+                self.contract.check_evaluate(number, command)
+                assert command.step == self.step, "an evaluation inside a step"
+                assert command.version == self.step * self.trains_of_generator
                 self.hold(number, command.task)
+                self.n_evaluated_busy += bool(worker.making)
                 reward = Mean(self.seconds(f"evaluation {command.step} {number}"))
-                self.answer(number, command.task, "evaluate", None, {"reward": reward})
+                seconds = self.answer(number, command.task, "evaluate", None, {"reward": reward})
+                self.stand_still(number, seconds)
 
     def hold(self, device: int, task: int) -> None:
         """A mesh-holding task takes a device."""
@@ -197,8 +196,8 @@ class Simulator:
         before: Callable[[], None] | None,
         metrics: dict[str, Mean] | None = None,
         kept: dict[int, bool] | None = None,
-    ) -> None:
-        """`Done` after a random while."""
+    ) -> float:
+        """`Done` after a random while, which is returned."""
         self.awaited.setdefault(task, set()).add(number)
 
         def ended() -> None:
@@ -213,21 +212,22 @@ class Simulator:
 
         state = {"coef": float(task)} if call == "advantage" else {}
         done = Done(number, task, call, metrics or {}, state, kept or {}, self.now, self.now + 1)
-        self.plan(done, self.seconds(f"{task} {number}"), ended)
+        seconds = self.seconds(f"{call} {task} {number}")
+        self.plan(done, seconds, ended)
+        return seconds
 
-    def check_weights(self, number: int, call: str, version: int) -> None:
-        """The weights that `call` would use on this worker are those it names."""
-        if call not in self.trainer:
-            assert version == 0
-            return
-        layouts = {name: a.layout for name, a in self.job.plan.allocations.items()}
-        trainer = self.trainer[call]
-        role = self.graph.role(call)
-        if shares_trained_copy(self.graph.calls[call], layouts[call], layouts[trainer]):
-            held = self.versions[role]
-        else:
-            held = self.workers[number].copies.get(call, 0)
-        assert held >= version, f"{call} would run on version {held}, not {version}"
+    def stand_still(self, number: int, seconds: float) -> None:
+        """What this worker is making is ready so much later."""
+        for planned in self.events:
+            if isinstance(planned.event, Generated) and planned.event.worker == number:
+                planned.time += seconds
+        heapq.heapify(self.events)
+
+    @property
+    def trains_of_generator(self) -> int:
+        """Train calls a step of the role that generates."""
+        generate = self.contract.generate
+        return len(self.contract.trains.get(self.graph.role(generate), ())) if generate else 0
 
     def make(self, number: int, groups: tuple[int, ...], version: int) -> None:
         """Generate or load groups; they come back in random batches."""
@@ -270,7 +270,8 @@ class Simulator:
             )
         else:
             event = Loaded(number, good, ready, skipped)
-        self.plan(event, 3 * self.seconds(f"groups {part}"), made)
+        slow = 10 if self.shape.lot(min(part), "slow") < self.shape.slow else 1
+        self.plan(event, 3 * slow * self.seconds(f"groups {part}"), made)
 
     def seconds(self, what: str) -> float:
         """How long a worker takes."""
@@ -285,9 +286,8 @@ class Simulator:
         """Check that a call may run on this worker, and answer later."""
         call, n = self.graph.calls[command.call], self.graph.samples_per_group
         samples = {sample for share in command.shares for sample in share}
-        self.check_sources(command, samples)
-        held = isinstance(call, Inference | Train)
-        if held:
+        self.contract.check_execute(number, command)
+        if isinstance(call, Inference | Train):
             self.hold(number, command.task)
             self.check_mesh_call(number, command)
         kept: dict[int, bool] = {}
@@ -297,6 +297,7 @@ class Simulator:
             assert self.final.get(sample // n) in (None, "discarded"), "a call on a group that is finished"
 
         def ended() -> None:
+            self.contract.check_sources(command)  # nothing was dropped while the call read it
             for key in self.graph.writes[command.call]:
                 self.workers[number].store[key].update(samples)
             for group, keep in kept.items():
@@ -307,30 +308,9 @@ class Simulator:
 
         self.answer(number, command.task, command.call, ended, {"n": Mean(float(len(samples)))}, kept)
 
-    def check_sources(self, command: Execute, samples: set[int]) -> None:
-        """Every key of every sample is named once, and lies where the command says."""
-        wanted = {(key, sample) for key in self.graph.reads[command.call] for sample in samples}
-        named: set[tuple[str, int]] = set()
-        for source in command.sources:
-            here = {(key, sample) for key in source.keys for sample in source.samples}
-            assert not here & named
-            named |= here
-            store = self.workers[source.worker].store
-            missing = [(key, sample) for key, sample in here if sample not in store[key]]
-            assert not missing, f"{command.call}: not on worker {source.worker}: {missing}"
-        assert named == wanted
-
     def check_mesh_call(self, number: int, command: Execute) -> None:
-        call = self.graph.calls[command.call]
-        role = self.graph.role(command.call)
         if self.shape.kept == 0 and not self.frozen:
             assert not self.workers[number].making, "a call on a device that still generates"
-        if isinstance(call, Inference):
-            self.check_weights(number, command.call, command.version)
-        if role in self.versions:
-            assert command.version == command.step == self.versions[role], "a call on stale or future weights"
-        else:
-            assert command.version == 0
         self.batches.setdefault((command.step, command.call), []).append(command.shares)
         assert all(share == tuple(sorted(share)) for share in command.shares)
 
@@ -387,3 +367,8 @@ class Simulator:
         assert deadline is not None
         self.now = deadline
         self.feed(Tick())
+
+
+def ended_steps(simulator: Simulator) -> list[StepEnded]:
+    """What the Scheduler told of each step."""
+    return [action for action in simulator.actions if isinstance(action, StepEnded)]

@@ -22,3 +22,20 @@ def test_one_step_with_different_rewards_starts_the_count_again() -> None:
     assert told(advice, [0.5], spread=0.01) == []
     assert told(advice, [1 / 3] * (FLAT_STEPS - 1)) == []
     assert len(told(advice, [1 / 3])) == 1
+
+
+def test_masked_tokens_are_told_once_with_what_helps() -> None:
+    advice = Advice()
+    assert list(advice.look({"train/overdue": 0.04})) == []
+    (text,) = advice.look({"train/overdue": 0.3})
+    assert text.startswith("train: 30% of its sampled tokens were older") and "raise `staleness`" in text
+    assert list(advice.look({"train/overdue": 0.9})) == []
+
+
+def test_a_step_that_was_not_taken_is_told_with_its_reason() -> None:
+    advice = Advice()
+    (text, _) = advice.look({"again/empty_steps": 2.0, "again/overdue": 1.0})
+    assert text.startswith("again took no optimizer step for 2 of its mini-batches")
+    assert "100% of its sampled tokens were older" in text
+    (text,) = advice.look({"train/empty_steps": 1.0})
+    assert text.endswith("all of them are masked, or weigh nothing")

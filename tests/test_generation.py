@@ -3,22 +3,17 @@
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from realgraph.runtime.cached_model import segments
-from realgraph.runtime.decode_graph import bucket
 from realgraph.runtime.engine import Completion, Request
 from realgraph.runtime.generation import Limits, TorchRolloutEngine
 from realgraph.runtime.lean_decode import LeanDecoder, lean_applies
-from realgraph.runtime.slots import fill_gaps
 from tests import tiny
 
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -153,6 +148,41 @@ def test_a_sample_depends_on_its_seed_alone(seed: int) -> None:
     engine.abort([100, 102])
     done = run(engine, wanted)
     assert {i: c.tokens for i, c in done.items() if i < 100} == {i: c.tokens for i, c in expected.items()}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_set_aside_goes_on_as_if_nothing_had_been(seed: int) -> None:
+    """Also where other requests have the same ids, are left unfinished, or fail."""
+    rng, module = random.Random(seed), model("qwen3")
+    wanted, others = requests(rng, 9, groups_of=3), requests(rng, 7, groups_of=2)
+    expected, alone = (run(TorchRolloutEngine(module, Limits(max_running=12)), some) for some in (wanted, others))
+    engine = TorchRolloutEngine(module, Limits(max_running=4, prefill_tokens=rng.choice([16, 4096])))
+    engine.submit(wanted)
+    done: dict[int, Completion] = {}
+
+    def fail() -> None:
+        with engine.set_aside():
+            engine.submit(others)
+            engine.step()
+            raise RuntimeError
+
+    for _ in range(3):
+        for _ in range(rng.randint(0, 8)):
+            done |= {completion.id: completion for completion in engine.step()}
+        with engine.set_aside():
+            assert engine.idle
+            found = run(engine, others)
+        assert {i: c.tokens for i, c in found.items()} == {i: c.tokens for i, c in alone.items()}
+        with pytest.raises(RuntimeError):
+            fail()
+    assert not engine.idle
+    while not engine.idle:
+        for completion in engine.step():
+            assert completion.id not in done
+            done[completion.id] = completion
+    assert {i: c.tokens for i, c in done.items()} == {i: c.tokens for i, c in expected.items()}
+    for request in wanted:
+        assert_exact(module, request, done[request.id])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2"])
@@ -335,29 +365,6 @@ def test_memory_stays_within_the_cache_limit_and_small_for_short_work() -> None:
     assert short.cache_bytes <= 8 * 64 * per_token
 
 
-@given(st.lists(st.integers(1, 500), min_size=1, max_size=200), st.integers(0, 5000))
-def test_segments_cover_each_slot_once_and_reach_its_length(lengths: list[int], spare: int) -> None:
-    runs = segments(np.array(lengths), spare)
-    assert [low for low, _, _ in runs] == [0, *(high for _, high, _ in runs[:-1])]
-    assert runs[-1][1] == len(lengths)
-    assert all(max(lengths[low:high]) == length for low, high, length in runs)
-
-
-@given(st.lists(st.integers(1, 99), min_size=1, max_size=90), st.data(), st.sampled_from([None, 1, 4, 32]))
-def test_gaps_are_filled_by_those_that_live_on(lengths: list[int], data: st.DataObject, block: int | None) -> None:
-    """Whoever lives on has one slot; the longer stay before the shorter, block by block, where they were so before."""
-    lengths = sorted(lengths, reverse=True)
-    gaps = data.draw(st.lists(st.integers(0, len(lengths) - 1), unique=True))
-    moved = np.array(lengths)
-    held = fill_gaps(moved, gaps, block)[: len(lengths) - len(gaps)]
-    assert sorted(held) == sorted(set(range(len(lengths))) - set(gaps))
-    assert [lengths[source] for source in held] == moved[: len(held)].tolist()
-    if block is not None:
-        starts = range(0, len(held), block)
-        parts = [[lengths[source] for source in held[start : start + block]] for start in starts]
-        assert all(min(a) >= max(b) for a, b in pairwise(parts))
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_lean_walk_is_taken_where_it_is_known_and_changes_no_token(name: str) -> None:
     module, wanted = model(name), requests(random.Random(4), 6, longest=12, groups_of=2)
@@ -372,13 +379,6 @@ def test_the_lean_walk_is_taken_where_it_is_known_and_changes_no_token(name: str
         assert done[request.id].tokens == by_forward[request.id].tokens
         assert done[request.id].logprobs == pytest.approx(by_forward[request.id].logprobs, abs=1e-5)
     assert not lean_applies(module.bfloat16())
-
-
-@given(st.integers(1, 600), st.integers(1, 600))
-def test_graph_buckets_hold_what_runs_and_are_few(n: int, most: int) -> None:
-    size = bucket(min(n, most), most)
-    assert min(n, most) <= size <= most
-    assert size == most or size & (size - 1) == 0
 
 
 @pytest.mark.gpu

@@ -21,14 +21,14 @@ from realgraph.runtime.actions import (
 from realgraph.runtime.protocol import Evaluate, Execute, Heartbeat
 from realgraph.runtime.scheduler import Scheduler
 from tests.shapes import Shape, job_of, random_shape
-from tests.simulator import Simulator
+from tests.simulator import Simulator, ended_steps
 
 SEEDS = range(0, 2400, 100)
 
 
 @pytest.mark.parametrize("first", SEEDS)
 def test_random_runs_end_in_order_and_break_no_invariant(first: int) -> None:
-    n_events = 0
+    n_events = n_evaluated_busy = 0
     for seed in range(first, first + 100):
         rng = random.Random(seed)
         shape = random_shape(rng)
@@ -39,11 +39,9 @@ def test_random_runs_end_in_order_and_break_no_invariant(first: int) -> None:
         assert halt.reason == "finished"
         assert simulator.step == shape.steps, (seed, shape)
         n_events += simulator.n_events
+        n_evaluated_busy += simulator.n_evaluated_busy
     assert n_events > 3_000  # 24 x 100 runs: over 10^5 events
-
-
-def ended_steps(simulator: Simulator) -> list[StepEnded]:
-    return [action for action in simulator.actions if isinstance(action, StepEnded)]
+    assert n_evaluated_busy > 0  # while groups are in the making
 
 
 @pytest.mark.parametrize("seed", range(150))
@@ -217,13 +215,19 @@ def test_metrics_and_counts_of_a_step_are_merged_over_workers() -> None:
 
 
 class Interleavings(RuleBasedStateMachine):
-    """Hypothesis drives one run: which event comes next, when a stop or a fault strikes."""
+    """Hypothesis drives one run: which event comes next, when a stop or a fault strikes, when it is killed and resumed.
+
+    trained: groups by step, of every life of the run. evaluated: the steps after which an evaluation has ended.
+    """
 
     @initialize(seed=st.integers(0, 10**6))
     def begin(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.simulator = Simulator(random_shape(self.rng), self.rng)
         self.simulator.take(self.simulator.scheduler.start(0.0))
+        self.trained: dict[int, set[int]] = {}
+        self.evaluated: set[int] = set()
+        self.stopped = False
 
     @property
     def running(self) -> bool:
@@ -249,7 +253,33 @@ class Interleavings(RuleBasedStateMachine):
     @rule()
     def stop(self) -> None:
         if self.rng.random() < 0.1:
+            self.stopped = True
             self.simulator.feed(StopRequested())
+
+    @precondition(lambda self: self.running)
+    @rule()
+    def kill_and_resume(self) -> None:
+        """At any moment, from the newest checkpoint: sessions, evaluations and saves are cut off."""
+        written = [action.state for action in self.simulator.actions if isinstance(action, CheckpointWritten)]
+        if not written or self.rng.random() < 0.3:
+            return
+        self.look_back()
+        state = msgspec.json.decode(msgspec.json.encode(written[-1]), type=Checkpointed)
+        self.trained = {step: groups for step, groups in self.trained.items() if step < state.step}
+        shape = self.simulator.shape
+        resumed = Scheduler(job_of(shape), range(shape.n_workers), 1000, state, 5)
+        self.simulator = Simulator(shape, self.rng, resumed)
+        self.simulator.take(resumed.start(0.0))
+        self.stopped = False
+
+    def look_back(self) -> None:
+        """What this life of the run has trained, no group twice, and evaluated."""
+        simulator, n = self.simulator, self.simulator.graph.samples_per_group
+        for (step, _), shares in simulator.history.items():
+            groups = {sample // n for share in shares for part in share for sample in part}
+            assert self.trained.setdefault(step, groups) == groups
+        assert len(set().union(*self.trained.values())) == sum(map(len, self.trained.values()))
+        self.evaluated |= {action.step for action in simulator.actions if isinstance(action, EvalEnded)}
 
     @precondition(lambda self: self.running)
     @rule(worker=st.integers(0, 3))
@@ -277,7 +307,13 @@ class Interleavings(RuleBasedStateMachine):
             halt = self.simulator.run()
             assert halt is not None
             assert halt.error is None
+            self.look_back()
+            shape = self.simulator.shape
+            if not self.stopped:
+                assert not self.trained or sorted(self.trained) == list(range(shape.steps))
+                if shape.eval_every and self.simulator.contract.generate:
+                    assert self.evaluated == {*range(0, shape.steps + 1, shape.eval_every), shape.steps}
 
 
-Interleavings.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+Interleavings.TestCase.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
 TestInterleavings = Interleavings.TestCase

@@ -9,12 +9,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from realgraph.graphs.maths import ApplyTerm, Decoupled, Loss, PolicyGradient, TokenMean, Value
+from realgraph.graphs.maths import (
+    ApplyTerm,
+    CrossEntropy,
+    Decoupled,
+    Distill,
+    Loss,
+    PairMean,
+    PairwiseScore,
+    PolicyGradient,
+    Preference,
+    SequenceMean,
+    TokenMean,
+    Value,
+)
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.train_engine import LogprobGap, TorchTrainEngine
 from realgraph.runtime.train_passes import NumericsError
 from tests import tiny
-from tests.engines import call, engine, folder, same, weights_of
+from tests.engines import call, engine, folder, optimizer, same, weights_of
 
 __all__ = ["folder"]
 
@@ -24,7 +37,8 @@ def with_behaviour(one: TorchTrainEngine, batch: Packed, off: float = 0.0) -> Pa
     return replace(batch, token_keys={**batch.token_keys, "behaviour_logprobs": logprobs})
 
 
-def test_the_gate_opens_once_and_stays_open(folder: Path) -> None:
+def test_the_gate_is_passed_anew_at_every_version(folder: Path) -> None:
+    """A weight update that failed shows in the first batch of the new version, however many were right before."""
     one = engine(folder, max_logprob_gap=1e-4)
     batch = tiny.batch(tiny.lengths(6, 30, 0))
     before = weights_of(one)
@@ -36,8 +50,12 @@ def test_the_gate_opens_once_and_stays_open(folder: Path) -> None:
     assert metrics["logprob_gap"].value < 1e-4
     stale = with_behaviour(one, batch, 0.3)
     fresh = {**stale.token_keys, "versions": torch.full_like(stale.token_keys["versions"], 1)}
-    metrics = one.train(call(), [replace(stale, token_keys=fresh)])
-    assert metrics["logprob_gap"].value == pytest.approx(0.3, abs=1e-4)
+    before = weights_of(one)
+    with pytest.raises(LogprobGap, match=r"step 1.*0\.3 nats away.*0\.0001 are allowed.*weight update"):
+        one.train(call(), [replace(stale, token_keys=fresh)])
+    assert same(before, weights_of(one))
+    older = {**stale.token_keys, "versions": torch.zeros_like(stale.token_keys["versions"])}
+    assert one.train(call(), [replace(stale, token_keys=older)])["logprob_gap"].weight == 0
 
 
 def test_the_gap_leaves_tokens_of_older_weights_out(folder: Path) -> None:
@@ -46,6 +64,76 @@ def test_the_gap_leaves_tokens_of_older_weights_out(folder: Path) -> None:
     one.version = 3
     assert one.train(call(), [batch])["logprob_gap"].weight == 0
     assert not one.gate_passed
+
+
+def versions_of(batch: Packed, versions: Tensor) -> Packed:
+    return replace(batch, token_keys={**batch.token_keys, "versions": versions.to(torch.int32)})
+
+
+@pytest.mark.parametrize("ordinal", [0, 1])
+def test_ages_are_in_steps_however_often_a_role_is_trained_in_one(folder: Path, ordinal: int) -> None:
+    """Two train calls a step of the role that samples, three of another: in step 5, tokens of steps 3 to 5 count."""
+    batch = tiny.batch(tiny.lengths(6, 30, 0))
+    by_sample = torch.tensor([3, 5, 6, 7, 10, 11])[batch.sample_index()]  # steps 1, 2, 3, 3, 5, 5
+    batch = versions_of(batch, by_sample)
+    young = replace(batch, mask=batch.mask & (by_sample >= 6))
+    for trains in (2, 3):
+        one = engine(folder, max_age=2, trains=trains, generator_trains=2)
+        other = engine(folder)
+        one.version = 5 * trains + ordinal
+        metrics = one.train(call(), [batch])
+        assert metrics["loss"].value == pytest.approx(other.train(call(), [young])["loss"].value, rel=1e-6)
+        assert metrics["overdue"].value == pytest.approx(1 - int(young.mask.sum()) / int(batch.mask.sum()))
+
+
+LOSSES = {
+    "cross_entropy": ("lm", Loss({"ce": CrossEntropy()}, TokenMean())),
+    "value": ("value", Loss({"value": Value()}, SequenceMean())),
+    "distill": ("lm", Loss({"distill": Distill(teacher="ref_logprobs")}, TokenMean())),
+    "dpo": ("lm", Loss({"dpo": Preference()}, PairMean())),
+    "reward": ("score", Loss({"pairs": PairwiseScore()}, PairMean())),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_overdue_tokens_have_no_part_in_any_loss_over_samples(folder: Path, name: str) -> None:
+    """Of a loss of pairs, a pair is left out whole: half of a sample has no score and no preference."""
+    head, loss = LOSSES[name]
+    batch = tiny.batch(tiny.lengths(6, 30, 0), group_size=2)
+    old = torch.tensor([False, True, False, False, True, True])[batch.sample_index()]
+    old &= batch.positions() % 2 == 0
+    batch = versions_of(batch, torch.where(old, 1, 3))
+    pairs = name in ("dpo", "reward")
+    young = batch.select([2, 3]) if pairs else replace(batch, mask=batch.mask & ~old)
+    one, other = engine(folder, {"head": head}, max_age=1), engine(folder, {"head": head})
+    one.version = 3
+    metrics = one.train(call(loss), [batch])
+    expected = other.train(call(loss), [young])
+    assert metrics["loss"].value == pytest.approx(expected["loss"].value, rel=1e-6)
+    assert metrics["grad_norm"].value == pytest.approx(expected["grad_norm"].value, rel=1e-6)
+    assert metrics["overdue"].value == pytest.approx(1 - int(young.mask.sum()) / int(batch.mask.sum()))
+
+
+@pytest.mark.parametrize("name", ["policy", *LOSSES])
+def test_a_batch_without_a_token_that_counts_takes_no_optimizer_step(folder: Path, name: str) -> None:
+    """Weights stay, moments do not decay, and the schedule does not move; the call counts as a version all the same."""
+    head, loss = LOSSES.get(name, ("lm", call().loss))
+    one = engine(folder, {"head": head}, max_age=1, optimizer=optimizer(weight_decay=0.5))
+    batch = tiny.batch(tiny.lengths(6, 30, 0), group_size=2)
+    one.train(call(loss), [versions_of(batch, torch.zeros(batch.n_tokens))])
+    assert one.adam is not None
+    before, moment = weights_of(one), one.adam.moment(0, "exp_avg").clone()
+    one.version = 3
+    overdue = versions_of(batch, torch.ones(batch.n_tokens))
+    metrics = one.train(call(loss), [overdue, overdue])
+    assert same(before, weights_of(one))
+    assert torch.equal(moment, one.adam.moment(0, "exp_avg"))
+    assert (one.version, one.optimizer_steps) == (4, 1)
+    assert (metrics["overdue"].value, metrics["empty_steps"].value, metrics["optimizer_steps"].value) == (1, 2, 0)
+    young = versions_of(batch, torch.full((batch.n_tokens,), 4))
+    metrics = one.train(call(loss), [overdue, young])
+    assert (metrics["empty_steps"].value, metrics["optimizer_steps"].value, one.optimizer_steps) == (1, 1, 2)
+    assert not same(before, weights_of(one))
 
 
 def test_overdue_tokens_are_masked(folder: Path) -> None:
@@ -96,7 +184,7 @@ def test_a_decoupled_loss_sees_the_weights_from_before_the_first_step(folder: Pa
         return outputs.logprobs * 0
 
     policy = PolicyGradient(off_policy=Decoupled(cap=1e9))
-    loss = Loss({"policy": policy, "spy": ApplyTerm(fn="spy")}, TokenMean())
+    loss = Loss({"policy": policy, "spy": ApplyTerm(fn="spy", reads=("proximal_logprobs",))}, TokenMean())
     one = engine(folder, functions={"spy": spy})
     batch = tiny.batch(tiny.lengths(8, 30, 0))
     halves = [batch.select([0, 1, 2, 3]), batch.select([4, 5, 6, 7])]

@@ -26,8 +26,21 @@ def test_schedules_rise_then_fall_and_end_at_the_fraction(schedule: Any, seed: i
     assert factors[warmup:] == sorted(factors[warmup:], reverse=True)
     assert factors[warmup] == 1
     if schedule != "constant":
-        assert factors[total + warmup - 1] == pytest.approx(final, abs=1e-12)
-        assert factors[-1] == pytest.approx(final, abs=1e-12)
+        assert factors[total + warmup - 1] > final  # the last step that is taken, also where the fraction is 0
+        assert factors[total + warmup :] == pytest.approx([final] * 3, abs=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize(("total", "warmup"), [(1, 0), (2, 0), (10, 3), (7, 7), (100, 10)])
+def test_after_the_warm_up_schedules_are_those_of_transformers(schedule: Any, total: int, warmup: int) -> None:
+    from transformers import get_scheduler
+
+    theirs = get_scheduler(schedule, torch.optim.SGD([torch.zeros(1)], lr=1.0), warmup, total)
+    settings = Optimizer(schedule=schedule, warmup_steps=warmup)
+    for step in range(warmup, total):
+        (factor,) = (theirs.lr_lambdas[0](step),)  # type: ignore[attr-defined]
+        assert lr_factor(step, settings, total) == pytest.approx(factor, abs=1e-12)
+        assert factor > 0
 
 
 def test_good_steps_double_the_scale() -> None:

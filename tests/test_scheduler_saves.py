@@ -1,0 +1,97 @@
+"""Checkpoints by time: at the first step end at which they can be written, from a clock that is an argument."""
+
+import random
+
+import msgspec
+import pytest
+
+from realgraph.runtime.actions import Checkpointed, CheckpointWritten, StepEnded
+from realgraph.runtime.job import CheckpointSpec
+from realgraph.runtime.scheduler import Scheduler
+from tests.shapes import job_of, random_shape
+from tests.simulator import Simulator
+
+
+def run_with_times(simulator: Simulator) -> list[tuple[float, int, int]]:
+    """(simulated seconds, completed steps, the first of them at whose end a save was possible; 0: they were saved)."""
+    found: list[tuple[float, int, int]] = []
+    simulator.take(simulator.scheduler.start(0.0))
+    while simulator.halt is None:
+        n, newest = len(simulator.actions), simulator.scheduler._steps.newest_train
+        simulator.advance()
+        for action in simulator.actions[n:]:
+            if isinstance(action, StepEnded):
+                found.append((simulator.now, action.step + 1, max(action.step + 1, newest + 1)))
+            elif isinstance(action, CheckpointWritten):
+                found.append((simulator.now, action.step, 0))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_a_checkpoint_by_time_comes_at_a_step_end_soon_after_its_time(seed: int) -> None:
+    rng = random.Random(seed)
+    shape = random_shape(rng)
+    shape.checkpoint_every, shape.eval_every, shape.steps = 0, 0, 8
+    shape.checkpoint_seconds = rng.choice([1e-3, 2.0, 10.0, 40.0, 1e6])
+    simulator = Simulator(shape, rng)
+    found = run_with_times(simulator)
+    assert simulator.halt is not None
+    assert simulator.halt.reason == "finished"
+    saved_at, due = 0.0, 0
+    for now, step, first in found:
+        if not first:
+            assert step in (due, shape.steps), "not the first step that could be saved"
+            saved_at, due = now, 0
+        elif not due and now - saved_at >= shape.checkpoint_seconds:
+            due = first
+    assert not due
+    saves = [step for _, step, first in found if not first]
+    assert saves[-1] == shape.steps
+    if shape.checkpoint_seconds == 1e-3 and shape.staleness == 0 and not shape.floating:
+        assert saves == list(range(1, shape.steps + 1))
+    if shape.checkpoint_seconds == 1e6:
+        assert saves == [shape.steps]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_run_goes_on_from_any_checkpoint_by_time(seed: int) -> None:
+    """Each group is trained exactly once, whatever was under way when the time came."""
+    rng = random.Random(seed)
+    shape = random_shape(rng)
+    shape.checkpoint_every, shape.steps, shape.checkpoint_seconds = 0, 6, rng.choice([1e-3, 5.0, 15.0])
+    whole = Simulator(shape, rng)
+    whole.run()
+    written = [action for action in whole.actions if isinstance(action, CheckpointWritten)]
+    n = whole.graph.samples_per_group
+    for action in written[:-1]:
+        state = msgspec.json.decode(msgspec.json.encode(action.state), type=Checkpointed)
+        resumed = Simulator(shape, rng, Scheduler(job_of(shape), range(shape.n_workers), 1000, state, 5))
+        halt = resumed.run()
+        assert halt is not None
+        assert halt.reason == "finished"
+        before = {
+            sample // n
+            for (step, _), shares in whole.history.items()
+            for share in shares
+            for part in share
+            for sample in part
+            if step < action.step
+        }
+        after = {group for group, final in resumed.final.items() if final == "trained"}
+        assert not before & after
+        assert len(after) == shape.groups * (shape.steps - action.step)
+
+
+@pytest.mark.parametrize(
+    ("spec", "seconds", "text"),
+    [
+        (CheckpointSpec(), 600, "every 10 minutes and at the end"),
+        (CheckpointSpec(every=50), 0, "every 50 steps and at the end"),
+        (CheckpointSpec(every=1), 0, "every step and at the end"),
+        (CheckpointSpec(minutes=0.5), 30, "every 0.5 minutes and at the end"),
+        (CheckpointSpec(minutes=0), 0, "at the end"),
+        (CheckpointSpec(every=50, minutes=20), 1200, "every 50 steps and every 20 minutes and at the end"),
+    ],
+)
+def test_what_a_setting_means(spec: CheckpointSpec, seconds: float, text: str) -> None:
+    assert (spec.seconds, spec.text) == (seconds, text)
