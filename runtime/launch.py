@@ -5,6 +5,7 @@ needs at its start, keys included, reaches it through an inherited socket: never
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -18,8 +19,10 @@ import msgspec
 from msgspec import Struct
 
 from realgraph.runtime import processes
+from realgraph.runtime.clock import time_limit
 from realgraph.runtime.curve import KeyPair
 from realgraph.runtime.processes import Exited, Preloaded, Started
+from realgraph.runtime.rotation import older
 
 PRELOAD = ("torch", "transformers")
 ENTRY = "realgraph.runtime.worker:main"
@@ -36,7 +39,7 @@ class WorkerBoot(Struct, frozen=True):
 
     keys: of this worker, for the master and for its peers. interface: the address its data plane listens on.
     threads: CPU threads of one operation, already set through the environment. log: the file that it prints to.
-    cpu: leave the host's GPUs alone.
+    cpu: leave the host's GPUs alone. master_pid: the master's process where it is on the same host, else 0.
     """
 
     worker: int
@@ -48,6 +51,7 @@ class WorkerBoot(Struct, frozen=True):
     interface: str = "127.0.0.1"
     n_workers: int = 1
     cpu: bool = False
+    master_pid: int = 0
 
 
 class WorkerHandle(Struct, frozen=True):
@@ -59,11 +63,11 @@ class WorkerHandle(Struct, frozen=True):
 
     def last_lines(self, n_lines: int = 20) -> str:
         """The end of its log, for an error message; '' where there is none yet."""
-        try:
-            with Path(self.log).open(encoding="utf-8", errors="replace") as lines:
-                return "".join(deque(lines, n_lines))
-        except FileNotFoundError:
-            return ""
+        last: deque[str] = deque(maxlen=n_lines)
+        for path in (older(Path(self.log)), Path(self.log)):
+            with contextlib.suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as lines:
+                last.extend(lines)
+        return "".join(last)
 
 
 class _Payload(Struct, frozen=True):
@@ -94,16 +98,19 @@ class Server(Protocol):
 
     def kill(self) -> None: ...
 
+    def send_signal(self, sig: int) -> None: ...
+
 
 def open_server(pipe: socket.socket, modules: Sequence[str], threads: int) -> Server:
     """A fork server on the other end of `pipe`, a process with an interpreter of its own. Raises OSError."""
-    return subprocess.Popen(
-        processes.command_line(pipe.fileno(), tuple(modules)),
-        stdin=subprocess.DEVNULL,
-        env=os.environ | dict.fromkeys(_THREAD_VARIABLES, str(threads)),
-        pass_fds=(pipe.fileno(),),
-        start_new_session=True,
-    )
+    with processes.end_signals_blocked():
+        return subprocess.Popen(
+            processes.command_line(pipe.fileno(), tuple(modules)),
+            stdin=subprocess.DEVNULL,
+            env=os.environ | dict.fromkeys(_THREAD_VARIABLES, str(threads)),
+            pass_fds=(pipe.fileno(),),
+            start_new_session=True,
+        )
 
 
 class Fleet:
@@ -134,14 +141,13 @@ class Fleet:
 
     async def terminate(self, grace_seconds: float = 5.0) -> None:
         """End what still runs and return when nothing is left: after a grace for workers that are ending by themselves
-        SIGTERM, after another SIGKILL for their whole groups; then the fork server."""
+        SIGKILL for their whole groups; then the fork server. They leave SIGTERM to us, so it would end nothing."""
+        self._server.send_signal(signal.SIGCONT)  # where somebody has stopped it: it has children to reap
         if self._reader is not None:
-            for signum in (signal.SIGTERM, signal.SIGKILL):
-                if await self._all_gone(grace_seconds):
-                    break
+            if not await self._all_gone(grace_seconds):
                 for worker in self.running:
-                    await self._ask(processes.Signal(worker, signum))
-            await self._all_gone(KILL_SECONDS)
+                    await self._ask(processes.Signal(worker, signal.SIGKILL))
+                await self._all_gone(KILL_SECONDS)
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
         else:
@@ -169,6 +175,8 @@ class Fleet:
         return True
 
     async def _ask(self, request: processes.Request) -> None:
+        """Send a request; where somebody has stopped the fork server, it goes on."""
+        self._server.send_signal(signal.SIGCONT)
         try:
             await asyncio.get_running_loop().sock_sendall(self._pipe, processes.frame(request))
         except (BrokenPipeError, ConnectionResetError):
@@ -195,7 +203,8 @@ class Fleet:
             raise LaunchError(f"the workers' modules cannot be imported:\n{event.error}")
         for boot in self._boots.values():
             payload = msgspec.msgpack.encode(_Payload(entry, boot))
-            await self._ask(processes.Spawn(boot.worker, f"{__name__}:enter", payload, boot.log))
+            title = f"realgraph worker {boot.worker}"
+            await self._ask(processes.Spawn(boot.worker, f"{__name__}:enter", payload, boot.log, title))
         while len(self.handles) < len(self._boots):
             event = await self._next_event()
             if event is None:
@@ -251,7 +260,7 @@ async def start_workers(
         server = open_server(theirs, modules, boots[0].threads)
     fleet = Fleet(server, ours, boots)
     try:
-        async with asyncio.timeout(deadline_seconds):
+        async with time_limit(deadline_seconds):
             await fleet.start(entry)
     except TimeoutError:
         await fleet.terminate(0)

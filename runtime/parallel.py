@@ -1,12 +1,15 @@
 """Process groups of a run's workers, and the sums and shards made over them. Knows no loss and no optimizer.
 
-Worker 0 opens a TCPStore on a free port; all workers join one default group through it and then make the sub-group of
-every mesh in one order. CPU tensors travel by gloo, GPU tensors by NCCL. Every collective has a deadline.
+Worker 0 opens a file that nobody else's processes can read; all workers join one default group through it and then make
+the sub-group of every mesh in one order. CPU tensors travel by gloo over the loopback interface, GPU tensors by NCCL.
+Once the groups stand, gloo's ports answer nobody. Every collective has a deadline.
 """
 
 import os
 import platform
-import socket
+import shutil
+import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,12 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import FileStore, Store
 from torch.distributed import DistError, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from realgraph.planner.layout import DeviceMesh
+from realgraph.runtime.ports import listening_sockets, refuse_connections
 
 FLAT_BYTES = 1 << 28  # of one all-reduce: larger buffers go in pieces, so that a backend's copy stays small
 
@@ -32,7 +36,7 @@ class CollectiveError(RuntimeError):
 
 @dataclass(frozen=True)
 class Member:
-    """This worker among all of a run. host: the address of worker 0 that the others reach; timeout in seconds."""
+    """This worker among all of a run; timeout in seconds."""
 
     worker: int
     n_workers: int
@@ -40,33 +44,41 @@ class Member:
     timeout_seconds: float
 
 
-def open_store(host: str, n_workers: int, timeout_seconds: float) -> tuple[TCPStore, str]:
-    """Worker 0's rendezvous, bound to `host` alone and to a port the system picks; returns it and its `host:port`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, 0))
-        listener.listen(max(128, n_workers))
-        port = listener.getsockname()[1]
-        store = TCPStore(
-            host,
-            port,
-            n_workers,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_seconds),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-    return store, f"{host}:{port}"
+class Rendezvous:
+    """Worker 0's file through which the workers of one host meet: nobody but this user can open it.
+
+    On Linux it is anonymous memory, reached through /proc, so that nothing is left of it after any end; elsewhere a
+    file in a folder of its own. `close` it once the groups have ended.
+    """
+
+    def __init__(self) -> None:
+        self._folder = ""
+        if sys.platform == "linux":
+            self._file = os.memfd_create("realgraph-rendezvous", os.MFD_CLOEXEC)
+            os.fchmod(self._file, 0o600)
+            self.address = f"/proc/{os.getpid()}/fd/{self._file}"
+        else:
+            self._folder = tempfile.mkdtemp(prefix="realgraph-")  # mode 0700
+            self.address = os.path.join(self._folder, "rendezvous")
+            self._file = os.open(self.address, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+
+    def close(self) -> None:
+        """The file is gone; the address means nothing any more."""
+        os.close(self._file)
+        if self._folder:
+            shutil.rmtree(self._folder)
 
 
-def reach_store(address: str, n_workers: int, timeout_seconds: float) -> TCPStore:
-    """The rendezvous of another worker, from its `host:port`. Raises CollectiveError where nobody answers in time."""
-    host, _, port = address.rpartition(":")
+def reach_store(address: str, n_workers: int, timeout_seconds: float) -> Store:
+    """The store in the file of a Rendezvous. Raises CollectiveError where there is none, or it can't be opened."""
+    if not os.path.exists(address):  # torch would make a file of its own
+        raise CollectiveError(f"worker 0's rendezvous {address} is gone, and so is worker 0")
     try:
-        return TCPStore(host, int(port), n_workers, is_master=False, timeout=timedelta(seconds=timeout_seconds))
-    except DistError as error:
-        raise CollectiveError(f"worker 0 can't be reached at {address}: {error}") from error
+        store = FileStore(address, n_workers)
+    except RuntimeError as error:
+        raise CollectiveError(f"worker 0's rendezvous {address} can't be opened: {error}") from error
+    store.set_timeout(timedelta(seconds=timeout_seconds))
+    return store
 
 
 class Ranks:
@@ -123,9 +135,10 @@ class Collectives:
             return
         assert store is not None, "more than one worker needs a store"
         if one_host:
-            # gloo otherwise picks its address by resolving the host's name, which is wrong or absent on many laptops.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if platform.system() == "Darwin" else "lo")
+            # Nobody outside may connect; and what the host's name resolves to is wrong or absent on many laptops.
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if platform.system() == "Darwin" else "lo"
         deadline = timedelta(seconds=member.timeout_seconds)
+        open_before = listening_sockets()
         backend = "cpu:gloo,cuda:nccl" if member.device.type == "cuda" else "gloo"
         try:
             dist.init_process_group(
@@ -135,6 +148,7 @@ class Collectives:
                 self._open(mesh, backend, deadline)
         except DistError as error:
             raise CollectiveError(f"the {member.n_workers} workers could not form their group: {error}") from error
+        refuse_connections(listening_sockets() - open_before)
 
     def _open(self, mesh: DeviceMesh, backend: str, deadline: timedelta) -> None:
         if mesh.n_devices == 1:

@@ -5,10 +5,12 @@ from collections.abc import Iterable, Sequence
 
 from realgraph.runtime.cursor import minibatch_groups
 from realgraph.runtime.ledger import Group
-from realgraph.runtime.program import HOME, CallPlan
+from realgraph.runtime.program import HOME, SHARED, CallPlan
 from realgraph.runtime.protocol import Source
 
 Place = int  # a number of one way in which the batch lies over workers
+Shape = tuple[int, bool, int]  # ranks, whole groups, whose lengths balance them
+Cut = tuple[tuple[tuple[int, ...], ...], bool, int]  # the ranks' workers, whole groups, whose lengths
 Holders = list[tuple[int, tuple[int, ...]]]  # (worker, ids of samples)
 
 
@@ -28,44 +30,53 @@ def balance(weights: Sequence[int], n_parts: int) -> list[list[int]]:
     return parts
 
 
+def _shape(call: CallPlan) -> Shape:
+    return len(call.ranks), call.whole_groups, call.own
+
+
 class Batch:
     """The groups of a step in order of number. Positions are those of `ids`, the samples in order of number."""
 
     def __init__(self, step: int, groups: Sequence[Group], samples_per_group: int, seed: int) -> None:
         self.step, self.groups, self.per_group, self.seed = step, tuple(groups), samples_per_group, seed
         self.ids = [group.id * samples_per_group + index for group in groups for index in range(samples_per_group)]
-        self.n_tokens = [sample.n_tokens for group in groups for sample in group.samples]
+        samples = [sample for group in groups for sample in group.samples]
+        self.n_tokens = [sample.n_tokens for sample in samples]
+        n_own = min((len(sample.own_tokens) for sample in samples), default=0)
+        self._own = [[sample.own_tokens[i] for sample in samples] for i in range(n_own)]
         assert len(self.n_tokens) == len(self.ids)
         homes = [group.home for group in groups for _ in range(samples_per_group)]
         self._workers = [homes]  # place -> worker of every position; calls that lie alike share one
-        self._cuts: list[tuple[tuple[tuple[int, ...], ...], bool]] = [((), False)]  # place -> (ranks, whole groups)
+        self._cuts: list[Cut] = [((), False, SHARED)]  # place -> how it is cut
         self._place: dict[str, Place] = {HOME: 0}  # of what a call wrote
-        self._parts: dict[tuple[int, bool], list[list[int]]] = {}
-        self._named: dict[tuple[int, bool], list[tuple[int, ...]]] = {}
-        self._held: dict[tuple[int, bool, Place], list[Holders]] = {}
+        self._parts: dict[Shape, list[list[int]]] = {}
+        self._named: dict[Shape, list[tuple[int, ...]]] = {}
+        self._held: dict[tuple[Shape, Place], list[Holders]] = {}
 
-    def _cut(self, groups: Sequence[int], n_ranks: int, whole_groups: bool) -> list[list[int]]:
-        """Positions of the samples of `groups` (positions too), balanced by tokens over `n_ranks`."""
+    def _cut(self, groups: Sequence[int], shape: Shape) -> list[list[int]]:
+        """Positions of the samples of `groups` (positions too), balanced by tokens over the ranks of `shape`."""
+        n_ranks, whole_groups, own = shape
         n = self.per_group
+        lengths = self._own[own] if 0 <= own < len(self._own) else self.n_tokens
         positions = [group * n + index for group in groups for index in range(n)]
         if not whole_groups:
-            return [[positions[i] for i in part] for part in balance([self.n_tokens[p] for p in positions], n_ranks)]
-        weights = [sum(self.n_tokens[group * n : (group + 1) * n]) for group in groups]
+            return [[positions[i] for i in part] for part in balance([lengths[p] for p in positions], n_ranks)]
+        weights = [sum(lengths[group * n : (group + 1) * n]) for group in groups]
         return [[groups[i] * n + index for i in part for index in range(n)] for part in balance(weights, n_ranks)]
 
-    def whole(self, n_ranks: int, whole_groups: bool = False) -> list[list[int]]:
-        """The whole batch cut for `n_ranks`; calls of one step with as many ranks get equal parts."""
-        key = (n_ranks, whole_groups)
-        if key not in self._parts:
-            self._parts[key] = self._cut(range(len(self.groups)), n_ranks, whole_groups)
-        return self._parts[key]
+    def whole(self, n_ranks: int, whole_groups: bool = False, own: int = SHARED) -> list[list[int]]:
+        """The whole batch cut for `n_ranks`; calls of one step with as many ranks and lengths get equal parts."""
+        shape = (n_ranks, whole_groups, own)
+        if shape not in self._parts:
+            self._parts[shape] = self._cut(range(len(self.groups)), shape)
+        return self._parts[shape]
 
     def minibatches(self, call: CallPlan) -> list[list[list[int]]]:
         """Of a train call with several mini-batches: mini-batch -> rank -> positions."""
         cuts = []
         for epoch in range(call.epochs):
             for groups in minibatch_groups(len(self.groups), call.minibatches, self.seed, self.step, epoch):
-                cuts.append(self._cut(groups, len(call.ranks), call.whole_groups))
+                cuts.append(self._cut(groups, _shape(call)))
         return cuts
 
     def named(self, positions: Iterable[int]) -> tuple[int, ...]:
@@ -73,25 +84,25 @@ class Batch:
         ids = self.ids
         return tuple([ids[position] for position in positions])
 
-    def whole_named(self, n_ranks: int, whole_groups: bool) -> list[tuple[int, ...]]:
-        """`whole`, as ids of samples."""
-        key = (n_ranks, whole_groups)
-        if key not in self._named:
-            self._named[key] = [self.named(part) for part in self.whole(n_ranks, whole_groups)]
-        return self._named[key]
+    def whole_named(self, call: CallPlan) -> list[tuple[int, ...]]:
+        """`whole` for a call's ranks, as ids of samples."""
+        shape = _shape(call)
+        if shape not in self._named:
+            self._named[shape] = [self.named(part) for part in self.whole(*shape)]
+        return self._named[shape]
 
     # --- who holds what -----------------------------------------------------------------------------------------------
 
     def own(self, call: CallPlan) -> None:
         """What `call` writes lies with the first worker of each rank, for its part of the whole batch."""
-        cut = (call.ranks or (call.workers,), call.whole_groups)
+        cut = (call.ranks or (call.workers,), call.whole_groups, call.own)
         if cut in self._cuts:
             self._place[call.name] = self._cuts.index(cut)
             return
         self._place[call.name] = len(self._cuts)
         self._cuts.append(cut)
         workers = [call.workers[0] if call.workers else 0] * len(self.ids)
-        for rank, part in zip(call.ranks, self.whole(len(cut[0]), call.whole_groups), strict=False):
+        for rank, part in zip(call.ranks, self.whole(len(cut[0]), call.whole_groups, call.own), strict=False):
             for position in part:
                 workers[position] = rank[0]
         self._workers.append(workers)
@@ -132,16 +143,16 @@ class Batch:
 
     def sources_of_ranks(self, call: CallPlan) -> list[tuple[Source, ...]]:
         """`sources` of each rank's part of the whole batch; the look-up is shared by the step's calls."""
-        n_ranks = len(call.ranks)
+        shape = _shape(call)
         found = []
         for place, keys in self._places(call).items():
-            key = (n_ranks, call.whole_groups, place)
+            key = (shape, place)
             if key not in self._held:
-                self._held[key] = [self._holders(place, part) for part in self.whole(n_ranks, call.whole_groups)]
+                self._held[key] = [self._holders(place, part) for part in self.whole(*shape)]
             found.append((keys, self._held[key]))
         return [
             tuple([Source(worker, keys, ids) for keys, held in found for worker, ids in held[rank]])
-            for rank in range(n_ranks)
+            for rank in range(len(call.ranks))
         ]
 
     def by_home(self) -> dict[int, list[int]]:

@@ -3,16 +3,20 @@
 The fork server is the parent of every process it starts, so it alone signals and reaps them: no process id is ever used
 after its process is gone. When its owner ends, in whatever way, it kills its children with their whole process groups,
 and ends. A fork server that is itself killed takes its children along through the kernel; of their children, those that
-call `die_with_parent`. Knows nothing of workers and keys.
+call `die_with_parent`. On Linux it adopts what its children leave behind, daemons included, and kills that too.
+Signals that ask for an end are the owner's to answer, so that an orderly end has all processes to work with, however
+many of them the signal was sent to. Knows nothing of workers and keys.
 """
 
 import contextlib
 import ctypes
+import errno
 import faulthandler
 import gc
 import importlib
 import json
 import os
+import select
 import selectors
 import signal
 import socket
@@ -20,24 +24,33 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
 import msgspec
 from msgspec import Struct
 
+from realgraph.runtime.descendants import adopt_orphans, is_childless, kill_descendants
+from realgraph.runtime.titles import set_title
+
 _LENGTH_BYTES = 4
 _PR_SET_PDEATHSIG = 1
+END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a terminal, systemd and batch systems send them to all
+_STRAY_SECONDS = 5.0  # for the kernel to let go of what is killed; the fork server waits no longer
 
 
 class Spawn(Struct, frozen=True, tag=True):
-    """Start process `number`: `module:function`, called with `payload`; its prints are appended to the file `log`."""
+    """Start process `number`: `module:function`, called with `payload`; its prints are appended to the file `log`.
+
+    title: what `ps` shows.
+    """
 
     number: int
     target: str
     payload: bytes
     log: str
+    title: str
 
 
 class Signal(Struct, frozen=True, tag=True):
@@ -109,12 +122,34 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@contextlib.contextmanager
+def end_signals_blocked() -> Iterator[None]:
+    """What this thread starts inside has END_SIGNALS blocked: none can end it before `leave_end_signals`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_end_signals() -> None:
+    """From now on END_SIGNALS do nothing to this process: its owner answers them. Programs that it starts ignore them
+    too."""
+    for number in END_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
+
+
+def _ignored(number: int, frame: FrameType | None) -> None:
+    """A signal that is left to the owner."""
+
+
 def _set_death_signal(signum: int) -> None:
     """Linux: the signal that the kernel sends us when our parent ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0) != 0:
-        errno = ctypes.get_errno()
-        raise OSError(errno, f"prctl(PR_SET_PDEATHSIG): {os.strerror(errno)}")
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
 
 
 def _watch_parent(parent: int) -> NoReturn:
@@ -122,6 +157,36 @@ def _watch_parent(parent: int) -> NoReturn:
         time.sleep(0.25)
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("SIGKILL returned")
+
+
+class Watched:
+    """Another process, and whether it still exists. Linux: another one that got its number is not mistaken for it."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._descriptor = -1
+        self._ended = False
+        if sys.platform == "linux":
+            try:
+                self._descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._ended = True
+            except OSError as error:
+                if error.errno != errno.ENOSYS:
+                    raise  # else the kernel is older than 5.3
+
+    def ended(self) -> bool:
+        """A process that is stopped has not ended."""
+        if self._descriptor >= 0 and not self._ended:
+            poll = select.poll()
+            poll.register(self._descriptor, select.POLLIN)
+            self._ended = bool(poll.poll(0))
+        elif not self._ended:
+            try:
+                os.kill(self._pid, 0)
+            except ProcessLookupError:
+                self._ended = True
+        return self._ended
 
 
 def resolve(target: str) -> Callable[..., None]:
@@ -147,7 +212,8 @@ def serve(fd: int, parent: int, preload: list[str]) -> None:
         sys.platform == "linux"
     ):  # elsewhere an owner's end is seen on the socket alone: a thread must not be there to fork
         _set_death_signal(signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_end_signals()
+    set_title("realgraph fork server")
     owner = socket.socket(fileno=fd)
     error = ""
     try:
@@ -159,7 +225,8 @@ def serve(fd: int, parent: int, preload: list[str]) -> None:
     gc.freeze()  # children share these pages for longer
     children = _Children(owner, parent)
     if sys.platform == "linux":
-        _set_death_signal(signal.SIGTERM)  # from here on there are children to be killed first
+        _set_death_signal(signal.SIGCONT)  # from here on there are children to be killed first, even if we are stopped
+        adopt_orphans()
     owner.sendall(frame(Preloaded(error)))
     children.serve()
 
@@ -170,31 +237,30 @@ class _Children:
     def __init__(self, owner: socket.socket, parent: int) -> None:
         self._owner = owner
         self._parent = parent
-        self._told_to_end = False
         self._pids: dict[int, int] = {}  # number -> pid, of those not reaped
         self._wake, self._wake_write = socket.socketpair()
         self._wake.setblocking(False)
         self._wake_write.setblocking(False)
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda signum, stack: None)
-        signal.signal(signal.SIGTERM, self._end)
-
-    def _end(self, signum: int, stack: FrameType | None) -> None:
-        self._told_to_end = True
+        for number in (signal.SIGCHLD, signal.SIGCONT):  # to wake the loop: a child's end, our owner's
+            signal.signal(number, _ignored)
 
     def serve(self) -> None:
-        """Until the owner hangs up or ends, or SIGTERM; then kill and reap all children."""
+        """Until the owner hangs up or ends; then kill and reap all children."""
         buffer = bytearray()
         with selectors.DefaultSelector() as selector:
             selector.register(self._owner, selectors.EVENT_READ)
             selector.register(self._wake, selectors.EVENT_READ)
-            while not self._told_to_end and os.getppid() == self._parent:
+            while os.getppid() == self._parent:
                 ready = {key.fileobj for key, _ in selector.select()}
                 if self._wake in ready:
                     self._wake.recv(4096)
                     self._reap(os.WNOHANG)
                 if self._owner in ready:
-                    piece = self._owner.recv(1 << 16)
+                    try:
+                        piece = self._owner.recv(1 << 16)
+                    except ConnectionResetError:  # it has ended, or hung up before it had read all
+                        piece = b""
                     if not piece:
                         break
                     buffer += piece
@@ -216,7 +282,8 @@ class _Children:
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number in (signal.SIGCHLD, signal.SIGCONT):
+                signal.signal(number, signal.SIG_DFL)
             for inherited in (self._owner, self._wake, self._wake_write):
                 inherited.close()
             _child(request, parent)
@@ -232,6 +299,7 @@ class _Children:
             _kill_group(pid)
 
     def _reap(self, options: int) -> None:
+        before = len(self._pids)
         for number, pid in tuple(self._pids.items()):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | options) is None:
                 continue
@@ -239,6 +307,15 @@ class _Children:
             _, status = os.waitpid(pid, 0)
             del self._pids[number]
             self._tell(Exited(number, os.waitstatus_to_exitcode(status)))
+        self._kill_strays(len(self._pids) < before)
+
+    def _kill_strays(self, left_behind: bool) -> None:
+        """Kill what our children have left to us, by their own end or by that of a process between."""
+        if sys.platform != "linux" or is_childless():
+            return
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if left_behind or not self._pids or (ended is not None and ended.si_pid not in self._pids.values()):
+            kill_descendants(spare=tuple(self._pids.values()), seconds=_STRAY_SECONDS)
 
     def _tell(self, event: Event) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is gone: the next read ends us
@@ -252,13 +329,15 @@ def _kill_group(leader: int) -> None:
 
 
 def _child(request: Spawn, parent: int) -> NoReturn:
-    """A child's life: its own session, tied to its parent, output to its log; ends without the parent's exit hooks."""
+    """A child's life: its own session, tied to its parent, output to its log; ends without the parent's exit hooks.
+
+    Like its parent it leaves END_SIGNALS to the owner.
+    """
     status = 1
     try:
         os.setsid()
         die_with_parent(parent)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner to act on
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        set_title(request.title)
         _redirect(request.log)
         faulthandler.enable()
         resolve(request.target)(request.payload)

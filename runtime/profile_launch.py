@@ -8,6 +8,7 @@ from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.planner.costs.measurements import Measured, ProfileTask, merged
 from realgraph.runtime.curve import make_keys
 from realgraph.runtime.launch import Fleet, LaunchError, WorkerBoot, describe_exit, start_workers
+from realgraph.runtime.open_files import allow_open_files
 from realgraph.runtime.profile_files import read_points, write_task
 
 PRELOAD = ("torch", "transformers")
@@ -18,6 +19,7 @@ SPARE_SECONDS = 150.0  # beyond the budget: building models, the warm-up round, 
 
 def measure(task: ProfileTask, threads: int = 1) -> tuple[Measured, ...]:
     """Run the cases on all devices of this node at once. Raises ConfigError where a worker fails or is late."""
+    allow_open_files(task.cluster.devices_per_node)
     with tempfile.TemporaryDirectory(prefix="realgraph-profile-") as name:
         folder = Path(name)
         write_task(task, folder)

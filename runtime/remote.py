@@ -24,6 +24,7 @@ from realgraph.runtime.curve import (
     KeyPair,
     answer_zap,
     bound_address,
+    give_up_silent,
     handshake_failure,
     secure_client,
     secure_server,
@@ -67,6 +68,7 @@ class RemoteServer:
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         _set_limits(self._router)
         secure_server(self._router, keys)
+        give_up_silent(self._router)
         self._router.bind(f"tcp://{interface}:0")
         self.address = bound_address(self._router)
         self._thread = threading.Thread(target=self._serve, name="data-remote", daemon=True)
@@ -165,6 +167,7 @@ class RemoteChannel:
         self._socket = context.socket(zmq.DEALER)
         _set_limits(self._socket)
         secure_client(self._socket, keys, peer.key)
+        give_up_silent(self._socket)
         self._monitor = self._socket.get_monitor_socket(MONITORED | zmq.EVENT_CONNECTED | zmq.EVENT_CONNECT_RETRIED)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)

@@ -3,16 +3,17 @@
 from collections.abc import Sequence
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from realgraph.runtime.job import Job
 from realgraph.runtime.launch import WorkerBoot
-from realgraph.runtime.parallel import Collectives, Member, open_store, reach_store
+from realgraph.runtime.parallel import Collectives, Member, Rendezvous, reach_store
 from realgraph.runtime.protocol import Peer
 from realgraph.runtime.store import Store
 from realgraph.runtime.transfer import DataPlane
 
-RENDEZVOUS_SECONDS = 180.0
+# Of a collective or a gather that nobody ends. The master's deadlines end them long before: it knows what a call may
+# take, and whether its processes were stopped meanwhile (Ctrl-Z), which a worker's own clock can't tell.
+ABANDONED_SECONDS = 86_400.0
 
 
 class Resources:
@@ -24,11 +25,9 @@ class Resources:
         self.store = Store()
         self.plane = DataPlane(boot.worker, self.store, boot.keys, boot.interface)
         self.peer: Peer = self.plane.peer
-        self._rendezvous: TCPStore | None = None
         self._collectives: Collectives | None = None
-        self.collective_address = ""
-        if boot.worker == 0:
-            self._rendezvous, self.collective_address = open_store(boot.interface, boot.n_workers, RENDEZVOUS_SECONDS)
+        self._rendezvous = Rendezvous() if boot.worker == 0 else None
+        self.collective_address = self._rendezvous.address if self._rendezvous is not None else ""
 
     def connect(self, peers: Sequence[Peer]) -> None:
         """From now on the peers' stores can be read, and they may read ours."""
@@ -37,12 +36,11 @@ class Resources:
     def join(self, job: Job, address: str) -> Collectives:
         """Join the process groups of all meshes of the plan. Collective. Raises CollectiveError."""
         n_workers = job.cluster.n_devices
-        seconds = job.runtime.min_deadline_seconds
-        if self._rendezvous is None and n_workers > 1:
-            self._rendezvous = reach_store(address, n_workers, seconds)
+        seconds = job.runtime.start_seconds
+        store = reach_store(address, n_workers, seconds) if n_workers > 1 else None
         meshes = {allocation.layout.mesh for allocation in job.plan.allocations.values()}
-        member = Member(self.worker, n_workers, self.device, seconds)
-        self._collectives = Collectives(member, self._rendezvous, meshes, one_host=job.cluster.nodes == 1)
+        member = Member(self.worker, n_workers, self.device, ABANDONED_SECONDS)
+        self._collectives = Collectives(member, store, meshes, one_host=job.cluster.nodes == 1)
         return self._collectives
 
     def close(self) -> None:
@@ -50,6 +48,8 @@ class Resources:
         self.plane.close()
         if self._collectives is not None:
             self._collectives.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
         self.store.close()
 
 

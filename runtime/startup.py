@@ -1,11 +1,13 @@
 """From nothing to a fleet of ready workers: keys, processes, hand-shakes. Every wait has a deadline. Master side."""
 
 import asyncio
+import os
 import time
 from pathlib import Path
 
 import msgspec
 
+from realgraph.runtime.clock import time_limit
 from realgraph.runtime.curve import make_keys
 from realgraph.runtime.failures import workers_text
 from realgraph.runtime.job import Job
@@ -69,6 +71,7 @@ async def start_crew(job: Job, folder: RunFolder) -> Crew:
             threads=job.runtime.threads,
             n_workers=n_workers,
             cpu=job.cluster.is_cpu,
+            master_pid=os.getpid(),
         )
         for worker in range(n_workers)
     ]
@@ -92,7 +95,7 @@ async def ready_crew(crew: Crew, job: Job, resume: Path | None) -> None:
     waiting = asyncio.create_task(_shake_hands(crew, job, resume, missing))
     ended = asyncio.create_task(crew.fleet.wait_exit())
     try:
-        async with asyncio.timeout(job.runtime.start_seconds):
+        async with time_limit(job.runtime.start_seconds):
             done, _ = await asyncio.wait((waiting, ended), return_when=asyncio.FIRST_COMPLETED)
         if waiting in done:
             waiting.result()

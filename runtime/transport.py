@@ -16,7 +16,9 @@ from realgraph.runtime.curve import (
     KeyPair,
     answer_zap,
     bound_address,
+    give_up_silent,
     handshake_failure,
+    is_local,
     secure_client,
     secure_server,
 )
@@ -50,6 +52,8 @@ class MasterSocket:
         self._socket = self._context.socket(zmq.ROUTER)
         _set_limits(self._socket)
         secure_server(self._socket, keys)
+        if not is_local(interface):
+            give_up_silent(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to nobody is an error, not a loss
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a worker that reconnects keeps its number
         self._monitor = self._socket.get_monitor_socket(MONITORED)
@@ -134,6 +138,8 @@ class WorkerSocket:
         self._socket = self._context.socket(zmq.DEALER)
         _set_limits(self._socket)
         secure_client(self._socket, keys, master_key)
+        if not is_local(address):
+            give_up_silent(self._socket)
         self._socket.setsockopt(zmq.ROUTING_ID, b"%d" % worker)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
         self._monitor = self._socket.get_monitor_socket(MONITORED)

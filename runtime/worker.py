@@ -17,6 +17,7 @@ from pathlib import Path
 from realgraph.graphs.spec import Function
 from realgraph.runtime.compute import Compute
 from realgraph.runtime.launch import WorkerBoot
+from realgraph.runtime.processes import Watched
 from realgraph.runtime.protocol import (
     RESCUE_CALL,
     Abort,
@@ -38,12 +39,13 @@ from realgraph.runtime.protocol import (
     Submit,
 )
 from realgraph.runtime.resources import Resources
+from realgraph.runtime.rotation import MEGABYTE, limit_log
 from realgraph.runtime.transport import TransportError, WorkerSocket
 from realgraph.runtime.worker_failures import failure
 
 log = logging.getLogger(__name__)
 
-MASTER_LOST_SECONDS = 60.0  # without a connection to the master a worker ends itself
+MASTER_LOST_SECONDS = 60.0  # without a connection to a master on another host a worker ends itself
 
 
 def main(boot: WorkerBoot) -> None:
@@ -62,6 +64,7 @@ class Worker:
         self._functions: ThreadPoolExecutor | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._opening = False
+        self._master = Watched(boot.master_pid) if boot.master_pid else None
 
     async def serve(self) -> int:
         """Answer the master until Shutdown. Returns the exit code."""
@@ -71,13 +74,11 @@ class Worker:
         beats.add_done_callback(_end_if_broken)
         try:
             self._resources = await asyncio.to_thread(Resources, self._boot)
-            await self._socket.send(
-                Hello(self.number, os.getpid(), self._resources.peer, self._resources.collective_address)
-            )
+            await self._send(Hello(self.number, os.getpid(), self._resources.peer, self._resources.collective_address))
             while True:
                 command = await self._socket.receive()
                 if isinstance(command, Shutdown):
-                    await self._socket.send(Bye(self.number))
+                    await self._send(Bye(self.number))
                     return 0
                 await self._take(command)
         except TransportError as error:
@@ -111,13 +112,38 @@ class Worker:
             doing = compute.doing if compute is not None else ""
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
             device = compute.device_bytes() if compute is not None else 0
-            await self._socket.send(Heartbeat(self.number, doing, peak, device))
-            if self._socket.lost_seconds > MASTER_LOST_SECONDS:
-                log.error("the master has been gone for %.0f s: ending", self._socket.lost_seconds)
+            await self._send(Heartbeat(self.number, doing, peak, device))
+            if self._master_lost():
+                log.error("the master is gone: ending")
                 os._exit(1)
             if compute is not None:
                 seconds = compute.job.runtime.heartbeat_seconds
+                await self._limit_log(compute.job.outputs.rotate_mb * MEGABYTE)
             await asyncio.sleep(seconds)
+
+    def _master_lost(self) -> bool:
+        """One on this host that is stopped (Ctrl-Z) is waited for, however long; of another host there is only what
+        is heard."""
+        if self._master is not None:
+            return self._master.ended()
+        return self._socket.lost_seconds > MASTER_LOST_SECONDS
+
+    async def _send(self, reply: Reply) -> None:
+        """Send to the master. A stopped one takes nothing when its queue is full: it will. Raises TransportError."""
+        while True:
+            try:
+                await self._socket.send(reply)
+            except TransportError:
+                if self._master is None or self._master.ended():
+                    raise
+            else:
+                return
+
+    async def _limit_log(self, most_bytes: int) -> None:
+        try:
+            await asyncio.to_thread(limit_log, Path(self._boot.log), most_bytes)
+        except OSError as error:
+            log.warning("the log up to here could not be kept: %s", error)
 
     async def _take(self, command: Command) -> None:
         """One command. Nothing here waits for an engine."""
@@ -154,36 +180,36 @@ class Worker:
             ready = await asyncio.to_thread(compute.open)
         except Exception as error:
             log.exception("this worker can't start")
-            await self._socket.send(failure(self.number, "", error))
+            await self._send(failure(self.number, "", error))
             return
         finally:
             self._opening = False
         self._compute = compute
         self._functions = ThreadPoolExecutor(compute.job.runtime.function_processes + 1, "functions")
         log.info("ready after %.1f s", time.monotonic() - began)
-        await self._socket.send(ready)
+        await self._send(ready)
 
     def _post(self, reply: Reply) -> None:
         """Send from another thread."""
-        asyncio.run_coroutine_threadsafe(self._socket.send(reply), self._loop)
+        asyncio.run_coroutine_threadsafe(self._send(reply), self._loop)
 
     async def _run_function(self, command: Execute) -> None:
         assert self._functions is not None
         try:
             done = await self._loop.run_in_executor(self._functions, self._ready.functions.run, command)
         except Exception as error:
-            await self._socket.send(failure(self.number, command.call, error))
+            await self._send(failure(self.number, command.call, error))
         else:
-            await self._socket.send(done)
+            await self._send(done)
 
     async def _rescue(self, command: Rescue) -> None:
         began = time.time()
         try:
             await asyncio.to_thread(self._ready.rescue, Path(command.folder), command.versions)
         except Exception as error:
-            await self._socket.send(failure(self.number, RESCUE_CALL, error))
+            await self._send(failure(self.number, RESCUE_CALL, error))
         else:
-            await self._socket.send(Done(self.number, command.task, RESCUE_CALL, started=began, ended=time.time()))
+            await self._send(Done(self.number, command.task, RESCUE_CALL, started=began, ended=time.time()))
 
 
 def _end_if_broken(beats: asyncio.Task[None]) -> None:

@@ -4,6 +4,7 @@ import traceback
 from typing import Literal
 
 from realgraph.graphs.errors import ConfigError
+from realgraph.runtime.applied import AppliedError
 from realgraph.runtime.function_calls import FunctionFailed
 from realgraph.runtime.function_host import FunctionError
 from realgraph.runtime.parallel import CollectiveError
@@ -27,7 +28,7 @@ def _judge(call: str, error: Exception) -> tuple[Kind, str, int]:
     match error:
         case FunctionFailed(sample=sample):
             return "function", text, sample
-        case FunctionError():
+        case FunctionError() | AppliedError():
             return "function", text, -1
         case ConfigError():
             return "data" if call else "start", text, -1

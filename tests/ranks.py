@@ -16,16 +16,15 @@ def _serve(pipe: Connection, place: tuple[int, int], meshes: Sequence[DeviceMesh
     """A rank: join the group, then run what comes, until None."""
     import torch
 
-    from realgraph.runtime.parallel import Collectives, Member, open_store, reach_store
+    from realgraph.runtime.parallel import Collectives, Member, Rendezvous, reach_store
 
     torch.set_num_threads(1)
     rank, n_ranks = place
-    store: Any
-    if rank == 0:
-        store, address = open_store("127.0.0.1", n_ranks, DEADLINE_SECONDS)
+    rendezvous = Rendezvous() if rank == 0 else None
+    if rendezvous is not None:
+        address = rendezvous.address
         pipe.send(address)
-    else:
-        store = reach_store(address, n_ranks, DEADLINE_SECONDS)
+    store = reach_store(address, n_ranks, DEADLINE_SECONDS)
     member = Member(rank, n_ranks, torch.device("cpu"), DEADLINE_SECONDS)
     mesh = DeviceMesh(0, n_ranks)
     groups = Collectives(member, store, [mesh, *meshes], one_host=True)
@@ -38,6 +37,8 @@ def _serve(pipe: Connection, place: tuple[int, int], meshes: Sequence[DeviceMesh
         except Exception:
             pipe.send((False, traceback.format_exc()))
     groups.close()
+    if rendezvous is not None:
+        rendezvous.close()
 
 
 class RankProcesses:

@@ -24,6 +24,7 @@ calls:
   reward: {fn: "my_rewards:score", args: {strict: true}}
 steps: 3
 """
+REWARDS = "def score(text: str, answer: str, strict: bool) -> float:\n    return float(text == answer)\n"
 
 
 def write_model(folder: Path, **config: object) -> None:
@@ -39,6 +40,7 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "data").mkdir()
     rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(10)]
     (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
     (tmp_path / "run.yaml").write_text(RUN)
     return tmp_path
 

@@ -5,6 +5,7 @@ so is that run's own fork server: those seconds are paid once for all tests. Eve
 `realgraph run` does.
 """
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -13,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -22,7 +23,8 @@ from typing import Any
 import pytest
 
 from realgraph.graphs.errors import ConfigError
-from tests.traces import processes_at
+from tests.crash_points import CrashPoints
+from tests.traces import processes_at, title_of
 
 PRELOAD = ("torch", "transformers", "realgraph.runtime.worker", "realgraph.run_command", "tests.warmed", __name__)
 PATIENCE = 90.0  # seconds that anything may take before a test gives up on it
@@ -46,6 +48,12 @@ def score(text: str, answer: str) -> float:
     if told.get("hang"):
         time.sleep(1000)
     return sum(map(int, text)) % 7 / 7 if text.isdigit() else 0.0
+
+def with_prompt(text: str, answer: str, prompt: str, prompt_ids: list[int]) -> float:
+    """As `score`, where the prompt has come as text and as ids."""
+    if not prompt.endswith("=") or not prompt_ids or not all(type(token) is int for token in prompt_ids):
+        raise TypeError(f"prompt {prompt!r}, prompt_ids {prompt_ids!r}")
+    return score(text, answer)
 
 def spoil(batch, outputs):
     """A loss term that changes nothing, until it is told to."""
@@ -109,8 +117,8 @@ def merged(*parts: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():
-            both = isinstance(value, dict) and isinstance(found.get(key), dict)
-            found[key] = merged(found[key], value) if both else value
+            inside = found.get(key)
+            found[key] = merged(inside if isinstance(inside, dict) else {}, value) if isinstance(value, dict) else value
     return found
 
 
@@ -153,8 +161,11 @@ class _Forked:
         return self._status
 
     def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, sig: int) -> None:
         if self._status is None:
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, sig)
 
 
 def _fork_server(pipe: Any, modules: Sequence[str], threads: int) -> _Forked:
@@ -179,23 +190,51 @@ def _fork_server(pipe: Any, modules: Sequence[str], threads: int) -> _Forked:
         os._exit(status)
 
 
-def _enter(argv: list[str], cwd: str, output: str) -> None:
+@dataclass(frozen=True)
+class Special:
+    """How a run differs from any other. ignored: a signal, as under nohup. terminal: what it is started in and shows
+    itself on, instead of a file. limits: module-level constants of `realgraph.runtime` by `module.NAME`, so that a test
+    need not wait for minutes. dies_at: the file operation in its run directory, from 1, before which its master is
+    killed; 0: none."""
+
+    ignored: signal.Signals | None = None
+    terminal: str = ""
+    limits: dict[str, float] = field(default_factory=dict)
+    dies_at: int = 0
+
+    def apply(self, folder: Path) -> None:
+        if self.ignored is not None:
+            signal.signal(self.ignored, signal.SIG_IGN)
+        for name, value in self.limits.items():
+            module, _, constant = name.rpartition(".")
+            found = importlib.import_module(f"realgraph.runtime.{module}")
+            assert hasattr(found, constant)
+            setattr(found, constant, value)
+        if self.dies_at:
+            CrashPoints(self.dies_at, folder).install()
+
+
+PLAIN = Special()
+
+
+def _enter(argv: list[str], folder: Path, output: str, special: Special) -> None:
     """In the process of a run: what the console script does."""
-    from realgraph import cli
+    from realgraph.__main__ import main
     from realgraph.runtime import launch
 
     os.setsid()
-    out = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    out = os.open(special.terminal or output, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.close(out)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.chdir(cwd)
+    os.chdir(folder.parent)
     launch.open_server = _fork_server
     sys.argv = ["realgraph", *argv]
-    cli.main()
+    special.apply(folder)
+    main()
 
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -241,10 +280,10 @@ class Running:
         for pid in processes_at(self.home):
             try:
                 log = os.path.basename(os.readlink(f"/proc/{pid}/fd/1"))
-                function = b"function_child" in Path(f"/proc/{pid}/cmdline").read_bytes()
+                worker = title_of(pid).startswith("realgraph worker")
             except (FileNotFoundError, ProcessLookupError):  # it has just ended
                 continue
-            if log.startswith("worker-") and not function:
+            if log.startswith("worker-") and worker:
                 found[int(log[7:-4])] = pid
         return found
 
@@ -259,10 +298,10 @@ class Running:
         return self.process.exitcode
 
 
-def start(home: Path, *argv: str, name: str = "run") -> Running:
+def start(home: Path, *argv: str, name: str = "run", special: Special = PLAIN) -> Running:
     """`realgraph ARGV...` in `home`. name: of the run directory, for its records."""
     output = home / f"{name}-{time.monotonic_ns()}.out"
-    process = _CONTEXT.Process(target=_enter, args=(list(argv), str(home), str(output)))
+    process = _CONTEXT.Process(target=_enter, args=(list(argv), home / name, str(output), special))
     process.start()
     _STARTED.append(process)
     return Running(process, home, output, home / name)

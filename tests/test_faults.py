@@ -6,94 +6,20 @@ import re
 import resource
 import signal
 import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.runs import GRPO, Running, copy_home, finish, home, numbers, records, set_fault, start, stop, write_run
-from tests.traces import Traces, processes_at, traces
+from tests.broken_runs import Broken, broken, own, reference
+from tests.runs import (
+    finish,
+    home,
+    numbers,
+    records,
+    set_fault,
+)
 
-__all__ = ["home"]
-
-STEPS = 40
-LONG: dict[str, Any] = {"steps": 100_000}
-
-
-@pytest.fixture(scope="module")
-def reference(home: Path) -> dict[int, dict[str, float]]:
-    """The numbers of a run that nothing interrupts."""
-    finish(home, "run", str(write_run(home, "reference", GRPO, {"steps": STEPS})), name="reference")
-    return numbers(home / "reference")
-
-
-@pytest.fixture
-def own(home: Path, tmp_path: Path) -> Path:
-    """A home to be broken."""
-    return copy_home(home, tmp_path / "home")
-
-
-class Broken:
-    """A run, long enough to be broken at will, and what it holds."""
-
-    def __init__(self, own: Path, *parts: dict[str, Any]) -> None:
-        self.home = own
-        self.traces: Traces = traces(own)
-        self.running: Running = start(own, "run", str(write_run(own, "run", GRPO, LONG, *parts)))
-
-    def at_step(self, step: int) -> "Broken":
-        self.running.until_step(step)
-        self.traces.look()
-        return self
-
-    def ends(self, code: int, seconds: float = 30.0) -> str:
-        """Its output, after it has ended with `code` and left nothing behind."""
-        found = self.running.wait(seconds)
-        output = self.running.output()
-        assert found == code, output
-        said, _, _ = output.partition("details could not be written")
-        assert "Traceback" not in said, output
-        self.traces.gone()
-        return output
-
-    def error(self, seconds: float = 30.0) -> str:
-        """The one line that says what went wrong."""
-        lines = [line for line in self.ends(3, seconds).splitlines() if line.startswith("error: ")]
-        assert len(lines) == 1, lines
-        return lines[0]
-
-    def slow_training(self) -> None:
-        """From now on most of a step is training; returns when the run is in it."""
-        set_fault(self.home, compute_sleep=1.5)
-        self.running.until((self.home / "computing").exists, "slow training")
-
-    @property
-    def saved(self) -> int:
-        """Steps in the newest checkpoint."""
-        return max((int(path.name[5:]) for path in (self.home / "run/checkpoints").glob("step-??????")), default=0)
-
-    def goes_on_like(self, reference: dict[int, dict[str, float]], more: int = 3) -> None:
-        """Resume from what was saved for some steps: all numbers are those of the run that nothing interrupted."""
-        set_fault(self.home)
-        saved = self.saved
-        assert saved > 0
-        assert saved + more <= STEPS, "the reference is too short"
-        finish(self.home, "run", "--resume", str(self.home / "run"), f"steps={saved + more}")
-        first = records(self.home / "run", "start")[-1]["first_step"]
-        assert first == saved
-        found = numbers(self.home / "run")
-        assert sorted(found) == list(range(saved + more))
-        for step in found:
-            assert found[step] == reference[step], step
-
-
-@pytest.fixture
-def broken(own: Path) -> Iterator[Broken]:
-    run = Broken(own)
-    yield run
-    stop(run.running)
+__all__ = ["broken", "home", "own", "reference"]
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["anywhere", "in a collective"])
@@ -117,36 +43,6 @@ def test_a_worker_that_ends_before_it_is_ready_is_named(own: Path) -> None:
     run.running.until(lambda: len(run.running.workers()) == 2, "workers")
     os.kill(run.running.workers()[1], signal.SIGKILL)
     assert "worker 1: worker 1 was killed by SIGKILL before it was ready" in run.error()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_interrupt_ends_the_step_and_saves(
-    broken: Broken, reference: dict[int, dict[str, float]], number: signal.Signals
-) -> None:
-    os.kill(broken.at_step(2).running.pid, number)
-    output = broken.ends(130)
-    assert "stopping after this step" in output
-    assert f"go on: realgraph run --resume {broken.running.folder}" in output
-    assert broken.saved == records(broken.running.folder)[-1]["step"] + 1
-    assert records(broken.running.folder, "end")[-1]["reason"] == "stopped"
-    broken.goes_on_like(reference)
-
-
-def test_the_second_interrupt_ends_the_run_at_once(own: Path) -> None:
-    run = Broken(own, {"calls": {"reward": {"timeout_seconds": 600}}})
-    run.at_step(2)
-    set_fault(own, hang=True)
-    run.running.interrupt()
-    run.running.until(lambda: "stopping" in run.running.output(), "the first interrupt")
-    run.running.interrupt()
-    run.ends(130, 15)
-
-
-def test_an_interrupt_while_starting_ends_the_run(own: Path) -> None:
-    run = Broken(own)
-    run.running.until(lambda: len(run.running.workers()) == 2, "workers")
-    run.running.interrupt()
-    run.ends(130, 15)
 
 
 def test_nothing_outlives_a_killed_group(broken: Broken) -> None:
@@ -174,28 +70,6 @@ def test_a_call_past_its_deadline_is_named(own: Path, reference: dict[int, dict[
     assert re.search(r"call 'train', worker 0: train of step \d+ has not ended on workers 0, 1 after ", error), error
     assert run.saved == records(run.running.folder)[-1]["step"] + 1
     run.goes_on_like(reference)
-
-
-def test_a_master_that_was_stopped_goes_on(own: Path) -> None:
-    """Ctrl-Z, and fg after longer than a worker may be silent: it was the master that did not listen."""
-    run = Broken(own, {"runtime": {"heartbeat_seconds": 0.2, "lost_after_seconds": 2.5}})
-    run.at_step(2)
-    os.kill(run.running.pid, signal.SIGSTOP)
-    time.sleep(3.5)
-    step = len(run.running.records())
-    os.kill(run.running.pid, signal.SIGCONT)
-    run.running.until_step(step + 3)
-    run.running.interrupt()
-    run.ends(130)
-
-
-def test_an_interrupt_before_anything_has_started_is_no_traceback(own: Path) -> None:
-    set_fault(own, sleep=30)
-    run = Broken(own, {"calls": {"reward": {"timeout_seconds": 600}}})
-    run.running.until(lambda: list(processes_at(own)), "the process")
-    time.sleep(0.5)
-    run.running.interrupt()
-    run.ends(130, 15)
 
 
 @pytest.mark.parametrize("fault", ["reward", "worker"])
@@ -270,7 +144,10 @@ def test_an_unreadable_row_is_named_and_may_be_mended(own: Path, reference: dict
     error = run.error()
     assert re.search(r"call 'rollout', worker [01]: .*train.jsonl:290", error), error
     file.write_text(whole)
-    run.goes_on_like(reference)
+    refused = finish(own, "run", "--resume", str(own / "run"), code=2).output()
+    assert f"{file} has changed since the run began" in refused
+    assert "--new-data" in refused
+    run.goes_on_like(reference, 3, "--new-data")
 
 
 def test_a_long_call_is_no_silence(own: Path) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import pytest
 
 from realgraph.runtime import processes
 from realgraph.runtime.curve import make_keys
-from realgraph.runtime.launch import Fleet, LaunchError, WorkerBoot, describe_exit, start_workers
+from realgraph.runtime.launch import Fleet, LaunchError, WorkerBoot, describe_exit, open_server, start_workers
 from realgraph.runtime.processes import die_with_parent
 
 # --- entry points, which run in the workers ---------------------------------------------------------------------------
@@ -45,16 +46,16 @@ def sleep(boot: WorkerBoot) -> None:
 
 
 def stubborn(boot: WorkerBoot) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _mark(boot)
     while True:
         time.sleep(0.1)
 
 
-def polite(boot: WorkerBoot) -> None:
-    signal.signal(signal.SIGTERM, lambda signum, stack: sys.exit(7))
+def quitting(boot: WorkerBoot) -> None:
+    """Ends by itself within the grace of a terminated fleet."""
     _mark(boot)
-    time.sleep(1000)
+    time.sleep(0.5)
+    sys.exit(7)
 
 
 def _mark(boot: WorkerBoot) -> None:
@@ -73,7 +74,7 @@ def _boots(folder: Path, n: int, threads: int = 1) -> list[WorkerBoot]:
 
 async def _start(folder: Path, n: int, entry: str, threads: int = 1) -> Fleet:
     fleet = await start_workers(_boots(folder, n, threads), f"{__name__}:{entry}", preload=(), deadline_seconds=60)
-    if entry in ("sleep", "stubborn", "polite"):
+    if entry in ("sleep", "stubborn", "quitting"):
         await _until(lambda: all((folder / "logs" / f"{i}.ready").exists() for i in range(n)))
     return fleet
 
@@ -133,13 +134,13 @@ def test_an_exception_ends_a_worker_with_its_traceback_in_the_log(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("entry", "status"), [("sleep", -signal.SIGTERM), ("stubborn", -signal.SIGKILL), ("polite", 7)]
+    ("entry", "status"), [("sleep", -signal.SIGKILL), ("stubborn", -signal.SIGKILL), ("quitting", 7)]
 )
 def test_terminate_leaves_nothing(tmp_path: Path, entry: str, status: int) -> None:
     async def run() -> None:
         fleet = await _start(tmp_path, 2, entry)
         assert len(_alive(str(tmp_path))) >= 2
-        await fleet.terminate(0.3)
+        await fleet.terminate(0.3 if entry != "quitting" else 20.0)
         assert sorted([await fleet.wait_exit() for _ in range(2)]) == [(0, status), (1, status)]
         await _until(lambda: not _alive(str(tmp_path)), 5)
 
@@ -208,17 +209,57 @@ def test_nothing_outlives_a_killed_master(tmp_path: Path, entry: str, whole_grou
     assert os.listdir("/dev/shm") == segments
 
 
-def test_an_interrupt_reaches_the_master_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", processes.END_SIGNALS)
+def test_an_interrupt_reaches_the_master_only(tmp_path: Path, number: signal.Signals) -> None:
     async def run() -> None:
         fleet = await _start(tmp_path, 1, "sleep")
-        os.kill(fleet.handles[0].pid, signal.SIGINT)
-        os.kill(_parent(fleet.handles[0].pid), signal.SIGINT)
+        os.kill(fleet.handles[0].pid, number)
+        os.kill(_parent(fleet.handles[0].pid), number)
         await asyncio.sleep(0.3)
         assert fleet.running == {0}
         assert os.getsid(fleet.handles[0].pid) == fleet.handles[0].pid
         await fleet.terminate(0)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("number", processes.END_SIGNALS)
+def test_no_interrupt_ends_a_fork_server_not_even_while_it_starts(number: signal.Signals) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        server = open_server(theirs, (), 1)
+        assert isinstance(server, subprocess.Popen)
+        server.send_signal(number)  # its interpreter has only just begun
+        ours.settimeout(30)
+        buffer = bytearray()
+        while (body := processes.cut_frame(buffer)) is None:
+            piece = ours.recv(1 << 16)
+            assert piece, f"the fork server ended: {server.wait(5)}"
+            buffer += piece
+        assert processes.decode_event(body) == processes.Preloaded("")
+        server.send_signal(number)
+        with pytest.raises(subprocess.TimeoutExpired):
+            server.wait(0.2)
+    assert server.wait(10) == 0
+
+
+@pytest.mark.parametrize("stopped", ["server", "workers", "all"])
+def test_nothing_outlives_a_killed_master_though_it_is_stopped(tmp_path: Path, stopped: str) -> None:
+    code = _MASTER.format(path=sys.path, module=__name__, folder=str(tmp_path), entry="sleep")
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as master:
+        assert master.stdout is not None
+        assert master.stdout.readline() == b"started\n"
+        workers = [pid for pid in _alive(str(tmp_path)) if os.getsid(pid) == pid and pid != master.pid]
+        server = _parent(workers[0])
+        chosen = {"server": [server], "workers": workers, "all": [server, *workers]}[stopped]
+        for pid in chosen:
+            os.kill(pid, signal.SIGSTOP)
+        master.kill()
+        master.wait(10)
+        deadline = time.monotonic() + 10
+        while _alive(str(tmp_path)):
+            assert time.monotonic() < deadline, _alive(str(tmp_path))
+            time.sleep(0.02)
 
 
 @pytest.mark.parametrize("entry", ["no_such_module_at_all:main", f"{__name__}:no_such_function"])
@@ -242,7 +283,7 @@ def test_a_start_that_takes_too_long_is_given_up_and_leaves_nothing(tmp_path: Pa
     async def run() -> None:
         with pytest.raises(LaunchError, match=r"not started within 0\.5 s"):
             await start_workers(_boots(tmp_path, 1), f"{__name__}:sleep", ("slow_to_import_7",), deadline_seconds=0.5)
-        assert not _alive("slow_to_import_7")
+        assert not [pid for pid in _alive("realgraph fork server") if _parent(pid) == os.getpid()]
 
     sys.path.insert(0, str(tmp_path))
     try:

@@ -22,6 +22,14 @@ def processes_at(home: Path) -> list[int]:
     return found
 
 
+def title_of(pid: int) -> str:
+    """What `ps` shows of a process; '' where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def listening(pids: Sequence[int]) -> set[str]:
     """Local TCP addresses, as the kernel writes them, on which these processes listen."""
     inodes = set()
