@@ -1,15 +1,17 @@
 """`realgraph check`: every mistake of a run file or a graph file at once. Imports no torch and uses no network."""
 
-import sys
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
-from realgraph.compose import Checked, check_run
+from realgraph.compose import Checked, check_document
+from realgraph.function_variables import refuse_unset
+from realgraph.graphs.document import read_document
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.graph import Graph
-from realgraph.open_graph import graph_alone, is_graph_file
+from realgraph.graphs.load import shown_name
+from realgraph.open_graph import graph_and_warnings, is_graph
+from realgraph.output import say, say_json
 from realgraph.planner.report.format import counted
 from realgraph.resolved import resolved_text
 
@@ -17,36 +19,52 @@ from realgraph.resolved import resolved_text
 def check_command(file: Path, overrides: Sequence[str] = (), resolved: bool = False, json_out: bool = False) -> None:
     """Check, and print a summary, the resolved run file, or JSON. Raises ConfigError with all problems."""
     try:
-        if is_graph_file(file):
-            _report_graph(file, graph_alone(file, overrides), resolved, json_out)
+        document = read_document(file, shown_name(file))
+        if is_graph(document):
+            graph, warnings = graph_and_warnings(document, overrides)
+            _report_graph(file, graph, warnings, resolved, json_out)
         else:
-            _report_run(file, check_run(file, overrides), resolved, json_out)
+            checked = check_document(document, file, overrides)
+            refuse_unset(checked, os.environ)
+            _report_run(file, checked, resolved, json_out)
     except ConfigError as error:
         if json_out:
-            _write_json({"ok": False, "problems": [_plain(problem) for problem in error.problems]})
+            say_json({"ok": False, "problems": [_plain(problem) for problem in error.problems]})
         raise
 
 
 def _report_run(file: Path, checked: Checked, resolved: bool, json_out: bool) -> None:
     run, graph = checked.run, checked.graph
     if json_out:
-        _write_json({"ok": True, "problems": [], "name": checked.name, "run": run, "graph": graph})
-    elif resolved:
-        sys.stdout.write(resolved_text(checked.composed))
+        shown = [_plain(warning) for warning in checked.warnings]
+        head = {"ok": True, "problems": [], "warnings": shown, "name": checked.name}
+        say_json({**head, "run": run, "graph": graph})
+        return
+    print_warnings(checked.warnings)
+    if resolved:
+        say(resolved_text(checked.composed), end="")
     else:
         step = f"{counted(run.batch.groups, 'group')} x {counted(graph.samples_per_group, 'sample')} a step"
         samples = f"{step}, {counted(run.steps, 'step')}"
-        print(f"{file}: ok. {_shape(graph)}; {samples}")
+        say(f"{file}: ok. {_shape(graph)}; {samples}")
 
 
-def _report_graph(file: Path, graph: Graph, resolved: bool, json_out: bool) -> None:
+def _report_graph(file: Path, graph: Graph, warnings: Sequence[Problem], resolved: bool, json_out: bool) -> None:
     if resolved:
         text = "--resolved prints a run file, and this is a graph file: it has no `graph:`"
         raise ConfigError([Problem(Where(str(file)), text, "write a run file: realgraph init --graph FILE")])
     if json_out:
-        _write_json({"ok": True, "problems": [], "name": graph.name, "graph": graph})
+        shown = [_plain(warning) for warning in warnings]
+        say_json({"ok": True, "problems": [], "warnings": shown, "name": graph.name, "graph": graph})
     else:
-        print(f"{file}: ok, as a graph without a run. {_shape(graph)}")
+        print_warnings(warnings)
+        say(f"{file}: ok, as a graph without a run. {_shape(graph)}")
+
+
+def print_warnings(warnings: Sequence[Problem]) -> None:
+    """Each on standard error, with its place and its hint, as problems are."""
+    for warning in warnings:
+        say(f"warning: {warning}", err=True)
 
 
 def _shape(graph: Graph) -> str:
@@ -59,7 +77,3 @@ def _plain(problem: Problem) -> dict[str, object]:
     where = problem.where
     place = {"file": where.file, "line": where.line, "path": where.path}
     return {**place, "text": problem.text, "hint": problem.hint, "rule": problem.rule}
-
-
-def _write_json(report: dict[str, object]) -> None:
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")

@@ -2,13 +2,21 @@
 
 import importlib.util
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from realgraph.graphs.document import COMMAND_LINE
 from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.output import say, standard_streams
 from realgraph.plan_cli import EPILOG, plan
+from realgraph.runtime.early_interrupts import raise_interrupts
+from realgraph.runtime.titles import set_title
+
+# click's class: some releases of typer bring click along under a name of their own
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(
     name="realgraph",
@@ -48,16 +56,22 @@ def run(
     file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Run file.", show_default=False)] = None,
     overrides: Overrides = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="Run by this plan instead of searching.")] = None,
+    costs: Annotated[
+        Path | None, typer.Option("--costs", help="Plan with measured costs: a table, or a finished run.")
+    ] = None,
     resume: Annotated[Path | None, typer.Option("--resume", help="Go on with the run in this directory.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check, plan and try the first rows; start nothing.")
     ] = False,
+    new_data: Annotated[
+        bool, typer.Option("--new-data", help="With --resume: data files may differ from those at the start.")
+    ] = False,
 ) -> None:
     """Train: check, plan, start the workers, and run to the end. Ctrl-C stops after the step, twice at once."""
-    _need_torch()
-    from realgraph.run_command import run_command
+    _need_torch(f"run {file}" if resume is None else f"run --resume {resume}")
+    from realgraph.run_command import RunOptions, run_command
 
-    run_command(file, overrides or (), plan_file, resume, dry_run)
+    run_command(file, overrides or (), RunOptions(plan_file, costs, resume, dry_run, new_data))
 
 
 @app.command(name="eval")
@@ -69,7 +83,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """Score a model on the run's held-out data: accuracy and pass@k."""
-    _need_torch()
+    _need_torch(f"eval {file}")
     from realgraph.eval_command import eval_command
 
     eval_command(file, overrides or (), checkpoint)
@@ -84,12 +98,16 @@ def generate(
     n: Annotated[int, typer.Option(min=1, help="Samples of each prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     chat: Annotated[bool, typer.Option(help="Wrap prompts in the model's chat template, where it has one.")] = True,
+    template_arg: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Of the chat template, over the run's: enable_thinking=false."),
+    ] = None,
 ) -> None:
-    """Try a trained model on prompts."""
-    _need_torch()
+    """Try a trained model on prompts, rendered as in its run."""
+    _need_torch(f"generate {model}")
     from realgraph.generate_command import Ask, generate_command
 
-    generate_command(model, prompts, Ask(temperature, max_new_tokens, n, seed, chat))
+    generate_command(model, prompts, Ask(temperature, max_new_tokens, n, seed, chat, template_arg or ()))
 
 
 @app.command()
@@ -100,7 +118,7 @@ def quickstart(
     steps: Annotated[int | None, typer.Option(min=1, help="RL steps; default: those of the run file.")] = None,
 ) -> None:
     """Make a tiny model, teach it sums by SFT, then by RL, on this machine: a few minutes on two CPU cores."""
-    _need_torch()
+    _need_torch("quickstart")
     from realgraph.quickstart import quickstart_command
 
     quickstart_command(folder, algorithm, seed, steps)
@@ -168,30 +186,78 @@ def profile(
     ] = None,
 ) -> None:
     """Measure this machine for the planner: realgraph plan FILE --costs costs.json. Takes at most 5 minutes."""
-    _need_torch()
+    _need_torch("profile")
     from realgraph.profile_command import Asked, profile_command
 
     profile_command(Asked(file, tuple(overrides or ()), devices, quick, sglang), out)
 
 
-def _need_torch() -> None:
-    """Commands that run models say so at once where torch is not installed."""
+def _need_torch(what: str) -> None:
+    """Commands that run models say so at once where torch is not installed. `ps` shows which command: `what`, without
+    overrides and prompts."""
     if importlib.util.find_spec("torch") is None:
         hint = "install a build of it: pip install 'realgraph[run]', or see the README for CUDA builds"
         raise ConfigError([Problem(Where("realgraph"), "this command needs torch, which is not installed", hint)])
+    set_title(f"realgraph {what}")
 
 
 def main() -> None:
-    """The console script. Exits with 2 on the user's mistakes, after printing all of them; `plan` has further codes."""
+    """The console script. Exits with 2 on the user's mistakes, after printing all of them; `plan` has further codes.
+
+    Ctrl-C, SIGTERM and SIGHUP: 130.
+    """
+    raise_interrupts()
+    with standard_streams():
+        sys.exit(_exit_code())
+
+
+def _exit_code() -> int:
+    """Of the command that was typed, its mistakes said on stderr."""
     try:
-        app()
+        code = app(prog_name="realgraph", standalone_mode=False)
     except ConfigError as error:
-        for problem in error.problems:
-            print(problem, file=sys.stderr)
-        sys.exit(error.exit_code)
-    except BrokenPipeError:  # the reader of our output has ended, as `head` does
-        sys.stderr.close()
-        sys.exit(1)
+        problems, code = error.problems, error.exit_code
+    except UsageError as error:
+        asked = str(error) != ""  # else nothing was, and the help is printed already
+        problems, code = (usage_problem(error),) if asked else (), ConfigError.exit_code
+    else:
+        return code if isinstance(code, int) else 0
+    for problem in problems:
+        say(problem, err=True)
+    return code
+
+
+def usage_problem(error: Exception) -> Problem:
+    """What the parser of the command line refuses, placed at the option or argument that it is about."""
+    context, param = getattr(error, "ctx", None), getattr(error, "param", None)
+    command = context.command_path if context is not None else "realgraph"
+    place = getattr(error, "option_name", None) or (_parameter_name(param) if param is not None else command)
+    text = getattr(error, "message", "") or ("missing" if param is not None else str(error))
+    close = ", ".join(getattr(error, "possibilities", None) or ())
+    hint = f"did you mean {close}?" if close else f"see {command} --help"
+    text = text.removeprefix("value error, ")
+    return Problem(Where(COMMAND_LINE, path=place), (text[:1].lower() + text[1:]).rstrip("."), hint, "usage")
+
+
+def _parameter_name(param: object) -> str:
+    """`--seed` of an option, `FILE` of an argument."""
+    names = [name for name in getattr(param, "opts", ()) if name.startswith("-")]
+    return names[-1] if names else str(getattr(param, "metavar", None) or getattr(param, "name", ""))
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        say(f"realgraph {version('realgraph')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    pass
 
 
 if __name__ == "__main__":

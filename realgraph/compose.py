@@ -27,6 +27,7 @@ from realgraph.graphs.load import (
     format_problems,
     lay_over,
     library_names,
+    name_problems,
     read_graph,
     resolve,
     shown_name,
@@ -34,17 +35,23 @@ from realgraph.graphs.load import (
     user_document,
 )
 from realgraph.graphs.schema import check, prepare, type_of
-from realgraph.graphs.spec import Function, GraphSpec
+from realgraph.graphs.spec import Function, Generate, GraphSpec, Inference, Train
+from realgraph.graphs.switch import switch_off
+from realgraph.graphs.warnings import warnings_of
 from realgraph.local_data import LocalData, data_files, is_hub_id, probe_data
 from realgraph.local_models import model_problems
+from realgraph.planner.detect import AUTO
+from realgraph.planner.devices import device_kind
 from realgraph.run_spec import RunSpec
 from realgraph.runtime.job import EvalSpec
+from realgraph.template_checks import template_mistakes
+from realgraph.user_code import function_problems, functions_folder
 
 
 class Composed(Struct, frozen=True):
     """A run file laid over its graph, decoded; not yet checked by the rules of the language.
 
-    file: absolute. folder: what its relative paths, and the user's `module:function` names, are relative to.
+    file: absolute. folder: where the user's `module:function` names are imported from.
     """
 
     file: Path
@@ -54,7 +61,7 @@ class Composed(Struct, frozen=True):
 
     @property
     def folder(self) -> Path:
-        return self.file.parent
+        return functions_folder(self.file)
 
     def where(self, path: str) -> Where:
         """The place of a YAML path, or of its nearest ancestor that a file wrote."""
@@ -68,6 +75,7 @@ class Checked(Struct, frozen=True):
     run: RunSpec
     facts: Facts
     composed: Composed
+    warnings: tuple[Problem, ...] = ()  # what is allowed and may not do what it seems to
 
     @property
     def name(self) -> str:
@@ -76,7 +84,7 @@ class Checked(Struct, frozen=True):
 
     @property
     def folder(self) -> Path:
-        """Of the run file, absolute."""
+        """Where the user's functions are imported from, absolute."""
         return self.composed.folder
 
     def where(self, path: str) -> Where:
@@ -120,7 +128,10 @@ def _compose(document: Document, file: Path, overrides: Sequence[str]) -> tuple[
     head = {key: value for key, value in graph.tree.items() if key not in SHARED}
     spec = Document({**head, **{key: placed.tree[key] for key in SHARED}}, placed.marks)
     run, resolved = decode(RunSpec, placed), structs.replace(resolved, document=placed)
-    return Composed(file, run, decode(GraphSpec, spec), resolved), sorted(problems)
+    graph_spec = decode(GraphSpec, spec)
+    named = graph_spec.name if run.name is None else run.name
+    problems += name_problems(named, placed.where("$.name"))
+    return Composed(file, run, graph_spec, resolved), sorted(problems)
 
 
 def _with_held_out(document: Document) -> Document:
@@ -137,7 +148,7 @@ def _with_held_out(document: Document) -> Document:
     return Document(tree, {**document.marks, **marks})
 
 
-_READING = ("columns", "chat", "system", "max_prompt_tokens", "too_long")
+_READING = ("columns", "chat", "system", "template_args", "tools", "max_prompt_tokens", "too_long")
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Document]:
@@ -182,7 +193,10 @@ def _graph_file(user: Document, file: Path) -> Path:
 
 
 def _with_absolute_paths(document: Document, graph_file: Path, file: Path) -> tuple[Document, list[Problem]]:
-    """Paths of models, data and graph made absolute where they exist; a problem where they can be no Hub id either."""
+    """Paths of models, data and graph made absolute where they exist; a problem where they can be no Hub id either.
+
+    Also the directory of the outputs, which need not exist.
+    """
     tree = dict(document.tree)
     problems: list[Problem] = []
 
@@ -207,6 +221,10 @@ def _with_absolute_paths(document: Document, graph_file: Path, file: Path) -> tu
     tree["data"] = place(tree["data"], "$.data", "data set")
     if isinstance(evaluation := tree.get("eval"), dict):
         tree["eval"] = {**evaluation, "data": place(evaluation.get("data"), "$.eval.data", "data set")}
+    outputs = tree.get("outputs")
+    if isinstance(outputs, dict) and isinstance(given := outputs.get("dir"), str):
+        base = Path.cwd() if document.where("$.outputs.dir").file == COMMAND_LINE else file.parent
+        tree["outputs"] = {**outputs, "dir": str(base / Path(given).expanduser())}
     if tree["graph"] not in library_names():
         tree["graph"] = str(graph_file.absolute())
     return Document(tree, document.marks), problems
@@ -218,12 +236,17 @@ _EXAMPLES = {"model": "Qwen/Qwen3-0.6B", "data set": "openai/gsm8k"}
 # --- checking a run ---------------------------------------------------------------------------------------------------
 
 
-def check_run(file: Path, overrides: Sequence[str] = ()) -> Checked:
+def check_run(file: Path, overrides: Sequence[str] = (), weights: bool = True) -> Checked:
     """Compose a run file and check it against the rules, its local data and its local models.
 
-    Raises ConfigError with all problems.
+    weights: false where the shapes of models are enough. Raises ConfigError with all problems.
     """
-    return _check(*_compose(read_document(file, shown_name(file)), file, overrides))
+    return check_document(read_document(file, shown_name(file)), file, overrides, weights)
+
+
+def check_document(document: Document, file: Path, overrides: Sequence[str] = (), weights: bool = True) -> Checked:
+    """The same from what was read of `file`: a pipe can be read once."""
+    return _check(*_compose(document, file, overrides), weights)
 
 
 def check_text(text: str, file: Path, overrides: Sequence[str] = ()) -> Checked:
@@ -231,9 +254,9 @@ def check_text(text: str, file: Path, overrides: Sequence[str] = ()) -> Checked:
     return _check(*_compose(parse_document(text, shown_name(file)), file, overrides))
 
 
-def _check(composed: Composed, found: Sequence[Problem]) -> Checked:
+def _check(composed: Composed, found: Sequence[Problem], weights: bool = True) -> Checked:
     """Rules, data, models: what needs the composed run. `found` are the problems known so far."""
-    problems = [*found, *_run_problems(composed), *_model_folders(composed)]
+    problems = [*found, *_run_problems(composed), *_model_folders(composed, weights), *_function_problems(composed)]
     path, data = composed.where("$.data.path"), LocalData()
     if path not in [problem.where for problem in found]:
         try:
@@ -250,7 +273,9 @@ def _check(composed: Composed, found: Sequence[Problem]) -> Checked:
         problems += _eval_data_problems(composed, graph)
     if graph is None or problems:
         raise ConfigError(sorted(problems))
-    return Checked(graph, composed.run, facts, composed)
+    warnings = warnings_of(composed.spec, composed.where, composed.resolved.document.wrote)
+    traced_ones = tuple(traced(warning, composed.resolved.written) for warning in warnings)
+    return Checked(graph, composed.run, facts, composed, traced_ones)
 
 
 def _eval_data_problems(composed: Composed, graph: Graph) -> Sequence[Problem]:
@@ -288,10 +313,16 @@ def facts_of(run: RunSpec, data: LocalData) -> Facts:
     )
 
 
-def _model_folders(composed: Composed) -> Iterator[Problem]:
+def _model_folders(composed: Composed, weights: bool) -> Iterator[Problem]:
     for name, role in composed.spec.models.items():
         if role.when and role.path is not None and Path(role.path).is_absolute():
-            yield from model_problems(Path(role.path), composed.where(f"$.models.{name}.path"))
+            yield from model_problems(Path(role.path), composed.where(f"$.models.{name}.path"), weights)
+
+
+def _function_problems(composed: Composed) -> Iterator[Problem]:
+    live, _ = switch_off(composed.spec)
+    for problem in function_problems(live.calls, composed.folder, composed.where):
+        yield traced(problem, composed.resolved.written)
 
 
 def _run_problems(composed: Composed) -> Iterator[Problem]:
@@ -302,12 +333,48 @@ def _run_problems(composed: Composed) -> Iterator[Problem]:
             yield Problem(
                 composed.where(f"$.allocation.{name}"), f"no call {name!r}", suggest(name, calls), "allocation"
             )
+    yield from _constrained_calls(composed)
+    yield from _device_kinds(composed)
     batch = run.batch
     if batch.expected_new_tokens is not None and batch.expected_new_tokens > batch.max_new_tokens:
         text = f"expected {batch.expected_new_tokens} new tokens, but a sample has at most {batch.max_new_tokens}"
         yield Problem(composed.where("$.batch.expected_new_tokens"), text, "", "batch")
+    held_out = [("$.eval.data", run.eval.data)] if run.eval is not None and run.eval.data is not None else []
+    for place, data in (("$.data", run.data), *held_out):
+        for path, text, hint in template_mistakes(data, place):
+            yield Problem(composed.where(path), text, hint, "template")
     if run.eval is not None:
         yield from _eval_problems(composed, run.eval)
+
+
+def _constrained_calls(composed: Composed) -> Iterator[Problem]:
+    """Constraints name calls that the run places on devices."""
+    live, _ = switch_off(composed.spec)
+    placed = [name for name, call in live.calls.items() if isinstance(call, Generate | Inference | Train)]
+    given = composed.run.constraints
+    named = [(f"$.constraints.share[{i}]", name) for i, names in enumerate(given.share) for name in names]
+    named += [(f"$.constraints.forbid.{name}", name) for name in given.forbid]
+    for path, name in named:
+        if name in placed:
+            continue
+        what = "is no call of the graph"
+        if name in composed.spec.calls:
+            what = "holds no devices" if name in live.calls else "is switched off by its `when`"
+        yield Problem(composed.where(path), f"{name!r} {what}", suggest(name, placed), "constraint")
+
+
+def _device_kinds(composed: Composed) -> Iterator[Problem]:
+    """Kinds of devices that the planner's table has."""
+    cluster = composed.run.cluster
+    kinds = [("$.cluster.kind", cluster.kind)]
+    kinds += [(f"$.cluster.more[{i}].kind", more.kind) for i, more in enumerate(cluster.more)]
+    for path, kind in kinds:
+        if kind == AUTO and path == "$.cluster.kind":
+            continue
+        try:
+            device_kind(kind, composed.where(path))
+        except ConfigError as error:
+            yield from error.problems
 
 
 def _eval_problems(composed: Composed, spec: EvalSpec) -> Iterator[Problem]:

@@ -1,13 +1,11 @@
 """What a run shows on the screen: a live table in a terminal, plain lines elsewhere."""
 
-import os
-import sys
 import time
 from collections import defaultdict, deque
 
-from rich.console import Console, Group, RenderableType
+import msgspec
+from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -25,6 +23,7 @@ from realgraph.runtime.observer import (
     StepRecord,
     Transcript,
 )
+from realgraph.terminal import Terminal
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 VALUE_LOSS = ("train_critic/loss",)  # of that call alone: another call's loss is no critic's
@@ -39,17 +38,6 @@ SHOWN = (
     ("value loss", VALUE_LOSS),
     ("new tokens", ("rollout/new_tokens",)),
 )
-
-
-class RunConsole(Console):
-    """A console whose reader may go away (`| head`): what it shows is lost, and the run goes on."""
-
-    def on_broken_pipe(self) -> None:
-        """Called by rich, which would end the process."""
-        self.quiet = True
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())  # or Python fails at its end, when it flushes
-        os.close(null)
 
 
 def sparkline(values: list[float], width: int = 60) -> str:
@@ -82,7 +70,7 @@ def summary(record: StepRecord) -> str:
 class PlainLines:
     """One line an event, steps at most once in `every_seconds`."""
 
-    def __init__(self, console: Console, every_seconds: float = 2.0) -> None:
+    def __init__(self, console: Terminal, every_seconds: float = 2.0) -> None:
         self._console, self._every = console, every_seconds
         self._last_line, self._steps = 0.0, 0
 
@@ -104,12 +92,12 @@ class PlainLines:
             case Note():
                 self._line(record.text)
             case RunEnded():
-                self._line(f"ended after step {record.step}: {record.reason}")
+                self._line(ended(record))
             case Span() | Transcript():
                 pass
 
     def _line(self, text: str) -> None:
-        self._console.print(escape(text), soft_wrap=True, highlight=False)
+        self._console.print(text, soft_wrap=True)
 
     def close(self) -> None:
         pass
@@ -123,6 +111,12 @@ def started(record: RunStarted) -> str:
     return f"{facts.get('start_seconds', 0.0):.1f} s" + (f" ({shown})" if shown else "")
 
 
+def ended(record: RunEnded) -> str:
+    """`finished after step 40`; of a failure no more, since its error stands below."""
+    told = record.ok or record.reason in ("stopped", "interrupted")
+    return f"{record.reason if told else 'failed'} after step {record.step}"
+
+
 def describe(record: EvalRecord) -> str:
     """An evaluation in one line."""
     best = "  (best so far)" if record.best else ""
@@ -132,7 +126,7 @@ def describe(record: EvalRecord) -> str:
 class LiveScreen:
     """A live view: progress, reward curve, metrics, and where the time goes, call by call."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Terminal) -> None:
         self._console = console
         self._live: Live | None = None
         self._start: RunStarted | None = None
@@ -148,8 +142,11 @@ class LiveScreen:
             case RunStarted():
                 self._start, self._began = record, time.monotonic()
                 self._console.print(
-                    f"[bold]{escape(record.name)}[/]  run directory: {escape(record.run_dir)}  "
-                    f"[dim]started in {started(record)}[/]"
+                    Text.assemble(
+                        (record.name, "bold"),
+                        f"  run directory: {record.run_dir}  ",
+                        (f"started in {started(record)}", "dim"),
+                    )
                 )
                 self._live = Live(self._view(), console=self._console, refresh_per_second=8, transient=False)
                 self._live.start()
@@ -171,7 +168,7 @@ class LiveScreen:
                 self._refresh()
                 self._stop()
                 style = "green" if record.ok else "bold red"
-                self._console.print(Text(f"{record.reason} after step {record.step}", style=style))
+                self._console.print(Text(ended(record), style=style))
             case CheckpointRecord() | Transcript() | Span():
                 pass
         self._refresh()
@@ -200,7 +197,7 @@ class LiveScreen:
         if self._eval is not None:
             parts.append(Text(f"held out, after step {self._eval.step}: {describe(self._eval)}", style="cyan"))
         parts.append(self._calls())
-        return Panel(Group(*parts), title=escape(f"realgraph: {self._start.graph}"), title_align="left")
+        return Panel(Group(*parts), title=Text(f"realgraph: {self._start.graph}"), title_align="left")
 
     def _calls(self) -> Table:
         table = Table(box=None, pad_edge=False, header_style="dim")
@@ -213,7 +210,7 @@ class LiveScreen:
                 continue
             mean = sum(seconds) / len(seconds)
             share = min(1.0, mean / mean_step) if mean_step else 0.0
-            table.add_row(escape(call), f"{mean * 1e3:.0f}", ProgressBar(total=1.0, completed=share, width=30))
+            table.add_row(call, f"{mean * 1e3:.0f}", ProgressBar(total=1.0, completed=share, width=30))
         return table
 
     def _stop(self) -> None:
@@ -225,6 +222,26 @@ class LiveScreen:
         self._stop()
 
 
-def screen(console: Console) -> Observer:
+class EvaluationLines(PlainLines):
+    """The result of an evaluation by itself: a run of no steps, which no step count or progress describes."""
+
+    def __init__(self, console: Terminal, of_what: str) -> None:
+        super().__init__(console)
+        self._of_what = of_what
+
+    def observe(self, record: RunRecord) -> None:
+        match record:
+            case RunStarted():
+                self._line(f"run directory: {record.run_dir}")
+                self._line(f"started in {started(record)}")
+            case EvalRecord():
+                self._line(f"{self._of_what}: {describe(msgspec.structs.replace(record, best=False))}")
+            case RunEnded() if record.ok:
+                pass  # the result says it
+            case _:
+                super().observe(record)
+
+
+def screen(console: Terminal) -> Observer:
     """The live view in a terminal, plain lines elsewhere."""
     return LiveScreen(console) if console.is_terminal else PlainLines(console)

@@ -21,7 +21,7 @@ from realgraph.planner.costs.lengths import quantiles
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.events import reallocation_node
 from realgraph.planner.plan import Plan
-from realgraph.planner.request import PlanRequest, call_hashes, kept_by
+from realgraph.planner.request import PlanRequest, call_hashes, hashes, kept_by
 from realgraph.planner.space.holdings import candidate_of
 from realgraph.planner.space.options import setting_seconds
 from realgraph.planner.space.pricing import phase_of
@@ -29,6 +29,7 @@ from realgraph.runtime.observer import RunEnded, RunRecord, RunStarted, StepReco
 from realgraph.runtime.run_folder import write_atomic
 
 WARM_UP_STEPS = 2  # left out, where more than twice as many follow; else all but the first
+MOST_STEPS = 512  # of one start of a run that are held: more would say the same of its costs
 NORMAL = 1.4826  # standard deviation over median absolute deviation, of a normal distribution
 LENGTHS = 128  # quantiles kept
 REALLOCATE: Final = "reallocate"
@@ -42,15 +43,44 @@ class Planned(Struct, frozen=True):
     plan: Plan
 
 
+class SomeSteps:
+    """The first steps, which warm up, and of the others every first, second, fourth ...: never more than `MOST_STEPS`.
+
+    However long a run is, what is kept is spread evenly over it, and takes the same memory.
+    """
+
+    def __init__(self) -> None:
+        self._first: list[StepRecord] = []
+        self._others: list[StepRecord] = []
+        self._n = 0  # of the others, all that have been
+        self.every = 1
+
+    def add(self, record: StepRecord) -> None:
+        """The next step of the run."""
+        if len(self._first) < WARM_UP_STEPS:
+            self._first.append(record)
+            return
+        if self._n % self.every == 0:
+            self._others.append(record)
+        self._n += 1
+        if len(self._others) >= MOST_STEPS:
+            self._others, self.every = self._others[::2], self.every * 2
+
+    @property
+    def records(self) -> Sequence[StepRecord]:
+        """In the order of the run."""
+        return (*self._first, *self._others)
+
+
 class CostsFile:
-    """An observer that writes the table of a run's costs when the run ends, in whatever way. Owns the step records.
+    """An observer that writes the table of a run's costs when the run ends, in whatever way.
 
     A resumed run adds to the table that it finds.
     """
 
     def __init__(self, planned: Planned, path: Path) -> None:
         self._planned, self._path = planned, path
-        self._steps: list[StepRecord] = []
+        self._steps = SomeSteps()
         self._before: CostTable | None = None
 
     def observe(self, record: RunRecord) -> None:
@@ -58,9 +88,9 @@ class CostsFile:
             case RunStarted(first_step=first) if first and self._path.is_file():
                 self._before = _readable(self._path)
             case StepRecord():
-                self._steps.append(record)
+                self._steps.add(record)
             case RunEnded():
-                self._write(costs_of(self._planned, self._steps, datetime.now(UTC)))
+                self._write(costs_of(self._planned, self._steps.records, datetime.now(UTC), self._steps.every))
             case _:
                 pass
 
@@ -81,8 +111,8 @@ def _readable(path: Path) -> CostTable | None:
         return None
 
 
-def costs_of(planned: Planned, steps: Sequence[StepRecord], now: datetime) -> CostTable | None:
-    """The table of a run's steps; None where it has no step after its first."""
+def costs_of(planned: Planned, steps: Sequence[StepRecord], now: datetime, every: int = 1) -> CostTable | None:
+    """The table of a run's steps, each of which stands for `every`; None where it has no step after its first."""
     kept = steady(steps)
     if not kept:
         return None
@@ -90,6 +120,7 @@ def costs_of(planned: Planned, steps: Sequence[StepRecord], now: datetime) -> Co
     real = replace(planned, request=request)
     calls = tuple(call for name in planned.plan.allocations for call in _measured(real, name, kept))
     calls += _reallocated(real, kept)
+    calls = tuple(replace(call, count=call.count * every) for call in calls)
     return CostTable(
         kind=request.cluster.kind,
         name=planned.name,
@@ -139,6 +170,8 @@ def _measured(planned: Planned, name: str, steps: Sequence[StepRecord]) -> tuple
 def _reallocated(planned: Planned, steps: Sequence[StepRecord]) -> tuple[MeasuredCall, ...]:
     """The move of trained weights to a call's own copy; none where there are several, which are recorded as one."""
     moved, seconds = planned.plan.reallocation_seconds, _seconds(REALLOCATE, steps)
+    if planned.plan.hashes.costs != hashes(planned.request).costs:
+        return ()  # what the formulas say can't be told from what a table that is not at hand has made of it
     if len(moved) != 1 or not seconds or planned.request.workload.staleness:
         return ()
     ((name, predicted),) = moved.items()

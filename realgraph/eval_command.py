@@ -1,5 +1,6 @@
 """`realgraph eval`: one held-out evaluation by the run's own runtime, with no step of training."""
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -7,22 +8,32 @@ from pathlib import Path
 
 import msgspec
 
-from realgraph.console import RunConsole
+from realgraph.console import EvaluationLines
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import Generate
-from realgraph.run_command import FAILED, execute, report
+from realgraph.run_command import FAILED, INTERRUPTED, execute, report
 from realgraph.running import Prepared, prepare
 from realgraph.runtime.job import CheckpointSpec, EvalSpec
+from realgraph.runtime.manifest import MANIFEST, damage
 from realgraph.runtime.run_folder import RunFolder
+from realgraph.terminal import run_terminal
+
+OPTIMIZER = "optimizer"  # files of a checkpoint that only training reads
 
 
 def eval_command(file: Path, overrides: Sequence[str], checkpoint: Path | None) -> None:
-    """Evaluate the role that generates; exits with 3 where it failed. Raises ConfigError."""
+    """Evaluate the role that generates. Exits with 3 where it failed, with 130 where it was interrupted.
+
+    Raises ConfigError.
+    """
     prepared = for_evaluation(prepare(file, overrides, None), checkpoint)
-    outcome = execute(prepared, RunConsole())
-    report(outcome, prepared)
+    step = prepared.begun_at
+    what = f"{checkpoint or 'the model of the run file'}{f', after step {step}' if step else ''}"
+    console = run_terminal()
+    outcome = execute(prepared, console, view=EvaluationLines(console, what))
+    report(outcome, prepared, console)
     if not outcome.ok:
-        sys.exit(FAILED)
+        sys.exit(INTERRUPTED if outcome.interrupted else FAILED)
 
 
 def for_evaluation(prepared: Prepared, checkpoint: Path | None) -> Prepared:
@@ -33,12 +44,14 @@ def for_evaluation(prepared: Prepared, checkpoint: Path | None) -> Prepared:
         text = "the run names no held-out data"
         hint = "add eval: {data: {path: ..., columns: ...}} to the run file"
         raise ConfigError([Problem(prepared.checked.where("$.eval"), text, hint)])
-    graph = job.graph
+    graph, begun_at = job.graph, 0
     if checkpoint is not None:
         roles = {call.model for call in graph.calls.values() if isinstance(call, Generate)}
         models = dict(graph.models)
         for role in roles:
-            models[role] = msgspec.structs.replace(models[role], path=str(model_folder(checkpoint, role)))
+            folder = model_folder(checkpoint, role)
+            models[role] = msgspec.structs.replace(models[role], path=str(folder))
+            begun_at = step_of(folder)
         graph = msgspec.structs.replace(graph, models=models)
     changed = msgspec.structs.replace(
         job,
@@ -47,9 +60,18 @@ def for_evaluation(prepared: Prepared, checkpoint: Path | None) -> Prepared:
         eval=msgspec.structs.replace(spec, every=spec.every or 1, at_start=True),
         checkpoint=CheckpointSpec(),
     )
-    folder = beside(prepared.folder)
-    changed = msgspec.structs.replace(changed, run_dir=str(folder.root))
-    return msgspec.structs.replace(prepared, job=changed, folder=folder)
+    own = beside(prepared.folder)
+    changed = msgspec.structs.replace(changed, run_dir=str(own.root))
+    return msgspec.structs.replace(prepared, job=changed, folder=own, begun_at=begun_at)
+
+
+def step_of(model: Path) -> int:
+    """Completed steps of the weights in a checkpoint's folder, or in a role's within it; 0 where no name says so."""
+    for path in (model.resolve(), model.resolve().parent):
+        found = re.fullmatch(r"step-(\d+)", path.name)
+        if found:
+            return int(found.group(1))
+    return 0
 
 
 def beside(folder: RunFolder) -> RunFolder:
@@ -66,15 +88,29 @@ def _numbered(first: Path) -> Iterator[Path]:
 def model_folder(path: Path, role: str | None = None) -> Path:
     """The model in a model folder, a checkpoint (its `role`) or a run directory (its best or newest checkpoint).
 
-    Raises ConfigError naming what was looked for.
+    Raises ConfigError naming what was looked for, or the file of the model that is not what was written.
     """
     path = path.expanduser().absolute()
-    for base in (path, path / "checkpoints" / "best", *sorted((path / "checkpoints").glob("step-*"), reverse=True)):
-        if (base / "config.json").is_file():
-            return base
+    folder = RunFolder(path)
+    for base in (path, folder.best, *map(folder.checkpoint, reversed(folder.steps()))):
         parts = [base / role] if role is not None else [base / "actor", *sorted(base.glob("*"))]
-        for part in parts:
+        for part in (base, *parts):
             if (part / "config.json").is_file():
+                refuse_damage(part)
                 return part
     hint = "name a folder with a config.json, a checkpoint, or a run directory that has a checkpoint"
     raise ConfigError([Problem(Where(str(path)), "no model lies here", hint)])
+
+
+def refuse_damage(model: Path) -> None:
+    """Compare a model of a checkpoint with what was written, the optimizer left out. Raises ConfigError."""
+    checkpoint = model.parent
+    if not (checkpoint / MANIFEST).exists():
+        return  # a model folder of any other origin
+    part = (f"{model.name}/", f"{model.name}/{OPTIMIZER}")
+    reason = damage(checkpoint, *part)
+    if reason:
+        others = [path for path in sorted(checkpoint.parent.glob("step-*")) if path.name[5:].isdigit()]
+        intact = [path for path in others if path != checkpoint.resolve() and not damage(path, *part)]
+        hint = f"take another one: {intact[-1]}" if intact else ""
+        raise ConfigError([Problem(Where(str(checkpoint.resolve())), f"the checkpoint is damaged: {reason}", hint)])

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from realgraph.graphs.catalogue import library
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.render import mermaid, svg, tree
 from realgraph.open_graph import open_graph
+from realgraph.terminal import Terminal
 
 
 def graph_command(
@@ -22,7 +22,7 @@ def graph_command(
     if svg_file is not None:
         write_text(svg_file, svg(graph))
     if mermaid_file is None and svg_file is None:
-        Console(highlight=False).print(tree(graph))
+        Terminal().print(tree(graph))
 
 
 def graphs_command() -> None:
@@ -30,7 +30,7 @@ def graphs_command() -> None:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, description in library().items():
         table.add_row(name, description)
-    Console(highlight=False, markup=False).print(table)
+    Terminal().print(table)
 
 
 def write_text(file: Path, text: str) -> None:

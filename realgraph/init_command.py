@@ -1,18 +1,23 @@
 """`realgraph init`: a commented run file for a graph, to start from. It passes `realgraph check` as it is."""
 
+import json
 import re
 from pathlib import Path
 
 from realgraph.graph_command import write_text
 from realgraph.graphs.document import COMMAND_LINE, Document, Tree
 from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.files import read_text
 from realgraph.graphs.keys import MASK, TOKENS
 from realgraph.graphs.load import find_graph, load_graph
 from realgraph.graphs.schema import defaults_of
 from realgraph.graphs.spec import Function, Generate, GraphSpec, Train
+from realgraph.json_schema import run_schema, schema_text
+from realgraph.output import say
 from realgraph.resolved import inline
 from realgraph.run_spec import RunSpec
 
+SCHEMA = "realgraph.schema.json"
 MODEL = "Qwen/Qwen3-0.6B"
 DATA, SUBSET = "openai/gsm8k", "main"
 _COLUMNS = {"prompt": "question", "answer": "answer"}  # of DATA
@@ -23,16 +28,34 @@ def init_command(graph: str, out: Path | None) -> None:
     """Write the run file to `out`, or print it. Raises ConfigError; an existing file is never overwritten."""
     if out is not None and out.exists():
         raise ConfigError([Problem(Where(str(out)), "exists already", "give another file by --out", "output")])
-    text = run_template(graph, Path.cwd())
     if out is None:
-        print(text, end="")
+        say(run_template(graph, Path.cwd()), end="")
         return
+    text = run_template(graph, Path.cwd(), SCHEMA)
+    write_schema(out.parent / SCHEMA)
     write_text(out, text)
-    print(f"wrote {out}; next: realgraph check {out}")
+    say(f"wrote {out}, and beside it {SCHEMA}, by which editors complete it; next: realgraph check {out}")
 
 
-def run_template(graph: str, folder: Path) -> str:
-    """The text of a run file for a library graph or a graph file. Raises ConfigError."""
+def write_schema(file: Path) -> None:
+    """The JSON Schema of run files, beside them. Raises ConfigError where something else has its name."""
+    text = schema_text(run_schema())
+    if file.exists():
+        try:
+            ours = json.loads(read_text(file)).get("title") == json.loads(text)["title"]
+        except (OSError, ValueError, AttributeError):
+            ours = False
+        if not ours:
+            hint = "rename it, or print the run file: realgraph init > FILE"
+            raise ConfigError([Problem(Where(str(file)), "exists already, and is no schema of ours", hint, "output")])
+    write_text(file, text)
+
+
+def run_template(graph: str, folder: Path, schema: str = "") -> str:
+    """The text of a run file for a library graph or a graph file. Raises ConfigError.
+
+    schema: the file, relative to the run file, by which editors complete it; none where it is empty.
+    """
     file = find_graph(graph, folder, Where(COMMAND_LINE, 0, "$"))
     spec, resolved = load_graph(file, Document({}), defaults_of(RunSpec))
     source = file.read_text(encoding="utf-8").splitlines()
@@ -41,6 +64,7 @@ def run_template(graph: str, folder: Path) -> str:
     return (
         "\n".join(
             [
+                *([f"# yaml-language-server: $schema={schema}"] if schema else []),
                 *_head(graph, spec),
                 *_models(spec),
                 *_params(spec.params, notes),

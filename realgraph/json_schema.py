@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 from msgspec import inspect
 
 from realgraph.field_notes import field_notes, summary
@@ -19,6 +20,11 @@ Schema = dict[str, Any]
 def run_schema() -> Schema:
     """Of a run file."""
     return _root(RunSpec, "A realgraph run file", _PARTIAL_SECTIONS)
+
+
+def schema_text(schema: Schema) -> str:
+    """As its file holds it."""
+    return msgspec.json.format(msgspec.json.encode(schema), indent=2).decode() + "\n"
 
 
 def graph_schema() -> Schema:

@@ -2,17 +2,20 @@
 
 import glob
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.runtime.row_content import COMPRESSED, csv_header, csv_records, form_of, unpacked
 
-JSON_LINES = (".jsonl", ".ndjson", ".json")
-PARQUET = (".parquet",)
-MAX_COUNTED_BYTES = 2 * 10**9  # a larger JSONL file is not counted
+# Rows of larger files are not counted: `check` answers at once.
+MAX_COUNTED_BYTES = 2 * 10**9  # of JSON lines
+MAX_PARSED_BYTES = 20 * 10**6  # of CSV, whose records are not lines, and of compressed files
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -32,19 +35,29 @@ def probe_data(path: str, limit: int | None, where: Where) -> LocalData:
     if not found:
         if is_hub_id(path):
             return LocalData()
-        hint = "a JSONL or parquet file, a folder or glob of them, or a Hub id such as openai/gsm8k"
+        hint = "a JSONL, CSV or parquet file, a folder or glob of them, or a Hub id such as openai/gsm8k"
         raise ConfigError([Problem(where, f"no data at {path}", hint, "data")])
-    if found[0].suffix in PARQUET:
+    form = form_of(found[0])
+    if form == "parquet":
         return _probe_parquet(found, limit, where)
     try:
-        return _probe_json_lines(found, limit, where)
+        return (_probe_csv if form == "CSV" else _probe_json_lines)(found, limit, where)
+    except ConfigError as error:  # what is wrong with a file, told at the place that names it
+        raise ConfigError([_at(problem, where) for problem in error.problems]) from error
     except OSError as error:
         raise ConfigError([Problem(where, f"{path} can't be read: {error.strerror or error}", "", "data")]) from error
 
 
+def _at(problem: Problem, where: Where) -> Problem:
+    if problem.where == where:
+        return problem
+    place = str(problem.where).removesuffix(": $")
+    return Problem(where, f"{place} {problem.text}", problem.hint, problem.rule)
+
+
 def is_hub_id(path: str) -> bool:
     """Whether a path that is not there can be the id of a data set or model on the Hub."""
-    looks_local = path.startswith((".", "/", "~")) or Path(path).suffix in (*JSON_LINES, *PARQUET)
+    looks_local = path.startswith((".", "/", "~")) or form_of(Path(path)) is not None
     return not looks_local and _HUB_ID.fullmatch(path) is not None
 
 
@@ -55,20 +68,38 @@ def data_files(path: str) -> tuple[Path, ...]:
         return (place,)
     pattern = str(place / "*") if place.is_dir() else str(place)
     files = [Path(name) for name in sorted(glob.glob(pattern))]
-    return tuple(file for file in files if file.suffix in (*JSON_LINES, *PARQUET) and file.is_file())
+    return tuple(file for file in files if form_of(file) is not None and file.is_file())
+
+
+def first_rows(file: Path, most: int, where: Where) -> Iterator[dict[str, Any]]:
+    """The first `most` rows of a file of JSON lines or CSV; of a parquet file none. Raises ConfigError at `where`."""
+    form = form_of(file)
+    if form == "parquet":
+        return
+    try:
+        with unpacked(file) as stream:
+            if form == "CSV":
+                records = csv_records(stream, file)
+                names = csv_header(next(records, None), file)
+                yield from (dict(zip(names, record.fields, strict=False)) for record in islice(records, most))
+                return
+            lines = ((number, line) for number, line in enumerate(stream, start=1) if line.strip())
+            yield from (_row(line, f"{file}:{number}", where) for number, line in islice(lines, most))
+    except ConfigError as error:
+        raise ConfigError([_at(problem, where) for problem in error.problems]) from error
 
 
 def _probe_json_lines(files: Sequence[Path], limit: int | None, where: Where) -> LocalData:
-    countable = limit is not None or sum(file.stat().st_size for file in files) <= MAX_COUNTED_BYTES
+    countable = limit is not None or _countable(files, MAX_COUNTED_BYTES)
     columns: tuple[str, ...] | None = None
     n_rows = 0
     for file in files:
-        with file.open("rb") as stream:
+        with unpacked(file) as stream:
             for number, line in enumerate(stream, start=1):
                 if not line.strip():
                     continue
                 if columns is None:
-                    columns = _columns(line, f"{file}:{number}", where)
+                    columns = tuple(_row(line, f"{file}:{number}", where))
                     if not countable:
                         return LocalData(columns)
                 n_rows += 1
@@ -77,7 +108,30 @@ def _probe_json_lines(files: Sequence[Path], limit: int | None, where: Where) ->
     return LocalData(columns, n_rows)
 
 
-def _columns(line: bytes, place: str, where: Where) -> tuple[str, ...]:
+def _countable(files: Sequence[Path], most: int) -> bool:
+    packed = any(file.suffix in COMPRESSED for file in files)
+    return sum(file.stat().st_size for file in files) <= (MAX_PARSED_BYTES if packed else most)
+
+
+def _probe_csv(files: Sequence[Path], limit: int | None, where: Where) -> LocalData:
+    countable = limit is not None or _countable(files, MAX_PARSED_BYTES)
+    columns: tuple[str, ...] | None = None
+    n_rows = 0
+    for file in files:
+        with unpacked(file) as stream:
+            records = csv_records(stream, file)
+            header = csv_header(next(records, None), file)
+            columns = columns or header
+            if not countable:
+                return LocalData(columns)
+            for _ in records:
+                n_rows += 1
+                if n_rows == limit:
+                    return LocalData(columns, n_rows)
+    return LocalData(columns, n_rows)
+
+
+def _row(line: bytes, place: str, where: Where) -> dict[str, Any]:
     try:
         row = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -86,7 +140,7 @@ def _columns(line: bytes, place: str, where: Where) -> tuple[str, ...]:
         ) from error
     if not isinstance(row, dict):
         raise ConfigError([Problem(where, f"{place} is not a JSON object", "one JSON object per line", "data")])
-    return tuple(row)
+    return row
 
 
 def _probe_parquet(files: Sequence[Path], limit: int | None, where: Where) -> LocalData:

@@ -5,14 +5,15 @@ from pathlib import Path
 import msgspec
 
 from realgraph.graphs.errors import Problem, Where
+from realgraph.graphs.files import read_file
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-def model_problems(folder: Path, where: Where) -> list[Problem]:
-    """What is wrong with a model folder; its shape is the planner's matter."""
+def model_problems(folder: Path, where: Where, weights: bool = True) -> list[Problem]:
+    """What is wrong with a model folder; its shape is the planner's matter. weights: whether they are needed too."""
     try:
-        config = msgspec.json.decode((folder / "config.json").read_bytes())
+        config = msgspec.json.decode(read_file(folder / "config.json"))
     except OSError as error:
         text = f"{folder} has no readable config.json: {error.strerror or error}"
         return [Problem(where, text, "expected a folder as `save_pretrained` writes it", "model")]
@@ -25,7 +26,7 @@ def model_problems(folder: Path, where: Where) -> list[Problem]:
         text = f"{folder} brings its own Python code (auto_map in config.json), which realgraph doesn't run"
         hint = "use a model whose architecture transformers has itself"
         problems.append(Problem(where, text, hint, "trust_remote_code"))
-    return [*problems, *_weight_problems(folder, where)]
+    return [*problems, *(_weight_problems(folder, where) if weights else ())]
 
 
 def _weight_problems(folder: Path, where: Where) -> list[Problem]:

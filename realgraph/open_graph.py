@@ -6,18 +6,18 @@ from pathlib import Path
 from realgraph.compose import compose, parse_overrides
 from realgraph.graphs.compile import compile_graph
 from realgraph.graphs.document import COMMAND_LINE, Document, read_document
-from realgraph.graphs.errors import ConfigError, Where
+from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.facts import Facts
 from realgraph.graphs.graph import Graph
-from realgraph.graphs.load import find_graph, library_names, load_graph, shown_name, traced, user_document
+from realgraph.graphs.load import find_graph, library_names, load_graph_document, shown_name, traced, user_document
 from realgraph.graphs.schema import defaults_of
+from realgraph.graphs.warnings import warnings_of
 from realgraph.run_spec import RunSpec
 
 
-def is_graph_file(file: Path) -> bool:
-    """Whether a file holds an algorithm and no run: calls, but no `graph`. Raises ConfigError if it can't be read."""
-    tree = read_document(file, shown_name(file)).tree
-    return "graph" not in tree and "calls" in tree
+def is_graph(document: Document) -> bool:
+    """Whether a file holds an algorithm and no run: calls, but no `graph`."""
+    return "graph" not in document.tree and "calls" in document.tree
 
 
 def open_graph(name: str, overrides: Sequence[str] = ()) -> Graph:
@@ -26,17 +26,23 @@ def open_graph(name: str, overrides: Sequence[str] = ()) -> Graph:
     Raises ConfigError with all problems.
     """
     file = find_graph(name, Path.cwd(), Where(COMMAND_LINE, 0, "$"))
-    if name in library_names() or is_graph_file(file):
-        return graph_alone(file, overrides)
+    document = read_document(file, shown_name(file))
+    if name in library_names() or is_graph(document):
+        return graph_and_warnings(document, overrides)[0]
     composed = compose(file, overrides)
     return compile_graph(composed.spec, composed.where, Facts())
 
 
-def graph_alone(file: Path, overrides: Sequence[str] = ()) -> Graph:
-    """A graph file, checked by every rule that needs no run. Raises ConfigError with all problems."""
+def graph_and_warnings(document: Document, overrides: Sequence[str] = ()) -> tuple[Graph, tuple[Problem, ...]]:
+    """A graph file, checked by every rule that needs no run, with what is allowed and may not do what it seems to.
+
+    Raises ConfigError with all problems.
+    """
     user = user_document(Document({}), parse_overrides(overrides))
-    spec, resolved = load_graph(file, user, defaults_of(RunSpec))
+    spec, resolved = load_graph_document(document, user, defaults_of(RunSpec))
     try:
-        return compile_graph(spec, resolved.document.where, Facts())
+        graph = compile_graph(spec, resolved.document.where, Facts())
     except ConfigError as error:
         raise ConfigError(traced(problem, resolved.written) for problem in error.problems) from None
+    warnings = warnings_of(spec, resolved.document.where, resolved.document.wrote)
+    return graph, tuple(traced(warning, resolved.written) for warning in warnings)

@@ -8,16 +8,15 @@ from realgraph.graphs.errors import ConfigError
 from realgraph.plan_session import Budget, Session
 from realgraph.planner.constraints import Constraints
 from realgraph.planner.plan import Plan
-from realgraph.planner.problem import Solution
 from realgraph.planner.report.format import change_text, gap_text, seconds_text
 from realgraph.planner.report.report import Comparison
 from realgraph.planner.request import PlanRequest
-from realgraph.planner.search.assembly import plan_of
 from realgraph.planner.search.baselines import baselines_of
+from realgraph.planner.search.levels import best_level, levels_up_to
+from realgraph.planner.search.streams import streams
 from realgraph.planner.search.sweep import Hint, changes_tried, synchronous
 from realgraph.planner.solve.customary import one_mesh
-from realgraph.planner.solve.solver import solve
-from realgraph.planner.space.tables import Prepared, problem_of
+from realgraph.planner.space.tables import Known, Prepared, problem_of
 from realgraph.planner.space.wishes import wish_problems
 
 RULE_SECONDS, RULE_GAP = 2.0, 0.002  # of the search for the best layouts under a rule
@@ -91,10 +90,11 @@ def _searched(name: str, note: str, session: Session, request: PlanRequest) -> C
     lost = [task.name for task in prepared.problem.tasks if not task.tables]
     if lost:
         return Comparison(name, None, f"{lost[0]} has no layout that fits the devices")
-    found = solve(prepared.problem, session.quick(OTHER_SECONDS))
-    if isinstance(found, Solution):
-        return Comparison(name, plan_of(prepared, found).period_seconds, note)
-    if found.proven:
+    limits, staleness = session.quick(OTHER_SECONDS), request.workload.staleness
+    found = best_level(request, limits, Known(), levels_up_to(staleness) if streams(request) else (staleness,))
+    if found.best is not None:
+        return Comparison(name, found.best.plan.period_seconds, note)
+    if found.stopped == "proven":
         return Comparison(name, None, "no plan fits the memory")
     return Comparison(name, None, "a short search found none, and did not rule one out", "not found")
 
@@ -117,8 +117,8 @@ def hints_of(session: Session, request: PlanRequest, plan: Plan, budget: Budget)
 
 
 def synchrony(session: Session, request: PlanRequest, plan: Plan) -> str:
-    """Of an asynchronous run: how a synchronous one would do; '' for a synchronous run."""
-    if request.workload.staleness == 0 or session.stop():
+    """Of an asynchronous run: how a synchronous one would do; '' for a synchronous plan."""
+    if request.workload.staleness == 0 or plan.staleness == 0 or session.stop():
         return ""
     try:
         found = synchronous(request, plan, session.quick(OTHER_SECONDS))

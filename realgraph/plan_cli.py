@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from realgraph.plan_options import PlanOptions
 
 EPILOG = (
-    "Exit codes: 0 a plan was found (also where Ctrl-C or the time limit ended the search); 1 the reader of the output "
-    "went away; 2 a mistake in the run file, a file or the command line; 4 proven: no plan fits, or no size of "
+    "Exit codes: 0 a plan was found (also where Ctrl-C or the time limit ended the search); 1 the output could not be "
+    "written; 2 a mistake in the run file, a file or the command line; 4 proven: no plan fits, or no size of "
     "--devices reaches --target; 5 the time limit ended the search before a plan was found; 130 interrupted before one."
 )
 MINUTE = 60.0

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
-from rich.console import Console
 
+from realgraph.check_command import print_warnings
 from realgraph.compose import Checked, check_run
+from realgraph.output import say_json, say_json_text
 from realgraph.plan_beside import BESIDE_SECONDS, cut_short, hints_of, other_plans, rules, simpler, synchrony
-from realgraph.plan_console import console, refuse_unwritable, write
+from realgraph.plan_console import refuse_unwritable, write
 from realgraph.plan_explain import explained, refuse_free
 from realgraph.plan_facts import doubts_of, facts_of, fresher
 from realgraph.plan_lengths import read_lengths
@@ -27,12 +27,13 @@ from realgraph.planner.report.price import price_of
 from realgraph.planner.report.report import Findings, Measured, Report, Size, report_of
 from realgraph.planner.report.text import cheapest
 from realgraph.planner.report.trace import trace_json
-from realgraph.planner.request import PlanRequest
+from realgraph.planner.request import PlanRequest, kept_by
 from realgraph.planner.search.assembly import plan_of
 from realgraph.planner.search.robust import robust
 from realgraph.planner.search.search import solved
 from realgraph.planner.space.tables import Prepared, problem_of
 from realgraph.planning import Asked, read_plan, request_for
+from realgraph.terminal import Terminal, wide_terminal
 
 
 class Made(Struct, frozen=True):
@@ -50,7 +51,8 @@ def plan_command(file: Path, overrides: Sequence[str] = (), options: PlanOptions
     refuse_clashes(options)
     for file_out in (options.out, options.html, options.trace):
         refuse_unwritable(file_out)
-    checked = check_run(file, overrides)
+    checked = check_run(file, overrides, weights=False)
+    print_warnings(checked.warnings)
     request = asked_for(checked, options)
     if options.explain is not None:
         refuse_free(request, options.explain)
@@ -64,7 +66,7 @@ def plan_command(file: Path, overrides: Sequence[str] = (), options: PlanOptions
         if options.explain is not None:
             _explain(report, made, options)
         elif options.json_out:
-            print(sweep_json(made.sizes, options.target) if made.sizes else plan_to_json(made.plan).rstrip("\n"))
+            say_json_text(sweep_json(made.sizes, options.target) if made.sizes else plan_to_json(made.plan))
         else:
             report = _tell(now, report, made, options)
         if options.trace is not None:
@@ -99,18 +101,19 @@ def _made(now: Session, request: PlanRequest, options: PlanOptions) -> Made:
         steady = robust(request, now.limits)
         return Made(request, steady.plan, notes=(steady.text,))
     prepared, solution = solved(request, now.limits)
-    return Made(request, plan_of(prepared, solution), prepared)
+    whole = len(prepared.problem.meshes) == 1  # as a rule's own plan has it: other rules have other meshes
+    return Made(request, plan_of(prepared, solution), None if whole else prepared)
 
 
 # --- showing it -------------------------------------------------------------------------------------------------------
 
 
-def print_plan(plan: Plan, checked: Checked, request: PlanRequest, console: Console) -> None:
+def print_plan(plan: Plan, checked: Checked, request: PlanRequest, console: Terminal) -> None:
     """The plan of a run that starts: everything that needs no further search."""
     show(_report(checked, Made(request, plan), PlanOptions()), console)
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: Report, console: Terminal) -> None:
     """All parts, one under the other."""
     for part in (*plan_parts(report, console.width), *beside_parts(report)):
         console.print(part)
@@ -118,7 +121,7 @@ def show(report: Report, console: Console) -> None:
 
 def _tell(now: Session, report: Report, made: Made, options: PlanOptions) -> Report:
     """The plan at once, then what is searched beside it; returns the whole report."""
-    out = console()
+    out = wide_terminal()
     for part in plan_parts(report, out.width):
         out.print(part)
     if not (options.brief or now.stop()):
@@ -134,7 +137,7 @@ def _with_beside(now: Session, report: Report, made: Made, options: PlanOptions)
     budget = Budget(BESIDE_SECONDS)
     now.progress.show("planning what stands beside it (Ctrl-C leaves it out)")
     comparisons = (
-        *rules(now, made.prepared or problem_of(made.request)),
+        *rules(now, made.prepared or problem_of(kept_by(made.request, made.plan))),
         *other_plans(now, made.request, options.edited is not None),
     )
     hints, missing = hints_of(now, made.request, made.plan, budget)
@@ -148,9 +151,9 @@ def _explain(report: Report, made: Made, options: PlanOptions) -> None:
     assert options.explain is not None
     found = explained(made.request, made.plan, options.explain)
     if options.json_out:
-        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        say_json(found)
         return
-    out = console()
+    out = wide_terminal()
     for part in explain_parts(report, options.explain, found):
         out.print(part)
 

@@ -1,19 +1,9 @@
-"""Where `realgraph plan` writes to: the terminal, or a pipe with room for the whole table; and files."""
+"""The files that `realgraph plan` writes."""
 
 import os
 from pathlib import Path
 
-from rich.console import Console
-
 from realgraph.graphs.errors import ConfigError, Problem, Where
-
-PIPE_WIDTH = 140
-
-
-def console() -> Console:
-    """A terminal at its own width; files and pipes get room for the whole table."""
-    own = Console(highlight=False)
-    return own if own.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
 def refuse_unwritable(out: Path | None) -> None:

@@ -8,7 +8,7 @@ from realgraph.compose import Checked
 from realgraph.planner.cluster import Cluster
 from realgraph.planner.plan import Plan
 from realgraph.planner.report.format import bytes_text, count_text, counted
-from realgraph.planner.request import PlanRequest
+from realgraph.planner.request import PlanRequest, hashes
 from realgraph.planner.search.validate import validate
 from realgraph.planner.space.tables import device_bytes
 from realgraph.planner.workload import Workload
@@ -55,7 +55,9 @@ def doubts_of(checked: Checked, request: PlanRequest, plan: Plan) -> Iterator[st
             why = missing[0].text.partition(";")[0]
             yield f"the engines of this version can't run this plan ({why}): --engine installed plans what they can"
     costs, workload = request.costs, request.workload
-    if not costs.phases and not costs.calls and costs.factors is None:
+    if plan.hashes.costs and not hashes(request).costs:
+        yield "the plan's own seconds, by a table of measured costs that was not given: --costs judges edits by it"
+    elif not costs.phases and not costs.calls and costs.factors is None:
         yield "no measured costs: the shipped factors were fitted to published speeds of other systems (--costs TABLE)"
     elif costs.kind and costs.kind != request.cluster.kind:
         yield f"the costs were measured on {costs.kind}, the cluster is {request.cluster.kind}"

@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 
 from realgraph.graphs.errors import ConfigError, Problem, Where, reason
+from realgraph.graphs.files import read_text
 from realgraph.planner.cost_table import load_costs
 
 MOST = 10_000_000  # of a file: a few hundred quantiles are kept of them
@@ -21,7 +22,7 @@ def read_lengths(path: Path) -> tuple[int, ...]:
             raise _error(path, 0, "the run has recorded no lengths of responses", "a graph that generates records them")
         return lengths
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise _error(
             path, 0, f"the lengths can't be read: {reason(error)}", "a file of numbers, or a run directory"

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from rich.console import Console
 from rich.status import Status
+from rich.text import Text
 
 from realgraph.planner.report.format import gap_text, seconds_text
+from realgraph.terminal import Terminal
 
 SHOWN_AFTER = 0.3  # seconds: a search that ends before shows nothing
 
@@ -17,7 +18,7 @@ SHOWN_AFTER = 0.3  # seconds: a search that ends before shows nothing
 class Progress:
     """The last incumbent and bound, as one line that changes in place. Shows nothing where stderr is no terminal."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Terminal) -> None:
         self._status = Status("planning", console=console) if console.is_terminal else None
         self._began, self._shown, self.text = time.monotonic(), False, "planning"
 
@@ -33,7 +34,7 @@ class Progress:
         self.text = text
         if self._status is None or time.monotonic() - self._began < SHOWN_AFTER:
             return
-        self._status.update(text)
+        self._status.update(Text(text))
         if not self._shown:
             self._shown = True
             self._status.start()

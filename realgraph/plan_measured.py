@@ -8,6 +8,7 @@ import msgspec
 
 from realgraph.costs_record import steady
 from realgraph.graphs.errors import ConfigError, Problem, Where, reason
+from realgraph.graphs.files import read_text
 from realgraph.planner.codec import plan_from_json
 from realgraph.planner.events import reallocation_node
 from realgraph.planner.plan import Plan
@@ -29,7 +30,7 @@ def read_run(root: Path) -> RunRead:
     """Raises ConfigError where the directory holds no run, or one without a finished step."""
     folder = RunFolder(root)
     try:
-        plan = plan_from_json(folder.plan.read_text(encoding="utf-8"), str(folder.plan))
+        plan = plan_from_json(read_text(folder.plan), str(folder.plan))
         records = _records(folder.metrics)
     except OSError as error:
         hint = "name the directory of a run: it has plan.json and metrics.jsonl"

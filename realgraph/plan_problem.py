@@ -3,24 +3,27 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console, RenderableType
-from rich.markup import escape
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from realgraph.first_search import prepare_search
 from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.plan_console import console, refuse_unwritable, write
+from realgraph.graphs.files import read_file
+from realgraph.output import say_json_text
+from realgraph.plan_console import refuse_unwritable, write
 from realgraph.plan_gantt import gantt
 from realgraph.plan_options import PlanOptions, refuse_others
 from realgraph.plan_session import INTERRUPTED, NOT_FOUND, NoPlanYet, session
 from realgraph.plan_table import titled
 from realgraph.planner.bare.file import Answer, FileProblem, answer_of, read_problem, solution_json
-from realgraph.planner.problem import Solution, Unsolved, move_name
+from realgraph.planner.problem import Limits, Solution, Unsolved, move_name
 from realgraph.planner.report.format import devices_text, gap_text, percent_text, seconds_text
 from realgraph.planner.report.schedule import Kind, Task, timeline
 from realgraph.planner.report.text import STOPPED
+from realgraph.planner.search.shortage import shortage
 from realgraph.planner.solve.solver import orders, solve
+from realgraph.terminal import Terminal, wide_terminal
 
 
 class NoPlan(ConfigError):
@@ -43,17 +46,17 @@ def problem_command(file: Path, options: PlanOptions) -> Solution:
     if options.out is not None:
         write(options.out, text)
     if options.json_out:
-        print(text, end="")
+        say_json_text(text)
     if isinstance(found, Unsolved):
-        raise _unsolved(found, file, interrupted)
+        raise _unsolved(read, found, file, interrupted)
     if not options.json_out:
         answer = answer_of(read, found, turns)
         assert isinstance(answer, Answer)
-        show(read, answer, found, console())
+        show(read, answer, found, wide_terminal())
     return found
 
 
-def show(read: FileProblem, answer: Answer, found: Solution, out: Console) -> None:
+def show(read: FileProblem, answer: Answer, found: Solution, out: Terminal) -> None:
     """Period and bound, the choices, and two periods."""
     for part in _parts(read, answer, found):
         out.print(part)
@@ -86,7 +89,7 @@ def _choices(answer: Answer) -> Table:
             axes if axes != "-/-/-" else "",
             seconds_text(choice.seconds),
             percent_text(choice.seconds / answer.period) if answer.period > 0 else "",
-            escape(choice.note),
+            choice.note,
         )
     return table
 
@@ -108,16 +111,31 @@ def _tasks(read: FileProblem, answer: Answer) -> tuple[Task, ...]:
     return tuple(tasks)
 
 
-def _unsolved(found: Unsolved, file: Path, interrupted: bool) -> ConfigError:
+def _unsolved(read: FileProblem, found: Unsolved, file: Path, interrupted: bool) -> ConfigError:
     if found.proven:
-        return NoPlan([Problem(Where(str(file)), f"no plan fits: {found.reason}", "", "memory")])
+        return NoPlan([_misfit(read, found, file)])
     text = f"no plan was found in {seconds_text(found.seconds)}: {found.reason}"
     problem = Problem(Where(str(file)), text, "raise --time-limit", "search")
     return NoPlanYet((problem,), INTERRUPTED if interrupted else NOT_FOUND)
 
 
+def _misfit(read: FileProblem, found: Unsolved, file: Path) -> Problem:
+    """Which calls do not fit, and what they lack."""
+    lack = shortage(read.problem, Limits())
+    if lack is None:
+        return Problem(Where(str(file)), f"no plan fits: {found.reason}", "", "memory")
+    names = [call.name for call in read.spec.calls]
+    place = Where(str(file), path=f"$.calls[{names.index(lack.calls[0])}]")
+    hints = {
+        "memory": "raise `memory`, or give these calls options that need less",
+        "host_memory": "raise `host_memory`, or give these calls options that need less of it",
+        "places": "give tied calls options on one mesh, or leave the tie out",
+    }
+    return Problem(place, f"no plan fits: {lack.text}", hints[lack.what], "memory")
+
+
 def _bytes(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        return read_file(file)
     except OSError as error:
         raise ConfigError([Problem(Where(str(file)), f"can't be read: {error.strerror}", "", "problem")]) from error

@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
-from rich.console import Console
 
 from realgraph.compose import Checked
 from realgraph.first_search import prepare_search
@@ -16,6 +15,7 @@ from realgraph.graphs.errors import ConfigError, Problem
 from realgraph.plan_limits import Progress, interruptible
 from realgraph.plan_options import PlanOptions
 from realgraph.planner.problem import Limits
+from realgraph.terminal import error_terminal
 
 Found = TypeVar("Found")
 NOT_FOUND, INTERRUPTED = 5, 130  # exit codes
@@ -67,7 +67,7 @@ class Session(Struct, frozen=True):
 @contextmanager
 def session(options: PlanOptions, checked: Checked | None = None) -> Iterator[Session]:
     """Ctrl-C asks for the best plan so far while this is open; progress is shown where stderr is a terminal."""
-    progress = Progress(Console(stderr=True, highlight=False))
+    progress = Progress(error_terminal())
     with interruptible() as stop, _uncollected():
         limits = Limits(seconds=options.time_limit, seed=options.seed, stop=stop, progress=progress.tell)
         try:

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -269,10 +268,10 @@ def comparisons(report: Report) -> Table:
     own = report.plan.period_seconds
     for other in report.findings.comparisons:
         if other.period_seconds is None:
-            table.add_row(other.name, "-", other.without, escape(other.note))
+            table.add_row(other.name, "-", other.without, other.note)
         else:
             change = change_text(other.period_seconds / own) if own > 0 else ""
-            table.add_row(other.name, seconds_text(other.period_seconds), change, escape(other.note))
+            table.add_row(other.name, seconds_text(other.period_seconds), change, other.note)
     return table
 
 
@@ -284,9 +283,9 @@ def hints(found: tuple[Hint, ...]) -> Table:
     table.add_column("samples/s", justify="right")
     for hint in sorted(found, key=lambda hint: -hint.gain):
         if hint.period_seconds is None:
-            table.add_row(escape(hint.text), "-", "-")
+            table.add_row(hint.text, "-", "-")
         else:
-            table.add_row(escape(hint.text), seconds_text(hint.period_seconds), change_text(1 + hint.gain))
+            table.add_row(hint.text, seconds_text(hint.period_seconds), change_text(1 + hint.gain))
     return table
 
 
@@ -302,7 +301,7 @@ def options(found: tuple[Option, ...]) -> Table:
         own = option.period_seconds
         period = "does not fit" if own is None else seconds_text(own)
         numbers = (f"{option.tokens:,}", seconds_text(option.seconds), period)
-        table.add_row(layout_text(option.layout), *numbers, option.notes, escape(option.reason))
+        table.add_row(layout_text(option.layout), *numbers, option.notes, option.reason)
     return table
 
 
@@ -317,7 +316,7 @@ def sweep(sizes: tuple[Size, ...], target_seconds: float | None) -> Table:
     reached = cheapest(sizes, target_seconds)
     for size in sizes:
         if size.period_seconds is None:
-            table.add_row(f"{size.devices:,}", "-", "-", "-", "-", escape(size.note))
+            table.add_row(f"{size.devices:,}", "-", "-", "-", "-", size.note)
             continue
         area = size.period_seconds * size.devices
         mark = f"the least that reaches {seconds_text(target_seconds)}" if size is reached and target_seconds else ""
@@ -343,7 +342,7 @@ def measured(calls: tuple[Measured, ...]) -> Table:
     for call in calls:
         ratio = call.predicted_seconds / call.measured_seconds if call.measured_seconds > 0 else float("inf")
         table.add_row(
-            escape(call.call),
+            call.call,
             seconds_text(call.predicted_seconds),
             seconds_text(call.measured_seconds),
             percent_text(call.spread),

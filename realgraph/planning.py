@@ -3,9 +3,8 @@
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -13,8 +12,9 @@ from msgspec import Struct
 from realgraph.compose import Checked
 from realgraph.first_search import prepare_search
 from realgraph.graphs.errors import ConfigError, Problem, Where, reason
+from realgraph.graphs.files import read_text
 from realgraph.graphs.spec import Generate
-from realgraph.local_data import JSON_LINES, data_files
+from realgraph.local_data import data_files, first_rows
 from realgraph.planner.cluster import Cluster, ClusterSpec
 from realgraph.planner.codec import plan_from_json
 from realgraph.planner.cost_table import CostTable
@@ -137,11 +137,10 @@ def workload_of(checked: Checked, models: dict[str, ModelSpec]) -> Workload:
 
 
 def _mean_prompt_tokens(checked: Checked, models: dict[str, ModelSpec], longest: int) -> float:
-    """A guess from the characters of the first rows of local JSONL data; without them, a quarter of the longest."""
+    """A guess from the characters of the first rows of local JSON lines or CSV; else, a quarter of the longest."""
     column, files = checked.run.data.columns.get("prompt", "prompt"), data_files(checked.run.data.path)
-    readable = files[:1] if files and files[0].suffix in JSON_LINES else ()
-    where = checked.where("$.data.path")
-    lengths = [min(longest, characters) for file in readable for characters in _characters(file, column, where)]
+    rows = first_rows(files[0], TRIED_ROWS, checked.where("$.data.path")) if files else ()
+    lengths = [min(longest, characters) for row in rows for characters in _characters(row.get(column))]
     if not lengths:
         return max(1.0, longest / 4)
     smallest = min((model.vocab for model in models.values()), default=SMALL_VOCABULARY)
@@ -149,24 +148,12 @@ def _mean_prompt_tokens(checked: Checked, models: dict[str, ModelSpec], longest:
     return max(1.0, math.fsum(lengths) / len(lengths) / per_token)
 
 
-def _characters(file: Path, column: str, where: Where) -> Iterator[int]:
-    """Characters in the first rows' text of `column`, or of all its messages in a chat; rows without any are left out.
-
-    Raises ConfigError for a row that is no JSON object.
-    """
-    with file.open("rb") as lines:
-        for number, line in islice(enumerate(lines, start=1), TRIED_ROWS):
-            if not line.strip():
-                continue
-            try:
-                text = msgspec.json.decode(line, type=dict[str, Any]).get(column)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                text = f"{file}:{number} is no JSON object: {error}"
-                raise ConfigError([Problem(where, text, "one JSON object a line", "data")]) from error
-            messages = text if isinstance(text, list) else [{"content": text}]
-            contents = [message.get("content") for message in messages if isinstance(message, dict)]
-            if any(isinstance(content, str) for content in contents):
-                yield sum(len(content) for content in contents if isinstance(content, str))
+def _characters(value: object) -> Iterator[int]:
+    """Characters of a text, or of all messages of a chat; nothing of what holds no text."""
+    messages = value if isinstance(value, list) else [{"content": value}]
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    if any(isinstance(content, str) for content in contents):
+        yield sum(len(content) for content in contents if isinstance(content, str))
 
 
 def cluster_of(spec: ClusterSpec) -> Cluster:
@@ -194,7 +181,7 @@ def read_plan(file: Path, request: PlanRequest) -> Plan:
     Raises ConfigError with every reason why it can't run what `request` asks.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             [Problem(Where(str(file)), f"the plan can't be read: {reason(error)}", PLAN_HINT, "plan")]

@@ -8,8 +8,8 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import asdict
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from realgraph.compose import check_run
 from realgraph.graphs.errors import ConfigError, Problem, Where
@@ -26,6 +26,7 @@ from realgraph.profile_runs import overheads
 from realgraph.profile_sglang import open_server, sglang_costs
 from realgraph.runtime.profile_launch import measure
 from realgraph.runtime.run_folder import write_atomic
+from realgraph.terminal import Terminal
 
 ROUNDS, QUICK_ROUNDS = 9, 3
 PROCESSES_PER_CORE = 4  # with more, turns on a core are all that is measured
@@ -61,7 +62,7 @@ class Asked(Struct, frozen=True):
 
 def profile_command(asked: Asked, out: Path) -> CostTable:
     """Measure, write the table to `out`, and print what was found. Raises ConfigError."""
-    console = Console(highlight=False)
+    console = Terminal()
     cluster, dtype = machine_of(asked)
     refuse_unwritable(out)  # minutes of measuring should not end there
     console.print(
@@ -128,7 +129,7 @@ def _error(text: str, hint: str) -> ConfigError:
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
 
-def print_profile(found: Profiled, measured: Sequence[Measured], cluster: Cluster, console: Console) -> None:
+def print_profile(found: Profiled, measured: Sequence[Measured], cluster: Cluster, console: Terminal) -> None:
     """The factors beside the shipped ones, the fixed seconds, and how well they meet the measurements."""
     console.print(_rates(found.costs, measured, cluster))
     console.print(_seconds(found.costs, cluster))
@@ -136,7 +137,7 @@ def print_profile(found: Profiled, measured: Sequence[Measured], cluster: Cluste
     spread = sorted(one.spread for one in measured)[len(measured) // 2]
     console.print(f"repeats of one case differ by {spread:.0%} in the median; the least seconds count")
     if spread > BUSY_SPREAD:
-        console.print("[yellow]the machine was busy with other work: measure again when it is not[/]")
+        console.print(Text("the machine was busy with other work: measure again when it is not", style="yellow"))
 
 
 def _table(*columns: str) -> Table:

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
-from rich.console import Console
 
 from realgraph.arithmetic import write_data, write_model
 from realgraph.costs_record import steady, with_lengths
@@ -33,6 +32,7 @@ from realgraph.planner.space.options import Candidate, setting_seconds
 from realgraph.run_command import execute
 from realgraph.running import Prepared, prepare
 from realgraph.runtime.observer import RunRecord, StepRecord
+from realgraph.terminal import Terminal
 
 GROUPS = (8, 64)  # of the two runs
 GROUP_SIZE = 4
@@ -102,8 +102,10 @@ def short_run(home: Path, cluster: Cluster, dtype: DType, groups: int) -> ShortR
     file.write_bytes(msgspec.json.encode(run_file(home, cluster, dtype, groups)))
     prepared = prepare(file, (), None)
     seen = Steps()
-    outcome = execute(prepared, Console(quiet=True), (seen,))
+    outcome = execute(prepared, Terminal(quiet=True), (seen,))
     steps = steady(seen.records)
+    if outcome.interrupted:
+        raise KeyboardInterrupt
     if not outcome.ok or not steps:
         raise ConfigError([Problem(Where("profile"), f"a short run failed: {outcome.reason}", "", "profile")])
     return ShortRun(prepared, with_lengths(prepared.request, steps), steps)

@@ -6,16 +6,18 @@ import time
 from importlib.resources import files
 from pathlib import Path
 
-from rich.console import Console
+from rich.text import Text
 
 from realgraph.arithmetic import write_data, write_model
 from realgraph.generate_command import Ask, answers
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
+from realgraph.resume import resumed
 from realgraph.run_command import FAILED, INTERRUPTED, execute, report
-from realgraph.running import Prepared, prepare, prepare_resume
+from realgraph.running import Prepared, prepare
 from realgraph.runtime.master import Outcome
 from realgraph.runtime.run_folder import RunFolder
 from realgraph.summary import summarise
+from realgraph.terminal import Terminal, run_terminal
 
 ALGORITHMS = ("grpo", "ppo")
 WARM_ACCURACY = 0.35  # sampled, on held-out sums
@@ -28,23 +30,23 @@ def quickstart_command(folder: Path, algorithm: str, seed: int, steps: int | Non
     if algorithm not in ALGORITHMS:
         text = f"no quickstart for {algorithm!r}"
         raise ConfigError([Problem(Where("command line"), text, suggest(algorithm, ALGORITHMS))])
-    console = Console()
+    console = run_terminal()
     began = time.monotonic()
     home = fresh_folder(folder)
-    console.rule("[bold]1. a model, a tokenizer and a data set, made from nothing")
+    console.rule(Text("1. a model, a tokenizer and a data set, made from nothing", style="bold"))
     console.print(
         f"{prepare_folder(home, algorithm, seed):,} parameters, 9,000 training and 1,000 held-out sums: {home}"
     )
 
-    console.rule("[bold]2. warm-up by supervised fine-tuning: realgraph run sft.yaml")
+    console.rule(Text("2. warm-up by supervised fine-tuning: realgraph run sft.yaml", style="bold"))
     warm_up(home, seed, console)
 
-    console.rule(f"[bold]3. reinforcement learning: realgraph run {algorithm}.yaml")
+    console.rule(Text(f"3. reinforcement learning: realgraph run {algorithm}.yaml", style="bold"))
     overrides = [f"outputs.dir={home / algorithm}", f"seed={seed}"]
     overrides += [f"steps={steps}"] if steps else []
     run(prepare(home / f"{algorithm}.yaml", overrides, None), console)
 
-    console.rule("[bold]4. the result")
+    console.rule(Text("4. the result", style="bold"))
     summarise(RunFolder(home / algorithm), console)
     console.print(f"all of it took {time.monotonic() - began:.0f} s")
 
@@ -66,20 +68,21 @@ def prepare_folder(home: Path, algorithm: str, seed: int) -> int:
     return n_parameters
 
 
-def warm_up(home: Path, seed: int, console: Console) -> None:
+def warm_up(home: Path, seed: int, console: Terminal) -> None:
     """Fine-tune until the model is right often enough for RL to have something to reinforce; link it as `warm`.
 
     Seeds differ in how long that takes, so the run is resumed with more steps while it is not.
     """
     prepared = prepare(home / "sft.yaml", [f"outputs.dir={home / 'sft'}", f"seed={seed}"], None)
+    model, steps = run(prepared, console) / "actor", prepared.job.steps
     while True:
-        model = run(prepared, console) / "actor"
         share = sampled_accuracy(home, model)
         console.print(f"right on held-out sums when sampled: {share:.2f} (wanted: {WARM_ACCURACY} or more)")
-        steps = prepared.job.steps
         if share >= WARM_ACCURACY or steps >= MOST_WARM_STEPS:
             break
-        prepared = prepare_resume(home / "sft", [f"steps={steps + MORE_WARM_STEPS}"])
+        steps += MORE_WARM_STEPS
+        with resumed(home / "sft", [f"steps={steps}"]) as prepared:
+            model = run(prepared, console) / "actor"
     (home / "warm").symlink_to(model.relative_to(home))
 
 
@@ -92,10 +95,10 @@ def sampled_accuracy(home: Path, model: Path) -> float:
     return float(sum(right)) / len(right)
 
 
-def run(prepared: Prepared, console: Console) -> Path:
+def run(prepared: Prepared, console: Terminal) -> Path:
     """One run to its end; its newest checkpoint. Exits where it failed."""
     outcome: Outcome = execute(prepared, console)
-    report(outcome, prepared)
     if not outcome.ok or outcome.saved is None:
+        report(outcome, prepared, console)
         sys.exit(INTERRUPTED if outcome.interrupted else FAILED)
     return outcome.saved

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
-import msgspec
 from msgspec import inspect
 
 from realgraph.field_notes import field_notes, summary
@@ -17,7 +16,8 @@ from realgraph.graphs.load import library_folder, load_graph
 from realgraph.graphs.maths import AdaptiveKL, Aggregate, Clip, Loss, OffPolicy, Step, Term
 from realgraph.graphs.schema import default_of, defaults_of, describe, structs, type_of
 from realgraph.graphs.spec import GraphSpec, ModelCall, ModelRole, Optimizer
-from realgraph.json_schema import graph_schema, run_schema
+from realgraph.json_schema import graph_schema, run_schema, schema_text
+from realgraph.output import say
 from realgraph.planner.cluster import ClusterSpec, NodesSpec
 from realgraph.planner.constraints import Constraints
 from realgraph.planner.pins import Pin
@@ -88,16 +88,13 @@ def schema_command(out_dir: Path) -> None:
     """Write the reference and the schemas. Raises ConfigError where the folder can't be written to."""
     for name, text in generated_files().items():
         write_text(out_dir / name, text)
-        print(f"wrote {out_dir / name}")
+        say(f"wrote {out_dir / name}")
 
 
 def generated_files() -> dict[str, str]:
     """File name -> its text."""
     schemas = {RUN_SCHEMA: run_schema(), GRAPH_SCHEMA: graph_schema()}
-    texts = {
-        name: msgspec.json.format(msgspec.json.encode(schema), indent=2).decode() for name, schema in schemas.items()
-    }
-    return {REFERENCE: reference_text(), **{name: text + "\n" for name, text in texts.items()}}
+    return {REFERENCE: reference_text(), **{name: schema_text(schema) for name, schema in schemas.items()}}
 
 
 def reference_text() -> str:

@@ -3,88 +3,147 @@
 import asyncio
 import sys
 import textwrap
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
+from msgspec import Struct
+from msgspec.structs import replace
 
-from realgraph.console import RunConsole, screen
+from realgraph.check_command import print_warnings
+from realgraph.console import screen
 from realgraph.costs_record import CostsFile, Planned
+from realgraph.ending import next_lines
 from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.output import say
 from realgraph.plan_command import print_plan
 from realgraph.planner.detect import probe
-from realgraph.running import Prepared, claim, prepare, prepare_resume
+from realgraph.resume import resumed
+from realgraph.running import Prepared, claim, owned, prepare, unwritable_folder, with_sums
 from realgraph.runtime.master import Master, Outcome
 from realgraph.runtime.observer import Observer, Observers
 from realgraph.runtime.preflight import preflight, refuse_machine
 from realgraph.runtime.records import MetricsFile, TraceFile, TranscriptsFile
-from realgraph.runtime.run_folder import RunFolder, disk_text, exclusive
+from realgraph.runtime.rotation import MEGABYTE
+from realgraph.runtime.run_folder import disk_text
 from realgraph.runtime.trackers import make_trackers
+from realgraph.terminal import Terminal, run_terminal
 
 FAILED, INTERRUPTED = 3, 130
 
 
-def run_command(
-    file: Path | None, overrides: Sequence[str], plan_file: Path | None, resume: Path | None, dry_run: bool
-) -> None:
+class RunOptions(Struct, frozen=True):
+    """What the command line says of a run beside its file and overrides."""
+
+    plan_file: Path | None = None
+    costs_file: Path | None = None
+    resume: Path | None = None
+    dry_run: bool = False
+    new_data: bool = False
+
+
+def run_command(file: Path | None, overrides: Sequence[str], options: RunOptions) -> None:
     """Run or resume; exits with 3 where the run failed, 130 where it was interrupted. Raises ConfigError."""
-    prepared = open_run(file, overrides, plan_file, resume)
-    console = RunConsole()
-    if dry_run:
-        print_plan(prepared.job.plan, prepared.checked, prepared.request, console)
-        for line in preflight(prepared.job):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-        console.print("dry run: nothing was started")
-        return
-    outcome = execute(prepared, console)
-    report(outcome, prepared)
+    console = run_terminal()
+    with open_run(file, overrides, options) as prepared:
+        print_warnings(prepared.checked.warnings)
+        if options.dry_run:
+            print_plan(prepared.job.plan, prepared.checked, prepared.request, console)
+            _first_rows(prepared, console)
+            console.print("dry run: nothing was started")
+            return
+        outcome = execute(prepared, console)
+    report(outcome, prepared, console)
     if not outcome.ok:
         sys.exit(INTERRUPTED if outcome.interrupted else FAILED)
 
 
-def open_run(file: Path | None, overrides: Sequence[str], plan_file: Path | None, resume: Path | None) -> Prepared:
-    """The run that the command line asks for. Raises ConfigError."""
-    if resume is not None:
-        if plan_file is not None:
-            raise ConfigError([Problem(Where("command line"), "a resumed run keeps its plan", "leave out --plan")])
+@contextmanager
+def open_run(file: Path | None, overrides: Sequence[str], options: RunOptions) -> Iterator[Prepared]:
+    """The run that the command line asks for; of one that goes on, its directory is ours meanwhile.
+
+    Raises ConfigError.
+    """
+    if options.resume is not None:
+        for given, name in ((options.plan_file, "--plan"), (options.costs_file, "--costs")):
+            if given is not None:
+                raise ConfigError([Problem(Where("command line"), "a resumed run keeps its plan", f"leave out {name}")])
         # With --resume there is no run file: a word in its place is an override.
-        return prepare_resume(resume, [*([str(file)] if file is not None else []), *overrides])
+        words = [*([str(file)] if file is not None else []), *overrides]
+        with resumed(options.resume, words, options.new_data) as prepared:
+            yield prepared
+        return
+    if options.new_data:
+        text = "--new-data is about a run that goes on"
+        raise ConfigError([Problem(Where("command line"), text, "add --resume DIR")])
     if file is None:
         hint = "realgraph run FILE, or realgraph run --resume DIR; realgraph init writes a run file"
         raise ConfigError([Problem(Where("command line"), "which run?", hint)])
-    return prepare(file, overrides, plan_file)
+    yield prepare(file, overrides, options.plan_file, options.costs_file)
 
 
-def execute(prepared: Prepared, console: Console, extra: Sequence[Observer] = ()) -> Outcome:
-    """Start the workers and run to the end, watched by files, trackers and the screen. Raises ConfigError."""
+def execute(
+    prepared: Prepared, console: Terminal, extra: Sequence[Observer] = (), view: Observer | None = None
+) -> Outcome:
+    """Start the workers and run to the end, watched by files, trackers and the screen. Raises ConfigError.
+
+    The directory of a resumed run is the caller's own already (`resumed`). view: shows the run on the screen, where a
+    run's own view would not fit.
+    """
+    refuse_machine(prepared.job, len(probe().gpus))
+    for line in passed_over(prepared):
+        console.print(line, soft_wrap=True)
+    _first_rows(prepared, console)
+    if prepared.job.steps:
+        when = prepared.job.checkpoint.text
+        console.print(f"checkpoints: {when} (checkpoint.every: steps, checkpoint.minutes)", soft_wrap=True)
+    watchers = (view or screen(console), *extra)
+    if prepared.resume is not None:
+        return _train(prepared, watchers)
+    with owned(prepared.folder):
+        return _train(replace(prepared, job=with_sums(prepared.job)), watchers)
+
+
+def passed_over(prepared: Prepared) -> Iterator[str]:
+    """Lines about checkpoints that nothing can go on from."""
+    for checkpoint in prepared.damaged:
+        yield f"warning: the checkpoint {checkpoint.path} is damaged: {checkpoint.reason}"
+    if prepared.damaged:
+        yield f"going on from {prepared.resume}, the newest intact one; damaged ones are kept as step-N.damaged"
+
+
+def _train(prepared: Prepared, watchers: Sequence[Observer]) -> Outcome:
+    """In a directory that is ours."""
     job, folder = prepared.job, prepared.folder
-    refuse_machine(job, len(probe().gpus))
-    for line in preflight(job):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    with ExitStack() as stack:
+    try:
+        claim(prepared)
+        most = job.outputs.rotate_mb * MEGABYTE
+        files = (MetricsFile(folder.metrics), TranscriptsFile(folder.transcripts, most), TraceFile(folder.trace, most))
+    except OSError as error:
+        raise unwritable_folder(folder, error) from None
+    trackers = make_trackers(job.outputs.trackers, job.outputs.tensorboard, job.outputs.project, folder.root)
+    costs = CostsFile(Planned(job.name, prepared.request, job.plan), folder.costs)
+    observers = Observers((*files, *trackers, costs, *watchers), prepared.begun_at)
+    try:
+        return asyncio.run(Master(job, folder, observers, prepared.resume).run())
+    finally:
         try:
-            stack.enter_context(exclusive(folder))
-        except BlockingIOError:
-            text = f"another run is writing to {folder.root}"
-            raise ConfigError([Problem(Where(path="$.outputs.dir"), text, "wait for it, or choose another")]) from None
+            observers.close()
         except OSError as error:
-            raise unwritable_folder(folder, error) from None
-        try:
-            claim(prepared)
-            files = (MetricsFile(folder.metrics), TranscriptsFile(folder.transcripts), TraceFile(folder.trace))
-        except OSError as error:
-            raise unwritable_folder(folder, error) from None
-        trackers = make_trackers(job.outputs.trackers, job.outputs.tensorboard, job.outputs.project, folder.root)
-        costs = CostsFile(Planned(job.name, prepared.request, job.plan), folder.costs)
-        observers = Observers((*files, *trackers, costs, screen(console), *extra))
-        try:
-            return asyncio.run(Master(job, folder, observers, prepared.resume).run())
-        finally:
-            try:
-                observers.close()
-            except OSError as error:
-                print(f"warning: a file of {folder.root} could not be closed: {error}", file=sys.stderr)
+            say(f"warning: a file of {folder.root} could not be closed: {error}", err=True)
+
+
+def _first_rows(prepared: Prepared, console: Terminal) -> None:
+    """Show what the first rows and the functions gave. Raises ConfigError, placed in the user's files."""
+    try:
+        lines = preflight(prepared.job)
+    except ConfigError as error:
+        raise ConfigError(
+            problem if problem.where.file else replace(problem, where=prepared.checked.where(problem.where.path))
+            for problem in error.problems
+        ) from error
+    for line in lines:
+        console.print(line, soft_wrap=True)
 
 
 def write_detail(detail: str, file: Path) -> None:
@@ -93,34 +152,26 @@ def write_detail(detail: str, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(detail, encoding="utf-8")
     except OSError as error:
-        print(f"  details could not be written ({disk_text(error)}):", file=sys.stderr)
-        print(textwrap.indent(detail.rstrip(), "    "), file=sys.stderr)
+        say(f"  details could not be written ({disk_text(error)}):", err=True)
+        say(textwrap.indent(detail.rstrip(), "    "), err=True)
     else:
-        print(f"  details: {file}", file=sys.stderr)
+        say(f"  details: {file}", err=True)
 
 
-def unwritable_folder(folder: RunFolder, error: OSError) -> ConfigError:
-    """The run directory can't be written to."""
-    text = f"the run directory {folder.root} can't be written to: {error.strerror or error}"
-    return ConfigError([Problem(Where(path="$.outputs.dir"), text, "choose another outputs.dir, or make room")])
+def report(outcome: Outcome, prepared: Prepared, console: Terminal) -> None:
+    """What a person needs to know at the end; of a failure: what, where the details are, and how to go on, on stderr.
 
-
-def report(outcome: Outcome, prepared: Prepared) -> None:
-    """What a person needs to know at the end; of a failure: what, where the details are, and how to go on."""
-    if outcome.ok:
-        return
-    err = sys.stderr
+    The screen has said after which step the run has ended.
+    """
     failure = outcome.failure
-    if failure is None:
-        print(f"{outcome.reason} after step {outcome.steps}", file=err)
-    else:
-        print(f"error: {outcome.reason}", file=err)
+    if failure is not None:
+        say(f"error: {outcome.reason}", err=True)
         if failure.detail:
             write_detail(failure.detail, prepared.folder.logs / "failure.txt")
         if failure.worker >= 0:
-            print(f"  log: {prepared.folder.logs / f'worker-{failure.worker}.log'}", file=err)
-    if outcome.saved is not None:
-        print(f"  saved: {outcome.saved}", file=err)
-        print(f"  go on: realgraph run --resume {prepared.folder.root}", file=err)
-    else:
-        print("  nothing was saved", file=err)
+            say(f"  log: {prepared.folder.logs / f'worker-{failure.worker}.log'}", err=True)
+    for line in next_lines(outcome, prepared):
+        if outcome.ok:
+            console.print(line, soft_wrap=True)
+        else:
+            say(line, err=True)

@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from realgraph.runtime.observer import EvalRecord, RunRecord, StepRecord, Transcript
 from realgraph.runtime.run_folder import RunFolder
+from realgraph.terminal import Terminal
 
 SHOWN_PROBLEMS = 6
 SMOOTHED_STEPS = 5
 
 
-def summarise(folder: RunFolder, console: Console) -> None:
+def summarise(folder: RunFolder, console: Terminal) -> None:
     """Before and after on held-out problems, some of them in full, the workers' time, and what to try next."""
     records = list(read_records(folder))
     evals = [record for record in records if isinstance(record, EvalRecord)]
@@ -27,9 +27,9 @@ def summarise(folder: RunFolder, console: Console) -> None:
     console.print(_times(folder))
     here = Path.cwd()
     root = folder.root.relative_to(here) if folder.root.is_relative_to(here) else folder.root
-    console.print(f"run directory: {root}", highlight=False)
-    console.print(f"try it:        realgraph generate {root} '12+34='", highlight=False)
-    console.print(f"trace:         {RunFolder(root).trace}  (open it in https://ui.perfetto.dev)", highlight=False)
+    console.print(f"run directory: {root}")
+    console.print(f"try it:        realgraph generate {root} '12+34='")
+    console.print(f"trace:         {RunFolder(root).trace}  (open it in https://ui.perfetto.dev)")
 
 
 def read_records(folder: RunFolder) -> Iterator[RunRecord]:
@@ -65,7 +65,7 @@ def _problems(folder: RunFolder, before: int, after: int) -> Table:
     table = Table("before", "after", title="some of them, with their score", title_justify="left")
     # workers report in any order; sorted, the same prompts stand side by side
     for row in list(zip(sorted(texts[before]), sorted(texts[after]), strict=False))[:SHOWN_PROBLEMS]:
-        table.add_row(*(text.replace("[", r"\[") for text in row))
+        table.add_row(*row)
     return table
 
 

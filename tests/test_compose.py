@@ -22,6 +22,7 @@ from realgraph.open_graph import open_graph
 from realgraph.reference import REFERENCE, documented, generated_files, reachable, reference_text
 from realgraph.resolved import resolved_text
 from realgraph.run_spec import RunSpec
+from tests.graph_texts import TEXT
 from tests.run_texts import ROOT, RUN, place, problems_of, write_model
 
 __all__ = ["place"]
@@ -92,7 +93,7 @@ def test_text_is_composed_as_the_file_would_be(place: Path) -> None:
 FIELDS: list[tuple[str, st.SearchStrategy[Any]]] = [
     ("steps", st.integers(1, 10**6)),
     ("seed", st.integers(0, 2**31)),
-    ("name", st.none() | st.text(max_size=8)),
+    ("name", st.none() | st.text("abcé19 -_.:[]⛏", min_size=1, max_size=8).filter(str.strip)),
     ("staleness", st.integers(0, 8)),
     ("params.kl_coef", st.floats(0, 1)),
     ("params.group_size", st.integers(2, 9)),
@@ -100,7 +101,7 @@ FIELDS: list[tuple[str, st.SearchStrategy[Any]]] = [
     ("calls.train.optimizer.max_grad_norm", st.none() | st.floats(0.1, 9)),
     ("calls.train.loss.aggregate", st.just({"kind": "constant", "length": 8})),
     ("calls.advantage.steps.scale", st.none()),
-    ("calls.reward.args", st.dictionaries(st.text(max_size=4), st.text(max_size=9), max_size=2)),
+    ("calls.reward.args", st.dictionaries(st.text(TEXT, max_size=4), st.text(TEXT, max_size=9), max_size=2)),
     ("batch.max_running", st.integers(1, 99)),
     ("cluster.kind", st.sampled_from(["cpu", "auto"])),
     ("outputs.trackers", st.lists(st.sampled_from(["wandb", "mlflow"]), max_size=2)),
@@ -237,3 +238,15 @@ def test_schemas_take_what_the_loader_takes_and_refuse_typos(tmp_path: Path) -> 
     for right, wrong in [("steps: 3", "stesp: 3"), ("fn: ", "fun: "), ("path: model}", "paths: model}")]:
         assert run.is_valid(parse_document(RUN, "x").tree)
         assert not run.is_valid(parse_document(RUN.replace(right, wrong), "x").tree)
+
+
+def test_the_directory_of_outputs_is_relative_to_the_run_file(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As models and data are; what stands on the command line is relative to where that is typed."""
+    elsewhere = place / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    (place / "run.yaml").write_text(RUN + "outputs: {dir: runs/mine}\n")
+    assert compose(place / "run.yaml").run.outputs.dir == str(place / "runs/mine")
+    assert compose(place / "run.yaml", ["outputs.dir=here"]).run.outputs.dir == str(elsewhere / "here")
+    assert compose(place / "run.yaml", ["outputs.dir=/abs"]).run.outputs.dir == "/abs"
+    assert compose(place / "run.yaml", ["outputs.dir=null"]).run.outputs.dir is None

@@ -3,22 +3,27 @@
 import io
 import itertools
 import json
+import os
+import stat
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from realgraph.console import LiveScreen, PlainLines, sparkline, summary
 from realgraph.graphs.errors import ConfigError
 from realgraph.runtime.actions import Span as CallSpan
+from realgraph.runtime.checkpoint_folders import commit_folder, prune
 from realgraph.runtime.evaluation import pass_at_k
+from realgraph.runtime.launch import WorkerHandle
 from realgraph.runtime.observer import EvalRecord, Note, RunEnded, RunStarted, Span, StepRecord, Transcript
 from realgraph.runtime.records import MetricsFile, TraceFile, TranscriptsFile
-from realgraph.runtime.run_folder import RunFolder, commit_folder, exclusive, point_link, prune, write_atomic
+from realgraph.runtime.rotation import limit_log, older
+from realgraph.runtime.run_folder import RunFolder, exclusive, point_link, write_atomic
 from realgraph.runtime.step_metrics import queue_seconds
 from realgraph.runtime.trackers import make_trackers
+from realgraph.terminal import Terminal
 
 STARTED = RunStarted("name", "grpo", steps=3, first_step=0, run_dir="/runs/x", calls=("rollout", "train"))
 STEP = StepRecord(0, 0.5, {"reward/reward": 0.25, "train/loss": 1.5, "rollout/seconds": 0.2, "train/seconds": 0.3})
@@ -83,7 +88,7 @@ def test_a_checkpoint_appears_whole_and_the_best_outlives_pruning(tmp_path: Path
         commit_folder(folder.partial(step), folder.checkpoint(step))
         if step == 1:
             point_link(folder.best, folder.checkpoint(step))
-    assert [path.name for path in prune(folder, keep=2)] == ["step-000002"]
+    assert not prune(folder, keep=2)
     assert folder.steps() == [1, 3, 4]
     assert folder.best.resolve() == folder.checkpoint(1).resolve()
     assert not list(folder.checkpoints.glob(".partial*"))
@@ -94,6 +99,91 @@ def test_two_runs_never_share_a_directory(tmp_path: Path) -> None:
         pass
     with exclusive(RunFolder(tmp_path)):
         pass
+
+
+def test_a_trace_that_is_full_is_kept_beside_a_new_one_and_both_open(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    written = [Span(step % 2, "train", step, float(step), step + 0.5) for step in range(400)]
+    for first in (0, 130, 290):  # the run is resumed twice
+        trace = TraceFile(path, most_bytes=10_000)
+        for span in written[first : {0: 130, 130: 290, 290: 400}[first]]:
+            trace.observe(span)
+        trace.close()
+    old = json.loads((tmp_path / "trace.1.json").read_text())
+    new = json.loads(path.read_text() + "]")
+    assert max(path.stat().st_size, (tmp_path / "trace.1.json").stat().st_size) < 11_000
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "trace.1.json", path]
+    steps = [event["args"]["step"] for event in (*old, *new) if event["ph"] == "X"]
+    assert steps == list(range(400 - len(steps), 400))
+    for events in (old, new):
+        named = {event["tid"] for event in events if event["ph"] == "M"}
+        assert {event["tid"] for event in events} == named, "every row of each file has a name"
+
+
+@pytest.mark.parametrize("left", [1, 2, 30])
+def test_a_trace_that_was_cut_while_it_was_rotated_goes_on(tmp_path: Path, left: int) -> None:
+    path = tmp_path / "trace.json"
+    trace = TraceFile(path)
+    for step in range(left):
+        trace.observe(Span(0, "train", step, float(step), step + 0.5))
+    trace.close()
+    with path.open("a") as file:
+        file.write("]")
+    trace = TraceFile(path)
+    trace.observe(Span(0, "train", left, float(left), left + 0.5))
+    trace.close()
+    events = json.loads(path.read_text() + "]")
+    assert [event["args"]["step"] for event in events if event["ph"] == "X"][-1] == left
+
+
+def test_full_transcripts_make_room_and_metrics_are_never_dropped(tmp_path: Path) -> None:
+    transcripts, metrics = tmp_path / "transcripts.jsonl", tmp_path / "metrics.jsonl"
+    observers = (TranscriptsFile(transcripts, most_bytes=5_000), MetricsFile(metrics))
+    for step in range(1_000):
+        for observer in observers:
+            observer.observe(Transcript(step, "sample" * 10))
+            observer.observe(StepRecord(step, 0.5, {"train/loss": 1.5}))
+    assert len(metrics.read_text().splitlines()) == 1_000
+    lines = [json.loads(line) for path in (older(transcripts), transcripts) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1_000 - len(lines), 1_000))
+    assert 5_000 < older(transcripts).stat().st_size < 5_200
+
+
+def test_a_full_log_is_kept_once_and_its_writers_write_on(tmp_path: Path) -> None:
+    path = tmp_path / "worker-0.log"
+    out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number in range(50):
+        os.write(out, f"line {number}\n".encode())
+        assert limit_log(path, 100) == (path.stat().st_size == 0)
+    os.close(out)
+    assert stat.S_IMODE(older(path).stat().st_mode) == 0o600
+    assert older(path).stat().st_size + path.stat().st_size < 300
+    assert WorkerHandle(0, 1, str(path)).last_lines(8).splitlines() == [f"line {number}" for number in range(42, 50)]
+    assert not limit_log(tmp_path / "none.log", 100)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o000, 0o077])
+@pytest.mark.parametrize("parents", [False, True], ids=["new parents", "parents there"])
+def test_a_run_directory_and_its_texts_are_its_owners_alone(tmp_path: Path, umask: int, parents: bool) -> None:
+    folder = RunFolder(tmp_path / "runs" / "of mine" / "run")
+    if parents:
+        folder.root.parent.mkdir(parents=True)
+    before = os.umask(umask)
+    try:
+        with exclusive(folder):
+            TranscriptsFile(folder.transcripts).observe(Transcript(0, "secret"))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.root.stat().st_mode) == 0o700
+    assert stat.S_IMODE(folder.transcripts.stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.root.parent.stat().st_mode) == 0o777 & ~umask or parents
+
+
+def test_a_run_directory_that_was_made_for_others_stays_open(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with exclusive(RunFolder(tmp_path)):
+        pass
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
 
 
 def test_queue_seconds_runs_from_the_last_producer() -> None:
@@ -125,7 +215,7 @@ def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path) -> None:
 
 def test_plain_lines_say_what_happened() -> None:
     out = io.StringIO()
-    screen = PlainLines(Console(file=out, width=200), every_seconds=0)
+    screen = PlainLines(Terminal(file=out, width=200), every_seconds=0)
     for record in RECORDS:
         screen.observe(record)
     text = out.getvalue()
@@ -135,7 +225,7 @@ def test_plain_lines_say_what_happened() -> None:
 
 def test_live_screen_shows_calls_and_curve() -> None:
     out = io.StringIO()
-    screen = LiveScreen(Console(file=out, width=120, force_terminal=True))
+    screen = LiveScreen(Terminal(file=out, width=120, force_terminal=True))
     for record in RECORDS:
         screen.observe(record)
     screen.close()

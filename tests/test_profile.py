@@ -1,5 +1,6 @@
 """What a real run leaves as costs.json, and a real profile of a few cases on two processes."""
 
+import tracemalloc
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from realgraph.cli import app
-from realgraph.costs_record import CostsFile, Planned, costs_of
+from realgraph.costs_record import MOST_STEPS, CostsFile, Planned, SomeSteps, costs_of
 from realgraph.graphs.errors import ConfigError
 from realgraph.planner.cluster import ClusterSpec
 from realgraph.planner.cost_table import COSTS_FILE, CostTable, load_costs
@@ -106,6 +107,35 @@ def test_generation_that_overlaps_other_steps_is_left_out(home: Path) -> None:
     table = costs_of(stale, steps([1.0] * 5), datetime.now(UTC))
     assert table is not None
     assert [call.call for call in table.calls] == ["train"]
+
+
+@pytest.mark.parametrize("n", [1, 7, 511, 513, 514, 515, 5_000, 40_000])
+def test_a_long_run_holds_no_more_steps_than_a_short_one(n: int) -> None:
+    """What is left out is left out evenly."""
+    some, record = SomeSteps(), steps([1.0])[0]
+    for step in range(n):
+        some.add(replace(record, step=step))
+    kept = [record.step for record in some.records]
+    assert kept[:2] == [0, 1][:n]
+    assert kept[2:] == list(range(2, n, some.every))
+    assert len(kept) < MOST_STEPS + 2
+    assert n <= MOST_STEPS + 1 or len(kept) >= MOST_STEPS // 2
+
+
+def test_the_table_of_a_long_run_says_how_much_was_measured(home: Path, tmp_path: Path) -> None:
+    observer = CostsFile(planned(home), tmp_path / COSTS_FILE)
+    tracemalloc.start()
+    for number in range(6_000):
+        observer.observe(steps([9.0 if number < 2 else 1.0 + number % 2])[0])
+        if number == 1_000:
+            before = tracemalloc.get_traced_memory()[0]
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert grown < 200_000
+    observer.observe(RunEnded(6_000, "finished", True))
+    (call, *_) = load_costs(tmp_path).calls
+    assert call.count == pytest.approx(6_000, rel=0.01)
+    assert 1.0 <= call.seconds <= 2.0
 
 
 def test_the_file_is_written_when_the_run_ends_in_whatever_way(home: Path, tmp_path: Path) -> None:

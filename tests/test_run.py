@@ -21,11 +21,13 @@ __all__ = ["home"]
 
 HELD_OUT = {**BASE["data"], "path": "test.jsonl"}
 EVAL: dict[str, Any] = {"eval": {"every": 2, "data": HELD_OUT, "limit": 10}}
+LONG = merged(EVAL, {"eval": {"every": 1}, "batch": {"max_new_tokens": 48}})  # evaluations come while samples are made
 FROM_DATA = {"columns": {"prompt": "prompt", "response": "answer", "answer": None}}
 CRITIC_APART = {
     **{name: {"first": 1, "devices": 1} for name in ("values", "train_critic")},
     **{name: {"first": 0, "devices": 1} for name in ("rollout", "ref_logp", "train_actor")},
 }
+READS_PROMPT = {"fn": "rewards:with_prompt", "reads": ["text", "answer", "prompt"], "ids": ["prompt"]}
 STEPS = 3
 RUNS: dict[str, dict[str, Any]] = {
     "sft": {"graph": "sft", "params": {"lr": 3e-3, "minibatches": 2}, "data": FROM_DATA},
@@ -35,10 +37,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "generate": {"graph": "generate", "params": {"n": 2}},
     "fsdp": merged(GRPO, {"allocation": {"train": {"sharding": "fsdp", "devices": 2}}}),
     "apart": merged(GRPO, {"allocation": {"train": {"first": 0, "devices": 1}, "rollout": {"first": 1, "devices": 1}}}),
-    "one": merged(GRPO, {"cluster": {"devices": 1}}),
-    "late": merged(GRPO, {"staleness": 1}),
+    "one": merged(GRPO, {"cluster": {"devices": 1}, "calls": {"reward": READS_PROMPT}}, EVAL),
+    "late": merged(GRPO, LONG, {"staleness": 1}),
     "late_apart": merged(
         GRPO,
+        LONG,
         {"staleness": 2, "allocation": {"train": {"first": 0, "devices": 1}, "rollout": {"first": 1, "devices": 1}}},
     ),
 }
@@ -80,7 +83,7 @@ def test_a_run_records_what_it_did(home: Path, name: str) -> None:
         here = {key.partition("/")[0] for key in metrics if key.endswith("/seconds")} - {"reallocate"}
         assert here <= calls if streams else here == calls  # a stream may have made a batch while another was trained
         timed |= here
-        assert metrics["batch/groups"] == RUNS[name].get("batch", BASE["batch"])["groups"]
+        assert metrics["batch/groups"] == merged(BASE, RUNS[name])["batch"]["groups"]
     assert timed == calls
     for role in TRAINED.get(name, "").split():
         assert [record["metrics"][f"version/{role}"] for record in steps] == [1, 2, 3]
@@ -113,17 +116,21 @@ def test_a_run_goes_on_when_nobody_reads_its_output(home: Path) -> None:
     assert [record["ok"] for record in records(home / "unread", "end")] == [True]
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
+@pytest.mark.parametrize("name", ["grpo", "ppo", "late", "late_apart"])
 def test_evaluations_come_when_they_are_due_with_samples(home: Path, name: str) -> None:
     folder = ran(home, name)
     evals = records(folder, "eval")
-    assert [record["step"] for record in evals] == [0, 2, 3]
+    every = RUNS[name]["eval"]["every"]
+    assert [record["step"] for record in evals] == [*range(0, STEPS, every), STEPS]
     for record in evals:
         assert {"accuracy", "reward", "new_tokens"} <= record["metrics"].keys()
     if name == "grpo":
         assert all(record["metrics"]["pass@1"] <= record["metrics"]["pass@2"] for record in evals)
     shown = [json.loads(line) for line in (folder / "transcripts.jsonl").read_text().splitlines()]
-    assert {(line["split"], line["step"]) for line in shown} >= {("eval", 0), ("eval", 2), ("eval", 3), ("train", 0)}
+    assert {(line["split"], line["step"]) for line in shown} >= {
+        *(("eval", record["step"]) for record in evals),
+        ("train", 0),
+    }
     assert all(re.match(r"\d\d\+\d\d=", line["text"]) for line in shown)
 
 
@@ -153,7 +160,9 @@ def test_checkpoints_are_models_for_transformers(home: Path, name: str) -> None:
     after = AutoModelForCausalLM.from_pretrained(checkpoint / "actor")
     text = AutoTokenizer.from_pretrained(checkpoint / "actor")("12+34=", return_tensors="pt").input_ids
     assert not torch.allclose(before(text).logits, after(text).logits, atol=1e-3)
-    assert sorted(path.name for path in checkpoint.iterdir()) == sorted([*TRAINED[name].split(), "state.json"])
+    assert sorted(path.name for path in checkpoint.iterdir()) == sorted(
+        [*TRAINED[name].split(), "manifest.json", "state.json"]
+    )
 
 
 @pytest.mark.parametrize("name", ["fsdp", "apart", "one"])
@@ -214,13 +223,15 @@ def test_a_trained_model_answers(home: Path) -> None:
     assert several.count("'12+34=' -> ") == several.count("'1+1=' -> ") == 2
 
 
-def test_eval_scores_a_checkpoint_without_training(home: Path) -> None:
-    """The same score that the run itself gave these weights, in a directory of its own."""
-    folder = ran(home, "grpo")
+@pytest.mark.parametrize("run", ["grpo", "late", "late_apart"])
+def test_eval_scores_a_checkpoint_without_training(home: Path, run: str) -> None:
+    """The same score that the run itself gave these weights, in a directory of its own; asynchronous runs, too, are
+    evaluated under the weights of their step."""
+    folder = ran(home, run)
     expected = next(record["metrics"] for record in records(folder, "eval") if record["step"] == STEPS)
     checkpoint = folder / "checkpoints" / f"step-{STEPS:06d}"
-    for name in ("grpo-eval", "grpo-eval-2"):
-        finish(home, "eval", str(home / "grpo.yaml"), "--checkpoint", str(checkpoint), name=name)
+    for name in (f"{run}-eval", f"{run}-eval-2")[: 2 if run == "grpo" else 1]:
+        finish(home, "eval", str(home / f"{run}.yaml"), "--checkpoint", str(checkpoint), name=name)
         (found,) = records(home / name, "eval")
         assert found["metrics"] == expected
         assert not records(home / name)
@@ -229,9 +240,9 @@ def test_eval_scores_a_checkpoint_without_training(home: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "code", "says"),
     [
-        ({"calls": {"reward": {"fn": "absent:score"}}}, 2, r"can't load 'absent:score'"),
+        ({"calls": {"reward": {"fn": "absent:score"}}}, 2, r"can't find the module of 'absent:score'"),
         ({"models": {"actor": {"path": "torn"}}}, 3, r"worker [01]: .*torn"),
-        ({"calls": {"train": {"loss": {"terms": {"spoil": {"fn": "rewards:absent"}}}}}}, 3, r"worker [01]: .*absent"),
+        ({"calls": {"train": {"loss": {"terms": {"spoil": {"fn": "rewards:absent"}}}}}}, 2, r"defines no 'absent'"),
         ({"runtime": {"start_seconds": 0.05}}, 3, r"were not started within 0.05 s|not ready within 0.05 s"),
         ({"outputs": {"dir": "/proc/nowhere"}}, 2, r"the run directory /proc/nowhere can't be written to"),
     ],

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from realgraph.check_command import check_command
 from realgraph.compose import check_run
 from realgraph.graphs.errors import Where
 from realgraph.local_data import probe_data
+from realgraph.running import claim, prepare
 from tests.run_texts import ROOT, RUN, place, problems_of, refused, write_model
 
 __all__ = ["place"]
@@ -71,6 +73,30 @@ __all__ = ["place"]
         ("steps: 3", "eval: {n: 4}", "$.eval.n", "greedy decoding gives the same text 4 times", "temperature"),
         ("graph: grpo", "graph: run.yaml", "$.graph", "a run file can't be its own graph", "name another file"),
         ("steps: 3", "cluster: {nodes: 0}", "$.cluster.nodes", "expected a whole number >= 1, got 0", ""),
+        ("steps: 3", "cluster: {kind: H100-SMX}", "$.cluster.kind", "unknown device kind 'H100-SMX'", "'H100-SXM'?"),
+        (
+            "steps: 3",
+            "cluster: {kind: H100-SXM, devices: 8, more: [{nodes: 1, kind: a100}]}",
+            "$.cluster.more[0].kind",
+            "unknown device kind 'a100'",
+            "did you mean ",
+        ),
+        (
+            "steps: 3",
+            "constraints: {share: [[trian, rollout]]}",
+            "$.constraints.share[0]",
+            "'trian' is no call of the graph",
+            "did you mean 'train'?",
+        ),
+        ("steps: 3", "constraints: {share: [[train, reward]]}", "$.constraints.share[0]", "'reward' holds no dev", ""),
+        ("steps: 3", "constraints: {share: [[train, ref_logp]]}", "$.constraints.share[0]", "switched off by its", ""),
+        (
+            "steps: 3",
+            "constraints: {forbid: {rolout: [{dp: 2}]}}",
+            "$.constraints.forbid.rolout",
+            "'rolout' is no call of the graph",
+            "did you mean 'rollout'?",
+        ),
     ],
 )
 def test_each_mistake_of_a_run_file_has_its_place(
@@ -121,6 +147,14 @@ def test_mistakes_of_all_sorts_come_at_once(place: Path) -> None:
     paths = [problem.where.path for problem in refused(place, *overrides)]
     wanted = ["$.allocation.trian", "$.data.columns.prmpt", "$.models.actor.path", "$.calls.train.minibatches"]
     assert sorted(paths) == sorted(wanted)
+
+
+def test_a_temperature_of_0_says_where_decoding_is_greedy(place: Path) -> None:
+    (problem,) = [p for p in refused(place, "params.temperature=0") if p.where.path == "$.calls.train.temperature"]
+    assert problem.text == "expected a number > 0, got 0.0"
+    assert "greedy decoding is `temperature: 0` of a generate call" in problem.hint
+    assert "write 0" not in problem.hint
+    assert problem.hint.endswith("its value comes from params.temperature, command line")
 
 
 def test_a_rule_about_a_reference_names_the_value_behind_it(place: Path) -> None:
@@ -208,3 +242,32 @@ def test_data_that_can_not_be_read_names_file_and_line(tmp_path: Path, name: str
     problem = problems_of(lambda: probe_data(str(tmp_path / name), None, where))[0]
     assert problem.where == where
     assert text in problem.text
+
+
+# --- variables that functions name ------------------------------------------------------------------------------------
+
+
+def test_a_variable_that_is_not_set_is_refused_with_its_place(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "a secret value")
+    monkeypatch.delenv("OTHER_JUDGE_KEY", raising=False)
+    text = RUN.replace("args: {strict: true}", "args: {strict: true}, env: [JUDGE_KEY, OTHER_JUDGE_KEY, JUGDE_KEY]")
+    (place / "run.yaml").write_text(text)
+    for command in (lambda: check_command(place / "run.yaml"), lambda: prepare(place / "run.yaml", (), None)):
+        other, close = problems_of(command)
+        assert (other.where.line, other.where.path) == (11, "$.calls.reward.env[1]")
+        assert other.text == "the environment variable 'OTHER_JUDGE_KEY' is not set"
+        assert close.hint == "did you mean 'JUDGE_KEY'?"
+
+
+def test_the_value_of_a_variable_is_written_nowhere(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "a secret value")
+    text = RUN.replace("args: {strict: true}", "args: {strict: true}, env: [JUDGE_KEY]")
+    (place / "run.yaml").write_text(text)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    write_model(place / "full", **sizes, num_key_value_heads=2, vocab_size=64, max_position_embeddings=256)
+    changes = [f"outputs.dir={place / 'out'}", f"models.actor.path={place / 'full'}", "cluster.kind=cpu"]
+    prepared = prepare(place / "run.yaml", changes, None)
+    claim(prepared)
+    written = [path.read_text() for path in (place / "out").rglob("*") if path.is_file()]
+    assert any("JUDGE_KEY" in text for text in written)
+    assert not any("a secret value" in text for text in written)

@@ -1,0 +1,89 @@
+"""`realgraph generate`: prompts that can't be answered, chats as in the run, ends of the model's generation config."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from realgraph.generate_command import Ask, answers, chat_settings
+from realgraph.graphs.errors import ConfigError
+from realgraph.runtime.job import DataSpec
+from tests import tiny
+from tests.data_sets import TOOLS, make_tokenizer
+
+TOKENIZER: Any = make_tokenizer(TOOLS, eos="</s>")
+ARGS = {"enable_thinking": False}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with a checkpoint of a tiny model that has a chat template."""
+    root = tmp_path_factory.mktemp("run")
+    folder = root / "checkpoints" / "step-000001" / "actor"
+    tiny.save(folder, vocab_size=len(TOKENIZER.get_vocab()), max_position_embeddings=64)
+    TOKENIZER.save_pretrained(folder)
+    data = {"path": "x", "system": "be brief", "template_args": ARGS, "further": 1}
+    (root / "job.json").write_text(json.dumps({"data": data, "name": "x"}))
+    return root
+
+
+def model(run: Path) -> Path:
+    return run / "checkpoints" / "step-000001" / "actor"
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ("", "command line: $: prompt 2 can't be answered: it is empty"),
+        ("so it goes " * 90, "prompt 2 can't be answered: it has "),
+        ("a\udcff", "prompt 2 can't be answered: it is not UTF-8 text: byte 2"),
+    ],
+)
+def test_prompts_that_cannot_be_answered_are_told(run: Path, prompt: str, said: str, chat: bool) -> None:
+    with pytest.raises(ConfigError) as error:
+        answers(model(run), ["hello", prompt], Ask(chat=chat))
+    assert said in str(error.value)
+    assert "prompt 1" not in str(error.value)
+
+
+@pytest.mark.parametrize("prompt", ["a\x00b", "\x1b[31m\r\n", "\u2028\ufeff", " "])
+def test_control_characters_are_text_like_any_other(run: Path, prompt: str) -> None:
+    assert [asked for asked, _ in answers(model(run), [prompt], Ask(max_new_tokens=2))] == [prompt]
+
+
+def test_a_prompt_of_tokens_that_the_model_does_not_have_is_told(tmp_path: Path) -> None:
+    tiny.save(tmp_path, vocab_size=10)
+    TOKENIZER.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"prompt 1 can't be answered: it has the token \d+, and the model's vocab"):
+        answers(tmp_path, ["hello"], Ask(chat=False))
+
+
+def test_chats_are_rendered_as_in_the_run(run: Path) -> None:
+    folder = str(model(run))
+    assert chat_settings(model(run), Ask(), True) == DataSpec(folder, system="be brief", template_args=ARGS)
+    asked = chat_settings(model(run), Ask(template_args=("enable_thinking=true",)), True)
+    assert asked.template_args == {"enable_thinking": True}
+    assert chat_settings(model(run), Ask(chat=False), True) == DataSpec(folder, chat=False)
+    with pytest.raises(ConfigError, match="--template-arg is given, but the prompts are plain text"):
+        chat_settings(model(run), Ask(chat=False, template_args=("a=1",)), True)
+    with pytest.raises(ConfigError, match="'enable' is not an override"):
+        chat_settings(model(run), Ask(template_args=("enable",)), True)
+    with pytest.raises(ConfigError, match="chat template reads no 'thinking'"):
+        answers(model(run), ["hello"], Ask(template_args=("thinking=1",)))
+
+
+def test_every_end_of_the_generation_config_ends_an_answer(tmp_path: Path) -> None:
+    """A list of all tokens: whatever comes first ends the answer."""
+    network = tiny.network(vocab_size=len(TOKENIZER.get_vocab()))
+    network.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    file = tmp_path / "generation_config.json"
+    single = {TOKENIZER.decode([token], skip_special_tokens=True) for token in range(len(TOKENIZER.get_vocab()))}
+    for ends, all_single in ((2, False), (list(range(len(TOKENIZER.get_vocab()))), True)):
+        file.write_text(json.dumps({"eos_token_id": ends}))
+        found = answers(tmp_path, ["hello"], Ask(n=8, temperature=1.0, max_new_tokens=20))
+        assert all(text in single for _, text in found) == all_single
