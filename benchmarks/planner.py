@@ -17,6 +17,7 @@ import hashlib
 import json
 import lzma
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -166,6 +167,7 @@ def run_file(case: Case) -> str:
 def requested(case: Case, folder: Path) -> PlanRequest:
     file = folder / "run.yaml"
     file.write_text(run_file(case), encoding="utf-8")
+    shutil.copy(HERE / "bench_rewards.py", folder)  # functions are looked for beside the run file
     return request_for(check_run(file, ()), asked=Asked(engine="any"))
 
 
