@@ -57,7 +57,8 @@ docs: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt '.[bench]'
-	for name in scheduler data_plane generation vs_trl quickstart planner planner_large predictions; do \
+	for name in scheduler data_plane generation vs_trl quickstart planner planner_bounds planner_large predictions \
+		bad_inputs chaos crash_points; do \
 		OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 clean:

@@ -8,8 +8,6 @@ import re
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from realgraph.compose import check_run
 from realgraph.graph_command import graph_command
 from realgraph.plan_command import asked_for, print_plan
@@ -17,6 +15,7 @@ from realgraph.plan_options import PlanOptions
 from realgraph.planner.search.search import search
 from realgraph.runtime.run_folder import RunFolder
 from realgraph.summary import summarise
+from realgraph.terminal import Terminal
 
 DOCS = Path(__file__).parent
 PLANNED = DOCS.parent / "configs" / "ppo_llama3_8b_2x8h100.yaml"
@@ -36,12 +35,12 @@ def main(run: Path | None) -> None:
         save(console, "make quickstart", DOCS / "quickstart.svg")
 
 
-def recording(width: int) -> Console:
+def recording(width: int) -> Terminal:
     """A console that shows nothing and remembers all."""
-    return Console(record=True, width=width, file=open(os.devnull, "w"), highlight=False)
+    return Terminal(record=True, width=width, file=open(os.devnull, "w"))
 
 
-def save(console: Console, title: str, file: Path) -> None:
+def save(console: Terminal, title: str, file: Path) -> None:
     """What was printed as an SVG picture that fetches no fonts from the web."""
     picture = console.export_svg(title=title)
     file.write_text(re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL), encoding="utf-8")

@@ -91,7 +91,7 @@ def test_ancestors_undo_child(keys: list[str | int]) -> None:
         ("a: 1\n3: 1\n", 2, "$", "the key '3' is not text"),
         ("? [1, 2]\n: 1\n", 1, "$", "the key that is a list or a mapping is not text"),
         ("a: !!python/object/apply:os.system [ls]\n", 1, "$", ""),
-        ("a: 1\nb: !!python/name:os.system x\n", 2, "$.b", "could not determine a constructor"),
+        ("a: 1\nb: !!python/name:os.system x\n", 2, "$.b", "is not a plain value"),
         ("a: &x\n  b: *x\n", 2, "$.a.b", "an alias inside its own anchor"),
         ("a: &x {<<: *x}\n", 1, "$.a", "an alias inside its own anchor"),
         ("a:\n  <<: 3\n", 2, "$.a", "'<<' merges mappings only"),
@@ -190,6 +190,21 @@ def test_null_deletes_entries_resets_fields_and_stays_where_it_is_a_value() -> N
     assert tree["calls"]["train"]["loss"]["terms"]["policy"]["clip"]["dual"] is None
     assert tree["calls"]["reward"]["args"] == {"strict": None}
     assert tree["params"]["path"] is None
+
+
+def test_an_upper_layer_deletes_what_a_lower_one_of_the_users_added() -> None:
+    more = "calls.more={kind: inference, model: judge, output: logprobs, writes: [more]}"
+    added = (more, "models.judge={init: actor}")
+    assert "more" in spec_of(GRAPH, *added).calls
+    left = spec_of(GRAPH, *added, "calls.more=null", "models.judge=null")
+    assert (list(left.calls), list(left.models)) == (["rollout", "reward", "advantage", "train"], ["actor"])
+    again = spec_of(GRAPH, *added, "calls.more=null", more)
+    assert "more" in again.calls
+    (problem,) = problems_of(GRAPH, *added, "calls.moer=null")
+    assert (problem.where.path, problem.hint) == ("$.calls.moer", "known: advantage, reward, rollout, train")
+    (problem,) = problems_of(GRAPH, *added, "calls.more=null")
+    assert problem.where.path == "$.models.judge"
+    assert "models.judge=null" in problem.hint
 
 
 def test_a_deleted_entry_may_be_written_anew() -> None:
@@ -304,3 +319,11 @@ def test_text_without_references_is_left_alone(text: str) -> None:
 def test_an_escaped_reference_is_text() -> None:
     resolved, problems = interpolate(Document({"a": 1, "b": r"x\${a}", "c": r"\${a} ${a}"}), {})
     assert (resolved.tree["b"], resolved.tree["c"], problems) == ("x${a}", "${a} 1", ())
+
+
+def test_a_path_without_quotes_finds_the_place_of_an_odd_name() -> None:
+    document = parse_document('a:\n  "b c":\n    x: 1\n  "d.e\\"":\n    - 2\n  "b": 3\n', "x.yaml")
+    assert document.where("$.a.b c.x") == Where("x.yaml", 3, '$.a["b c"].x')
+    assert document.where("$.a.b c.nothing") == Where("x.yaml", 2, '$.a["b c"].nothing')
+    assert document.where('$.a.d.e"[0]') == Where("x.yaml", 5, '$.a["d.e\\""][0]')
+    assert document.where("$.a.b`t") == Where("x.yaml", 1, "$.a.b`t")
