@@ -8,9 +8,10 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from realgraph.runtime.frames import body_length, cut, framed
+
 MAX_RESULT_BYTES = 64 * 2**20
 _MARK = b"\xf7rg\x01"  # never the start of text in UTF-8
-_HEAD_BYTES = len(_MARK) + 4
 _SHOWN_BYTES = 40
 
 
@@ -61,8 +62,7 @@ _ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 def frame(message: Call | Answer) -> bytes:
     """A message as it goes over the socket. Raises what msgspec does for values that have no form there."""
-    body = _encode(message)
-    return _MARK + len(body).to_bytes(4, "big") + body
+    return framed(_encode(message), _MARK)
 
 
 def next_call(buffer: bytearray) -> Call | None:
@@ -85,13 +85,7 @@ def next_answer(buffer: bytearray) -> Answer | None:
 def _cut(buffer: bytearray, max_bytes: int) -> bytes | None:
     if buffer[: len(_MARK)] != _MARK[: len(buffer)]:
         raise ForeignBytesError(repr(bytes(buffer[:_SHOWN_BYTES])))
-    if len(buffer) < _HEAD_BYTES:
-        return None
-    length = int.from_bytes(buffer[len(_MARK) : _HEAD_BYTES], "big")
-    if length > max_bytes:
+    length = body_length(buffer, _MARK)
+    if length is not None and length > max_bytes:
         raise ForeignBytesError(repr(bytes(buffer[:_SHOWN_BYTES])))
-    if len(buffer) < _HEAD_BYTES + length:
-        return None
-    body = bytes(buffer[_HEAD_BYTES : _HEAD_BYTES + length])
-    del buffer[: _HEAD_BYTES + length]
-    return body
+    return cut(buffer, _MARK)

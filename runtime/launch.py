@@ -21,6 +21,7 @@ from msgspec import Struct
 from realgraph.runtime import processes
 from realgraph.runtime.clock import time_limit
 from realgraph.runtime.curve import KeyPair
+from realgraph.runtime.frames import cut
 from realgraph.runtime.processes import Exited, Preloaded, Started
 from realgraph.runtime.rotation import older
 
@@ -184,7 +185,7 @@ class Fleet:
 
     async def _next_event(self) -> processes.Event | None:
         """The fork server's next event; None where it has ended."""
-        while (body := processes.cut_frame(self._buffer)) is None:
+        while (body := cut(self._buffer)) is None:
             try:
                 piece = await asyncio.get_running_loop().sock_recv(self._pipe, 1 << 16)
             except ConnectionResetError:

@@ -23,13 +23,14 @@ from torch import Tensor
 
 from realgraph.runtime import bundle
 from realgraph.runtime.bundle import Ask, Deadline, Extent, Item, Missing, PeerLostError, Release, Segments
+from realgraph.runtime.frames import LENGTH_BYTES, framed
 from realgraph.runtime.memory import Bytes, aligned, map_bytes
 from realgraph.runtime.protocol import Peer
 from realgraph.runtime.store import Entry, MissingValueError, Store
 
 log = logging.getLogger(__name__)
 
-_LENGTH_BYTES = 4
+
 _MAX_HEADER_BYTES = 1 << 30
 _MAX_DESCRIPTORS = 64  # in one message; the kernel takes 253
 _SEND_SECONDS = 30.0
@@ -62,8 +63,7 @@ def _check_user(connection: socket.socket) -> None:
 
 
 def _send(connection: socket.socket, message: bundle.Request | bundle.Answer, descriptors: Sequence[int] = ()) -> None:
-    body = bundle.encode(message)
-    data = len(body).to_bytes(_LENGTH_BYTES, "big") + body
+    data = framed(bundle.encode(message))
     if descriptors:  # they travel with the first byte
         data = data[socket.send_fds(connection, [data], list(descriptors)) :]
     connection.sendall(data)
@@ -73,10 +73,10 @@ def _receive(connection: socket.socket, deadline: Deadline | None) -> tuple[byte
     """The next message and its descriptors. Raises OSError, TimeoutError, and EOFError where the other end hung up."""
     head, descriptors = bytearray(), list[int]()
     try:
-        while len(head) < _LENGTH_BYTES:
+        while len(head) < LENGTH_BYTES:
             connection.settimeout(deadline.left() if deadline else None)
             piece, fds, _, _ = socket.recv_fds(
-                connection, _LENGTH_BYTES - len(head), _MAX_DESCRIPTORS, flags=_CLOSE_ON_EXEC
+                connection, LENGTH_BYTES - len(head), _MAX_DESCRIPTORS, flags=_CLOSE_ON_EXEC
             )
             descriptors += fds
             if not piece:

@@ -32,9 +32,9 @@ import msgspec
 from msgspec import Struct
 
 from realgraph.runtime.descendants import adopt_orphans, is_childless, kill_descendants
+from realgraph.runtime.frames import cut, framed
 from realgraph.runtime.titles import set_title
 
-_LENGTH_BYTES = 4
 _PR_SET_PDEATHSIG = 1
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a terminal, systemd and batch systems send them to all
 _STRAY_SECONDS = 5.0  # for the kernel to let go of what is killed; the fork server waits no longer
@@ -93,19 +93,8 @@ def decode_event(body: bytes) -> Event:
 
 
 def frame(message: Request | Event) -> bytes:
-    """A message with its length before it, as it goes over the pipe."""
-    body = encode(message)
-    return len(body).to_bytes(_LENGTH_BYTES, "big") + body
-
-
-def cut_frame(buffer: bytearray) -> bytes | None:
-    """Take the first whole message out of `buffer`; None where it is not there yet."""
-    end = _LENGTH_BYTES + int.from_bytes(buffer[:_LENGTH_BYTES], "big")
-    if len(buffer) < _LENGTH_BYTES or len(buffer) < end:
-        return None
-    body = bytes(buffer[_LENGTH_BYTES:end])
-    del buffer[:end]
-    return body
+    """A message as it goes over the pipe."""
+    return framed(encode(message))
 
 
 def die_with_parent(parent: int) -> None:
@@ -264,7 +253,7 @@ class _Children:
                     if not piece:
                         break
                     buffer += piece
-                    while (body := cut_frame(buffer)) is not None:
+                    while (body := cut(buffer)) is not None:
                         self._obey(_REQUESTS.decode(body))
         for number in self._pids:
             self._signal(number, signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 import glob
 import threading
+from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
@@ -114,7 +115,7 @@ def _one_kind(files: Sequence[Path], spec: DataSpec) -> tuple[Path, ...]:
     return tuple(files)
 
 
-class _TextRows:
+class _TextRows(ABC):
     """Rows that begin at a place in the text of one or more files: only the byte offset and line of each are held."""
 
     def __init__(self, files: Sequence[Path], limit: int | None) -> None:
@@ -126,9 +127,9 @@ class _TextRows:
             if limit is None or len(self._offsets) < limit:
                 self._index(content, limit)
 
+    @abstractmethod
     def _index(self, content: Content, limit: int | None) -> None:
         """Hold the offset and line of each row of a file, up to `limit` rows of all."""
-        raise NotImplementedError
 
     def __len__(self) -> int:
         return len(self._offsets)

@@ -15,6 +15,7 @@ import pytest
 
 from realgraph.runtime import processes
 from realgraph.runtime.curve import make_keys
+from realgraph.runtime.frames import cut
 from realgraph.runtime.launch import Fleet, LaunchError, WorkerBoot, describe_exit, open_server, start_workers
 from realgraph.runtime.processes import die_with_parent
 
@@ -232,7 +233,7 @@ def test_no_interrupt_ends_a_fork_server_not_even_while_it_starts(number: signal
         server.send_signal(number)  # its interpreter has only just begun
         ours.settimeout(30)
         buffer = bytearray()
-        while (body := processes.cut_frame(buffer)) is None:
+        while (body := cut(buffer)) is None:
             piece = ours.recv(1 << 16)
             assert piece, f"the fork server ended: {server.wait(5)}"
             buffer += piece
@@ -301,7 +302,7 @@ def test_frames_survive_any_cutting(seed: int) -> None:
         n = rng.randint(1, 12)
         buffer += wire[:n]
         wire = wire[n:]
-        while (body := processes.cut_frame(buffer)) is not None:
+        while (body := cut(buffer)) is not None:
             got.append(processes.decode_event(body))
     assert got == events
     assert not buffer

@@ -147,7 +147,7 @@ def test_two_ranks_equal_one(
         one, both = merged([expected[step]]), merged([metrics[step] for metrics, _ in found])
         assert one.keys() == both.keys()
         for name in one:
-            tolerance = 1e-12 if dtype == "float64" else 1e-5
+            tolerance = 1e-12 if dtype == "float64" else 1e-4 if name == "ratio_max" else 1e-5  # no mean: one token
             assert both[name] == pytest.approx(one[name], rel=tolerance, abs=tolerance), (step, name)
     for _, ours in found:
         assert ours.keys() == weights.keys()
