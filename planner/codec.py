@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from realgraph.graphs.document import child
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
+from realgraph.graphs.yaml.document import child
 from realgraph.planner.layout import DeviceMesh, Layout
 from realgraph.planner.plan import PLAN_FORMAT, Allocation, Hashes, Plan, Turn
 

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.graphs.files import read_file
+from realgraph.graphs.yaml.files import read_file
 from realgraph.planner.devices import Costs
 from realgraph.planner.layout import Recompute, Schedule
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from realgraph.compose import Checked, check_document
 from realgraph.function_variables import refuse_unset
-from realgraph.graphs.document import read_document
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.graph import Graph
-from realgraph.graphs.load import shown_name
+from realgraph.graphs.yaml.document import read_document
+from realgraph.graphs.yaml.load import shown_name
 from realgraph.open_graph import graph_and_warnings, is_graph
 from realgraph.output import say, say_json
 from realgraph.planner.report.format import counted

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from realgraph.graphs.document import COMMAND_LINE
 from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.yaml.document import COMMAND_LINE
 from realgraph.output import say, standard_streams
 from realgraph.plan_cli import EPILOG, plan
 from realgraph.runtime.early_interrupts import raise_interrupts

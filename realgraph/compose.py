@@ -5,8 +5,15 @@ from pathlib import Path
 
 from msgspec import Struct, structs
 
-from realgraph.graphs.compile import compile_graph
-from realgraph.graphs.document import (
+from realgraph.graphs.check.compile import compile_graph
+from realgraph.graphs.check.switch import switch_off
+from realgraph.graphs.check.warnings import warnings_of
+from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
+from realgraph.graphs.facts import Facts
+from realgraph.graphs.graph import Graph
+from realgraph.graphs.keys import MASK, TOKENS
+from realgraph.graphs.spec import Function, Generate, GraphSpec, Inference, Train
+from realgraph.graphs.yaml.document import (
     COMMAND_LINE,
     Document,
     Tree,
@@ -14,11 +21,7 @@ from realgraph.graphs.document import (
     parse_override,
     read_document,
 )
-from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
-from realgraph.graphs.facts import Facts
-from realgraph.graphs.graph import Graph
-from realgraph.graphs.keys import MASK, TOKENS
-from realgraph.graphs.load import (
+from realgraph.graphs.yaml.load import (
     SHARED,
     Resolved,
     all_problems,
@@ -34,10 +37,7 @@ from realgraph.graphs.load import (
     traced,
     user_document,
 )
-from realgraph.graphs.schema import check, prepare, type_of
-from realgraph.graphs.spec import Function, Generate, GraphSpec, Inference, Train
-from realgraph.graphs.switch import switch_off
-from realgraph.graphs.warnings import warnings_of
+from realgraph.graphs.yaml.schema import check, prepare, type_of
 from realgraph.local_data import LocalData, data_files, is_hub_id, probe_data
 from realgraph.local_models import model_problems
 from realgraph.planner.detect import AUTO

@@ -8,9 +8,9 @@ import msgspec
 from msgspec import Struct, field
 
 from realgraph.eval_command import model_folder
-from realgraph.graphs.document import COMMAND_LINE, parse_override
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import ModelRole
+from realgraph.graphs.yaml.document import COMMAND_LINE, parse_override
 from realgraph.output import say
 from realgraph.runtime.job import DataSpec
 

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from realgraph.graphs.catalogue import library
 from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.graphs.render import mermaid, svg, tree
+from realgraph.graphs.picture.render import mermaid, svg, tree
 from realgraph.open_graph import open_graph
 from realgraph.terminal import Terminal
 

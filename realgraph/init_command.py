@@ -5,13 +5,13 @@ import re
 from pathlib import Path
 
 from realgraph.graph_command import write_text
-from realgraph.graphs.document import COMMAND_LINE, Document, Tree
 from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.graphs.files import read_text
 from realgraph.graphs.keys import MASK, TOKENS
-from realgraph.graphs.load import find_graph, load_graph
-from realgraph.graphs.schema import defaults_of
 from realgraph.graphs.spec import Function, Generate, GraphSpec, Train
+from realgraph.graphs.yaml.document import COMMAND_LINE, Document, Tree
+from realgraph.graphs.yaml.files import read_text
+from realgraph.graphs.yaml.load import find_graph, load_graph
+from realgraph.graphs.yaml.schema import defaults_of
 from realgraph.json_schema import run_schema, schema_text
 from realgraph.output import say
 from realgraph.resolved import inline

@@ -6,8 +6,8 @@ import msgspec
 from msgspec import inspect
 
 from realgraph.field_notes import field_notes, summary
-from realgraph.graphs.schema import NAMED, default_of, type_of
 from realgraph.graphs.spec import GraphSpec
+from realgraph.graphs.yaml.schema import NAMED, default_of, type_of
 from realgraph.run_spec import RunSpec
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

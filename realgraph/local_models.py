@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from realgraph.graphs.errors import Problem, Where
-from realgraph.graphs.files import read_file
+from realgraph.graphs.yaml.files import read_file
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 

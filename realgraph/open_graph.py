@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from realgraph.compose import compose, parse_overrides
-from realgraph.graphs.compile import compile_graph
-from realgraph.graphs.document import COMMAND_LINE, Document, read_document
+from realgraph.graphs.check.compile import compile_graph
+from realgraph.graphs.check.warnings import warnings_of
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.facts import Facts
 from realgraph.graphs.graph import Graph
-from realgraph.graphs.load import find_graph, library_names, load_graph_document, shown_name, traced, user_document
-from realgraph.graphs.schema import defaults_of
-from realgraph.graphs.warnings import warnings_of
+from realgraph.graphs.yaml.document import COMMAND_LINE, Document, read_document
+from realgraph.graphs.yaml.load import find_graph, library_names, load_graph_document, shown_name, traced, user_document
+from realgraph.graphs.yaml.schema import defaults_of
 from realgraph.run_spec import RunSpec
 
 

@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realgraph.graphs.errors import ConfigError, Problem, Where, reason
-from realgraph.graphs.files import read_text
+from realgraph.graphs.yaml.files import read_text
 from realgraph.output import say_json
 from realgraph.planner.codec import plan_from_json
 from realgraph.planner.plan import Plan

@@ -8,7 +8,7 @@ import msgspec
 
 from realgraph.costs_record import steady
 from realgraph.graphs.errors import ConfigError, Problem, Where, reason
-from realgraph.graphs.files import read_text
+from realgraph.graphs.yaml.files import read_text
 from realgraph.planner.codec import plan_from_json
 from realgraph.planner.events import reallocation_node
 from realgraph.planner.plan import Plan

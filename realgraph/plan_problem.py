@@ -9,7 +9,7 @@ from rich.text import Text
 
 from realgraph.first_search import prepare_search
 from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.graphs.files import read_file
+from realgraph.graphs.yaml.files import read_file
 from realgraph.output import say_json_text
 from realgraph.plan_console import refuse_unwritable, write
 from realgraph.plan_gantt import gantt

@@ -12,8 +12,8 @@ from msgspec import Struct
 from realgraph.compose import Checked
 from realgraph.first_search import prepare_search
 from realgraph.graphs.errors import ConfigError, Problem, Where, reason
-from realgraph.graphs.files import read_text
 from realgraph.graphs.spec import Generate
+from realgraph.graphs.yaml.files import read_text
 from realgraph.local_data import data_files, first_rows
 from realgraph.planner.cluster import Cluster, ClusterSpec
 from realgraph.planner.codec import plan_from_json

@@ -9,13 +9,13 @@ from msgspec import inspect
 from realgraph.field_notes import field_notes, summary
 from realgraph.graph_command import write_text
 from realgraph.graphs.catalogue import library
-from realgraph.graphs.document import Document
 from realgraph.graphs.functions import BUILTINS
 from realgraph.graphs.keys import GENERATED
-from realgraph.graphs.load import library_folder, load_graph
 from realgraph.graphs.maths import AdaptiveKL, Aggregate, Clip, Loss, OffPolicy, Step, Term
-from realgraph.graphs.schema import default_of, defaults_of, describe, structs, type_of
 from realgraph.graphs.spec import GraphSpec, ModelCall, ModelRole, Optimizer
+from realgraph.graphs.yaml.document import Document
+from realgraph.graphs.yaml.load import library_folder, load_graph
+from realgraph.graphs.yaml.schema import default_of, defaults_of, describe, structs, type_of
 from realgraph.json_schema import graph_schema, run_schema, schema_text
 from realgraph.output import say
 from realgraph.planner.cluster import ClusterSpec, NodesSpec

@@ -5,9 +5,9 @@ import json
 import yaml
 
 from realgraph.compose import Composed
-from realgraph.graphs.document import Branch, Dumper, Tree, ancestors, child
 from realgraph.graphs.errors import Where
-from realgraph.graphs.merge import escape
+from realgraph.graphs.yaml.document import Branch, Dumper, Tree, ancestors, child
+from realgraph.graphs.yaml.merge import escape
 
 COMMENT_COLUMN = 56
 _MISSING = object()  # of what was written before defaults: the value is a default

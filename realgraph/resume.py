@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from realgraph.compose import Checked, check_run
 from realgraph.function_variables import refuse_unset
 from realgraph.graphs.errors import ConfigError, Problem, Where, reason
-from realgraph.graphs.files import read_file
 from realgraph.graphs.spec import Train
+from realgraph.graphs.yaml.files import read_file
 from realgraph.planner.cluster import Cluster, ClusterSpec
 from realgraph.planner.plan import PLAN_FORMAT
 from realgraph.planner.request import PlanRequest, hashes

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from realgraph.graphs.document import child
+from realgraph.graphs.yaml.document import child
 from realgraph.runtime.job import DataSpec
 
 # What the runtime itself gives the template, and why it is set elsewhere.

@@ -2,10 +2,10 @@
 
 from hypothesis import strategies as st
 
-from realgraph.graphs.document import Document, parse_document, parse_override
 from realgraph.graphs.errors import ConfigError, Problem
-from realgraph.graphs.load import load_graph_document, user_document
 from realgraph.graphs.spec import GraphSpec
+from realgraph.graphs.yaml.document import Document, parse_document, parse_override
+from realgraph.graphs.yaml.load import load_graph_document, user_document
 
 GRAPH = """\
 name: tiny

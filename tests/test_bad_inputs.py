@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from realgraph import cli
-from realgraph.graphs import files
+from realgraph.graphs.yaml import files
 from tests.bad_inputs import QUICK, ROOT, SEARCH, Case, draw, make_place, verdict
 from tests.run_texts import place as run_place
 from tests.run_texts import problems_of, refused

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from realgraph import cli
-from realgraph.graphs.document import parse_document
-from realgraph.graphs.load import library_names
+from realgraph.graphs.yaml.document import parse_document
+from realgraph.graphs.yaml.load import library_names
 from realgraph.init_command import run_template
 
 # torch is made impossible to import; what is left must answer all the same.

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realgraph.graphs.catalogue import library
-from realgraph.graphs.compile import compile_graph
+from realgraph.graphs.check.compile import compile_graph
 from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.facts import Facts
 from realgraph.graphs.graph import INPUT, Edge, Graph

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realgraph.compose import check_run, check_text, compose, compose_text
-from realgraph.graphs.document import Dumper, parse_document
 from realgraph.graphs.errors import Where
-from realgraph.graphs.load import library_names
-from realgraph.graphs.merge import walk
-from realgraph.graphs.schema import type_of
 from realgraph.graphs.spec import Function, GraphSpec
+from realgraph.graphs.yaml.document import Dumper, parse_document
+from realgraph.graphs.yaml.load import library_names
+from realgraph.graphs.yaml.merge import walk
+from realgraph.graphs.yaml.schema import type_of
 from realgraph.init_command import run_template
 from realgraph.json_schema import graph_schema, run_schema
 from realgraph.open_graph import open_graph
@@ -112,7 +112,7 @@ SETTINGS = st.lists(st.sampled_from(FIELDS), unique_by=lambda pair: pair[0], max
 
 
 def escaped(value: Any) -> Any:
-    from realgraph.graphs.merge import escape
+    from realgraph.graphs.yaml.merge import escape
 
     if isinstance(value, dict):
         return {escape(key): escaped(item) for key, item in value.items()}

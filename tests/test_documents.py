@@ -10,12 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from realgraph.graphs.document import Document, Dumper, ancestors, child, parse_document, parse_override, parse_value
 from realgraph.graphs.errors import ConfigError, Where
-from realgraph.graphs.load import resolve
-from realgraph.graphs.merge import escape, interpolate, merge, walk
-from realgraph.graphs.schema import defaults_of, plain
 from realgraph.graphs.spec import GraphSpec
+from realgraph.graphs.yaml.document import (
+    Document,
+    Dumper,
+    ancestors,
+    child,
+    parse_document,
+    parse_override,
+    parse_value,
+)
+from realgraph.graphs.yaml.load import resolve
+from realgraph.graphs.yaml.merge import escape, interpolate, merge, walk
+from realgraph.graphs.yaml.schema import defaults_of, plain
 from realgraph.run_spec import RunSpec
 from tests.graph_texts import GRAPH, KEYS, MAPPINGS, TREES, line_of, problems_of, spec_of
 

@@ -9,12 +9,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realgraph.graphs.document import Document, Dumper, parse_document
 from realgraph.graphs.errors import ConfigError, Where
-from realgraph.graphs.load import find_graph, library_folder, library_names, load_graph, read_graph, resolve
-from realgraph.graphs.merge import merge, walk
-from realgraph.graphs.schema import check, defaults_of, plain, type_of
 from realgraph.graphs.spec import GraphSpec
+from realgraph.graphs.yaml.document import Document, Dumper, parse_document
+from realgraph.graphs.yaml.load import find_graph, library_folder, library_names, load_graph, read_graph, resolve
+from realgraph.graphs.yaml.merge import merge, walk
+from realgraph.graphs.yaml.schema import check, defaults_of, plain, type_of
 from realgraph.run_spec import RunSpec
 from tests.graph_texts import GRAPH, MAPPINGS, line_of, problems_of, spec_of
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
-from realgraph.graphs.compile import compile_graph
+from realgraph.graphs.check.compile import compile_graph
 from realgraph.graphs.errors import ConfigError, Where
 from realgraph.graphs.facts import Facts
 from realgraph.graphs.spec import GraphSpec

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from huggingface_hub import constants
 
-from realgraph.graphs.compile import compile_graph
+from realgraph.graphs.check.compile import compile_graph
 from realgraph.graphs.errors import ConfigError, Where
 from realgraph.graphs.facts import Facts
 from realgraph.graphs.spec import GraphSpec

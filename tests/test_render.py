@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realgraph.graphs.compile import compile_graph
+from realgraph.graphs.check.compile import compile_graph
 from realgraph.graphs.facts import Facts
 from realgraph.graphs.graph import Graph
-from realgraph.graphs.layered import COLUMN_GAP, MARGIN, ROW_GAP, Box, Size, place
-from realgraph.graphs.render import mermaid, svg, tree
+from realgraph.graphs.picture.layered import COLUMN_GAP, MARGIN, ROW_GAP, Box, Size, place
+from realgraph.graphs.picture.render import mermaid, svg, tree
 from realgraph.terminal import Terminal
 from tests.strategies import TREES, Tree, change, rl_tree, spec_of, trees, where
 

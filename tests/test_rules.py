@@ -8,7 +8,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from realgraph.graphs.compile import RULES, compile_graph
+from realgraph.graphs.check.compile import RULES, compile_graph
 from realgraph.graphs.errors import ConfigError, Problem
 from realgraph.graphs.facts import Facts
 from tests.strategies import BREAKS, TREES, Tree, change, rl_tree, rl_trees, spec_of, where

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 
 from realgraph.compose import check_run
-from realgraph.graphs.document import read_document
+from realgraph.graphs.yaml.document import read_document
 from realgraph.open_graph import graph_and_warnings
 from realgraph.planner.plan import Hashes, Plan
 from realgraph.planning import request_for

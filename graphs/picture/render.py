@@ -9,7 +9,7 @@ from rich.tree import Tree
 
 from realgraph.graphs.graph import Edge, Graph
 from realgraph.graphs.keys import Level
-from realgraph.graphs.layered import MARGIN, Box, Placement, Route, Size, place
+from realgraph.graphs.picture.layered import MARGIN, Box, Placement, Route, Size, place
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, ModelRole, Train
 
 _ORDER: dict[Level, int] = {"step": 0, "group": 1, "sample": 2, "token": 3}

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
+from realgraph.graphs.check.maths import terms_of
 from realgraph.graphs.errors import Problem, suggest
 from realgraph.graphs.facts import Facts
 from realgraph.graphs.graph import INPUT
 from realgraph.graphs.infer import Draft
 from realgraph.graphs.keys import MASK, TOKENS
 from realgraph.graphs.maths import Ignore, PolicyGradient
-from realgraph.graphs.rules_maths import terms_of
 from realgraph.graphs.spec import Generate, Train
 
 SEQUENCE_COLUMNS = (("prompt", "response"), ("messages",))

@@ -1,7 +1,7 @@
 """From files to a GraphSpec: finds graphs, lays a user's document over one, resolves references, decodes.
 
 Knows the names of the library's graphs and the sections that a graph file shares with a run file; knows no rule of
-the language (`compile.py` does) and no section of a run file but its type.
+the language (`check/compile.py` does) and no section of a run file but its type.
 """
 
 import math
@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct, field, structs
 
-from realgraph.graphs.document import Branch, Document, Tree, ancestors, child, read_document
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
-from realgraph.graphs.merge import interpolate, merge, references, walk
-from realgraph.graphs.schema import check, fill, prepare, shown, type_of
 from realgraph.graphs.spec import FORMAT, GraphSpec
+from realgraph.graphs.yaml.document import Branch, Document, Tree, ancestors, child, read_document
+from realgraph.graphs.yaml.merge import interpolate, merge, references, walk
+from realgraph.graphs.yaml.schema import check, fill, prepare, shown, type_of
 
 S = TypeVar("S")
 MOST_NAME_BYTES = 200  # a file system takes 255, and a time is added

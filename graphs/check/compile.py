@@ -5,18 +5,14 @@ from collections.abc import Callable, Iterator
 import networkx as nx
 from msgspec import structs
 
-from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.graphs.facts import Facts
-from realgraph.graphs.graph import INPUT, Edge, Graph, Key
-from realgraph.graphs.infer import Draft, infer
-from realgraph.graphs.rules_functions import (
+from realgraph.graphs.check.functions import (
     function_arguments,
     function_environment,
     function_ids,
     function_level,
     function_name,
 )
-from realgraph.graphs.rules_keys import (
+from realgraph.graphs.check.keys import (
     call_shape,
     cycle,
     duplicate_producer,
@@ -29,7 +25,7 @@ from realgraph.graphs.rules_keys import (
     no_calls,
     plain_name,
 )
-from realgraph.graphs.rules_maths import (
+from realgraph.graphs.check.maths import (
     adaptive_horizon,
     behaviour_temperature,
     center_key,
@@ -45,7 +41,7 @@ from realgraph.graphs.rules_maths import (
     truncated_sampling,
     two_returns,
 )
-from realgraph.graphs.rules_models import (
+from realgraph.graphs.check.models import (
     ema_rate,
     frozen_trained,
     head_mismatch,
@@ -57,7 +53,7 @@ from realgraph.graphs.rules_models import (
     trainable_untrained,
     unknown_role,
 )
-from realgraph.graphs.rules_run import (
+from realgraph.graphs.check.run import (
     missing_column,
     small_data,
     stale_uncorrected,
@@ -65,8 +61,12 @@ from realgraph.graphs.rules_run import (
     uneven_minibatches,
     unknown_input,
 )
+from realgraph.graphs.check.switch import switch_off, switch_problems
+from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.facts import Facts
+from realgraph.graphs.graph import INPUT, Edge, Graph, Key
+from realgraph.graphs.infer import Draft, infer
 from realgraph.graphs.spec import Generate, GraphSpec, Inference, ModelRole, Train
-from realgraph.graphs.switch import switch_off, switch_problems
 
 Rule = Callable[[Draft, Facts], Iterator[Problem]]
 

@@ -12,7 +12,7 @@ import yaml
 from msgspec import Struct, field
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.graphs.files import read_text
+from realgraph.graphs.yaml.files import read_text
 
 Tree: TypeAlias = bool | int | float | str | list["Tree"] | dict[str, "Tree"] | None
 Branch: TypeAlias = dict[str, Tree]

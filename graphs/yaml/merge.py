@@ -7,8 +7,8 @@ from typing import TypeAlias, cast
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from realgraph.graphs.document import Branch, Document, Tree, child
 from realgraph.graphs.errors import Problem, Where, suggest
+from realgraph.graphs.yaml.document import Branch, Document, Tree, child
 
 _REFERENCE = re.compile(r"\$\{\s*([A-Za-z_][\w-]*(?:\.[\w-]+)*)\s*\}")
 _OPENING = re.compile(r"(\\*)\$\{")  # an odd number of backslashes makes it text, as in OmegaConf

@@ -11,10 +11,10 @@ from typing import cast, get_args
 import msgspec
 from msgspec import inspect
 
-from realgraph.graphs.document import Branch, Document, Tree, child
 from realgraph.graphs.errors import Problem, suggest
 from realgraph.graphs.maths import Step, Term
 from realgraph.graphs.spec import Inference, Train
+from realgraph.graphs.yaml.document import Branch, Document, Tree, child
 
 # An entry of `steps` or `terms` that leaves its kind out is of the kind that its name says.
 # What is meant where 0 is given for a field that must be above it.
