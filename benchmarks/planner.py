@@ -31,13 +31,13 @@ from benchmarks.machine import describe
 from benchmarks.planner_chain import chained
 from benchmarks.planner_peers import mapped
 from realgraph.compose import check_run
-from realgraph.planner.bare.export import problem_spec
-from realgraph.planner.bare.spec import problem_text
-from realgraph.planner.problem import Limits, SearchProblem, Solution
-from realgraph.planner.request import PlanRequest
+from realgraph.planner.options.tables import problem_of
+from realgraph.planner.plan.problem import Limits, SearchProblem, Solution
+from realgraph.planner.problem_file.export import problem_spec
+from realgraph.planner.problem_file.spec import problem_text
+from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.baselines import baselines_of
 from realgraph.planner.solve.solver import solve
-from realgraph.planner.space.tables import problem_of
 from realgraph.planning import Asked, request_for
 
 HERE = Path(__file__).parent

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from realgraph.planner.bare.spec import CallSpec, ProblemFile, ReallocationSpec
+from realgraph.planner.problem_file.spec import CallSpec, ProblemFile, ReallocationSpec
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -12,8 +12,8 @@ import numpy as np
 
 from benchmarks.planner_bounds_arrays import Links, Room, Rows, arrays
 from benchmarks.planner_bounds_walk import fits, plan_within, ties_hold
-from realgraph.planner.bare.file import Answer, NoAnswer
-from realgraph.planner.bare.spec import ProblemFile
+from realgraph.planner.problem_file.codec import Answer, NoAnswer
+from realgraph.planner.problem_file.spec import ProblemFile
 
 BELOW = 1e-6  # relative: a bound may be above an optimum by so little, as periods are exact to 1e-8
 NEAR = 1e-7  # of a period: what the starts of an answer may miss a constraint by

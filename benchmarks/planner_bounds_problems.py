@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from realgraph.planner.bare.spec import CallSpec, EdgeSpec, OptionSpec, ProblemFile, ReallocationSpec, TieSpec
+from realgraph.planner.problem_file.spec import CallSpec, EdgeSpec, OptionSpec, ProblemFile, ReallocationSpec, TieSpec
 
 SHAPES = ("ppo", "grpo", "any")
 MESHES = ("halves", "runs", "irregular")

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.planner_peers import RETIMED, PeerPlan
-from realgraph.planner.problem import Choice, SearchProblem
+from realgraph.planner.plan.problem import Choice, SearchProblem
 from realgraph.planner.solve.solver import evaluate
 
 Floats = npt.NDArray[np.float64]

@@ -13,7 +13,7 @@ from itertools import product
 from msgspec import Struct
 from msgspec.structs import replace
 
-from realgraph.planner.problem import Choice, SearchProblem, SearchTask
+from realgraph.planner.plan.problem import Choice, SearchProblem, SearchTask
 from realgraph.planner.search.symmetric import Shape, shaped_choices
 from realgraph.planner.solve.solver import evaluate
 

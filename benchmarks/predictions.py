@@ -23,8 +23,8 @@ from rich.console import Console
 
 from benchmarks.machine import describe
 from realgraph.costs_record import with_lengths
-from realgraph.planner.cost_table import CostTable
-from realgraph.planner.request import PlanRequest
+from realgraph.planner.request.cost_table import CostTable
+from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.search import search
 from realgraph.profile_command import Asked, profile_command
 from realgraph.profile_runs import Steps

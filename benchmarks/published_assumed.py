@@ -24,13 +24,13 @@ from benchmarks.published_steps import (
     sync_seconds,
     update_seconds,
 )
-from realgraph.planner.cluster import Cluster
 from realgraph.planner.costs.backend import DEEPSPEED_CHAT, ZERO3, Backend
-from realgraph.planner.costs.generate import generate_seconds
+from realgraph.planner.costs.generate.generate import generate_seconds
 from realgraph.planner.costs.lengths import Lengths, lengths_of, lognormal
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.layout import DeviceMesh, Layout
-from realgraph.planner.model_spec import ModelSpec
+from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.inputs.model_spec import ModelSpec
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 
 Told = tuple[float, str]  # seconds, and what is assumed
 

@@ -23,12 +23,12 @@ from benchmarks.published_steps import (
     step_seconds,
     sync_seconds,
 )
-from realgraph.planner.cluster import Cluster
-from realgraph.planner.costs.decode import SAME, Precision, cache_bytes_per_token
-from realgraph.planner.costs.generate import GenerateWork, generate_seconds, generation
+from realgraph.planner.costs.generate.decode import SAME, Precision, cache_bytes_per_token
+from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds, generation
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.layout import DeviceMesh, Layout
-from realgraph.planner.model_spec import ModelSpec, known_models
+from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.inputs.model_spec import ModelSpec, known_models
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 
 CHAT_METRIC = "ppo_epoch_time_1024_prompts"
 PHASES = ("generate", "inference", "e2e", "weight_sync")

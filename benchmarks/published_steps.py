@@ -11,19 +11,19 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.cluster import Cluster
 from realgraph.planner.costs.backend import FSDP, MEGATRON
-from realgraph.planner.costs.decode import SAME, Precision, cache_bytes_per_token
-from realgraph.planner.costs.forward import mean_context
-from realgraph.planner.costs.generate import GenerateWork, generate_seconds
-from realgraph.planner.costs.inference import inference_seconds
+from realgraph.planner.costs.compute.forward import mean_context
+from realgraph.planner.costs.compute.inference import inference_seconds
+from realgraph.planner.costs.compute.train import TrainWork, microbatches, train_seconds
+from realgraph.planner.costs.generate.decode import SAME, Precision, cache_bytes_per_token
+from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds
+from realgraph.planner.costs.generate.rollout import rollout_variants
 from realgraph.planner.costs.lengths import lengths_of
-from realgraph.planner.costs.memory import lora_params
-from realgraph.planner.costs.rollout import rollout_variants
+from realgraph.planner.costs.memory.memory import lora_params
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.costs.train import TrainWork, microbatches, train_seconds
-from realgraph.planner.layout import DeviceMesh, Layout
-from realgraph.planner.model_spec import ModelSpec
+from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.inputs.model_spec import ModelSpec
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 
 BF16 = ModelRole(dtype="bfloat16")
 MOST_RUNNING = 1024  # sequences of one engine: vLLM's default on devices of 70 GB or more
@@ -119,7 +119,7 @@ def step_seconds(model: ModelSpec, cluster: Cluster, engines: Engines, batch: Ba
 
     Apart and synchronous: in turn too, each side idle while the other works.
     Apart and late: generation streams within the staleness bound beside passes and training; the slower side counts, or
-    the circuit through both (planner/costs/rollout.py). Weights are synchronised in either case.
+    the circuit through both (planner/costs/generate/rollout.py). Weights are synchronised in either case.
     """
     table = glue()
     generate, train = settings_of(model, cluster, engines)

@@ -11,7 +11,8 @@ from benchmarks.published_shapes import cluster_of, model_of
 from benchmarks.published_steps import written_seconds
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.backend import DEEPSPEED_2022, FSDP, FSDP_2023, MEGATRON, MEGATRON_2022, Backend
-from realgraph.planner.costs.memory import (
+from realgraph.planner.costs.compute.train import Recompute, TrainWork, microbatches, train_seconds
+from realgraph.planner.costs.memory.memory import (
     FRACTION,
     GPU_RUNTIME_BYTES,
     TERMS,
@@ -23,9 +24,8 @@ from realgraph.planner.costs.memory import (
     usable_bytes,
 )
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.costs.train import Recompute, TrainWork, microbatches, train_seconds
-from realgraph.planner.devices import Costs, device_kind
-from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.inputs.devices import Costs, device_kind
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 
 ASYNC_TP = replace(FSDP, tp_overlap=0.3)  # products and tensor-parallel traffic in slices, in turn
 EIGHT_N = "hw_tflops_per_gpu"  # operations counted as 8 a parameter and token: with all layers computed again

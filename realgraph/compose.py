@@ -40,8 +40,8 @@ from realgraph.graphs.yaml.load import (
 from realgraph.graphs.yaml.schema import check, prepare, type_of
 from realgraph.local_data import LocalData, data_files, is_hub_id, probe_data
 from realgraph.local_models import model_problems
-from realgraph.planner.detect import AUTO
-from realgraph.planner.devices import device_kind
+from realgraph.planner.inputs.detect import AUTO
+from realgraph.planner.inputs.devices import device_kind
 from realgraph.run_spec import RunSpec
 from realgraph.runtime.job import EvalSpec
 from realgraph.template_checks import template_mistakes

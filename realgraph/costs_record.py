@@ -15,16 +15,16 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError
-from realgraph.planner.cost_table import CostTable, MeasuredCall, Phase, PhaseFactor, costs_to_json, load_costs
-from realgraph.planner.costs.calibrate import merge, phase_factors
+from realgraph.planner.costs.calibrate.calibrate import merge, phase_factors
 from realgraph.planner.costs.lengths import quantiles
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.events import reallocation_node
-from realgraph.planner.plan import Plan
-from realgraph.planner.request import PlanRequest, call_hashes, hashes, kept_by
-from realgraph.planner.space.holdings import candidate_of
-from realgraph.planner.space.options import setting_seconds
-from realgraph.planner.space.pricing import phase_of
+from realgraph.planner.options.calls import setting_seconds
+from realgraph.planner.options.holdings import candidate_of
+from realgraph.planner.options.pricing import phase_of
+from realgraph.planner.plan.events import reallocation_node
+from realgraph.planner.plan.plan import Plan
+from realgraph.planner.request.cost_table import CostTable, MeasuredCall, Phase, PhaseFactor, costs_to_json, load_costs
+from realgraph.planner.request.request import PlanRequest, call_hashes, hashes, kept_by
 from realgraph.runtime.observer import RunEnded, RunRecord, RunStarted, StepRecord
 from realgraph.runtime.run_folder import write_atomic
 

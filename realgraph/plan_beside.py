@@ -6,18 +6,18 @@ from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.plan_session import Budget, Session
-from realgraph.planner.constraints import Constraints
-from realgraph.planner.plan import Plan
+from realgraph.planner.advise.sweep import Hint, changes_tried, synchronous
+from realgraph.planner.options.constraints import wish_problems
+from realgraph.planner.options.tables import Known, Prepared, problem_of
+from realgraph.planner.plan.plan import Plan
+from realgraph.planner.report.content import Comparison
 from realgraph.planner.report.format import change_text, gap_text, seconds_text
-from realgraph.planner.report.report import Comparison
-from realgraph.planner.request import PlanRequest
+from realgraph.planner.request.constraints import Constraints
+from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.baselines import baselines_of
 from realgraph.planner.search.levels import best_level, levels_up_to
 from realgraph.planner.search.streams import streams
-from realgraph.planner.search.sweep import Hint, changes_tried, synchronous
 from realgraph.planner.solve.customary import one_mesh
-from realgraph.planner.space.tables import Known, Prepared, problem_of
-from realgraph.planner.space.wishes import wish_problems
 
 RULE_SECONDS, RULE_GAP = 2.0, 0.002  # of the search for the best layouts under a rule
 PROVEN = 0.05  # of a gap: a larger one proves little

@@ -19,19 +19,19 @@ from realgraph.plan_options import PlanOptions, refuse_clashes, sizes_of
 from realgraph.plan_session import Budget, Session, session
 from realgraph.plan_sweep import sweep_json, swept, unreached
 from realgraph.plan_table import beside_parts, explain_parts, plan_parts
-from realgraph.planner.codec import plan_to_json
-from realgraph.planner.cost_table import CostTable, load_costs
-from realgraph.planner.plan import Plan
+from realgraph.planner.advise.robust import robust
+from realgraph.planner.options.tables import Prepared, problem_of
+from realgraph.planner.plan.codec import plan_to_json
+from realgraph.planner.plan.plan import Plan
+from realgraph.planner.report.content import Findings, Measured, Report, Size, report_of
 from realgraph.planner.report.html import page
 from realgraph.planner.report.price import price_of
-from realgraph.planner.report.report import Findings, Measured, Report, Size, report_of
 from realgraph.planner.report.text import cheapest
 from realgraph.planner.report.trace import trace_json
-from realgraph.planner.request import PlanRequest, kept_by
+from realgraph.planner.request.cost_table import CostTable, load_costs
+from realgraph.planner.request.request import PlanRequest, kept_by
 from realgraph.planner.search.assembly import plan_of
-from realgraph.planner.search.robust import robust
 from realgraph.planner.search.search import solved
-from realgraph.planner.space.tables import Prepared, problem_of
 from realgraph.planning import Asked, read_plan, request_for
 from realgraph.terminal import Terminal, wide_terminal
 

@@ -8,8 +8,8 @@ from rich.text import Text
 from realgraph.graphs.errors import ConfigError, Problem, Where, reason
 from realgraph.graphs.yaml.files import read_text
 from realgraph.output import say_json
-from realgraph.planner.codec import plan_from_json
-from realgraph.planner.plan import Plan
+from realgraph.planner.plan.codec import plan_from_json
+from realgraph.planner.plan.plan import Plan
 from realgraph.planner.report.diff import Change, diff
 from realgraph.terminal import wide_terminal
 

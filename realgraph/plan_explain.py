@@ -1,12 +1,12 @@
 """`realgraph plan --explain CALL`: the call's next-best options beside the rest of the plan, and why each loses."""
 
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
-from realgraph.planner.plan import Plan
+from realgraph.planner.advise.alternatives import Alternative, alternatives
+from realgraph.planner.plan.plan import Plan
+from realgraph.planner.report.content import Option
 from realgraph.planner.report.format import change_text, seconds_text
-from realgraph.planner.report.report import Option
 from realgraph.planner.report.text import passes_text
-from realgraph.planner.request import PlanRequest
-from realgraph.planner.search.alternatives import Alternative, alternatives
+from realgraph.planner.request.request import PlanRequest
 
 SAME = 1e-6  # relative: periods closer than this are equal
 NOTHING = 5e-7  # seconds

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from realgraph.compose import Checked
-from realgraph.planner.cluster import Cluster
-from realgraph.planner.plan import Plan
+from realgraph.planner.feasibility.validate import validate
+from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.inputs.workload import Workload
+from realgraph.planner.options.tables import device_bytes
+from realgraph.planner.plan.plan import Plan
 from realgraph.planner.report.format import bytes_text, count_text, counted
-from realgraph.planner.request import PlanRequest, hashes
-from realgraph.planner.search.validate import validate
-from realgraph.planner.space.tables import device_bytes
-from realgraph.planner.workload import Workload
+from realgraph.planner.request.request import PlanRequest, hashes
 
 
 def facts_of(checked: Checked, request: PlanRequest) -> tuple[tuple[str, str], ...]:

@@ -6,7 +6,7 @@ import msgspec
 
 from realgraph.graphs.errors import ConfigError, Problem, Where, reason
 from realgraph.graphs.yaml.files import read_text
-from realgraph.planner.cost_table import load_costs
+from realgraph.planner.request.cost_table import load_costs
 
 MOST = 10_000_000  # of a file: a few hundred quantiles are kept of them
 

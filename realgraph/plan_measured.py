@@ -9,10 +9,10 @@ import msgspec
 from realgraph.costs_record import steady
 from realgraph.graphs.errors import ConfigError, Problem, Where, reason
 from realgraph.graphs.yaml.files import read_text
-from realgraph.planner.codec import plan_from_json
-from realgraph.planner.events import reallocation_node
-from realgraph.planner.plan import Plan
-from realgraph.planner.report.report import Measured
+from realgraph.planner.plan.codec import plan_from_json
+from realgraph.planner.plan.events import reallocation_node
+from realgraph.planner.plan.plan import Plan
+from realgraph.planner.report.content import Measured
 from realgraph.runtime.observer import RunRecord, RunStarted, StepRecord
 from realgraph.runtime.run_folder import RunFolder
 

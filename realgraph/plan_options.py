@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.planner.cluster import MOST_DEVICES
+from realgraph.planner.inputs.cluster import MOST_DEVICES
 
 COMMAND_LINE = "command line"
 

@@ -16,12 +16,12 @@ from realgraph.plan_gantt import gantt
 from realgraph.plan_options import PlanOptions, refuse_others
 from realgraph.plan_session import INTERRUPTED, NOT_FOUND, NoPlanYet, session
 from realgraph.plan_table import titled
-from realgraph.planner.bare.file import Answer, FileProblem, answer_of, read_problem, solution_json
-from realgraph.planner.problem import Limits, Solution, Unsolved, move_name
+from realgraph.planner.feasibility.shortage import shortage
+from realgraph.planner.plan.problem import Limits, Solution, Unsolved, move_name
+from realgraph.planner.problem_file.codec import Answer, FileProblem, answer_of, read_problem, solution_json
 from realgraph.planner.report.format import devices_text, gap_text, percent_text, seconds_text
 from realgraph.planner.report.schedule import Kind, Task, timeline
 from realgraph.planner.report.text import STOPPED
-from realgraph.planner.search.shortage import shortage
 from realgraph.planner.solve.solver import orders, solve
 from realgraph.terminal import Terminal, wide_terminal
 

@@ -14,7 +14,7 @@ from realgraph.first_search import prepare_search
 from realgraph.graphs.errors import ConfigError, Problem
 from realgraph.plan_limits import Progress, interruptible
 from realgraph.plan_options import PlanOptions
-from realgraph.planner.problem import Limits
+from realgraph.planner.plan.problem import Limits
 from realgraph.terminal import error_terminal
 
 Found = TypeVar("Found")

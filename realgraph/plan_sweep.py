@@ -8,13 +8,13 @@ from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.plan_session import Session
-from realgraph.planner.plan import Plan
+from realgraph.planner.advise.sweep import resize
+from realgraph.planner.plan.plan import Plan
+from realgraph.planner.report.content import Size
 from realgraph.planner.report.format import seconds_text
-from realgraph.planner.report.report import Size
 from realgraph.planner.report.text import cheapest
-from realgraph.planner.request import PlanRequest
+from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.search import search
-from realgraph.planner.search.sweep import resize
 
 SIZE_SECONDS = 10.0  # of the search for one size, at most
 

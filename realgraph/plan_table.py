@@ -1,4 +1,4 @@
-"""A plan report as text and tables for a terminal. Computes nothing: `planner/report/report.py` does."""
+"""A plan report as text and tables for a terminal. Computes nothing: `planner/report/content.py` does."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -9,6 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from realgraph.plan_gantt import COLOURS, gantt
+from realgraph.planner.advise.sweep import Hint
+from realgraph.planner.report.content import Bottleneck, Measured, Option, Report, Row, Size
 from realgraph.planner.report.format import (
     axes_text,
     axes_used,
@@ -23,7 +25,6 @@ from realgraph.planner.report.format import (
     words,
 )
 from realgraph.planner.report.memory import MemoryPart
-from realgraph.planner.report.report import Bottleneck, Measured, Option, Report, Row, Size
 from realgraph.planner.report.text import (
     batches_text,
     bound_text,
@@ -34,7 +35,6 @@ from realgraph.planner.report.text import (
     predicted_text,
     weights_text,
 )
-from realgraph.planner.search.sweep import Hint
 
 CELLS = 16  # of a drawn cluster
 MEMORY_CELLS = 40  # of a full device

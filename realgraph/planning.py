@@ -15,17 +15,17 @@ from realgraph.graphs.errors import ConfigError, Problem, Where, reason
 from realgraph.graphs.spec import Generate
 from realgraph.graphs.yaml.files import read_text
 from realgraph.local_data import data_files, first_rows
-from realgraph.planner.cluster import Cluster, ClusterSpec
-from realgraph.planner.codec import plan_from_json
-from realgraph.planner.cost_table import CostTable
 from realgraph.planner.costs.lengths import quantiles
-from realgraph.planner.detect import AUTO, CPU, Probe, probe, resolve
-from realgraph.planner.model_spec import ModelSpec, load_model_spec
-from realgraph.planner.plan import Plan
-from realgraph.planner.request import PlanRequest
+from realgraph.planner.feasibility.validate import validate
+from realgraph.planner.inputs.cluster import Cluster, ClusterSpec
+from realgraph.planner.inputs.detect import AUTO, CPU, Probe, probe, resolve
+from realgraph.planner.inputs.model_spec import ModelSpec, load_model_spec
+from realgraph.planner.inputs.workload import Workload
+from realgraph.planner.plan.codec import plan_from_json
+from realgraph.planner.plan.plan import Plan
+from realgraph.planner.request.cost_table import CostTable
+from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.search import Infeasible, reprice, search
-from realgraph.planner.search.validate import validate
-from realgraph.planner.workload import Workload
 
 PLAN_HINT = "a plan is what `realgraph plan --out FILE` writes"
 MOST_SAMPLES = 1 << 30  # of a step

@@ -14,13 +14,13 @@ from rich.text import Text
 from realgraph.compose import check_run
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.plan_console import refuse_unwritable
-from realgraph.planner.cluster import Cluster, ClusterSpec
-from realgraph.planner.cost_table import CostTable, costs_to_json
-from realgraph.planner.costs.fit_profile import Profiled, Stage, phase_errors, profiled
-from realgraph.planner.costs.measurements import HostLink, Measured, ProfileTask, cases_of
-from realgraph.planner.costs.memory import DType
-from realgraph.planner.detect import probe
-from realgraph.planner.devices import Costs, device_kind
+from realgraph.planner.costs.calibrate.fit_profile import Profiled, Stage, phase_errors, profiled
+from realgraph.planner.costs.calibrate.measurements import HostLink, Measured, ProfileTask, cases_of
+from realgraph.planner.costs.memory.memory import DType
+from realgraph.planner.inputs.cluster import Cluster, ClusterSpec
+from realgraph.planner.inputs.detect import probe
+from realgraph.planner.inputs.devices import Costs, device_kind
+from realgraph.planner.request.cost_table import CostTable, costs_to_json
 from realgraph.planning import cluster_of
 from realgraph.profile_runs import overheads
 from realgraph.profile_sglang import open_server, sglang_costs

@@ -19,16 +19,16 @@ from realgraph.arithmetic import write_data, write_model
 from realgraph.costs_record import steady, with_lengths
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import Function
-from realgraph.planner.cluster import Cluster
-from realgraph.planner.costs.calibrate import Point, fit_costs
-from realgraph.planner.costs.fit_profile import FORMULA_ERROR, Stage
-from realgraph.planner.costs.measurements import toy_model
-from realgraph.planner.costs.memory import DType
+from realgraph.planner.costs.calibrate.calibrate import Point, fit_costs
+from realgraph.planner.costs.calibrate.fit_profile import FORMULA_ERROR, Stage
+from realgraph.planner.costs.calibrate.measurements import toy_model
+from realgraph.planner.costs.memory.memory import DType
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.devices import Costs
-from realgraph.planner.request import PlanRequest
-from realgraph.planner.space.holdings import candidate_of
-from realgraph.planner.space.options import Candidate, setting_seconds
+from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.inputs.devices import Costs
+from realgraph.planner.options.calls import Candidate, setting_seconds
+from realgraph.planner.options.holdings import candidate_of
+from realgraph.planner.request.request import PlanRequest
 from realgraph.run_command import execute
 from realgraph.running import Prepared, prepare
 from realgraph.runtime.observer import RunRecord, StepRecord

@@ -16,14 +16,14 @@ from msgspec import Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.cluster import Cluster
-from realgraph.planner.costs.calibrate import Point, fit_costs
-from realgraph.planner.costs.decode import SAME, Precision, decode_step
-from realgraph.planner.costs.fit_profile import DECODING, Stage
+from realgraph.planner.costs.calibrate.calibrate import Point, fit_costs
+from realgraph.planner.costs.calibrate.fit_profile import DECODING, Stage
+from realgraph.planner.costs.generate.decode import SAME, Precision, decode_step
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.devices import Costs
-from realgraph.planner.layout import DeviceMesh, Layout
-from realgraph.planner.model_spec import ModelSpec, load_model_spec
+from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.inputs.devices import Costs
+from realgraph.planner.inputs.model_spec import ModelSpec, load_model_spec
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planning import hub_cache_folder
 
 SIZES = ((1, 512), (8, 512), (64, 512), (256, 512), (8, 4096), (64, 4096))  # sequences, tokens of context

@@ -18,9 +18,9 @@ from realgraph.graphs.yaml.load import library_folder, load_graph
 from realgraph.graphs.yaml.schema import default_of, defaults_of, describe, structs, type_of
 from realgraph.json_schema import graph_schema, run_schema, schema_text
 from realgraph.output import say
-from realgraph.planner.cluster import ClusterSpec, NodesSpec
-from realgraph.planner.constraints import Constraints
-from realgraph.planner.pins import Pin
+from realgraph.planner.inputs.cluster import ClusterSpec, NodesSpec
+from realgraph.planner.request.constraints import Constraints
+from realgraph.planner.request.pins import Pin
 from realgraph.resolved import inline
 from realgraph.run_spec import RunSpec
 from realgraph.runtime.job import BatchSpec, CheckpointSpec, DataSpec, EvalSpec, OutputSpec, RuntimeSpec

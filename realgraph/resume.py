@@ -14,10 +14,10 @@ from realgraph.function_variables import refuse_unset
 from realgraph.graphs.errors import ConfigError, Problem, Where, reason
 from realgraph.graphs.spec import Train
 from realgraph.graphs.yaml.files import read_file
-from realgraph.planner.cluster import Cluster, ClusterSpec
-from realgraph.planner.plan import PLAN_FORMAT
-from realgraph.planner.request import PlanRequest, hashes
-from realgraph.planner.search.validate import validate
+from realgraph.planner.feasibility.validate import validate
+from realgraph.planner.inputs.cluster import Cluster, ClusterSpec
+from realgraph.planner.plan.plan import PLAN_FORMAT
+from realgraph.planner.request.request import PlanRequest, hashes
 from realgraph.planning import request_for
 from realgraph.resolved import resolved_text
 from realgraph.running import Prepared, job_of, owned, unwritable_folder, with_sums

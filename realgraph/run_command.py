@@ -17,7 +17,7 @@ from realgraph.ending import next_lines
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.output import say
 from realgraph.plan_command import print_plan
-from realgraph.planner.detect import probe
+from realgraph.planner.inputs.detect import probe
 from realgraph.resume import resumed
 from realgraph.running import Prepared, claim, owned, prepare, unwritable_folder, with_sums
 from realgraph.runtime.master import Master, Outcome

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from realgraph.graphs.spec import FORMAT, ModelCall, ModelRole
-from realgraph.planner.cluster import ClusterSpec
-from realgraph.planner.constraints import Constraints
-from realgraph.planner.pins import Pin
+from realgraph.planner.inputs.cluster import ClusterSpec
+from realgraph.planner.request.constraints import Constraints
+from realgraph.planner.request.pins import Pin
 from realgraph.runtime.job import BatchSpec, CheckpointSpec, DataSpec, EvalSpec, OutputSpec, RuntimeSpec
 
 Count = Annotated[int, Meta(ge=1)]

@@ -12,10 +12,10 @@ from msgspec import Struct
 from realgraph.compose import Checked, check_run
 from realgraph.function_variables import refuse_unset
 from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.planner.codec import plan_to_json
-from realgraph.planner.cost_table import CostTable, load_costs
-from realgraph.planner.plan import Plan
-from realgraph.planner.request import PlanRequest
+from realgraph.planner.plan.codec import plan_to_json
+from realgraph.planner.plan.plan import Plan
+from realgraph.planner.request.cost_table import CostTable, load_costs
+from realgraph.planner.request.request import PlanRequest
 from realgraph.planning import Asked, plan_for, read_plan, request_for
 from realgraph.resolved import resolved_text
 from realgraph.runtime.checkpoint_folders import point_best, set_aside

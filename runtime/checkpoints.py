@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from realgraph.graphs.spec import Train
-from realgraph.planner.layout import Layout
+from realgraph.planner.plan.layout import Layout
 from realgraph.runtime.actions import STATE_FORMAT, Checkpointed
 from realgraph.runtime.checkpoint_folders import NotRemoved, commit_folder, point_best, prune, recover
 from realgraph.runtime.failures import workers_text

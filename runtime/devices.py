@@ -5,8 +5,8 @@ A call on a trained role runs on the very version it needs: a copy that is older
 
 from collections.abc import Sequence
 
-from realgraph.planner.events import reallocation_node
-from realgraph.planner.plan import Turn
+from realgraph.planner.plan.events import reallocation_node
+from realgraph.planner.plan.plan import Turn
 from realgraph.runtime.actions import Checkpointed, Send
 from realgraph.runtime.collection import Collection
 from realgraph.runtime.job import Job

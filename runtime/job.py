@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from realgraph.graphs.graph import Graph
-from realgraph.planner.cluster import Cluster
-from realgraph.planner.plan import Plan
+from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.plan.plan import Plan
 from realgraph.runtime.manifest import FileSum
 
 Count = Annotated[int, Meta(ge=1)]

@@ -24,7 +24,7 @@ from torch.distributed import DistError, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from realgraph.planner.layout import DeviceMesh
+from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.runtime.ports import listening_sockets, refuse_connections
 
 FLAT_BYTES = 1 << 28  # of one all-reduce: larger buffers go in pieces, so that a backend's copy stays small

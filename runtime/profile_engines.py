@@ -14,9 +14,9 @@ from torch import Tensor
 from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS
 from realgraph.graphs.maths import Loss, PolicyGradient
 from realgraph.graphs.spec import ModelRole, Optimizer, Train
-from realgraph.planner.costs.measurements import Case, DecodeCase, Pass, RolloutCase
-from realgraph.planner.costs.memory import DType
-from realgraph.planner.model_spec import ModelSpec
+from realgraph.planner.costs.calibrate.measurements import Case, DecodeCase, Pass, RolloutCase
+from realgraph.planner.costs.memory.memory import DType
+from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.engine import Request
 from realgraph.runtime.generation import Limits, TorchRolloutEngine

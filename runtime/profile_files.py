@@ -5,8 +5,15 @@ from pathlib import Path
 
 import msgspec
 
-from realgraph.planner.costs.measurements import DecodeCase, Measured, Pass, ProfileTask, RolloutCase, config_json
-from realgraph.planner.model_spec import ModelSpec
+from realgraph.planner.costs.calibrate.measurements import (
+    DecodeCase,
+    Measured,
+    Pass,
+    ProfileTask,
+    RolloutCase,
+    config_json,
+)
+from realgraph.planner.inputs.model_spec import ModelSpec
 
 
 def task_file(folder: Path) -> Path:

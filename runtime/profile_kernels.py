@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from realgraph.planner.costs.measurements import AttentionCase, Case, Collective, Copy, Gemm, HostLink
+from realgraph.planner.costs.calibrate.measurements import AttentionCase, Case, Collective, Copy, Gemm, HostLink
 from realgraph.runtime.parallel import Ranks
 
 

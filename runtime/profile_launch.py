@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.planner.costs.measurements import Measured, ProfileTask, merged
+from realgraph.planner.costs.calibrate.measurements import Measured, ProfileTask, merged
 from realgraph.runtime.curve import make_keys
 from realgraph.runtime.launch import Fleet, LaunchError, WorkerBoot, describe_exit, start_workers
 from realgraph.runtime.open_files import allow_open_files

@@ -7,9 +7,9 @@ import msgspec
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from realgraph.planner.costs.measurements import config_json
-from realgraph.planner.costs.memory import DType
-from realgraph.planner.model_spec import ModelSpec
+from realgraph.planner.costs.calibrate.measurements import config_json
+from realgraph.planner.costs.memory.memory import DType
+from realgraph.planner.inputs.model_spec import ModelSpec
 
 
 def write_weights(folder: Path, model: ModelSpec, dtype: DType) -> None:

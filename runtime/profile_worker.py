@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import FileStore
 
-from realgraph.planner.costs.measurements import Case, Collective, Measured, ProfileTask
-from realgraph.planner.layout import DeviceMesh
+from realgraph.planner.costs.calibrate.measurements import Case, Collective, Measured, ProfileTask
+from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.runtime.launch import WorkerBoot
 from realgraph.runtime.models import DTYPES
 from realgraph.runtime.parallel import Collectives, Member

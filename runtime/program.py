@@ -16,9 +16,9 @@ from realgraph.graphs.infer import is_own
 from realgraph.graphs.keys import own_tokens
 from realgraph.graphs.maths import compares_groups
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Train
-from realgraph.planner.layout import Layout
-from realgraph.planner.plan import Plan
-from realgraph.planner.residency import shares_trained_copy
+from realgraph.planner.plan.layout import Layout
+from realgraph.planner.plan.plan import Plan
+from realgraph.planner.plan.residency import shares_trained_copy
 from realgraph.runtime.job import Job
 
 HOME = ""  # owner of what a group's home worker holds

@@ -1,7 +1,7 @@
 """The models of one worker: which engine serves which call, over which copy of a role's weights. Worker side.
 
-The one place that chooses engines. Copies follow the plan (`planner/residency.py`): a call whose layout is that of the
-trained copy reads it in place; another has a copy of its own, refreshed by reallocation.
+The one place that chooses engines. Copies follow the plan (`planner/plan/residency.py`): a call whose layout is that of
+the trained copy reads it in place; another has a copy of its own, refreshed by reallocation.
 """
 
 import threading
@@ -16,7 +16,7 @@ from realgraph.graphs.applied import applied_of
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS
 from realgraph.graphs.spec import Generate, ModelRole, Train
-from realgraph.planner.residency import Copy, copies
+from realgraph.planner.plan.residency import Copy, copies
 from realgraph.runtime.engine import RolloutEngine
 from realgraph.runtime.functions import load_applied
 from realgraph.runtime.generation import Decode, Limits, TorchRolloutEngine

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from realgraph.planner.cost_table import COSTS_FILE
+from realgraph.planner.request.cost_table import COSTS_FILE
 
 CHECKPOINT_STATE = "state.json"
 

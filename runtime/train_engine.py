@@ -13,7 +13,7 @@ from torch import Tensor
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import ModelRole, Train
-from realgraph.planner.layout import Layout
+from realgraph.planner.plan.layout import Layout
 from realgraph.runtime import losses, train_files
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.models import DTYPES, PackedModel, Start, Wants, build

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
-from realgraph.planner.events import reallocation_node
-from realgraph.planner.plan import Turn
+from realgraph.planner.plan.events import reallocation_node
+from realgraph.planner.plan.plan import Turn
 
 
 class Next(Struct, frozen=True):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from realgraph.graphs.maths import Loss, PolicyGradient, TokenMean
 from realgraph.graphs.spec import ModelRole, Optimizer, Train
-from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.parallel import Ranks
 from realgraph.runtime.train_engine import Settings, TorchTrainEngine, open_engine
 from tests import tiny

@@ -15,10 +15,10 @@ import numpy as np
 from msgspec import Struct
 
 from realgraph.graphs.spec import Generate, Train
-from realgraph.planner.costs.generate import prefill_seconds
+from realgraph.planner.costs.generate.generate import prefill_seconds
+from realgraph.planner.costs.generate.rollout import Stream
 from realgraph.planner.costs.overhead import rollout_dispatch_seconds
-from realgraph.planner.costs.rollout import Stream
-from realgraph.planner.events import reallocation_node
+from realgraph.planner.plan.events import reallocation_node
 from realgraph.runtime.actions import Action, CheckpointWritten, Event, Halt, Send, StepEnded
 from realgraph.runtime.job import Job
 from realgraph.runtime.program import ranks_of

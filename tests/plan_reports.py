@@ -4,11 +4,12 @@ from collections.abc import Mapping
 
 import msgspec
 
-from realgraph.planner.cluster import Cluster
-from realgraph.planner.events import period
-from realgraph.planner.layout import DeviceMesh, Layout
-from realgraph.planner.plan import Allocation, Plan, Transport, Turn
-from realgraph.planner.report.report import (
+from realgraph.planner.advise.sweep import Hint
+from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.plan.events import period
+from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.planner.plan.plan import Allocation, Plan, Transport, Turn
+from realgraph.planner.report.content import (
     Comparison,
     Findings,
     Measured,
@@ -17,9 +18,8 @@ from realgraph.planner.report.report import (
     Size,
     report_of,
 )
-from realgraph.planner.request import PlanRequest, hashes
+from realgraph.planner.request.request import PlanRequest, hashes
 from realgraph.planner.search.search import events_of
-from realgraph.planner.search.sweep import Hint
 from tests.planner_cases import cluster, grpo, ppo, request
 
 TRAIN = {"microbatches": 32, "schedule": "interleaved", "chunks": 2, "recompute": "selective", "input_seconds": 0.5}

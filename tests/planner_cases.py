@@ -8,13 +8,13 @@ from realgraph.graphs.graph import Edge, Graph, Key
 from realgraph.graphs.keys import KeyType
 from realgraph.graphs.maths import Loss
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, ModelRole, Train
-from realgraph.planner.cluster import Cluster, ClusterSpec, NodesSpec
-from realgraph.planner.costs.memory import DType
-from realgraph.planner.detect import Probe, resolve
-from realgraph.planner.model_spec import ModelSpec, known_models, spec_from_config
-from realgraph.planner.pins import Pin
-from realgraph.planner.request import PlanRequest
-from realgraph.planner.workload import Workload
+from realgraph.planner.costs.memory.memory import DType
+from realgraph.planner.inputs.cluster import Cluster, ClusterSpec, NodesSpec
+from realgraph.planner.inputs.detect import Probe, resolve
+from realgraph.planner.inputs.model_spec import ModelSpec, known_models, spec_from_config
+from realgraph.planner.inputs.workload import Workload
+from realgraph.planner.request.pins import Pin
+from realgraph.planner.request.request import PlanRequest
 
 MACHINE = Probe(cores=2, host_memory_bytes=24_000_000_000)
 MIXED = resolve(

@@ -9,8 +9,8 @@ from itertools import combinations
 from msgspec import Struct
 from ortools.sat.python import cp_model
 
-from realgraph.planner.layout import DeviceMesh
-from realgraph.planner.problem import Choice, Move, SearchProblem, SearchTask, move_name
+from realgraph.planner.plan.layout import DeviceMesh
+from realgraph.planner.plan.problem import Choice, Move, SearchProblem, SearchTask, move_name
 from tests.planner_oracles import every_choice, table_of
 
 SCALE = 100  # ticks of a second

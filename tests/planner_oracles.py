@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from realgraph.planner.layout import DeviceMesh
-from realgraph.planner.problem import Choice, Move, OptionTable, SearchProblem, SearchTask, move_name
+from realgraph.planner.plan.layout import DeviceMesh
+from realgraph.planner.plan.problem import Choice, Move, OptionTable, SearchProblem, SearchTask, move_name
 
 NEVER = 10**6  # tokens between two tasks that no path connects
 

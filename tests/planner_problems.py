@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from msgspec import Struct
 from msgspec.structs import replace
 
-from realgraph.planner.layout import DeviceMesh
-from realgraph.planner.problem import (
+from realgraph.planner.plan.layout import DeviceMesh
+from realgraph.planner.plan.problem import (
     Block,
     Floats,
     Ints,

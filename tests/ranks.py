@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from realgraph.planner.layout import DeviceMesh
+from realgraph.planner.plan.layout import DeviceMesh
 
 DEADLINE_SECONDS = 60.0
 joined: list[Any] = []  # in a rank process: its Collectives

@@ -9,11 +9,11 @@ from realgraph.graphs.graph import INPUT, Graph, Key
 from realgraph.graphs.keys import GENERATED, KeyType
 from realgraph.graphs.maths import CrossEntropy, Loss, PolicyGradient, Preference, Term
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, ModelRole, Train
-from realgraph.planner.cluster import Cluster
-from realgraph.planner.events import reallocation_node
-from realgraph.planner.layout import DeviceMesh, Layout
-from realgraph.planner.plan import Allocation, Hashes, Plan, Turn
-from realgraph.planner.residency import reallocations
+from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.plan.events import reallocation_node
+from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.planner.plan.plan import Allocation, Hashes, Plan, Turn
+from realgraph.planner.plan.residency import reallocations
 from realgraph.runtime.job import BatchSpec, CheckpointSpec, DataSpec, EvalSpec, Job, RuntimeSpec
 
 _TYPES = {

@@ -4,7 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from realgraph.graphs.spec import Advantage, Generate, Inference, Train
-from realgraph.planner.residency import shares_trained_copy
+from realgraph.planner.plan.residency import shares_trained_copy
 from realgraph.runtime.job import Job
 from realgraph.runtime.program import ranks_of
 from realgraph.runtime.protocol import Evaluate, Execute, Reallocate, Submit

@@ -8,10 +8,17 @@ import pytest
 from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError
-from realgraph.planner.cost_table import COSTS_FILE, CostTable, MeasuredCall, PhaseFactor, costs_to_json, load_costs
-from realgraph.planner.costs.calibrate import merge, phase_factors
-from realgraph.planner.devices import device_kinds
-from realgraph.planner.request import call_hashes
+from realgraph.planner.costs.calibrate.calibrate import merge, phase_factors
+from realgraph.planner.inputs.devices import device_kinds
+from realgraph.planner.request.cost_table import (
+    COSTS_FILE,
+    CostTable,
+    MeasuredCall,
+    PhaseFactor,
+    costs_to_json,
+    load_costs,
+)
+from realgraph.planner.request.request import call_hashes
 from tests.planner_cases import ppo, request
 
 CPU = device_kinds()["cpu"].costs

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.spec import ModelRole, Optimizer
-from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.models import PackedModel, Start, Wants, build
 from realgraph.runtime.parallel import Ranks
 from realgraph.runtime.train_engine import Settings, TorchTrainEngine, open_engine

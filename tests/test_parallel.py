@@ -9,7 +9,7 @@ import torch
 
 from realgraph.graphs.maths import KL, Decoupled, Entropy, Loss, PolicyGradient, SequenceMean, TokenMean, Value
 from realgraph.graphs.spec import ModelRole, Optimizer, Train
-from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.parallel import CollectiveError, Ranks
 from realgraph.runtime.protocol import Metric, merge

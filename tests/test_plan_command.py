@@ -12,7 +12,7 @@ from realgraph.compose import check_run
 from realgraph.graphs.errors import ConfigError
 from realgraph.plan_command import plan_command
 from realgraph.plan_options import PlanOptions
-from realgraph.planner.codec import plan_from_json, plan_to_json
+from realgraph.planner.plan.codec import plan_from_json, plan_to_json
 from realgraph.planning import hub_cache_folder, plan_for, read_plan, request_for
 
 RUN = """

@@ -12,8 +12,8 @@ from realgraph.plan_command import plan_command
 from realgraph.plan_diff import diff_command
 from realgraph.plan_options import PlanOptions
 from realgraph.plan_problem import problem_command
-from realgraph.planner.codec import plan_to_json
-from realgraph.planner.devices import device_kind
+from realgraph.planner.inputs.devices import device_kind
+from realgraph.planner.plan.codec import plan_to_json
 
 RUN = """
 graph: grpo

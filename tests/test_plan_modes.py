@@ -18,8 +18,8 @@ from realgraph.plan_command import plan_command
 from realgraph.plan_limits import interruptible
 from realgraph.plan_options import PlanOptions
 from realgraph.plan_session import NoPlanYet
-from realgraph.planner.codec import plan_from_json
-from realgraph.planner.report.report import Comparison
+from realgraph.planner.plan.codec import plan_from_json
+from realgraph.planner.report.content import Comparison
 from tests.plan_reports import overlapping
 
 RUN = """

@@ -16,8 +16,8 @@ from realgraph.plan_lengths import read_lengths
 from realgraph.plan_limits import Progress, interruptible
 from realgraph.plan_measured import STEP, measured_calls, read_run
 from realgraph.plan_options import sizes_of
-from realgraph.planner.codec import plan_to_json
-from realgraph.planner.cost_table import CostTable, costs_to_json
+from realgraph.planner.plan.codec import plan_to_json
+from realgraph.planner.request.cost_table import CostTable, costs_to_json
 from realgraph.runtime.observer import RunEnded, RunStarted, StepRecord
 from realgraph.runtime.records import MetricsFile
 from realgraph.runtime.run_folder import RunFolder

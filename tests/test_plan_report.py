@@ -16,20 +16,20 @@ from hypothesis import strategies as st
 from realgraph.plan_command import show
 from realgraph.plan_gantt import MOST_LANES, Gantt, lane_text
 from realgraph.plan_table import SHADES, allocation_table, memory, mesh_picture
-from realgraph.planner.constraints import Constraints
-from realgraph.planner.costs.memory import usable_bytes
-from realgraph.planner.events import period
-from realgraph.planner.plan import Hashes, Plan, Turn
+from realgraph.planner.costs.memory.memory import usable_bytes
+from realgraph.planner.plan.events import period
+from realgraph.planner.plan.plan import Hashes, Plan, Turn
+from realgraph.planner.report.content import Report, report_of
 from realgraph.planner.report.diff import diff
 from realgraph.planner.report.format import bytes_text, change_text, count_text, devices_text, gap_text, seconds_text
 from realgraph.planner.report.html import page
 from realgraph.planner.report.price import price_of
-from realgraph.planner.report.report import Report, report_of
 from realgraph.planner.report.schedule import Task, slacks, timeline
 from realgraph.planner.report.svg import ACTIVE, CHARACTER, RESIDENT, fitting, log_ticks, shades, ticks
 from realgraph.planner.report.text import bound_text
 from realgraph.planner.report.trace import trace_json
-from realgraph.planner.request import PlanRequest
+from realgraph.planner.request.constraints import Constraints
+from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.search import events_of
 from realgraph.terminal import Terminal
 from tests.plan_reports import colocated, everything, finished, overlapping

@@ -6,15 +6,15 @@ import pytest
 from msgspec.structs import replace
 
 from realgraph.compose import check_run
-from realgraph.planner.plan import Plan
-from realgraph.planner.problem import Limits
-from realgraph.planner.request import PlanRequest, kept_by
+from realgraph.planner.options.calls import input_seconds
+from realgraph.planner.options.holdings import candidate_of, group_for
+from realgraph.planner.options.pricing import candidate_stream
+from realgraph.planner.plan.plan import Plan
+from realgraph.planner.plan.problem import Limits
+from realgraph.planner.request.request import PlanRequest, kept_by
 from realgraph.planner.search.assembly import events_of
 from realgraph.planner.search.search import search
 from realgraph.planner.search.streams import keeps_caches
-from realgraph.planner.space.holdings import candidate_of, group_for
-from realgraph.planner.space.options import input_seconds
-from realgraph.planner.space.pricing import candidate_stream
 from realgraph.planning import request_for
 from realgraph.runtime.job import CheckpointSpec, Job
 from tests.plan_clock import PlanClock, Prices

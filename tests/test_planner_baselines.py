@@ -7,16 +7,16 @@ from itertools import product
 import pytest
 from msgspec.structs import replace
 
-from realgraph.planner.pins import Pin
-from realgraph.planner.problem import Choice, SearchProblem
+from realgraph.planner.inputs.workload import Workload
+from realgraph.planner.options.tables import problem_of
+from realgraph.planner.plan.problem import Choice, SearchProblem
+from realgraph.planner.request.pins import Pin
 from realgraph.planner.search.assembly import plan_of
 from realgraph.planner.search.baselines import Baseline, baselines_of, colocated, megatron, real_heuristic, symmetric
 from realgraph.planner.search.search import solved
 from realgraph.planner.search.symmetric import Shape, shaped_choices
 from realgraph.planner.search.whole_problem import whole_problem
 from realgraph.planner.solve.customary import one_mesh
-from realgraph.planner.space.tables import problem_of
-from realgraph.planner.workload import Workload
 from tests.planner_cases import cluster, grpo, ppo, request
 from tests.planner_oracles import (
     brute_force,

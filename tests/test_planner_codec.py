@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realgraph.graphs.errors import ConfigError
-from realgraph.planner.cluster import MOST_DEVICES
-from realgraph.planner.codec import plan_from_json, plan_to_json
-from realgraph.planner.layout import DeviceMesh, Layout
-from realgraph.planner.plan import TRANSPORTS, Allocation, Hashes, Plan, Turn
+from realgraph.planner.inputs.cluster import MOST_DEVICES
+from realgraph.planner.plan.codec import plan_from_json, plan_to_json
+from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.planner.plan.plan import TRANSPORTS, Allocation, Hashes, Plan, Turn
 from realgraph.planner.search.search import search
 from tests.planner_cases import ppo, request
 

@@ -6,18 +6,18 @@ import pytest
 from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.spec import ModelRole, Train
-from realgraph.planner.constraints import Constraints
-from realgraph.planner.layout import DeviceMesh
-from realgraph.planner.pins import Pin
-from realgraph.planner.plan import Plan
-from realgraph.planner.problem import Limits
-from realgraph.planner.request import PlanRequest
-from realgraph.planner.search.alternatives import alternatives
-from realgraph.planner.search.changes import more_devices
-from realgraph.planner.search.diagnose import infeasible
+from realgraph.planner.advise.alternatives import alternatives
+from realgraph.planner.feasibility.changes import more_devices
+from realgraph.planner.feasibility.diagnose import infeasible
+from realgraph.planner.feasibility.validate import validate
+from realgraph.planner.inputs.workload import Workload
+from realgraph.planner.plan.layout import DeviceMesh
+from realgraph.planner.plan.plan import Plan
+from realgraph.planner.plan.problem import Limits
+from realgraph.planner.request.constraints import Constraints
+from realgraph.planner.request.pins import Pin
+from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.search import Infeasible, search
-from realgraph.planner.search.validate import validate
-from realgraph.planner.workload import Workload
 from tests.planner_cases import cluster, grpo, ppo, request
 
 replace = msgspec.structs.replace

@@ -5,12 +5,12 @@ import pytest
 
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.backend import MEGATRON_2022
-from realgraph.planner.costs.inference import inference_seconds
+from realgraph.planner.costs.compute.inference import inference_seconds
+from realgraph.planner.costs.compute.train import Recompute, TrainWork, train_seconds
 from realgraph.planner.costs.layer import layer_costs
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.costs.train import Recompute, TrainWork, train_seconds
-from realgraph.planner.layout import DeviceMesh, Layout
-from realgraph.planner.model_spec import ModelSpec
+from realgraph.planner.inputs.model_spec import ModelSpec
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 from tests.planner_cases import cluster, known
 
 replace = msgspec.structs.replace

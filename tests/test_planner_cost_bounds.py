@@ -14,16 +14,16 @@ from msgspec.structs import replace
 
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.backend import DEEPSPEED_CHAT, ZERO3
-from realgraph.planner.costs.decode import SAME, Precision, cache_bytes_per_token
-from realgraph.planner.costs.forward import mean_context
-from realgraph.planner.costs.generate import GenerateWork, generate_seconds, generation
-from realgraph.planner.costs.inference import inference_seconds
+from realgraph.planner.costs.compute.forward import mean_context
+from realgraph.planner.costs.compute.inference import inference_seconds
+from realgraph.planner.costs.compute.train import TrainWork, spread, train_seconds
+from realgraph.planner.costs.generate.decode import SAME, Precision, cache_bytes_per_token
+from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds, generation
+from realgraph.planner.costs.generate.static import batches, static_occupancy
 from realgraph.planner.costs.lengths import lognormal, measured
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.costs.static import batches, static_occupancy
-from realgraph.planner.costs.train import TrainWork, spread, train_seconds
-from realgraph.planner.devices import device_kinds
-from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.inputs.devices import device_kinds
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 from tests.planner_cases import cluster, known
 
 BF16 = ModelRole(trainable=True, dtype="bfloat16")

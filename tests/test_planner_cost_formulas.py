@@ -11,14 +11,14 @@ from msgspec.structs import replace
 
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.comm import Link, axis_link, collective_bytes_per_s, exchange_seconds, gather_seconds
-from realgraph.planner.costs.forward import forward_seconds
-from realgraph.planner.costs.inference import inference_seconds
+from realgraph.planner.costs.compute.forward import forward_seconds
+from realgraph.planner.costs.compute.inference import inference_seconds
+from realgraph.planner.costs.compute.pipeline import MicroBatch, Pipeline, pipeline_seconds, stage_layers
+from realgraph.planner.costs.compute.states import exposed_seconds, stage_params, state_costs
+from realgraph.planner.costs.compute.train import TrainWork, microbatches, train_seconds
 from realgraph.planner.costs.layer import adapter_costs, layer_costs
-from realgraph.planner.costs.pipeline import MicroBatch, Pipeline, pipeline_seconds, stage_layers
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.costs.states import exposed_seconds, stage_params, state_costs
-from realgraph.planner.costs.train import TrainWork, microbatches, train_seconds
-from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 from tests.planner_cases import cluster, known
 
 BF16 = ModelRole(trainable=True, dtype="bfloat16")

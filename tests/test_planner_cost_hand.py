@@ -10,16 +10,16 @@ import pytest
 from msgspec.structs import replace
 
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.costs.decode import decode_step
-from realgraph.planner.costs.generate import GenerateWork, generate_seconds
-from realgraph.planner.costs.inference import inference_seconds
+from realgraph.planner.costs.compute.inference import inference_seconds
+from realgraph.planner.costs.compute.pipeline import MicroBatch, Pipeline, pipeline_seconds
+from realgraph.planner.costs.compute.states import state_costs
+from realgraph.planner.costs.compute.train import TrainWork, train_seconds
+from realgraph.planner.costs.generate.decode import decode_step
+from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds
 from realgraph.planner.costs.layer import layer_costs
-from realgraph.planner.costs.pipeline import MicroBatch, Pipeline, pipeline_seconds
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.costs.states import state_costs
-from realgraph.planner.costs.train import TrainWork, train_seconds
-from realgraph.planner.devices import device_kind
-from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.inputs.devices import device_kind
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 from tests.planner_cases import cluster, known
 
 PRODUCTS, ATTENTION = 989e12 * 0.72 * 0.9, 989e12 * 0.54 * 0.9  # operations a second

@@ -28,12 +28,12 @@ from benchmarks.published_steps import glue, layout_of, written_seconds
 from benchmarks.published_train import predictions, unpredicted
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.backend import DEEPSPEED_CHAT
-from realgraph.planner.costs.generate import GenerateWork, generate_seconds
-from realgraph.planner.costs.inference import inference_seconds
+from realgraph.planner.costs.compute.inference import inference_seconds
+from realgraph.planner.costs.compute.train import TrainWork, train_seconds
+from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds
 from realgraph.planner.costs.lengths import lengths_of
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.costs.train import TrainWork, train_seconds
-from realgraph.planner.model_spec import ModelSpec
+from realgraph.planner.inputs.model_spec import ModelSpec
 from tests.planner_cases import cluster, known
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.spec import Generate, Inference
-from realgraph.planner.events import (
+from realgraph.planner.plan.events import (
     Dependency,
     EventGraph,
     empty_circuit,
@@ -19,9 +19,9 @@ from realgraph.planner.events import (
     period,
     show_circuit,
 )
-from realgraph.planner.layout import DeviceMesh, Layout
-from realgraph.planner.plan import Allocation, Hashes, Plan, Turn
-from realgraph.planner.residency import shares_trained_copy
+from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.planner.plan.plan import Allocation, Hashes, Plan, Turn
+from realgraph.planner.plan.residency import shares_trained_copy
 from tests.planner_cases import ppo
 
 PPO_SECONDS = {"generate": 30.0, "ref": 5.0, "values": 4.0, "actor_train": 25.0, "critic_train": 24.0}

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.costs.decode import Precision, decode_seconds, decode_step
-from realgraph.planner.costs.generate import GenerateWork, generate_seconds, generation, prefill_seconds
+from realgraph.planner.costs.generate.decode import Precision, decode_seconds, decode_step
+from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds, generation, prefill_seconds
 from realgraph.planner.costs.layer import layer_costs
 from realgraph.planner.costs.lengths import lengths_of, lognormal
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 from tests.planner_cases import cluster, known
 
 BF16 = ModelRole(dtype="bfloat16")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from realgraph.planner.costs.generate.occupancy import occupancy
 from realgraph.planner.costs.lengths import Lengths, lognormal, measured, quantiles
-from realgraph.planner.costs.occupancy import occupancy
 
 positive = st.floats(1, 30000)
 

@@ -5,10 +5,10 @@ import statistics
 import pytest
 
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.costs.decode import Precision, cache_bytes_per_token
-from realgraph.planner.costs.generate import GenerateWork, generation
+from realgraph.planner.costs.generate.decode import Precision, cache_bytes_per_token
+from realgraph.planner.costs.generate.generate import GenerateWork, generation
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 from tests.planner_cases import cluster, known
 
 # TensorRT-LLM v0.14, docs/source/performance/perf-overview.md, Llama 3.1: billions, kind, tp, fp8, prompt, response,

@@ -9,11 +9,18 @@ import pytest
 from msgspec.structs import replace
 
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.costs.decode import DecodeStep, decode_step
-from realgraph.planner.costs.generate import GenerateWork, generate_seconds, prefill_seconds
-from realgraph.planner.costs.rollout import Stream, Variant, offered_variants, rollout_variants, stream_of, variant_of
+from realgraph.planner.costs.generate.decode import DecodeStep, decode_step
+from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds, prefill_seconds
+from realgraph.planner.costs.generate.rollout import (
+    Stream,
+    Variant,
+    offered_variants,
+    rollout_variants,
+    stream_of,
+    variant_of,
+)
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 from tests.planner_cases import cluster, known
 
 

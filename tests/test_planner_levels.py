@@ -3,16 +3,16 @@
 import pytest
 from msgspec.structs import replace
 
-from realgraph.planner.plan import Plan
-from realgraph.planner.problem import Limits
-from realgraph.planner.request import PlanRequest, at_staleness, kept_by
+from realgraph.planner.feasibility.validate import validate
+from realgraph.planner.inputs.workload import Workload
+from realgraph.planner.options.tables import problem_of
+from realgraph.planner.plan.plan import Plan
+from realgraph.planner.plan.problem import Limits
+from realgraph.planner.request.request import PlanRequest, at_staleness, kept_by
 from realgraph.planner.search.baselines import baselines_of, best_of_rules
 from realgraph.planner.search.levels import levels_up_to
 from realgraph.planner.search.search import search
-from realgraph.planner.search.validate import validate
 from realgraph.planner.solve.solver import solve
-from realgraph.planner.space.tables import problem_of
-from realgraph.planner.workload import Workload
 from tests.planner_cases import cluster, grpo, ppo, request
 
 LIMITS = Limits(gap=0.005, seconds=30.0)

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.costs import memory
-from realgraph.planner.costs.memory import DType, Recompute, Running
-from realgraph.planner.costs.memory_terms import PREFILL_TOKENS
-from realgraph.planner.layout import DeviceMesh, Layout
-from realgraph.planner.model_spec import LatentAttention, ModelSpec
+from realgraph.planner.costs.memory import memory
+from realgraph.planner.costs.memory.memory import DType, Recompute, Running
+from realgraph.planner.costs.memory.terms import PREFILL_TOKENS
+from realgraph.planner.inputs.model_spec import LatentAttention, ModelSpec
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.generation import Limits
 from tests.planner_cases import cluster, known
 

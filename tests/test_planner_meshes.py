@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realgraph.planner.layout import DeviceMesh
-from realgraph.planner.problem import Block
-from realgraph.planner.space.meshes import family, group_of, mesh_fault, radices
+from realgraph.planner.options.meshes import family, group_of, mesh_fault, radices
+from realgraph.planner.plan.layout import DeviceMesh
+from realgraph.planner.plan.problem import Block
 from tests.planner_cases import MIXED, cluster
 
 

@@ -10,9 +10,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from realgraph.graphs.errors import ConfigError, Where, suggest
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.costs import memory
-from realgraph.planner.layout import DeviceMesh, Layout
-from realgraph.planner.model_spec import ARCHITECTURES, ModelSpec, known_models, load_model_spec, spec_from_config
+from realgraph.planner.costs.memory import memory
+from realgraph.planner.inputs.model_spec import (
+    ARCHITECTURES,
+    ModelSpec,
+    known_models,
+    load_model_spec,
+    spec_from_config,
+)
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 
 BASE = {
     "hidden_size": 64,

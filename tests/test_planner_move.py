@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.costs import memory
-from realgraph.planner.costs.move import (
+from realgraph.planner.costs.compute.move import (
     BUCKET_BYTES,
     BUCKET_SECONDS,
     IN_HOST,
@@ -22,10 +21,11 @@ from realgraph.planner.costs.move import (
     reallocation_seconds,
     transfer_seconds,
 )
+from realgraph.planner.costs.memory import memory
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.devices import device_kind
-from realgraph.planner.layout import DeviceMesh, Layout
-from realgraph.planner.plan import TRANSPORTS, Transport
+from realgraph.planner.inputs.devices import device_kind
+from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.planner.plan.plan import TRANSPORTS, Transport
 from tests.planner_cases import cluster, known
 
 BF16 = ModelRole(dtype="bfloat16")

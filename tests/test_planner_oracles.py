@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from msgspec.structs import replace
 
-from realgraph.planner.plan import Turn
-from realgraph.planner.problem import Choice, Limits, SearchProblem, Solution, Unsolved
+from realgraph.planner.plan.plan import Turn
+from realgraph.planner.plan.problem import Choice, Limits, SearchProblem, Solution, Unsolved
 from realgraph.planner.solve.evaluate import evaluate, orders
 from realgraph.planner.solve.solver import solve
 from tests.planner_oracles import (

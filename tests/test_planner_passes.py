@@ -10,22 +10,22 @@ from msgspec.structs import replace
 from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.maths import Loss
 from realgraph.graphs.spec import ModelRole, Train
-from realgraph.planner.constraints import Constraints
-from realgraph.planner.costs import memory
-from realgraph.planner.costs.memory import Running
-from realgraph.planner.layout import DeviceMesh, Layout, Recompute, Schedule
-from realgraph.planner.pins import Pin
-from realgraph.planner.problem import Limits
-from realgraph.planner.request import PlanRequest
-from realgraph.planner.search.alternatives import alternatives
-from realgraph.planner.search.changes import WAYS
+from realgraph.planner.advise.alternatives import alternatives
+from realgraph.planner.costs.memory import memory
+from realgraph.planner.costs.memory.memory import Running
+from realgraph.planner.feasibility.changes import WAYS
+from realgraph.planner.feasibility.validate import validate
+from realgraph.planner.inputs.workload import Workload
+from realgraph.planner.options.calls import Candidate, Passes, input_bytes, input_seconds
+from realgraph.planner.options.choices import candidates
+from realgraph.planner.options.passes import passes_for, schedule_fault
+from realgraph.planner.options.pricing import holding
+from realgraph.planner.plan.layout import DeviceMesh, Layout, Recompute, Schedule
+from realgraph.planner.plan.problem import Limits
+from realgraph.planner.request.constraints import Constraints
+from realgraph.planner.request.pins import Pin
+from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.search import Infeasible, reprice, search
-from realgraph.planner.search.validate import validate
-from realgraph.planner.space.choices import candidates
-from realgraph.planner.space.options import Candidate, Passes, input_bytes, input_seconds
-from realgraph.planner.space.passes import passes_for, schedule_fault
-from realgraph.planner.space.pricing import holding
-from realgraph.planner.workload import Workload
 from tests.planner_cases import cluster, graph, known, ppo, request
 
 BF16 = ModelRole(trainable=True, dtype="bfloat16")

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from benchmarks.planner_chain import MoveCache, _fits, _makespan, _moved, chained, flat
 from benchmarks.planner_peers import mapped, partitions
-from realgraph.planner.problem import SearchProblem
+from realgraph.planner.plan.problem import SearchProblem
 from tests.planner_oracles import brute_force, every_choice, fits
 from tests.planner_problems import Size, problem_of_seed
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from realgraph.graphs.errors import ConfigError
-from realgraph.planner.bare.export import problem_spec
-from realgraph.planner.bare.file import Answer, answer_of, build_problem, read_problem, solution_json
-from realgraph.planner.bare.spec import problem_schema, problem_text
-from realgraph.planner.layout import DeviceMesh
-from realgraph.planner.problem import Block, Limits, SearchProblem, Solution, Unsolved
+from realgraph.planner.plan.layout import DeviceMesh
+from realgraph.planner.plan.problem import Block, Limits, SearchProblem, Solution, Unsolved
+from realgraph.planner.problem_file.codec import Answer, answer_of, build_problem, read_problem, solution_json
+from realgraph.planner.problem_file.export import problem_spec
+from realgraph.planner.problem_file.spec import problem_schema, problem_text
 from realgraph.planner.solve.evaluate import orders
 from realgraph.planner.solve.solver import solve
 from tests.planner_oracles import brute_force
@@ -334,7 +334,7 @@ def test_the_example_of_the_documentation_is_solved() -> None:
 def test_the_schema_in_the_documentation_is_true() -> None:
     written = json.loads((DOCS / "planning_problem.schema.json").read_text(encoding="utf-8"))
     assert written == json.loads(json.dumps(problem_schema())), (
-        "write problem_schema() of planner/bare/spec.py to docs again"
+        "write problem_schema() of planner/problem_file/spec.py to docs again"
     )
 
 

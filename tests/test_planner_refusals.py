@@ -4,14 +4,14 @@ import pytest
 from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError
-from realgraph.planner.bare.file import build_problem
-from realgraph.planner.bare.spec import CallSpec, EdgeSpec, OptionSpec, ProblemFile, TieSpec
-from realgraph.planner.constraints import Constraints
-from realgraph.planner.pins import Pin
-from realgraph.planner.problem import Limits
+from realgraph.planner.feasibility.shortage import Shortage, shortage
+from realgraph.planner.inputs.workload import Workload
+from realgraph.planner.plan.problem import Limits
+from realgraph.planner.problem_file.codec import build_problem
+from realgraph.planner.problem_file.spec import CallSpec, EdgeSpec, OptionSpec, ProblemFile, TieSpec
+from realgraph.planner.request.constraints import Constraints
+from realgraph.planner.request.pins import Pin
 from realgraph.planner.search.search import search
-from realgraph.planner.search.shortage import Shortage, shortage
-from realgraph.planner.workload import Workload
 from tests.planner_cases import cluster, ppo, request
 
 PPO = request(

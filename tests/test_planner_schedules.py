@@ -7,13 +7,13 @@ import pytest
 from msgspec.structs import replace
 
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.costs import memory
-from realgraph.planner.costs.memory import Running
-from realgraph.planner.costs.pipeline import MicroBatch, Pipeline, pipeline_seconds
+from realgraph.planner.costs.compute.pipeline import MicroBatch, Pipeline, pipeline_seconds
+from realgraph.planner.costs.compute.train import TrainWork, train_seconds
+from realgraph.planner.costs.memory import memory
+from realgraph.planner.costs.memory.memory import Running
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.costs.train import TrainWork, train_seconds
-from realgraph.planner.layout import DeviceMesh, Layout, Schedule
-from realgraph.planner.model_spec import ModelSpec
+from realgraph.planner.inputs.model_spec import ModelSpec
+from realgraph.planner.plan.layout import DeviceMesh, Layout, Schedule
 from tests.planner_cases import cluster, known
 
 Step = tuple[bool, int, int]  # forward or backward, micro-batch, group of layers of the stage

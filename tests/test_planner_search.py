@@ -6,18 +6,18 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from realgraph.graphs.errors import ConfigError
-from realgraph.planner.costs.memory import usable_bytes
-from realgraph.planner.devices import device_kinds
-from realgraph.planner.events import period
-from realgraph.planner.layout import DeviceMesh, Layout
-from realgraph.planner.pins import Pin
-from realgraph.planner.plan import Plan, Turn
-from realgraph.planner.problem import Limits
-from realgraph.planner.request import PlanRequest
+from realgraph.planner.costs.memory.memory import usable_bytes
+from realgraph.planner.feasibility.validate import validate
+from realgraph.planner.inputs.devices import device_kinds
+from realgraph.planner.inputs.workload import Workload
+from realgraph.planner.options.holdings import active_of, held_copies
+from realgraph.planner.plan.events import period
+from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.planner.plan.plan import Plan, Turn
+from realgraph.planner.plan.problem import Limits
+from realgraph.planner.request.pins import Pin
+from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.search import Infeasible, events_of, reprice, search
-from realgraph.planner.search.validate import validate
-from realgraph.planner.space.holdings import active_of, held_copies
-from realgraph.planner.workload import Workload
 from tests.planner_cases import cluster, grpo, ppo, request
 
 replace = msgspec.structs.replace

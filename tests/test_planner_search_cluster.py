@@ -7,14 +7,14 @@ import msgspec
 import pytest
 
 from realgraph.graphs.errors import ConfigError
-from realgraph.planner.cluster import Cluster, ClusterSpec, NodesSpec
-from realgraph.planner.detect import Gpu, Probe, probe, resolve
-from realgraph.planner.devices import device_kinds
-from realgraph.planner.layout import DeviceMesh
-from realgraph.planner.problem import Limits
+from realgraph.planner.feasibility.validate import validate
+from realgraph.planner.inputs.cluster import Cluster, ClusterSpec, NodesSpec
+from realgraph.planner.inputs.detect import Gpu, Probe, probe, resolve
+from realgraph.planner.inputs.devices import device_kinds
+from realgraph.planner.options.meshes import mesh_fault
+from realgraph.planner.plan.layout import DeviceMesh
+from realgraph.planner.plan.problem import Limits
 from realgraph.planner.search.search import search
-from realgraph.planner.search.validate import validate
-from realgraph.planner.space.meshes import mesh_fault
 from tests.planner_cases import MACHINE, cluster, ppo, request
 
 replace = msgspec.structs.replace

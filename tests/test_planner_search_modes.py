@@ -11,20 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realgraph.planner.constraints import Constraints
-from realgraph.planner.cost_table import CostTable, PhaseFactor
-from realgraph.planner.events import period
-from realgraph.planner.pins import Pin
-from realgraph.planner.plan import Plan
-from realgraph.planner.problem import Limits, Solution
-from realgraph.planner.request import hashes
-from realgraph.planner.search.alternatives import alternatives, excess
-from realgraph.planner.search.robust import erring, robust, scenario
+from realgraph.planner.advise.alternatives import alternatives, excess
+from realgraph.planner.advise.robust import erring, robust, scenario
+from realgraph.planner.advise.sweep import changes_tried, hints, larger_memory, resize, synchronous, tells
+from realgraph.planner.feasibility.validate import validate
+from realgraph.planner.inputs.workload import Workload
+from realgraph.planner.plan.events import period
+from realgraph.planner.plan.plan import Plan
+from realgraph.planner.plan.problem import Limits, Solution
+from realgraph.planner.request.constraints import Constraints
+from realgraph.planner.request.cost_table import CostTable, PhaseFactor
+from realgraph.planner.request.pins import Pin
+from realgraph.planner.request.request import hashes
 from realgraph.planner.search.search import Infeasible, events_of, reprice, search, solved
-from realgraph.planner.search.sweep import changes_tried, hints, larger_memory, resize, synchronous, tells
-from realgraph.planner.search.validate import validate
 from realgraph.planner.solve.solver import evaluate
-from realgraph.planner.workload import Workload
 from realgraph.planning import with_lengths
 from tests.planner_cases import cluster, grpo, ppo, request
 from tests.planner_oracles import every_choice, fits

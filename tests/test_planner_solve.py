@@ -7,10 +7,10 @@ from itertools import count
 import msgspec
 import pytest
 
-from realgraph.planner.events import Dependency, EventGraph, period
-from realgraph.planner.problem import Choice, Limits, SearchProblem, Solution, Unsolved
+from realgraph.planner.plan.events import Dependency, EventGraph, period
+from realgraph.planner.plan.problem import Choice, Limits, SearchProblem, Solution, Unsolved
 from realgraph.planner.search.baselines import colocated, real_heuristic
-from realgraph.planner.solve.instance import instance_of
+from realgraph.planner.solve.kernels.instance import instance_of
 from realgraph.planner.solve.solver import evaluate, orders, solve
 from tests.planner_oracles import brute_force, every_choice, fits, least_period, nodes_of, ties_hold, violations
 from tests.planner_problems import Size, problem_of_seed

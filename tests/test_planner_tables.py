@@ -10,26 +10,26 @@ import pytest
 
 from realgraph.graphs.maths import Loss
 from realgraph.graphs.spec import Advantage, Function, ModelRole, Train
-from realgraph.planner.constraints import Constraints
-from realgraph.planner.cost_table import CostTable, PhaseFactor
-from realgraph.planner.costs.memory import DType
-from realgraph.planner.events import Dependency, EventGraph, event_graph, period
-from realgraph.planner.layout import DeviceMesh
-from realgraph.planner.pins import Pin
-from realgraph.planner.plan import Hashes, Plan
-from realgraph.planner.problem import Limits, OptionTable, Solution
-from realgraph.planner.request import PlanRequest
+from realgraph.planner.costs.memory.memory import DType
+from realgraph.planner.inputs.workload import Workload
+from realgraph.planner.options.calls import Passes, microbatches_of
+from realgraph.planner.options.choices import candidates
+from realgraph.planner.options.couplings import free_floor, precedences
+from realgraph.planner.options.meshes import group_of
+from realgraph.planner.options.moves import Place, longest_moves, move_matrix
+from realgraph.planner.options.passes import schedule_fault
+from realgraph.planner.options.pricing import holding, options_of
+from realgraph.planner.options.pruning import Rows, kept_rows
+from realgraph.planner.options.tables import problem_of
+from realgraph.planner.plan.events import Dependency, EventGraph, event_graph, period
+from realgraph.planner.plan.layout import DeviceMesh
+from realgraph.planner.plan.plan import Hashes, Plan
+from realgraph.planner.plan.problem import Limits, OptionTable, Solution
+from realgraph.planner.request.constraints import Constraints
+from realgraph.planner.request.cost_table import CostTable, PhaseFactor
+from realgraph.planner.request.pins import Pin
+from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.solve.solver import solve
-from realgraph.planner.space.choices import candidates
-from realgraph.planner.space.couplings import free_floor, precedences
-from realgraph.planner.space.meshes import group_of
-from realgraph.planner.space.moves import Place, longest_moves, move_matrix
-from realgraph.planner.space.options import Passes, microbatches_of
-from realgraph.planner.space.passes import schedule_fault
-from realgraph.planner.space.pricing import holding, options_of
-from realgraph.planner.space.pruning import Rows, kept_rows
-from realgraph.planner.space.tables import problem_of
-from realgraph.planner.workload import Workload
 from tests.planner_cases import MIXED, cluster, graph, grpo, ppo, request
 
 replace = msgspec.structs.replace

@@ -3,14 +3,14 @@
 import msgspec
 import pytest
 
-from realgraph.planner.constraints import Constraints
-from realgraph.planner.cost_table import CostTable, PhaseFactor
-from realgraph.planner.layout import DeviceMesh, Layout
-from realgraph.planner.pins import Pin
-from realgraph.planner.plan import Plan, Turn
-from realgraph.planner.request import at_staleness, hashes
+from realgraph.planner.feasibility.validate import validate
+from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.planner.plan.plan import Plan, Turn
+from realgraph.planner.request.constraints import Constraints
+from realgraph.planner.request.cost_table import CostTable, PhaseFactor
+from realgraph.planner.request.pins import Pin
+from realgraph.planner.request.request import at_staleness, hashes
 from realgraph.planner.search.search import reprice, search
-from realgraph.planner.search.validate import validate
 from tests.planner_cases import cluster, grpo, ppo, request
 
 replace = msgspec.structs.replace

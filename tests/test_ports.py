@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from realgraph.planner.layout import DeviceMesh
+from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.runtime.parallel import CollectiveError, Ranks, Rendezvous, reach_store
 from realgraph.runtime.ports import listening_sockets, refuse_connections
 from tests.ranks import RankProcesses

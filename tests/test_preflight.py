@@ -17,8 +17,8 @@ from realgraph.graphs.check.compile import compile_graph
 from realgraph.graphs.errors import ConfigError, Where
 from realgraph.graphs.facts import Facts
 from realgraph.graphs.spec import GraphSpec
-from realgraph.planner.cluster import Cluster
-from realgraph.planner.plan import Hashes, Plan
+from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.plan.plan import Hashes, Plan
 from realgraph.runtime import hub
 from realgraph.runtime.data import DataSet
 from realgraph.runtime.job import BatchSpec, DataSpec, Job

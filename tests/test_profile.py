@@ -11,10 +11,8 @@ from typer.testing import CliRunner
 from realgraph.cli import app
 from realgraph.costs_record import MOST_STEPS, CostsFile, Planned, SomeSteps, costs_of
 from realgraph.graphs.errors import ConfigError
-from realgraph.planner.cluster import ClusterSpec
-from realgraph.planner.cost_table import COSTS_FILE, CostTable, load_costs
-from realgraph.planner.costs.fit_profile import predicted_seconds, profiled
-from realgraph.planner.costs.measurements import (
+from realgraph.planner.costs.calibrate.fit_profile import predicted_seconds, profiled
+from realgraph.planner.costs.calibrate.measurements import (
     Collective,
     Copy,
     DecodeCase,
@@ -24,9 +22,11 @@ from realgraph.planner.costs.measurements import (
     ProfileTask,
     RolloutCase,
 )
-from realgraph.planner.costs.measurements import toy_model as toy
-from realgraph.planner.detect import Gpu, Probe, resolve
-from realgraph.planner.request import at_staleness, call_hashes
+from realgraph.planner.costs.calibrate.measurements import toy_model as toy
+from realgraph.planner.inputs.cluster import ClusterSpec
+from realgraph.planner.inputs.detect import Gpu, Probe, resolve
+from realgraph.planner.request.cost_table import COSTS_FILE, CostTable, load_costs
+from realgraph.planner.request.request import at_staleness, call_hashes
 from realgraph.profile_command import Asked, machine_of, profile_command
 from realgraph.running import prepare
 from realgraph.runtime.observer import RunEnded, RunStarted, StepRecord

@@ -7,10 +7,9 @@ import pytest
 from msgspec.structs import replace
 
 from realgraph.graphs.errors import Where
-from realgraph.planner.cluster import Cluster, ClusterSpec
-from realgraph.planner.costs.calibrate import Point, fit_costs
-from realgraph.planner.costs.fit_profile import STAGES, predicted_seconds, profiled
-from realgraph.planner.costs.measurements import (
+from realgraph.planner.costs.calibrate.calibrate import Point, fit_costs
+from realgraph.planner.costs.calibrate.fit_profile import STAGES, predicted_seconds, profiled
+from realgraph.planner.costs.calibrate.measurements import (
     Collective,
     Measured,
     cases_of,
@@ -18,9 +17,10 @@ from realgraph.planner.costs.measurements import (
     merged,
     toy_model,
 )
-from realgraph.planner.detect import Probe, resolve
-from realgraph.planner.devices import Costs, device_kind
-from realgraph.planner.model_spec import spec_from_config
+from realgraph.planner.inputs.cluster import Cluster, ClusterSpec
+from realgraph.planner.inputs.detect import Probe, resolve
+from realgraph.planner.inputs.devices import Costs, device_kind
+from realgraph.planner.inputs.model_spec import spec_from_config
 
 MACHINE = Probe(cores=4, host_memory_bytes=8_000_000_000)
 KINDS = ("cpu", "A100-80", "H100-SXM")

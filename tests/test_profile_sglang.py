@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from realgraph.graphs.errors import ConfigError
-from realgraph.planner.cluster import ClusterSpec
-from realgraph.planner.costs.measurements import config_json, toy_model
-from realgraph.planner.detect import Probe, resolve
-from realgraph.planner.devices import device_kind
+from realgraph.planner.costs.calibrate.measurements import config_json, toy_model
+from realgraph.planner.inputs.cluster import ClusterSpec
+from realgraph.planner.inputs.detect import Probe, resolve
+from realgraph.planner.inputs.devices import device_kind
 from realgraph.profile_sglang import open_server, prompt, sglang_costs, step_seconds
 
 NODE = resolve(ClusterSpec(kind="H100-SXM", devices=2), Probe(cores=2, host_memory_bytes=8_000_000_000))

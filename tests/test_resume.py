@@ -16,7 +16,7 @@ from realgraph import resume
 from realgraph.costs_record import CostsFile, Planned
 from realgraph.eval_command import model_folder
 from realgraph.graphs.errors import ConfigError
-from realgraph.planner.detect import Probe
+from realgraph.planner.inputs.detect import Probe
 from realgraph.resume import CHANGEABLE, prepare_resume, resumed
 from realgraph.run_command import RunOptions, open_run
 from realgraph.running import Prepared, claim

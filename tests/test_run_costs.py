@@ -8,8 +8,8 @@ import pytest
 from realgraph.graphs.errors import ConfigError
 from realgraph.plan_command import plan_command
 from realgraph.plan_options import PlanOptions
-from realgraph.planner.cost_table import CostTable, PhaseFactor, costs_to_json
-from realgraph.planner.plan import Plan
+from realgraph.planner.plan.plan import Plan
+from realgraph.planner.request.cost_table import CostTable, PhaseFactor, costs_to_json
 from realgraph.run_command import RunOptions, open_run
 from realgraph.running import Prepared, prepare
 

@@ -7,7 +7,7 @@ import pytest
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.spec import Function
-from realgraph.planner.plan import Turn
+from realgraph.planner.plan.plan import Turn
 from realgraph.runtime.actions import CheckpointWritten, Halt, StopRequested, WorkerLost
 from realgraph.runtime.protocol import Command, Done, Evaluate, Execute, Failed, Heartbeat, Save, Submit
 from realgraph.runtime.scheduler import Scheduler

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 from realgraph.compose import check_run
 from realgraph.graphs.yaml.document import read_document
 from realgraph.open_graph import graph_and_warnings
-from realgraph.planner.plan import Hashes, Plan
+from realgraph.planner.plan.plan import Hashes, Plan
 from realgraph.planning import request_for
 from realgraph.running import job_of
 from realgraph.runtime.preflight import preflight

@@ -23,7 +23,7 @@ from realgraph.graphs.maths import (
     Value,
 )
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.models import Wants
 from realgraph.runtime.optimizer import LossScale
 from realgraph.runtime.parallel import Ranks

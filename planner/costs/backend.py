@@ -10,7 +10,7 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from realgraph.planner.layout import Layout
+from realgraph.planner.plan.layout import Layout
 
 
 class Backend(Struct, frozen=True):

@@ -14,7 +14,7 @@ from msgspec import Struct
 from realgraph.planner.costs.comm import axis_link, exchange_seconds, gather_seconds, hop_seconds
 from realgraph.planner.costs.overhead import elementwise_bytes_per_s, pass_layer_seconds
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.layout import DeviceMesh, Layout
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 
 NORM_ELEMENTS = 14  # elements of hidden width that a layer's norms, residuals and rotary embedding read and write
 MLP_ELEMENTS = 4  # of the MLP's width: gate, up, their product, read again

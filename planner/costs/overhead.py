@@ -4,7 +4,7 @@ A large model's calls hardly notice them; a small model's are made of them. `rea
 """
 
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.devices import Costs
+from realgraph.planner.inputs.devices import Costs
 
 COLLECTIVE_SECONDS = 1e-5  # latency of one collective operation where none was measured
 

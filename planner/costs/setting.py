@@ -6,12 +6,12 @@ What a run measures replaces these guesses, never the other way.
 from msgspec import Struct
 
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.cluster import Cluster
 from realgraph.planner.costs.backend import Backend, backend_of
-from realgraph.planner.costs.memory import DType, element_bytes
-from realgraph.planner.devices import Costs, device_kind
-from realgraph.planner.layout import Layout
-from realgraph.planner.model_spec import ModelSpec
+from realgraph.planner.costs.memory.memory import DType, element_bytes
+from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.inputs.devices import Costs, device_kind
+from realgraph.planner.inputs.model_spec import ModelSpec
+from realgraph.planner.plan.layout import Layout
 
 
 class Setting(Struct, frozen=True):

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from realgraph.planner.plan import Allocation, Plan, Turn
+from realgraph.planner.feasibility.validate import HASHED
+from realgraph.planner.plan.plan import Allocation, Plan, Turn
 from realgraph.planner.report.format import (
     bytes_text,
     change_text,
@@ -14,7 +15,6 @@ from realgraph.planner.report.format import (
     words,
 )
 from realgraph.planner.report.text import TRANSPORT_WORDS
-from realgraph.planner.search.validate import HASHED
 
 SAME = 0.005  # of seconds or bytes: below it two predictions are told as equal
 

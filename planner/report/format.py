@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from realgraph.planner.layout import Layout
+from realgraph.planner.plan.layout import Layout
 
 GB = 1e9
 AXES = ("dp", "tp", "pp")

@@ -5,6 +5,8 @@ from html import escape
 from importlib.resources import files
 from string import Template
 
+from realgraph.planner.advise.sweep import Hint
+from realgraph.planner.report.content import Comparison, Report, Row
 from realgraph.planner.report.format import (
     axes_text,
     axes_used,
@@ -18,7 +20,6 @@ from realgraph.planner.report.format import (
     seconds_text,
     words,
 )
-from realgraph.planner.report.report import Comparison, Report, Row
 from realgraph.planner.report.svg import (
     MOST_LANES,
     bar_svg,
@@ -40,7 +41,6 @@ from realgraph.planner.report.text import (
     predicted_text,
     weights_text,
 )
-from realgraph.planner.search.sweep import Hint
 
 NUMBERS = (
     "micro-batches",

@@ -5,13 +5,13 @@ from typing import Literal
 
 from msgspec import Struct
 
-from realgraph.planner.costs.memory import TERMS
-from realgraph.planner.layout import DeviceMesh, Layout
-from realgraph.planner.plan import Plan
+from realgraph.planner.costs.memory.memory import TERMS
+from realgraph.planner.options.holdings import Held, active_of, group_for, held_copies
+from realgraph.planner.options.tables import device_bytes
+from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.planner.plan.plan import Plan
 from realgraph.planner.report.format import words
-from realgraph.planner.request import PlanRequest
-from realgraph.planner.space.holdings import Held, active_of, group_for, held_copies
-from realgraph.planner.space.tables import device_bytes
+from realgraph.planner.request.request import PlanRequest
 
 
 class MemoryPart(Struct, frozen=True):

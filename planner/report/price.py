@@ -1,8 +1,8 @@
 """What a plan costs in US dollars."""
 
-from realgraph.planner.cluster import Cluster
-from realgraph.planner.devices import device_kind
-from realgraph.planner.report.report import Price
+from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.inputs.devices import device_kind
+from realgraph.planner.report.content import Price
 
 SECONDS_PER_HOUR = 3600.0
 

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.spec import Generate, Inference
-from realgraph.planner.events import Dependency, EventGraph, reallocation_node
-from realgraph.planner.plan import Plan
-from realgraph.planner.residency import reallocations
+from realgraph.planner.plan.events import Dependency, EventGraph, reallocation_node
+from realgraph.planner.plan.plan import Plan
+from realgraph.planner.plan.residency import reallocations
 
 Kind = Literal["generate", "inference", "train", "reallocate"]
 PERIODS = 2  # that a timeline shows

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
+from realgraph.planner.report.content import Measured, Size
 from realgraph.planner.report.format import bytes_text, devices_text, percent_text, seconds_text
 from realgraph.planner.report.memory import MemoryBar
-from realgraph.planner.report.report import Measured, Size
 from realgraph.planner.report.schedule import Bar, Lane, Timeline
 
 WIDTH, LABEL, RIGHT = 1040, 120, 70  # of a picture, of its names on the left, of its numbers on the right

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from realgraph.planner.layout import Recompute, Schedule
-from realgraph.planner.plan import Plan, Transport
-from realgraph.planner.problem import Limits
+from realgraph.planner.plan.layout import Recompute, Schedule
+from realgraph.planner.plan.plan import Plan, Transport
+from realgraph.planner.plan.problem import Limits
+from realgraph.planner.report.content import Report, Row, Size
 from realgraph.planner.report.format import gap_text, percent_text, seconds_text
-from realgraph.planner.report.report import Report, Row, Size
 
 TRANSPORT_WORDS: dict[Transport, str] = {
     "in_place": "in place",

@@ -6,9 +6,9 @@ Source: Trace Event Format (Google), "JSON Object Format"; times in microseconds
 
 import msgspec
 
-from realgraph.planner.events import REALLOCATION
+from realgraph.planner.plan.events import REALLOCATION
+from realgraph.planner.report.content import Report
 from realgraph.planner.report.format import devices_text
-from realgraph.planner.report.report import Report
 from realgraph.planner.report.schedule import Bar
 
 Event = dict[str, object]

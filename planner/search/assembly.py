@@ -4,21 +4,21 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from realgraph.planner.events import EventGraph, event_graph, period
-from realgraph.planner.layout import DeviceMesh
-from realgraph.planner.plan import Allocation, Plan, Transport, Turn
-from realgraph.planner.problem import Choice, Solution
-from realgraph.planner.request import PlanRequest, hashes
+from realgraph.planner.options.calls import free_seconds, input_seconds, microbatches_of
+from realgraph.planner.options.choices import CONTEXT_TOKENS
+from realgraph.planner.options.couplings import moves_of
+from realgraph.planner.options.holdings import candidate_of, group_for, host_of, peak_of, reads_in_place
+from realgraph.planner.options.meshes import group_of
+from realgraph.planner.options.moves import Place, move_matrix, transport_of
+from realgraph.planner.options.pricing import Option, options_of
+from realgraph.planner.options.tables import Prepared
+from realgraph.planner.plan.events import EventGraph, event_graph, period
+from realgraph.planner.plan.layout import DeviceMesh
+from realgraph.planner.plan.plan import Allocation, Plan, Transport, Turn
+from realgraph.planner.plan.problem import Choice, Solution
+from realgraph.planner.request.request import PlanRequest, hashes
 from realgraph.planner.search.streams import settled, starts_of
 from realgraph.planner.solve.solver import orders
-from realgraph.planner.space.choices import CONTEXT_TOKENS
-from realgraph.planner.space.couplings import moves_of
-from realgraph.planner.space.holdings import candidate_of, group_for, host_of, peak_of, reads_in_place
-from realgraph.planner.space.meshes import group_of
-from realgraph.planner.space.moves import Place, move_matrix, transport_of
-from realgraph.planner.space.options import free_seconds, input_seconds, microbatches_of
-from realgraph.planner.space.pricing import Option, options_of
-from realgraph.planner.space.tables import Prepared
 
 
 def plan_of(prepared: Prepared, solution: Solution) -> Plan:

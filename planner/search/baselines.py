@@ -13,14 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from msgspec import Struct
 from msgspec.structs import replace
 
-from realgraph.planner.problem import Choice, Limits, Schedule, SearchProblem, Solution
+from realgraph.planner.options.tables import Prepared
+from realgraph.planner.plan.problem import Choice, Limits, Schedule, SearchProblem, Solution
 from realgraph.planner.search.assembly import plan_of
 from realgraph.planner.search.streams import streams
 from realgraph.planner.search.symmetric import Shape, shaped_choices
 from realgraph.planner.search.whole_problem import whole_problem
 from realgraph.planner.solve.customary import halved, one_mesh, together
 from realgraph.planner.solve.solver import evaluate, solve
-from realgraph.planner.space.tables import Prepared
 
 RULE_LIMITS = Limits(gap=0.002, seconds=5.0)
 NODE_RANKS = 8  # of tensor parallelism, where nodes have as many devices

@@ -5,16 +5,16 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from realgraph.graphs.spec import Generate, Train
-from realgraph.planner.constraints import Constraints
-from realgraph.planner.layout import PASSES
-from realgraph.planner.pins import Pin
-from realgraph.planner.plan import Allocation, Plan
-from realgraph.planner.problem import Choice
-from realgraph.planner.request import PlanRequest, kept_by
-from realgraph.planner.space.holdings import candidate_of
-from realgraph.planner.space.options import Candidate
-from realgraph.planner.space.pricing import Option
-from realgraph.planner.space.tables import Prepared
+from realgraph.planner.options.calls import Candidate
+from realgraph.planner.options.holdings import candidate_of
+from realgraph.planner.options.pricing import Option
+from realgraph.planner.options.tables import Prepared
+from realgraph.planner.plan.layout import PASSES
+from realgraph.planner.plan.plan import Allocation, Plan
+from realgraph.planner.plan.problem import Choice
+from realgraph.planner.request.constraints import Constraints
+from realgraph.planner.request.pins import Pin
+from realgraph.planner.request.request import PlanRequest, kept_by
 
 
 def pinned_to(request: PlanRequest, plan: Plan, but: str = "") -> PlanRequest:

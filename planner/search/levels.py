@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from realgraph.planner.plan import Plan
-from realgraph.planner.problem import Limits, Solution, Stopped, Unsolved
-from realgraph.planner.request import PlanRequest, at_staleness
+from realgraph.planner.options.tables import Known, Prepared, problem_of
+from realgraph.planner.plan.plan import Plan
+from realgraph.planner.plan.problem import Limits, Solution, Stopped, Unsolved
+from realgraph.planner.request.request import PlanRequest, at_staleness
 from realgraph.planner.search.assembly import plan_of
 from realgraph.planner.search.baselines import rule_solutions
 from realgraph.planner.search.streams import streams
 from realgraph.planner.solve.solver import solve
-from realgraph.planner.space.tables import Known, Prepared, problem_of
 
 FAR = 0.01  # of a gap: a plan of streams that is worse than its bound by more is tried in other ways
 EVERY = 16  # steps of staleness: each level up to here is searched, above it half as many again

@@ -5,20 +5,20 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError
-from realgraph.planner.plan import Plan
-from realgraph.planner.problem import Limits, Solution, Unsolved
-from realgraph.planner.request import PlanRequest, hashes, kept_by
+from realgraph.planner.feasibility.diagnose import Infeasible as Infeasible
+from realgraph.planner.feasibility.diagnose import infeasible, unfinished
+from realgraph.planner.options.constraints import wish_problems
+from realgraph.planner.options.tables import Known, Prepared, problem_of
+from realgraph.planner.plan.plan import Plan
+from realgraph.planner.plan.problem import Limits, Solution, Unsolved
+from realgraph.planner.request.request import PlanRequest, hashes, kept_by
 from realgraph.planner.search.assembly import events_of as events_of
 from realgraph.planner.search.assembly import plan_of, repriced
 from realgraph.planner.search.baselines import best_of_rules
-from realgraph.planner.search.diagnose import Infeasible as Infeasible
-from realgraph.planner.search.diagnose import infeasible, unfinished
 from realgraph.planner.search.fixed import choices_of, pinned_to
 from realgraph.planner.search.levels import FAR, best_level, levels_up_to
 from realgraph.planner.search.streams import streams
 from realgraph.planner.solve.solver import evaluate, solve
-from realgraph.planner.space.tables import Known, Prepared, problem_of
-from realgraph.planner.space.wishes import wish_problems
 
 DEFAULT = Limits()
 

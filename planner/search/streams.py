@@ -2,7 +2,7 @@
 
 Tokens between two weight updates follow from the plan: the stream has the time that its mesh has left in a period, so
 their seconds and the rest of the mesh's calls add up to the period. With fewer tokens there is more in flight, until
-the staleness bound, which counts that, makes the period longer than the mesh needs: see `costs/rollout.py`.
+the staleness bound, which counts that, makes the period longer than the mesh needs: see `costs/generate/rollout.py`.
 """
 
 from collections.abc import Mapping
@@ -12,9 +12,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.graphs.spec import Generate
-from realgraph.planner.cluster import Cluster
-from realgraph.planner.costs.rollout import Stream, variant_of
-from realgraph.planner.events import (
+from realgraph.planner.costs.generate.rollout import Stream, variant_of
+from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.options.calls import Candidate, free_seconds
+from realgraph.planner.options.holdings import active_of, candidate_of, group_for, resident_on
+from realgraph.planner.options.pricing import Timing, candidate_stream, is_measured, stream_timing
+from realgraph.planner.options.tables import device_bytes
+from realgraph.planner.plan.events import (
     REALLOCATION,
     Dependency,
     EventGraph,
@@ -25,12 +29,8 @@ from realgraph.planner.events import (
     period,
     reallocation_node,
 )
-from realgraph.planner.plan import Plan
-from realgraph.planner.request import PlanRequest
-from realgraph.planner.space.holdings import active_of, candidate_of, group_for, resident_on
-from realgraph.planner.space.options import Candidate, free_seconds
-from realgraph.planner.space.pricing import Timing, candidate_stream, is_measured, stream_timing
-from realgraph.planner.space.tables import device_bytes
+from realgraph.planner.plan.plan import Plan
+from realgraph.planner.request.request import PlanRequest
 
 POINTS = 16  # tokens between two updates that are tried before the place between two of them is found
 HALVINGS = 24
@@ -147,7 +147,7 @@ def _counted(request: PlanRequest, plan: Plan, call: str) -> Plan:
 
 def starts_of(request: PlanRequest, plan: Plan) -> dict[str, float]:
     """Seconds at which the calls and reallocations of step 0 may start at the earliest in the plan's period; the first
-    at 0. Longest paths, see `planner/events.py`."""
+    at 0. Longest paths, see `planner/plan/events.py`."""
     events = event_graph(request.graph, plan, free_seconds(request), keeps_turns=False)
     starts = dict.fromkeys(events.seconds, 0.0)
     for _ in range(len(starts) + 1):

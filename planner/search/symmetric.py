@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from realgraph.planner.problem import Choice, Floats, Ints, OptionTable, SearchProblem, SearchTask
+from realgraph.planner.plan.problem import Choice, Floats, Ints, OptionTable, SearchProblem, SearchTask
 from realgraph.planner.solve.customary import one_mesh
 
 

@@ -6,12 +6,12 @@ The search's own tables lack what another option beats; a plan with one layout f
 from msgspec import Struct
 from msgspec.structs import replace
 
+from realgraph.planner.options.choices import candidates
+from realgraph.planner.options.moves import Moves
+from realgraph.planner.options.pricing import Option, Timed, options_of
+from realgraph.planner.options.tables import Prepared, layout_key, option_table
 from realgraph.planner.search.symmetric import Shape
 from realgraph.planner.solve.customary import one_mesh
-from realgraph.planner.space.choices import candidates
-from realgraph.planner.space.moves import Moves
-from realgraph.planner.space.pricing import Option, Timed, options_of
-from realgraph.planner.space.tables import Prepared, layout_key, option_table
 
 
 class WholeProblem(Struct, frozen=True, eq=False):

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import Struct
 
-from realgraph.planner.solve.compiled import Floats, Ints, Mask
-from realgraph.planner.solve.instance import Instance
+from realgraph.planner.solve.kernels.compiled import Floats, Ints, Mask
+from realgraph.planner.solve.kernels.instance import Instance
 
 MOST_CLIQUES = 96
 PATIENCE, LEAST_SCALE = 10, 0.01  # of the ascent: steps without gain before they are halved, and how often

@@ -1,7 +1,7 @@
 """Places that people choose by hand: where the search begins, and what its plans are held against."""
 
-from realgraph.planner.layout import DeviceMesh
-from realgraph.planner.problem import SearchProblem
+from realgraph.planner.plan.layout import DeviceMesh
+from realgraph.planner.plan.problem import SearchProblem
 
 
 def one_mesh(problem: SearchProblem) -> int | None:

@@ -9,11 +9,11 @@ from math import floor
 import numpy as np
 from msgspec import Struct
 
-from realgraph.planner.layout import DeviceMesh
-from realgraph.planner.plan import Turn
-from realgraph.planner.problem import Choice, OptionTable, Schedule, SearchProblem, SearchTask, Solution, move_name
-from realgraph.planner.solve.compiled import Floats
-from realgraph.planner.solve.period import Net, least_period, new_net
+from realgraph.planner.plan.layout import DeviceMesh
+from realgraph.planner.plan.plan import Turn
+from realgraph.planner.plan.problem import Choice, OptionTable, Schedule, SearchProblem, SearchTask, Solution, move_name
+from realgraph.planner.solve.kernels.compiled import Floats
+from realgraph.planner.solve.kernels.period import Net, least_period, new_net
 
 BUDGET = 200_000  # nodes of one search for integers k
 INSIDE = 1e-9  # of a period: how far a start may lie before a border and still count as on it

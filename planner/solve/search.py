@@ -14,14 +14,14 @@ from collections.abc import Iterable
 import numpy as np
 from msgspec import Struct
 
-from realgraph.planner.problem import Choice, Limits, Schedule, SearchProblem, Solution, Stopped, Unsolved
-from realgraph.planner.solve.compiled import Floats
+from realgraph.planner.plan.problem import Choice, Limits, Schedule, SearchProblem, Solution, Stopped, Unsolved
 from realgraph.planner.solve.customary import halved, together
 from realgraph.planner.solve.evaluate import fits, schedule, ties_hold, timing
-from realgraph.planner.solve.instance import instance_of
-from realgraph.planner.solve.lists import new_lists
-from realgraph.planner.solve.memory import new_needs
-from realgraph.planner.solve.meshes import (
+from realgraph.planner.solve.kernels.compiled import Floats
+from realgraph.planner.solve.kernels.instance import instance_of
+from realgraph.planner.solve.kernels.lists import new_lists
+from realgraph.planner.solve.kernels.memory import new_needs
+from realgraph.planner.solve.kernels.meshes import (
     DONE,
     LEAF,
     MISSING,
@@ -31,8 +31,8 @@ from realgraph.planner.solve.meshes import (
     new_walk,
     remember,
 )
-from realgraph.planner.solve.options import FOUND, PAUSED, UNDECIDED, choose, new_choosing
-from realgraph.planner.solve.period import new_net
+from realgraph.planner.solve.kernels.options import FOUND, PAUSED, UNDECIDED, choose, new_choosing
+from realgraph.planner.solve.kernels.period import new_net
 from realgraph.planner.solve.space import LARGE, Space, least_of, order_of, shared, space_of
 
 TOLERANCES = (0.5, 0.3, 0.2, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01, 0.005)

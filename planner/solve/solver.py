@@ -5,8 +5,8 @@ The compiled code is imported when it is first needed: commands that only check 
 
 from collections.abc import Mapping
 
-from realgraph.planner.plan import Turn
-from realgraph.planner.problem import Choice, Limits, Schedule, SearchProblem, Solution, Unsolved
+from realgraph.planner.plan.plan import Turn
+from realgraph.planner.plan.problem import Choice, Limits, Schedule, SearchProblem, Solution, Unsolved
 
 
 def solve(problem: SearchProblem, limits: Limits = Limits()) -> Solution | Unsolved:

@@ -5,12 +5,12 @@ from collections.abc import Callable
 import numpy as np
 from msgspec import Struct
 
-from realgraph.planner.problem import SearchProblem
+from realgraph.planner.plan.problem import SearchProblem
 from realgraph.planner.solve.bound import Prices, Rows, ascend, conditioned, first_prices, priced, rows_of, worth
-from realgraph.planner.solve.compiled import Ints, Mask
-from realgraph.planner.solve.instance import Instance
-from realgraph.planner.solve.meshes import Costs
-from realgraph.planner.solve.places import Tree, no_tree, tree_of
+from realgraph.planner.solve.kernels.compiled import Ints, Mask
+from realgraph.planner.solve.kernels.instance import Instance
+from realgraph.planner.solve.kernels.meshes import Costs
+from realgraph.planner.solve.kernels.places import Tree, no_tree, tree_of
 
 STEPS = 150  # of the ascent of prices: at the root
 LARGE = 8  # tasks: with more of them, twice as many steps, and all tasks count as long ones

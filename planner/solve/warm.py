@@ -4,10 +4,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from realgraph.planner.layout import DeviceMesh
-from realgraph.planner.problem import Limits, Move, OptionTable, Precedence, SearchProblem, SearchTask
-from realgraph.planner.solve.compiled import leanly
-from realgraph.planner.solve.dominance import columns_of, unbeaten
+from realgraph.planner.plan.layout import DeviceMesh
+from realgraph.planner.plan.problem import Limits, Move, OptionTable, Precedence, SearchProblem, SearchTask
+from realgraph.planner.solve.kernels.compiled import leanly
+from realgraph.planner.solve.kernels.dominance import columns_of, unbeaten
 from realgraph.planner.solve.search import Search
 
 

@@ -1,0 +1,174 @@
+"""What else one call of a plan could be, everything else left as it is, and why each loses."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from realgraph.planner.feasibility.diagnose import shown_bytes
+from realgraph.planner.options.calls import Passes
+from realgraph.planner.options.tables import Prepared, problem_of
+from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.planner.plan.plan import Plan
+from realgraph.planner.plan.problem import Choice, Ints, OptionTable, SearchProblem, SearchTask
+from realgraph.planner.request.request import PlanRequest
+from realgraph.planner.search.assembly import option_of
+from realgraph.planner.search.fixed import choices_of, pinned_to
+from realgraph.planner.solve.solver import evaluate
+
+MOST_LAYOUTS = 8  # that are shown on the call's own mesh
+MOST_SIZES = 6  # of meshes of other sizes or places, each with its best layout
+MOST_TRIED = 200  # of which the exact period is found
+
+
+class Alternative(Struct, frozen=True):
+    """One other way to run a call. period: of the whole plan with it, None where it does not fit; reason: why not."""
+
+    layout: Layout
+    tokens: int
+    passes: Passes
+    residency: str
+    seconds: float
+    period: float | None
+    reason: str
+
+
+def alternatives(request: PlanRequest, plan: Plan, call: str) -> tuple[Alternative, ...]:
+    """The next-best options of one call beside the plan's other allocations, the best first.
+
+    On its own mesh each other layout, on every other size of mesh its best. Raises ValueError for a call without mesh.
+    """
+    if call not in plan.allocations:
+        raise ValueError(f"{call!r} has no allocation")
+    prepared = problem_of(pinned_to(request, plan, but=call), whole=call)
+    chosen = choices_of(prepared, plan)
+    if chosen is None:
+        return ()
+    found = [_judged(prepared, {**chosen, call: choice}, call, plan) for choice in _tried(prepared, chosen, call)]
+    found.sort(key=lambda one: (one.period is None, one.period or one.seconds, one.seconds))
+    return tuple(_distinct(found, plan.allocations[call].layout.mesh))
+
+
+def _tried(prepared: Prepared, chosen: dict[str, Choice], call: str) -> list[Choice]:
+    """The fastest options of each layout on each mesh, the plan's own left out; the plan's mesh first."""
+    task = next(task for task in prepared.problem.tasks if task.name == call)
+    own = prepared.problem.meshes[chosen[call].mesh]
+
+    def far(mesh: int) -> tuple[bool, int, int]:
+        there = prepared.problem.meshes[mesh]
+        return (there != own, abs(there.n_devices - own.n_devices), abs(there.first - own.first))
+
+    tried: list[Choice] = []
+    seen: dict[int, int] = {}
+    for mesh in sorted(task.tables, key=far):
+        size = prepared.problem.meshes[mesh].n_devices
+        if seen.get(size, 0) >= 2 or len(tried) >= MOST_TRIED:
+            continue
+        seen[size] = seen.get(size, 0) + 1
+        tried += [Choice(mesh, row) for row in _fastest(prepared, task.tables[mesh])]
+    return [choice for choice in tried if choice != chosen[call]][:MOST_TRIED]
+
+
+def _fastest(prepared: Prepared, table: int) -> Iterator[int]:
+    """Of each layout the fastest row, and the one that takes least memory."""
+    rows = prepared.problem.tables[table]
+    for layout in np.unique(rows.layout):
+        of = np.flatnonzero(rows.layout == layout)
+        fast = of[np.argmin(rows.seconds[of])]
+        small = of[np.argmin((rows.resident + rows.active)[of])]
+        yield int(fast)
+        if small != fast:
+            yield int(small)
+
+
+def _judged(prepared: Prepared, choices: dict[str, Choice], call: str, plan: Plan) -> Alternative:
+    option = option_of(prepared, call, choices[call])
+    mesh = prepared.problem.meshes[choices[call].mesh]
+    schedule = evaluate(prepared.problem, choices)
+    candidate = option.candidate
+    return Alternative(
+        layout=replace(candidate.layout, mesh=mesh),
+        tokens=candidate.tokens,
+        passes=candidate.passes,
+        residency=candidate.residency,
+        seconds=option.seconds,
+        period=None if schedule is None else schedule.period,
+        reason=_reason(prepared, choices, call, plan) if schedule is None else "",
+    )
+
+
+def _reason(prepared: Prepared, choices: dict[str, Choice], call: str, plan: Plan) -> str:
+    """By how much what does not fit is too large."""
+    over = excess(prepared.problem, choices)
+    device = int(np.argmax(over))
+    option = option_of(prepared, call, choices[call])
+    if option.candidate.home:
+        return "reads the trained copy in place, which lies elsewhere or under another layout"
+    layouts = {row.task.name: row.layout for row in _chosen(prepared.problem, choices)}
+    for tie in prepared.problem.ties:
+        unlike = tie.layout and len({layouts[name] for name in tie.tasks}) > 1
+        if call in tie.tasks and (unlike or len({choices[name].mesh for name in tie.tasks}) > 1):
+            rule = "on one mesh under one layout" if tie.layout else "on one mesh"
+            return f"does not fit the rule that {', '.join(tie.tasks)} lie {rule}"
+    if over[device] > 0:
+        return f"device {device} would lack {shown_bytes(int(over[device]))}"
+    return "the memory of a node, where offloaded weights wait, does not fit them all"
+
+
+def excess(problem: SearchProblem, choices: Mapping[str, Choice]) -> Ints:
+    """Bytes that each device would lack, by the rules of `SearchProblem`; those it has to spare are negative."""
+    rows = list(_chosen(problem, choices))
+    trained = {(row.task.role, row.mesh, row.layout) for row in rows if row.task.trains}
+    roles = {role for role, _, _ in trained}
+    copies: dict[tuple[str, int, int | str], int] = {}
+    largest = np.zeros(problem.devices, np.int64)
+    for row in rows:
+        task = row.task
+        copy = (task.role, row.mesh, task.name if task.role in roles else row.layout)
+        copies[copy] = max(copies.get(copy, 0), int(row.table.resident[row.option]))
+        at_home = not task.trains and (task.role, row.mesh, row.layout) in trained
+        here = _devices(problem, row.mesh)
+        active = row.table.active[row.option] - (row.table.shared[row.option] if at_home else 0)
+        largest[here] = np.maximum(largest[here], active)
+    over: Ints = largest - problem.memory
+    for (_, mesh, _), nbytes in copies.items():
+        over[_devices(problem, mesh)] += nbytes
+    return over
+
+
+class _Row(Struct, frozen=True):
+    """A task with what was chosen of its tables."""
+
+    task: SearchTask
+    mesh: int
+    table: OptionTable
+    option: int
+
+    @property
+    def layout(self) -> int:
+        return int(self.table.layout[self.option])
+
+
+def _chosen(problem: SearchProblem, choices: Mapping[str, Choice]) -> Iterator[_Row]:
+    for task in problem.tasks:
+        mesh, option = choices[task.name].mesh, choices[task.name].option
+        yield _Row(task, mesh, problem.tables[task.tables[mesh]], option)
+
+
+def _devices(problem: SearchProblem, mesh: int) -> slice:
+    return slice(problem.meshes[mesh].first, problem.meshes[mesh].devices.stop)
+
+
+def _distinct(found: Sequence[Alternative], own: DeviceMesh) -> Iterator[Alternative]:
+    """Each layout on the call's own mesh once, with its best; of every other size of mesh the best."""
+    seen: set[tuple[object, ...]] = set()
+    counts = {True: 0, False: 0}
+    for one in found:
+        layout, here = one.layout, one.layout.mesh == own
+        key = (here, *layout.axes) if here else (here, layout.mesh.n_devices)
+        if key in seen or counts[here] >= (MOST_LAYOUTS if here else MOST_SIZES):
+            continue
+        seen.add(key)
+        counts[here] += 1
+        yield one

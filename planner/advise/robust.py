@@ -1,0 +1,152 @@
+"""The plan that regrets least: costs have error bars, and among near-optimal plans the steadiest one is chosen.
+
+Errors are drawn per phase and kind of device: one factor for all calls of a phase, as a miscalibration has, and a
+further one for how a phase scales with its mesh. The same seed draws the same errors.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from realgraph.planner.options.pricing import DEFAULT_ERROR, phase_of
+from realgraph.planner.options.tables import Prepared
+from realgraph.planner.plan.plan import Plan
+from realgraph.planner.plan.problem import Choice, Floats, Limits, Move, OptionTable, SearchProblem, Solution
+from realgraph.planner.request.cost_table import Phase, PhaseFactor
+from realgraph.planner.request.request import PlanRequest
+from realgraph.planner.search.assembly import plan_of
+from realgraph.planner.search.search import solved
+from realgraph.planner.solve.solver import evaluate, solve
+
+SCENARIOS = 16  # of errors, under each of which every plan is judged
+SEARCHED = 6  # of them that are also planned for: their best plans are the candidates
+NEAR = 0.05  # relative: plans worse than this by the nominal costs are left out
+SCALING = 0.05  # standard deviation of the exponent of a mesh's size, in which a phase's seconds err
+
+
+class Scenario(Struct, frozen=True):
+    """Factors on the seconds of each phase, and exponents of the share of all devices that a call's mesh has."""
+
+    factors: dict[Phase, float]
+    exponents: dict[Phase, float]
+
+
+class RobustResult(Struct, frozen=True):
+    """plan: of least expected regret; nominal: the best by the costs as they are.
+
+    Regret: how much longer a step is than under the best plan known for the true costs, relative; expected over the
+    scenarios, and the worst. candidates: plans that were compared.
+    """
+
+    plan: Plan
+    nominal: Plan
+    expected_regret: float
+    worst_regret: float
+    nominal_expected_regret: float
+    nominal_worst_regret: float
+    candidates: int
+    scenarios: int
+
+    @property
+    def text(self) -> str:
+        """What was found, in one sentence."""
+        if self.plan.allocations == self.nominal.allocations:
+            return (
+                f"the best plan is also the steadiest: expected regret {self.expected_regret:.1%}, at worst "
+                f"{self.worst_regret:.1%} under {self.scenarios} draws of the costs' errors, beside "
+                f"{self.candidates - 1} other plans"
+            )
+        slower = self.plan.period_seconds / self.nominal.period_seconds - 1
+        return (
+            f"slower by {slower:.1%} than the best plan if costs are exact, but its expected regret is "
+            f"{self.expected_regret:.1%} instead of {self.nominal_expected_regret:.1%} (at worst "
+            f"{self.worst_regret:.1%} instead of {self.nominal_worst_regret:.1%})"
+        )
+
+
+def robust(request: PlanRequest, limits: Limits = Limits()) -> RobustResult:
+    """The near-optimal plan of least expected regret under sampled errors. Raises as `search` does."""
+    prepared, best = solved(request, limits)
+    rng = np.random.default_rng(limits.seed)
+    scenarios = [scenario(request, rng) for _ in range(SCENARIOS)]
+    problems = [erring(prepared, drawn) for drawn in scenarios]
+    found = _candidates(prepared, best, problems[:SEARCHED], limits)
+    periods = np.array([[_period(problem, choices) for choices in found] for problem in problems])
+    regrets = periods / periods.min(axis=1, keepdims=True) - 1
+    expected, worst = regrets.mean(axis=0), regrets.max(axis=0)
+    chosen = int(np.argmin(expected))
+    nominal = plan_of(prepared, best)
+    return RobustResult(
+        plan=nominal if chosen == 0 else plan_of(prepared, _solution(prepared, found[chosen], best)),
+        nominal=nominal,
+        expected_regret=float(expected[chosen]),
+        worst_regret=float(worst[chosen]),
+        nominal_expected_regret=float(expected[0]),
+        nominal_worst_regret=float(worst[0]),
+        candidates=len(found),
+        scenarios=len(problems),
+    )
+
+
+def scenario(request: PlanRequest, rng: np.random.Generator) -> Scenario:
+    """One draw: log-normal factors with the error bars of calibration, or the shipped ones."""
+    factors: dict[Phase, float] = {}
+    exponents: dict[Phase, float] = {}
+    for phase, shipped in DEFAULT_ERROR.items():
+        error = request.costs.phases.get(phase, PhaseFactor()).error or shipped
+        factors[phase] = float(np.exp(rng.normal(0.0, error)))
+        exponents[phase] = float(rng.normal(0.0, SCALING))
+    return Scenario(factors, exponents)
+
+
+def erring(prepared: Prepared, drawn: Scenario) -> SearchProblem:
+    """The problem as it would be under these errors."""
+    problem, request = prepared.problem, prepared.request
+    tables = list(problem.tables)
+    for task in problem.tasks:
+        phase = phase_of(request.graph.calls[task.name])
+        sizes = {table: problem.meshes[mesh].n_devices for mesh, table in task.tables.items()}
+        for table, size in sizes.items():
+            factor = drawn.factors[phase] * (size / problem.devices) ** drawn.exponents[phase]
+            tables[table] = _scaled(problem.tables[table], factor)
+
+    def move_seconds(move: Move, source: int, target: int) -> Floats:
+        return problem.move_seconds(move, source, target) * drawn.factors["reallocate"]
+
+    return replace(problem, tables=tuple(tables), move_seconds=move_seconds)
+
+
+def _scaled(table: OptionTable, factor: float) -> OptionTable:
+    return replace(table, seconds=table.seconds * factor, latency=table.latency * factor)
+
+
+def _candidates(
+    prepared: Prepared, best: Solution, problems: Sequence[SearchProblem], limits: Limits
+) -> list[Mapping[str, Choice]]:
+    """The best plan, and the best ones of some scenarios where they are near it by the nominal costs."""
+    found: list[Mapping[str, Choice]] = [best.choices]
+    quick = replace(limits, gap=max(limits.gap, 0.01), seconds=max(0.5, limits.seconds / 10))
+    for problem in problems:
+        other = solve(problem, quick)
+        if not isinstance(other, Solution) or other.choices in found:
+            continue
+        if _period(prepared.problem, other.choices) <= (1 + NEAR) * best.period:
+            found.append(other.choices)
+    return found
+
+
+def _period(problem: SearchProblem, choices: Mapping[str, Choice]) -> float:
+    """The least period of these choices. They fit, as bytes have no errors here."""
+    schedule = evaluate(problem, choices)
+    return float("inf") if schedule is None else schedule.period
+
+
+def _solution(prepared: Prepared, choices: Mapping[str, Choice], best: Solution) -> Solution:
+    """Other choices as a solution under the nominal costs, with the bound of the search."""
+    schedule = evaluate(prepared.problem, choices)
+    assert schedule is not None, "a candidate has a nominal period"
+    return replace(
+        best, choices=dict(choices), period=schedule.period, starts=schedule.starts, critical=schedule.critical
+    )

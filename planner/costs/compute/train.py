@@ -1,0 +1,202 @@
+"""Predicted seconds of training calls. Backward is twice the forward (arXiv:2001.08361, table 1).
+
+On a GPU one model covers what this project's engines run and the wide space of a planner: recomputation, tensor,
+pipeline, context and expert parallelism, sharded or distributed states. On a CPU only dp exists, and fixed seconds
+that `realgraph profile` measures matter as much as arithmetic; prompts of a group are computed once.
+"""
+
+import math
+
+from msgspec import Struct
+
+from realgraph.planner.costs.comm import allreduce_seconds, collective_bytes_per_s, gather_seconds, latency_seconds
+from realgraph.planner.costs.compute.forward import IMBALANCE, forward_seconds, layer_seconds, mean_context
+from realgraph.planner.costs.compute.pipeline import MicroBatch, Pipeline, pipeline_seconds
+from realgraph.planner.costs.compute.states import REPLICATED_EXPOSED, exposed_seconds, state_costs
+from realgraph.planner.costs.layer import BACKWARD_ATTENTION, LayerCosts, adapter_costs, layer_costs
+from realgraph.planner.costs.lengths import lognormal
+from realgraph.planner.costs.memory.memory import master_bytes, shards
+from realgraph.planner.costs.overhead import computed_tokens, dispatch_seconds, optimizer_bytes_per_s
+from realgraph.planner.costs.setting import Setting
+from realgraph.planner.plan.layout import Recompute as Recompute
+from realgraph.planner.plan.layout import Schedule
+
+DEALT = 5  # power of the mean of a rank's even share and the longest sample
+FSDP_SLOWDOWN_CPU = 1.3  # measured with FSDP2 on two processes: 1.27 at 30M parameters, 1.6 at 0.8M
+
+
+class TrainWork(Struct, frozen=True):
+    """Tokens of the whole batch, mean tokens of a sample, tokens of a micro-batch, and optimizer steps of one call.
+
+    prompt_tokens, of a sample, are equal in all `samples_per_group` samples of a group. recompute: what the backward
+    pass computes again; `selective` is attention and element-wise operations, `full` whole layers. chunks: groups of
+    layers of a stage, where the schedule is interleaved. longest_tokens: of the longest sample, None where all are
+    equal. attended_tokens: of its own sample that a token attends to, mean over all tokens (`mean_context`); None: that
+    of log-normal responses up to the longest. fp8: matrix products of layers in that precision. imbalance: tokens of
+    the busiest expert's device over the mean.
+    """
+
+    tokens: int
+    sample_tokens: float
+    microbatch_tokens: int
+    optimizer_steps: int = 1
+    epochs: int = 1
+    prompt_tokens: float = 0.0
+    samples_per_group: int = 1
+    recompute: Recompute = "none"
+    schedule: Schedule = "1f1b"
+    chunks: int = 2
+    longest_tokens: int | None = None
+    fp8: bool = False
+    imbalance: float = IMBALANCE
+    attended_tokens: float | None = None
+
+    @property
+    def context(self) -> float:
+        """Tokens that a token attends to, mean over the tokens: long samples have more of them."""
+        if self.attended_tokens is not None:
+            return self.attended_tokens
+        longest, response = self.longest_tokens or 0, self.sample_tokens - self.prompt_tokens
+        if longest <= self.sample_tokens or response <= 0:
+            return self.sample_tokens / 2
+        return mean_context(self.prompt_tokens, lognormal(response, longest - self.prompt_tokens))
+
+
+def microbatches(setting: Setting, work: TrainWork) -> int:
+    """Of one rank in one optimizer step.
+
+    Interleaved stages take a multiple of their number (arXiv:2104.04473, sec. 2.2.2).
+    """
+    layout = setting.layout
+    per_device = math.ceil(work.tokens / layout.dp / layout.cp)
+    count = max(1, math.ceil(per_device / work.optimizer_steps / work.microbatch_tokens))
+    return layout.pp * math.ceil(count / layout.pp) if work.schedule == "interleaved" else count
+
+
+def train_seconds(setting: Setting, work: TrainWork) -> float:
+    """One train call: every epoch's micro-batches forward and backward, gradient reduction, and optimizer steps."""
+    if setting.cluster.is_cpu:
+        return _cpu_train_seconds(setting, work)
+    layout, steps, costs = setting.layout, work.optimizer_steps, setting.costs
+    count = microbatches(setting, work)
+    tokens = work.tokens / (layout.dp * layout.cp * steps)
+    per_micro = tokens / count
+    layers = layer_costs(setting, work.fp8)
+    one = _microbatch(setting, work, layers, per_micro)
+    passes = pipeline_seconds(one, Pipeline(setting.model.layers, layout.pp, work.schedule, work.chunks), count)
+    states = state_costs(setting)
+    passes = passes * spread(setting, work, tokens * layout.cp) + count * costs.microbatch_seconds
+    passes += (count - 1) * states.accumulate
+    step = passes + _traffic_seconds(setting, one, count, passes) + states.optimizer
+    dispatched = dispatch_seconds(costs, work.tokens / layout.dp / work.sample_tokens)
+    return work.epochs * steps * step + dispatched
+
+
+def _microbatch(setting: Setting, work: TrainWork, layers: LayerCosts, tokens: float) -> MicroBatch:
+    """Seconds of one micro-batch of `tokens` on each cp rank."""
+    context = work.context
+    adapters = adapter_costs(setting).at(tokens, context)
+    forward = layer_seconds(layers, tokens, context, work.imbalance) + layers.routing + adapters
+    products = layers.products.at(tokens, context) + work.imbalance * layers.experts.at(tokens, context)
+    attention, traffic = layers.attention.at(tokens, context), layers.traffic.at(tokens, context)
+    more = setting.costs.backward - 1
+    weights = adapters if setting.lora_rank else products * more
+    backward = forward + weights + (BACKWARD_ATTENTION - 1) * attention + more * traffic
+    recompute = work.recompute if work.recompute != "none" or not setting.role.gradient_checkpointing else "full"
+    if recompute == "full":
+        backward += forward
+    elif recompute == "selective":
+        backward += traffic + (attention if setting.engine.attention == "unfused" else 0.0)
+    head = layers.head.at(tokens, context) + layers.head_backward.at(tokens, context)
+    return MicroBatch(forward, backward, weights, head, hand_over_seconds(setting, tokens))
+
+
+def hand_over_seconds(setting: Setting, tokens: float) -> float:
+    """One stage's hidden states to the next, each tp rank its part; between nodes where a stage fills one."""
+    layout, cluster, engine = setting.layout, setting.cluster, setting.engine
+    if layout.pp == 1:
+        return 0.0
+    nbytes = setting.element * tokens * setting.model.hidden / layout.tp
+    inside = layout.mesh.n_devices <= cluster.devices_per_node
+    rate = cluster.link_bytes_per_s * setting.costs.link if inside else cluster.nic_bytes_per_s * setting.costs.nic
+    return (nbytes / rate + latency_seconds(setting)) * (1 - engine.p2p_overlap)
+
+
+def spread(setting: Setting, work: TrainWork, tokens: float) -> float:
+    """Busiest over mean dp rank, of `tokens` on average in one optimizer step; the cp ranks of one share its samples.
+
+    Samples are dealt longest first, each to the rank with the fewest tokens: shares are nearly even unless one sample
+    is about as long as a share, which is then the busiest. A power mean joins the two: within a tenth of what draws of
+    such deals show from 4 samples a rank on, and exact for one (tests).
+    """
+    if setting.layout.dp == 1:
+        return 1.0
+    longest = max(work.longest_tokens or 0, work.sample_tokens) / tokens
+    sample = min(1.0, work.sample_tokens / tokens)
+    return float((1 + longest**DEALT - sample**DEALT) ** (1 / DEALT))
+
+
+def _traffic_seconds(setting: Setting, one: MicroBatch, count: int, passes: float) -> float:
+    """What compute does not hide of one step's traffic between the dp copies."""
+    costs, engine, layout = state_costs(setting), setting.engine, setting.layout
+    if layout.sharding == "fsdp":
+        rounds = count if layout.pp == 1 else 1  # stages keep gathered weights for all micro-batches of a step
+        traffic = rounds * (2 * costs.gather + costs.scatter)
+        return exposed_seconds(traffic, passes, engine.dp_overlap, engine.exposed)
+    last = one.backward * setting.model.layers / layout.pp
+    return exposed_seconds(costs.step, last, engine.dp_overlap, REPLICATED_EXPOSED)
+
+
+# --- the CPU engine: dp only ------------------------------------------------------------------------------------------
+
+
+def _cpu_train_seconds(setting: Setting, work: TrainWork) -> float:
+    """One train call: every epoch's micro-batches forward and backward, gradient reduction, and optimizer steps.
+
+    Gradient checkpointing repeats the forward. FSDP gathers weights twice and scatters gradients once a micro-batch.
+    """
+    layout, steps = setting.layout, work.optimizer_steps
+    per_device = math.ceil(work.tokens / layout.dp / layout.cp)
+    count = steps * max(1, math.ceil(per_device / steps / work.microbatch_tokens))
+    again = setting.role.gradient_checkpointing or work.recompute == "full"
+    passes = 1 + setting.costs.backward + again
+    computed = computed_on_cpu(work, per_device / count, steps)
+    forward = forward_seconds(setting, computed, work.context)
+    one = passes * forward + setting.costs.microbatch_seconds
+    compute = fsdp_slowdown(setting) * one * count
+    states = steps * optimizer_seconds(setting)
+    dispatched = dispatch_seconds(setting.costs, per_device / work.sample_tokens)
+    return work.epochs * (compute + _reduction_seconds(setting, count, steps) + states) + dispatched
+
+
+def computed_on_cpu(work: TrainWork, tokens: float, steps: int = 1) -> float:
+    """Of a micro-batch's `tokens`, those that the CPU engine computes: equal prompts once, last tokens never."""
+    samples, all_samples = tokens / work.sample_tokens, work.tokens / work.sample_tokens / steps
+    groups, lengths = all_samples / work.samples_per_group, (work.prompt_tokens, work.sample_tokens)
+    return computed_tokens(samples, groups, work.samples_per_group, lengths)
+
+
+def fsdp_slowdown(setting: Setting) -> float:
+    """How much longer compute takes on CPUs under FSDP than on whole weights, traffic between devices aside."""
+    sharded = setting.layout.sharding == "fsdp" and setting.layout.mesh.n_devices > 1
+    return FSDP_SLOWDOWN_CPU if sharded else 1.0
+
+
+def _reduction_seconds(setting: Setting, microbatches: int, steps: int) -> float:
+    """Gradients (and FSDP's weights) between the dp copies; not overlapped with compute."""
+    layout = setting.layout
+    ranks = layout.dp * layout.cp
+    rate, latency = collective_bytes_per_s(setting, ranks), latency_seconds(setting)
+    n_params = setting.model.n_params(setting.role.head) / (layout.tp * layout.pp)
+    gradients = master_bytes(setting.role) * n_params
+    if layout.sharding == "replicated":
+        return steps * allreduce_seconds(gradients, ranks, rate, latency)
+    weights = 2 * gather_seconds(setting.element * n_params, ranks, rate, latency)
+    layers = 0.0 if ranks == 1 else 3 * setting.model.layers * latency
+    return microbatches * (weights + gather_seconds(gradients, ranks, rate, latency) + layers)
+
+
+def optimizer_seconds(setting: Setting) -> float:
+    """One AdamW step: reads and writes gradient, moments, master and weight: about 32 bytes a parameter in float32."""
+    nbytes = 8 * master_bytes(setting.role) * setting.model.n_params(setting.role.head) / shards(setting.layout)
+    return nbytes / optimizer_bytes_per_s(setting) + setting.costs.optimizer_step_seconds

@@ -1,0 +1,224 @@
+"""Predicted seconds of one decode step on one replica: a roofline over weights, cache, arithmetic and collectives.
+
+A step gives each of b running sequences one token. It reads the weights that some of them touch, or multiplies them,
+whichever takes longer; it reads the keys and values of every sequence; tensor-parallel ranks add their parts up twice a
+layer in messages so small that latency rules. Steps that wait for memory keep the full clock. Rates in units per
+second, sizes in bytes; arrays go through as arrays.
+"""
+
+import math
+from typing import Literal
+
+import numpy as np
+from msgspec import Struct
+
+from realgraph.planner.costs.comm import axis_link, collective_bytes_per_s, exchange_seconds
+from realgraph.planner.costs.layer import EXPERT_TILE, GROUPED, MLP_ELEMENTS, NORM_ELEMENTS
+from realgraph.planner.costs.lengths import Floats
+from realgraph.planner.costs.memory.memory import element_bytes, kv_bytes_per_token, served_expert_ranks
+from realgraph.planner.costs.overhead import collective_seconds, elementwise_bytes_per_s
+from realgraph.planner.costs.setting import Setting
+from realgraph.planner.inputs.model_spec import ModelSpec
+
+# Small messages: every rank reads the others' whole buffers once (custom all-reduce kernels of serving engines). Large
+# ones: NCCL's ring; nccl-tests on 8 A100 reach about 105 GB/s at 8 MB, less than half of their best rate.
+RING_SECONDS = 7e-5
+# Between nodes: latency of small messages on two nodes, and of each further doubling of their number (a tree).
+NODES_SECONDS = 4e-5
+NODE_HOP_SECONDS = 1.5e-5
+# Experts are read a slice at a time, in tiles of 128 columns, of which the last is half empty on average: a slice of
+# this many columns reaches half of the memory's rate.
+EXPERT_WIDTH = 64
+# Of a layer's small kernels, in a captured graph: scores, top k, counts, sort and alignment by expert, activation, sum
+# of answers (vLLM, fused_moe): six of about 5 us, the least that a kernel takes from start to end.
+EXPERT_LAYER_SECONDS = 3e-5
+
+
+class Precision(Struct, frozen=True):
+    """What a generation engine stores: `role` is the role's own dtype, `float8` one byte an element.
+
+    Arithmetic in float8 runs at the device's float8 rate, where it has one.
+    """
+
+    weights: Literal["role", "float8"] = "role"
+    cache: Literal["role", "float8"] = "role"
+
+
+SAME = Precision()
+
+
+class DecodeStep(Struct, frozen=True, eq=False):
+    """The coefficients of a decode step for one setting; call it with sequences and their mean length in tokens.
+
+    dense_read, expert_read: seconds to read the shared weights, and all the experts of one rank once. dense_token,
+    expert_token: seconds to multiply one token with them at the full rate, and *_half: the rows of a product at which
+    half of that rate is reached. unchosen: logarithm of the probability that one token passes an expert over.
+    experts, chosen: of a layer, and of one token. group: replicas whose tokens meet at the same experts.
+    cache_token, attended: seconds to read, and to multiply, one token's keys and values. fixed, sequence: seconds a
+    step and a sequence. direct, ring: of all tensor-parallel all-reduces of a step in each of two ways, latency and
+    seconds per sequence; the faster one is taken. stages: of the pipeline.
+    """
+
+    dense_read: float
+    dense_token: float
+    half: float
+    cache_token: float
+    attended: float
+    fixed: float
+    sequence: float
+    direct: tuple[float, float] = (0.0, 0.0)
+    ring: tuple[float, float] = (0.0, 0.0)
+    stages: int = 1
+    expert_read: float = 0.0
+    expert_token: float = 0.0
+    unchosen: float = 0.0
+    experts: int = 0
+    chosen: int = 0
+    group: float = 1.0
+
+    def __call__(self, running: Floats, context: Floats) -> Floats:
+        """Seconds of a step of `running` sequences, each `context` tokens long.
+
+        In a pipeline a token passes all stages, with 1 / stages of the sequences in each at a time: as long as a step
+        of so many sequences on a replica without stages.
+        """
+        rows = running / self.stages
+        dense = np.maximum(self.dense_read, self.dense_token * (rows + self.half))
+        cached = rows * context * max(self.cache_token, self.attended)
+        reduced = np.minimum(self.direct[0] + rows * self.direct[1], self.ring[0] + rows * self.ring[1])
+        total: Floats = dense + cached + reduced + self.fixed + rows * self.sequence
+        if self.experts:
+            total = total + self._experts(rows)
+        return total
+
+    def seconds(self, running: float, context: float) -> float:
+        """The same of single numbers."""
+        return float(self(np.array(float(running)), np.array(float(context))))
+
+    def _experts(self, rows: Floats) -> Floats:
+        """Experts that some token chose are read, or multiplied with about an equal part of the tokens each."""
+        tokens = rows * self.group
+        touched: Floats = -np.expm1(tokens * self.unchosen)
+        each: Floats = tokens * self.chosen / (self.experts * np.maximum(touched, 1e-9))
+        computed: Floats = self.expert_token * rows * (1 + EXPERT_TILE / 2 / each)
+        return np.maximum(self.expert_read * touched, computed)
+
+
+def decode_step(setting: Setting, precision: Precision = SAME) -> DecodeStep:
+    """The coefficients for one replica of a setting: its tp x pp ranks; `ep` spreads experts over replicas besides."""
+    model, layout, cluster, costs = setting.model, setting.layout, setting.cluster, setting.costs
+    bandwidth, width = cluster.memory_bytes_per_s, model.hidden / layout.tp
+    weight = 1 if precision.weights == "float8" else setting.element
+    rate = engine_flops(setting, precision) * costs.gemm * width / (width + costs.gemm_width)
+    experts = model.experts if model.expert_layers else 0
+    slices = model.expert_intermediate / (1 if layout.ep > layout.tp else layout.tp)
+    routed = model.expert_layers * model.expert_params()
+    dense = model.active_params() - model.experts_per_token * routed + model.hidden * model.vocab
+    ranks = served_expert_ranks(layout)
+    direct, ring = _allreduces(setting)
+    hops, exchanged = _exchanges(setting)
+    experts_fixed = 0.0 if cluster.is_cpu else model.expert_layers * EXPERT_LAYER_SECONDS
+    return DecodeStep(
+        dense_read=weight * dense / layout.tp / (bandwidth * costs.memory),
+        dense_token=2 * dense / layout.tp / rate,
+        half=costs.gemm_tokens,
+        cache_token=cache_bytes_per_token(setting, precision) / (bandwidth * costs.kv),
+        attended=attention_flops(model) / layout.tp / (setting.flops * costs.attention),
+        fixed=costs.step_seconds + model.layers * costs.layer_seconds + hops + experts_fixed,
+        sequence=costs.sequence_seconds + _elementwise_seconds(setting) + exchanged,
+        direct=direct,
+        ring=ring,
+        stages=layout.pp,
+        expert_read=weight
+        * experts
+        * routed
+        / ranks
+        / (bandwidth * costs.memory)
+        * (1 + EXPERT_WIDTH / max(1, slices)),
+        expert_token=2 * model.experts_per_token * routed / layout.tp / (rate * GROUPED) if experts else 0.0,
+        unchosen=math.log1p(-model.experts_per_token / experts) if experts > model.experts_per_token else -50.0,
+        experts=experts,
+        chosen=model.experts_per_token,
+        group=ranks / layout.tp,
+    )
+
+
+def decode_seconds(setting: Setting, running: float, context: float) -> float:
+    """One decode step of `running` sequences of mean length `context` tokens on one replica."""
+    return decode_step(setting).seconds(running, context)
+
+
+def engine_flops(setting: Setting, precision: Precision) -> float:
+    """Peak operations per second of one device in the precision of the weights."""
+    return setting.flops * (setting.costs.fp8 if precision.weights == "float8" else 1.0)
+
+
+def cache_bytes_per_token(setting: Setting, precision: Precision = SAME) -> float:
+    """Keys and values of one token on one rank: heads are divided among tp ranks, at least one a rank; a latent, which
+    serves all heads, is not."""
+    model = setting.model
+    nbytes = kv_bytes_per_token(model, setting.role.dtype)
+    if precision.cache == "float8":
+        nbytes //= element_bytes(setting.role.dtype)
+    return nbytes / (min(setting.layout.tp, model.kv_heads) if model.latent is None else 1)
+
+
+def attention_flops(model: ModelSpec) -> float:
+    """Operations of one new token on one cached token, all layers: two products, each of 2 operations a number.
+
+    Latent attention multiplies the latents themselves, its projections taken into queries and outputs
+    (arXiv:2405.04434, sec. 2.1.2).
+    """
+    if model.latent is None:
+        return 4.0 * model.attention_width() * model.layers
+    return 2.0 * model.heads * (2 * model.latent.kv_rank + model.latent.rope_dim) * model.layers
+
+
+def _elementwise_seconds(setting: Setting) -> float:
+    """Of one sequence in one step: norms, residuals and rotary embeddings, which every tp rank computes whole, and the
+    activations of the MLP, cut over the ranks; read from and written to memory."""
+    model = setting.model
+    routed = model.experts_per_token * model.expert_intermediate if model.expert_layers else 0
+    nbytes = setting.element * (
+        NORM_ELEMENTS * model.hidden + MLP_ELEMENTS * max(routed, model.intermediate) / setting.layout.tp
+    )
+    return model.layers * nbytes / elementwise_bytes_per_s(setting)
+
+
+def _allreduces(setting: Setting) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Two a layer among tp ranks, by direct reads and by a ring: latency of all, and seconds per sequence.
+
+    Direct reads stay inside a node; there n - 1 buffers of the hidden states enter each rank, of a ring 2 (n - 1) / n.
+    """
+    model, n = setting.model, setting.layout.tp
+    if n == 1:
+        return (0.0, 0.0), (0.0, 0.0)
+    count, row = 2 * model.layers, setting.element * model.hidden
+    rate = collective_bytes_per_s(setting, n)
+    traffic = count * 2 * (n - 1) / n * row / rate
+    if n > setting.cluster.devices_per_node:
+        across = (count * (NODES_SECONDS + _hops(setting, n)), traffic)
+        return across, across
+    ring = (count * RING_SECONDS, traffic)
+    return (count * collective_seconds(setting.costs), count * (n - 1) * row / rate), ring
+
+
+def _exchanges(setting: Setting) -> tuple[float, float]:
+    """Seconds a step, and a sequence, of what passes between replicas that share experts (a dispatch and a combine a
+    layer, each as in training: see `exchange_seconds`) and between the stages of a pipeline."""
+    model, layout, costs = setting.model, setting.layout, setting.costs
+    latency, traffic = 0.0, 0.0
+    if layout.ep > layout.tp and model.expert_layers:
+        row = setting.element * model.hidden / layout.tp
+        one = exchange_seconds(row, model.experts_per_token, layout.ep, axis_link(setting, layout.ep, 1))
+        latency += 2 * model.expert_layers * (collective_seconds(costs) + _hops(setting, layout.ep))
+        traffic += 2 * model.expert_layers * one
+    if layout.pp > 1:
+        latency += collective_seconds(costs) + _hops(setting, layout.tp * layout.pp)
+    return latency, traffic
+
+
+def _hops(setting: Setting, ranks: int) -> float:
+    """Latency between nodes of one collective over `ranks` neighbouring devices."""
+    nodes = max(1.0, ranks / setting.cluster.devices_per_node)
+    return NODE_HOP_SECONDS * math.ceil(math.log2(nodes))

@@ -1,0 +1,247 @@
+"""Predicted seconds of generation that runs on while weights are trained: a stream instead of a batch.
+
+With a staleness bound of eta >= 1 a generate call admits groups as the bound lets it and hands over finished ones; no
+replica waits for the last sequence of a batch. AReaL's rule (arXiv:2505.24298, eq. 3) admits group number i at version
+v while floor((i - 1) / B) <= v + eta: a burst of B groups at each weight update. What the stream looks like depends on
+one number, the tokens x that a sequence gains between two updates. Fewer tokens between them mean more sequences in
+flight: more of them decode more tokens a second, and take longer each. `bursts.py` has the shape for a given x: n(v)
+sequences on a replica at v tokens after an update, and the wait W of a batch, w whole bursts and r tokens. Priced with
+the seconds s(n) of a token step:
+  seconds       T = interruption + prefill of B / D prompts + integral over [0, x] of s(n(v)) dv    of a step
+  rest          R = the same over [0, r] alone
+  wait          L = w P + R      from the admission of a batch until it is complete, where updates are P apart
+P = T + O is the period: what else the mesh does in O seconds of a step (weights that arrive, calls that share it)
+pauses the stream, and its tokens stand still. The staleness bound wants a batch to be complete, trained on and its
+weights back, in U seconds, before 1 + eta periods are over: w P + R + U <= (1 + eta) P. More tokens between updates
+make T larger and W / x smaller, so a plan has one x at which both hold: the stream finds it by itself, and
+`planner/search/streams.py` finds it for a plan. Offered to the search are intervals of x, each at the least seconds
+and waits within: no x of the interval makes a better plan.
+
+An interruption is the stall of an update and the prefill anew of all sequences in flight. Where slots are so many that
+this costs more than they gain, fewer are used: that is up to the engine's limit of running sequences, which a plan
+names. At eta = 0 there is no stream: the batch is generated as a whole, tail and all.
+"""
+
+import math
+from functools import cached_property
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from realgraph.planner.costs.generate.bursts import CELLS, Shape, between_for, least_between, rounded, shape
+from realgraph.planner.costs.generate.decode import DecodeStep, decode_step
+from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds, prefill_seconds
+from realgraph.planner.costs.lengths import Floats, Lengths
+from realgraph.planner.costs.overhead import rollout_dispatch_seconds
+from realgraph.planner.costs.setting import Setting
+
+LEVELS = 24  # intervals of the tokens between two updates that are offered, of each of two kinds
+FEWER = 0.9  # of one number of slots to the next smaller one that is tried
+LEAST_SHARE = 0.02  # of a burst: no fewer slots are tried
+
+
+class Variant(Struct, frozen=True):
+    """One way to run a generate call. seconds: the mesh is needed per step. whole, rest: from the admission of a batch
+    until it is complete, so many periods and seconds; 0 and `seconds` where the batch is generated as a whole.
+    running: the most sequences at once on a replica. groups_in_flight: begun and not yet complete, mean. between:
+    tokens between two updates, 0 of a batch. again, pause: the seconds of an update's interruption, and of another one.
+    staleness: updates from the first token of a group until its batch is complete.
+    """
+
+    seconds: float
+    whole: int
+    rest: float
+    running: int
+    groups_in_flight: float
+    between: float = 0.0
+    again: float = 0.0
+    pause: float = 0.0
+    staleness: float = 0.0
+
+    @property
+    def latency(self) -> float:
+        """From the admission of a batch until it is complete, where nothing else pauses the stream."""
+        return self.whole * self.seconds + self.rest
+
+
+class Stream(Struct, frozen=True, eq=False, dict=True):
+    """What the variants of one call share. slots: sequences that run at once on a replica, at most."""
+
+    setting: Setting
+    work: GenerateWork
+    step: DecodeStep
+    lengths: Lengths
+    slots: float
+    prompt_seconds: float
+
+    @property
+    def share(self) -> float:
+        """Sequences of one replica in a burst."""
+        return self.work.samples / self.setting.layout.dp
+
+    @property
+    def groups(self) -> float:
+        return self.work.samples / self.work.samples_per_group
+
+    @cached_property
+    def least(self) -> float:
+        """The fewest tokens between two updates: all slots are always in use."""
+        return least_between(self.lengths, rounded(self.slots / self.share))
+
+    @cached_property
+    def most(self) -> float:
+        """Tokens between two updates at which each batch is complete just before the next: more gain nothing."""
+        return max(self.least, between_for(self.lengths, self.work.samples_per_group, self.groups, 1.0))
+
+
+def batch_variant(setting: Setting, work: GenerateWork) -> Variant:
+    """The batch as a whole."""
+    seconds = generate_seconds(setting, work)
+    running = max(1, min(work.running, -(-work.samples // setting.layout.dp)))
+    return Variant(seconds, 0, seconds, running, work.samples / work.samples_per_group)
+
+
+def stream_of(setting: Setting, work: GenerateWork) -> Stream:
+    """The stream of a setting, with as many slots as pay."""
+    prompts = work.samples / work.samples_per_group / setting.layout.dp * work.prompt_tokens
+    step = decode_step(setting, work.precision)
+    return Stream(
+        setting=setting,
+        work=work,
+        step=step,
+        lengths=work.distribution,
+        slots=_slots(setting, work, step),
+        prompt_seconds=prefill_seconds(setting, work.precision, prompts, work.prompt_tokens),
+    )
+
+
+def _slots(setting: Setting, work: GenerateWork, step: DecodeStep) -> float:
+    """Of the engine's slots, always in use, the number with which a step takes least."""
+    share, mean = work.samples / setting.layout.dp, work.distribution.mean
+    context = work.prompt_tokens + work.distribution.mean_age
+
+    def seconds(slots: float) -> float:
+        return share * mean / slots * step.seconds(slots, context) + _again(setting, work, slots, context)
+
+    best, fewer = float(work.running), float(work.running)
+    least = seconds(best)
+    while fewer > max(1.0, LEAST_SHARE * share):
+        fewer = max(1.0, FEWER * fewer)
+        found = seconds(fewer)
+        if found >= least:
+            break
+        best, least = fewer, found
+    return float(math.floor(best))
+
+
+def _again(setting: Setting, work: GenerateWork, running: float, context: float) -> float:
+    """Seconds of one interruption: so many sequences are prefilled again."""
+    return prefill_seconds(setting, work.precision, running * context, context) + work.stall_seconds
+
+
+def variant_of(stream: Stream, between: float, paused: bool = False) -> Variant:
+    """The stream with so many tokens between two updates, no fewer than its slots allow: the formulas at the head.
+
+    paused: calls that read a batch take the mesh and the memory of its caches as soon as it is complete, besides the
+    update: a second interruption.
+    """
+    setting, work = stream.setting, stream.work
+    found = shape(
+        stream.lengths, work.samples_per_group, stream.groups, max(between, stream.least), stream.slots / stream.share
+    )
+    again = _again_at(stream, found, found.between)
+    decode = _decode(stream, found)
+    dispatch = rollout_dispatch_seconds(setting.costs, stream.share)
+    pause = _again_at(stream, found, found.rest) if paused else 0.0
+    seconds = again + pause + stream.prompt_seconds + dispatch + float(decode[-1])
+    edges = np.linspace(0.0, found.between, CELLS + 1)
+    begun = float(np.interp(found.rest, edges[:-1], found.begun[1:]))
+    part = dispatch * found.rest / found.between
+    rest = again + stream.prompt_seconds * begun + part + float(np.interp(found.rest, edges, decode))
+    mean = float(found.running.mean())
+    longest = stream.lengths.expected_max(work.samples_per_group)
+    return Variant(
+        seconds=seconds,
+        whole=found.whole,
+        rest=rest,
+        running=max(1, min(work.running, math.ceil(stream.share * float(found.running.max())))),
+        groups_in_flight=stream.groups * mean * longest / stream.lengths.mean,
+        between=found.between,
+        again=again,
+        pause=pause,
+        staleness=found.whole + found.rest / found.between,
+    )
+
+
+def _again_at(stream: Stream, found: Shape, tokens: float) -> float:
+    """Seconds of an interruption at so many tokens after an update."""
+    cell = min(CELLS - 1, int(tokens / found.between * CELLS))
+    context = stream.work.prompt_tokens + float(found.age[cell])
+    return _again(stream.setting, stream.work, float(_met(stream, found)[cell]), context)
+
+
+def _met(stream: Stream, found: Shape) -> Floats:
+    """[CELLS]: sequences on a replica as a sequence meets them: more than the mean, as it is more often on a full one.
+
+    By the variance over the mean. Each burst brings the groups on every replica to one number; how many sequences of
+    each run depends on its age and on chance. At least one: some replica runs while a batch is not complete.
+    """
+    mean, per_group = stream.share * found.running, stream.work.samples_per_group
+    lumped = stream.share * per_group * np.maximum(0.0, found.lumps - found.running**2 / found.open)
+    single = np.maximum(0.0, mean - stream.share * found.lumps)
+    others = 1 - 1 / stream.setting.layout.dp
+    met: Floats = np.maximum(1.0, mean + others * (lumped + single) / np.maximum(1.0, mean))
+    return np.minimum(met, np.maximum(mean, stream.slots))
+
+
+def _decode(stream: Stream, found: Shape) -> Floats:
+    """[CELLS + 1]: seconds of decoding from an update to each edge of the cells.
+
+    A token step takes E[n] / E[n / s(n)] over the replicas, as sequences see it: with a variance V of n, to its first
+    power, s + s' V / n x (1 - s' n / s).
+    """
+    mean, context = np.maximum(1.0, stream.share * found.running), stream.work.prompt_tokens + found.age
+    met = np.maximum(mean, _met(stream, found))
+    plain = stream.step(mean, context)
+    more = stream.step(met, context) - plain
+    rise = np.clip(more / plain * mean / np.maximum(1e-9, met - mean), 0.0, 1.0)
+    return np.append(0.0, np.cumsum((plain + more * (1 - rise)) * (found.between / CELLS)))
+
+
+def rollout_variants(setting: Setting, work: GenerateWork, staleness: int) -> tuple[Variant, ...]:
+    """The batch as a whole; and for a staleness bound above 0, streams of fewer and fewer sequences in flight.
+
+    The first has as much in flight as the bound admits were training to take no time.
+    """
+    batch = batch_variant(setting, work)
+    return (batch, *_levels(stream_of(setting, work), staleness)) if staleness > 0 else (batch,)
+
+
+def offered_variants(setting: Setting, work: GenerateWork, staleness: int, paused: bool = False) -> tuple[Variant, ...]:
+    """What a search chooses from: at a bound above 0 each stands for an interval of the tokens between two updates, and
+    has the least seconds and the shortest wait of all streams within or beyond."""
+    if staleness < 1:
+        return (batch_variant(setting, work),)
+    found = _levels(stream_of(setting, work), staleness, paused)
+    ends = [*found[1:], found[-1]]  # of the intervals: interruptions are shortest there, decoding is where they begin
+    least = [
+        one.seconds - one.again - one.pause + min(one.again, end.again) + min(one.pause, end.pause)
+        for one, end in zip(found, ends, strict=True)
+    ]
+    fastest = np.minimum.accumulate(least[::-1])[::-1]
+    return tuple(
+        replace(one, seconds=float(seconds), whole=end.whole, rest=end.rest)
+        for one, end, seconds in zip(found, ends, fastest, strict=True)
+    )
+
+
+def _levels(stream: Stream, staleness: int, paused: bool = False) -> list[Variant]:
+    """Streams with more and more tokens between two updates: a batch waits for 1 + staleness of them, down to one.
+
+    Where what follows generation takes `spent` periods, it waits for so many fewer; mostly that is about one.
+    """
+    spent = np.concatenate([np.linspace(0.0, 1.25, LEVELS + 1), np.linspace(1.25, staleness, LEVELS + 1)])
+    waits = 1.0 + staleness - np.minimum(spent, staleness)
+    found = {between_for(stream.lengths, stream.work.samples_per_group, stream.groups, float(one)) for one in waits}
+    return [variant_of(stream, between, paused) for between in sorted({max(stream.least, one) for one in found})]

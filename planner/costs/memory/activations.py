@@ -1,0 +1,225 @@
+"""Bytes that a running call adds: activations, logits, messages and caches of one micro-batch. Pure formulas.
+
+Counted from what autograd keeps of a layer of transformers' modules with a fused attention kernel
+(tests/test_planner_models.py counts again), and, for layouts that cut a model, of fused layers as in arXiv:2205.05198.
+"""
+
+import math
+from functools import lru_cache
+
+from msgspec import Struct
+
+from realgraph.graphs.spec import ModelRole
+from realgraph.planner.costs.memory.terms import (
+    PREFILL_TOKENS,
+    DType,
+    Footprint,
+    Recompute,
+    ceil_div,
+    cuts_model,
+    element_bytes,
+)
+from realgraph.planner.inputs.model_spec import ModelSpec
+from realgraph.planner.plan.layout import Cache, Layout
+
+LOGITS_CHUNK_BYTES = 1 << 26  # float32 logits that exist at once: the head is computed in chunks of tokens
+LIVE_LAYERS = 2.0  # layers' worth of tensors while one layer's backward pass runs: its own and their gradients
+
+
+def kept_bytes_per_token(model: ModelSpec, dtype: DType, fused: bool = False) -> int:
+    """Bytes that autograd keeps of one token in one layer: norms partly in float32, queries, keys, values, MLP.
+
+    fused: norms keep their input and output in the layer's own precision, and a gated MLP its two inputs and its
+    output, as in Transformer Engine.
+    """
+    element = element_bytes(dtype)
+    wide = max(4, element)
+    heads = (model.heads + model.kv_heads) * model.head_dim
+    if fused:
+        attention = element * (2 * model.attention_width() + 2 * model.kv_heads * model.head_dim) + 12 * model.heads
+        return 2 * model.norms * element * model.hidden + attention + _mlp_kept(model, element, 3)
+    norm = 2 * wide if model.architecture.startswith("gemma") else wide + element  # Gemma scales in float32
+    attention = 2 * element * heads + model.qk_norm * norm * heads + 12 * model.heads
+    return (model.norms * norm + 2 * element) * model.hidden + attention + _mlp_kept(model, element, 4)
+
+
+class Running(Struct, frozen=True):
+    """How a training pass runs, where it is not as the engine of such a layout runs it.
+
+    recompute: None for the role's own choice. fused: kernels of norms and MLP, None: where the layout cuts the model.
+    live: layers' worth of tensors while one is in its backward pass. offloaded: layers' inputs wait in host memory.
+    logit_bytes: of each logit, where those of the micro-batch exist at once; 0 where they exist in chunks of tokens
+    only, None: as the layout's engine keeps them. microbatches: of a step, which bounds how many a stage keeps. chunks:
+    of an interleaved stage; delayed: weights' gradients are computed later than those of inputs (zero-bubble).
+    score_bytes: that unfused attention keeps of each score, and sample_tokens: how many a token has. sequence_parallel:
+    residuals are cut over tp.
+    """
+
+    recompute: Recompute | None = None
+    fused: bool | None = None
+    live: float = LIVE_LAYERS
+    offloaded: bool = False
+    logit_bytes: int | None = None
+    microbatches: int | None = None
+    chunks: int = 1
+    delayed: bool = False
+    score_bytes: int = 0
+    sample_tokens: int = 0
+    sequence_parallel: bool = True
+
+
+PLAIN = Running()
+
+
+@lru_cache(maxsize=1 << 16)
+def train_activations(
+    model: ModelSpec, role: ModelRole, layout: Layout, tokens: int, running: Running = PLAIN
+) -> Footprint:
+    """Activations and logits of one micro-batch of `tokens` packed tokens in forward and backward.
+
+    With full recomputation a layer's input is all that stays, and one layer is live; a backward pass holds about one
+    layer's worth of gradients besides. Selective recomputation keeps what matrix products and attention read: norms and
+    activation functions are computed again (arXiv:2205.05198, sec. 5, where attention is not fused its scores too). Of
+    pp stages the first keeps most micro-batches, and the last one has the logits: see `_in_flight`.
+    """
+    element = element_bytes(role.dtype)
+    cut = layout.tp if running.sequence_parallel else 1
+    per_layer, live = _kept_layers(model, role, layout, running)
+    stage = ceil_div(model.layers, layout.pp)
+    begun, late = _in_flight(layout.pp, running)
+    ends = 4 * max(4, element) * model.hidden // cut  # embedding, last norm, and their gradients
+    first = int(tokens * (stage * begun * per_layer + live + ends))
+    last = int(tokens * (stage * late * per_layer + live + ends))
+    logits = _logits(model, role, layout, tokens, running.logit_bytes)
+    buckets = _messages(model, layout, element, tokens)
+    if layout.pp == 1 or last + logits > first:
+        return Footprint(activations=last, logits=logits, buckets=buckets)
+    return Footprint(activations=first, buckets=buckets)
+
+
+def _in_flight(stages: int, running: Running) -> tuple[float, float]:
+    """Micro-batches whose activations the first and the last stage keep at once; never more than a step has.
+
+    1F1B: as many as stages follow, itself counted (arXiv:2104.04473, sec. 2.2.1). Interleaved: the first stage warms up
+    with 2 (p - 1) + (v - 1) p groups of 1/v of its layers and so keeps p (1 + (p - 1) / (p v)) micro-batches
+    (arXiv:2205.05198, sec. 4.2.3), the last stage with (v - 1) p. Zero-bubble ZB-H1: the first stage as in 1F1B; the
+    others keep as many, since what weights' gradients read stays until their turn (arXiv:2401.10241, sec. 3.1 and table
+    1: 32 of 34 parts of a layer's activations, here all).
+    """
+    most = float(running.microbatches or math.inf)
+    if stages == 1:
+        return 1.0, 1.0
+    if running.chunks > 1:
+        turn = (stages - 1) / running.chunks
+        return min(most, stages + turn), min(most, stages - turn)
+    first = min(most, float(stages))
+    return first, first if running.delayed else 1.0
+
+
+def _kept_layers(model: ModelSpec, role: ModelRole, layout: Layout, running: Running) -> tuple[float, float]:
+    """Bytes of one token: what stays of a layer, and what lives besides while one is in its backward pass."""
+    element = element_bytes(role.dtype)
+    recompute = running.recompute or ("full" if role.gradient_checkpointing else "none")
+    fused = cuts_model(layout) if running.fused is None else running.fused
+    cut = layout.tp if running.sequence_parallel else 1
+    layer = kept_bytes_per_token(model, role.dtype, fused) // layout.tp
+    if cut < layout.tp:
+        residual = _residual_bytes(model, element, fused)
+        layer += residual - residual // layout.tp
+    layer += running.score_bytes * running.sample_tokens * model.heads // layout.tp
+    if recompute == "none":
+        return layer, (running.live - 1) * layer
+    if recompute == "selective":
+        return min(layer, _product_inputs(model, element, layout.tp, cut)), running.live / 2 * layer
+    return 0 if running.offloaded else element * model.hidden // cut, running.live * layer
+
+
+def _residual_bytes(model: ModelSpec, element: int, fused: bool) -> int:
+    """Of what a layer keeps of a token, the part that only sequence parallelism cuts: norms and residuals."""
+    if fused:
+        return 2 * model.norms * element * model.hidden
+    return (model.norms * (max(4, element) + element) + 2 * element) * model.hidden
+
+
+def _product_inputs(model: ModelSpec, element: int, tp: int, cut: int) -> int:
+    """Bytes of one token that a layer's matrix products and attention read: the rest is computed again."""
+    attention = 2 * model.attention_width() + 2 * model.kv_heads * model.head_dim
+    dense = (model.mlp_matrices - 1) * model.intermediate if model.expert_layers < model.layers else 0
+    routed = model.experts_per_token * (2 * model.expert_intermediate + model.hidden) + 2 * model.shared_intermediate
+    mlp = max(dense, routed if model.expert_layers else 0)
+    return element * (2 * model.hidden // cut + (attention + mlp) // tp)
+
+
+def _messages(model: ModelSpec, layout: Layout, element: int, tokens: int) -> int:
+    """Buffers of a pass: hidden states to and from neighbouring stages, and tokens to experts and back."""
+    stages = 4 * element * model.hidden * tokens // layout.tp if layout.pp > 1 else 0
+    experts = 2 * model.experts_per_token * element * model.hidden * tokens // layout.tp if layout.ep > 1 else 0
+    return stages + experts
+
+
+def forward_activations(model: ModelSpec, role: ModelRole, layout: Layout, tokens: int) -> Footprint:
+    """Activations and logits of a forward pass without gradients: one layer's tensors live at once."""
+    rows = _forward_rows(model, role, layout, tokens)
+    return rows + Footprint(logits=_logits(model, role, layout, tokens))
+
+
+def _forward_rows(model: ModelSpec, role: ModelRole, layout: Layout, tokens: int) -> Footprint:
+    """The same without logits."""
+    element = element_bytes(role.dtype)
+    width = 2 * (model.heads + model.kv_heads) * model.head_dim + 3 * _mlp_width(model)
+    per_token = element * (4 * model.hidden + width // layout.tp) + 8 * model.hidden
+    return Footprint(activations=per_token * tokens, buckets=_messages(model, layout, element, tokens))
+
+
+def kv_bytes_per_token(model: ModelSpec, dtype: DType) -> int:
+    """Keys and values of one token in all layers. Sliding-window layers count as full: an upper bound."""
+    return model.layers * model.kv_width() * element_bytes(dtype)
+
+
+def generation(model: ModelSpec, role: ModelRole, layout: Layout, kv_tokens: int, cache: Cache = "role") -> Footprint:
+    """A cache of `kv_tokens` tokens, and the activations and logits of a prefill pass."""
+    cut = min(layout.tp, model.kv_heads) if model.latent is None else 1  # one latent serves all heads
+    element = element_bytes(role.dtype) if cache == "role" else 1
+    per_token = kv_bytes_per_token(model, role.dtype) * element // element_bytes(role.dtype) // cut
+    entered = min(kv_tokens, PREFILL_TOKENS)
+    prefill = _forward_rows(model, role, layout, entered)
+    logits = _logits(model, role, layout, entered, 0)  # engines that serve need those of last tokens only
+    return Footprint(kv_cache=per_token * kv_tokens, logits=logits) + prefill
+
+
+def _logits(model: ModelSpec, role: ModelRole, layout: Layout, tokens: int, whole: int | None = None) -> int:
+    """Logits as computed and in float32, their log-softmax and their gradient; other heads have none.
+
+    This project's engines have them of one chunk at a time. whole: bytes of each logit where those of all tokens exist
+    at once, as in engines that cut a model: each rank has its part of the vocabulary (arXiv:1909.08053, sec. 3), as
+    computed, in float32, and as a softmax in float32 that becomes the gradient (Megatron-Core,
+    core/tensor_parallel/cross_entropy.py).
+    """
+    if role.head != "lm":
+        return 0
+    element = element_bytes(role.dtype)
+    wide = max(4, element)
+    if whole is None:
+        whole = 2 * wide + (element if element < wide else 0) if cuts_model(layout) else 0
+    if whole:
+        return whole * tokens * model.vocab // layout.tp
+    chunk = max(LOGITS_CHUNK_BYTES, 4 * model.vocab) // 4  # logits, at least of one token
+    return 4 * wide * min(tokens * model.vocab, chunk) // layout.tp
+
+
+def _mlp_kept(model: ModelSpec, element: int, gated: int) -> int:
+    """Gate, its activation, up and their product (`gated` of them); of an MLP of two matrices its middle, twice.
+
+    Experts keep a permuted copy of their inputs too, and of their outputs where activations are not fused (gated 4).
+    """
+    kept = 2 if model.mlp_matrices == 2 else gated
+    dense = kept * element * model.intermediate if model.expert_layers < model.layers else 0
+    routed = gated * element * model.expert_intermediate + (gated - 2) * element * model.hidden
+    shared = gated * element * model.shared_intermediate
+    return max(dense, model.experts_per_token * routed + shared if model.expert_layers else 0)
+
+
+def _mlp_width(model: ModelSpec) -> int:
+    dense = model.intermediate if model.expert_layers < model.layers else 0
+    routed = model.experts_per_token * (model.expert_intermediate + model.hidden) + model.shared_intermediate
+    return max(dense, routed if model.expert_layers else 0)

@@ -1,0 +1,176 @@
+"""Bytes that one device holds: weights and optimizer states of each copy, and what a running call adds. Pure formulas.
+
+Sizes of states: ZeRO, arXiv:1910.02054, sec. 3.1. Two worlds: this project's engines, on dp alone, and for layouts
+that cut a model an engine in the manner of Megatron-Core, whose states are 6 bytes a bfloat16 parameter and 12 more cut
+over the dp copies, of a float32 one 8 and 8. All numbers are of the fullest device.
+"""
+
+from functools import lru_cache
+
+from realgraph.graphs.spec import ModelRole
+from realgraph.planner.costs.memory.activations import (
+    Running,
+    forward_activations,
+    generation,
+    kept_bytes_per_token,
+    kv_bytes_per_token,
+    train_activations,
+)
+from realgraph.planner.costs.memory.terms import (
+    FRACTION,
+    GPU_RUNTIME_BYTES,
+    TERMS,
+    DType,
+    Footprint,
+    Recompute,
+    Term,
+    ceil_div,
+    cuts_model,
+    element_bytes,
+    master_bytes,
+    served_expert_ranks,
+    shards,
+    trained_expert_ranks,
+    usable_bytes,
+)
+from realgraph.planner.inputs.model_spec import ModelSpec
+from realgraph.planner.plan.layout import Layout
+
+__all__ = [
+    "FRACTION",
+    "GPU_RUNTIME_BYTES",
+    "TERMS",
+    "DType",
+    "Footprint",
+    "Recompute",
+    "Running",
+    "Term",
+    "cuts_model",
+    "element_bytes",
+    "expert_copies",
+    "forward_activations",
+    "frozen_copy",
+    "gathered",
+    "generation",
+    "kept_bytes_per_token",
+    "kv_bytes_per_token",
+    "local_params",
+    "local_routed",
+    "lora_params",
+    "master_bytes",
+    "rescue_copies",
+    "served_expert_ranks",
+    "shards",
+    "train_activations",
+    "trained_copy",
+    "trained_expert_ranks",
+    "usable_bytes",
+]
+
+
+def lora_params(model: ModelSpec, rank: int) -> int:
+    """Of adapters of `rank` on attention's and the MLP's matrices: rank x (rows + columns) each (arXiv:2106.09685)."""
+    queries, keys = model.attention_width(), model.kv_heads * model.head_dim
+    attention = 2 * (model.hidden + queries) + 2 * (model.hidden + keys)
+    dense = model.mlp_matrices * (model.hidden + model.intermediate)
+    routed = 3 * model.experts * (model.hidden + model.expert_intermediate)
+    mlps = (model.layers - model.expert_layers) * dense + model.expert_layers * routed
+    return rank * (model.layers * attention + mlps)
+
+
+@lru_cache(maxsize=1 << 16)
+def local_params(model: ModelSpec, role: ModelRole, layout: Layout, serves: bool = False) -> int:
+    """Parameters on the fullest device before dp cuts them: a whole stage, and embedding or head, whichever is larger.
+
+    serves: in an engine that only generates, which cuts experts in its own way.
+    """
+    if not cuts_model(layout):
+        return model.n_params(role.head)
+    head = model.head_params(role.head)
+    embedding = model.vocab * model.hidden
+    layers = model.n_params(role.head) - model.routed_params() - head - embedding
+    ends = embedding + head if layout.pp == 1 else max(embedding, embedding if model.tied else head)
+    stage = ceil_div(model.layers, layout.pp) / model.layers
+    return int((stage * layers + ends) / layout.tp) + local_routed(model, layout, serves)
+
+
+def local_routed(model: ModelSpec, layout: Layout, serves: bool = False) -> int:
+    """Of them those of routed experts."""
+    stage = ceil_div(model.layers, layout.pp) / model.layers
+    ranks = served_expert_ranks(layout) if serves else trained_expert_ranks(layout)
+    return int(stage * model.routed_params() / ranks)
+
+
+def expert_copies(layout: Layout) -> int:
+    """Devices that hold the same experts: of the dp x cp x tp devices of a stage, one in each group of ep."""
+    ranks = layout.dp * layout.cp
+    return max(1, ranks * layout.tp // layout.ep) if layout.ep > 1 else ranks
+
+
+@lru_cache(maxsize=1 << 16)
+def trained_copy(
+    model: ModelSpec, role: ModelRole, layout: Layout, distributed: bool | None = None, lora_rank: int = 0
+) -> Footprint:
+    """Resident bytes of a trained role under AdamW with gradients summed in the masters' precision.
+
+    Whole copies of this project's engine: weights, a master copy where that is wider, summed gradients, two moments,
+    and in mixed precision the gradients that a backward pass leaves before they are summed. FSDP's shards are the
+    masters themselves, and a backward pass always leaves gradients of its own. So 16 bytes a parameter in float32, 20
+    in bfloat16 and in FSDP. A distributed optimizer (default: where the layout cuts the model) sums in place and cuts
+    masters and moments over the devices that hold the same parameters; float32 weights are their own masters. With
+    adapters only they have gradients and states.
+    """
+    own, wide = element_bytes(role.dtype), master_bytes(role)
+    whole = local_params(model, role, layout)
+    trained = whole if not lora_rank else round(whole * lora_params(model, lora_rank) / model.n_params(role.head))
+    if layout.sharding == "fsdp":
+        held, share = ceil_div(whole, layout.dp * layout.cp), ceil_div(trained, layout.dp * layout.cp)
+        return Footprint(weights=wide * held, gradients=2 * wide * share, optimizer=2 * wide * share)
+    if cuts_model(layout) if distributed is None else distributed:
+        routed = local_routed(model, layout) * trained // whole
+        share = ceil_div(trained - routed, layout.dp * layout.cp) + ceil_div(routed, expert_copies(layout))
+        return Footprint(
+            weights=own * whole, gradients=wide * trained, optimizer=(2 if wide == own else 3) * wide * share
+        )
+    if wide == own:
+        return Footprint(weights=own * whole, gradients=wide * trained, optimizer=2 * wide * trained)
+    return Footprint(weights=own * whole, gradients=(wide + own) * trained, optimizer=3 * wide * trained)
+
+
+def rescue_copies(model: ModelSpec, role: ModelRole, layout: Layout) -> Footprint:
+    """Host bytes of the states kept of a whole trained copy before each train call: the last, and the one being taken.
+
+    Sharded copies keep none: no single process has the whole state.
+    """
+    if layout.sharding == "fsdp":
+        return Footprint()
+    own, wide = element_bytes(role.dtype), master_bytes(role)
+    per_param = own + 2 * wide + (wide if wide > own else 0)
+    return Footprint(optimizer=2 * per_param * ceil_div(model.n_params(role.head), shards(layout)))
+
+
+def frozen_copy(model: ModelSpec, role: ModelRole, layout: Layout, serves: bool = False) -> Footprint:
+    """Resident bytes of a copy that only runs forward: its weights, and masters where a moving average updates them.
+
+    serves: see `local_params`.
+    """
+    own, wide = element_bytes(role.dtype), master_bytes(role)
+    averaged = wide if role.ema_rate is not None and wide > own else 0
+    cut = layout.dp * layout.cp if layout.sharding == "fsdp" else 1
+    return Footprint(weights=(own + averaged) * ceil_div(local_params(model, role, layout, serves), cut))
+
+
+def gathered(model: ModelSpec, role: ModelRole, layout: Layout, trains: bool) -> Footprint:
+    """What FSDP gathers while a call runs: two layers (one prefetched) and, as one group, embedding, norm and head.
+
+    In a backward pass a layer's and that group's whole gradients wait for their reduction. A pipeline stage keeps all
+    its weights gathered for the micro-batches of a step.
+    """
+    if layout.sharding != "fsdp":
+        return Footprint()
+    ends = model.vocab * model.hidden + model.head_params(role.head)
+    weights = element_bytes(role.dtype) * (2 * model.layer_params() + ends) // layout.tp
+    if layout.pp > 1:
+        weights = element_bytes(role.dtype) * local_params(model, role, layout)
+    gradients = master_bytes(role) * (model.layer_params() + ends) // layout.tp if trains else 0
+    return Footprint(weights=weights, gradients=gradients)

@@ -1,0 +1,273 @@
+"""Why no plan fits, and what would: wishes that clash, the worst moment in memory, changes proven by solving again."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.spec import Train
+from realgraph.planner.costs.memory.memory import Footprint
+from realgraph.planner.feasibility.changes import Change, Series, changes, combined, more_devices
+from realgraph.planner.feasibility.conflicts import Wish, wishes_of
+from realgraph.planner.options.calls import Candidate
+from realgraph.planner.options.choices import candidates
+from realgraph.planner.options.constraints import named_meshes, wish_problems
+from realgraph.planner.options.holdings import group_for, held_copies, peak_of
+from realgraph.planner.options.meshes import family
+from realgraph.planner.options.pricing import holding
+from realgraph.planner.options.tables import allowed, device_bytes, problem_of
+from realgraph.planner.plan.layout import DeviceMesh
+from realgraph.planner.plan.plan import Allocation
+from realgraph.planner.plan.problem import Limits, Unsolved
+from realgraph.planner.request.request import PlanRequest
+from realgraph.planner.solve.solver import solve
+
+GB = 1e9
+ENOUGH = 1e9  # relative gap: the first plan that fits will do
+PROBE_SECONDS = 2.0  # of one question whether any plan fits
+UNTOLD = "a short search did not tell whether"
+MOST_CHANGES = 3  # sorts of them that are offered, more devices aside
+
+
+Fits = Callable[[PlanRequest], bool | None]  # whether some plan of a request fits; None where that was not decided
+
+
+class Infeasible(ConfigError):
+    """No plan fits, which is proven. clash: paths of a set of wishes that can't all be kept, a smallest one but where
+    the problems say otherwise; none where the models do not fit the cluster under any. changes: what would make it fit,
+    the nearest first.
+    """
+
+    exit_code = 4
+
+    def __init__(self, problems: Sequence[Problem], clash: tuple[str, ...], changes: tuple[str, ...]) -> None:
+        super().__init__(problems)
+        self.clash, self.changes = clash, changes
+
+
+def infeasible(request: PlanRequest, limits: Limits) -> Infeasible:
+    """The error for a request that no plan fits. Solves again without each wish, and with each change."""
+    fits = _asker(limits)
+    wishes = wishes_of(request)
+    bare = request
+    for wish in wishes:
+        bare = wish.without(bare)
+    spared = fits(bare) if wishes else False
+    clash, smallest = _smallest(request, wishes, fits) if spared else ((), True)
+    tight = tightest(request)
+    texts = tuple(_mends(request, fits, bool(clash)))
+    if clash:
+        paths = tuple(wish.path for wish in clash)
+        why = _ruled_out(request, paths)
+        problems = [_clash_problem(wish, paths, texts, (smallest, why)) for wish in clash]
+        if tight is not None and tight.needed > tight.usable:
+            problems.append(_memory_problem(request, tight, texts))
+        return Infeasible(problems, paths, texts)
+    if tight is None or tight.needed <= tight.usable:
+        why = "" if spared is None else ": what must lie on the devices together is more than they hold"
+        text = f"no plan fits{why}"
+        problem = Problem(Where(path="$.cluster"), text, "; or ".join(texts), "memory")
+    else:
+        problem = _memory_problem(request, tight, texts)
+    if spared is None:
+        doubt = (
+            f"{problem.text}; {UNTOLD} one would without the run file's allocation, constraints and micro-batch size"
+        )
+        problem = replace(problem, text=doubt)
+    return Infeasible([problem], (), texts)
+
+
+def unfinished(found: Unsolved) -> ConfigError:
+    """The error where time ran out before a plan was found, and none was ruled out."""
+    text = f"the search ended after {found.seconds:.2g} s ({found.stopped}) before it found a plan or ruled one out"
+    return ConfigError([Problem(Where(path="$.cluster"), text, "give it more time: --time-limit 60", "search")])
+
+
+def _asker(limits: Limits) -> Fits:
+    """Whether some plan of a request fits: yes and no are certain, a short search may not tell."""
+    quick = replace(limits, gap=ENOUGH, seconds=min(limits.seconds, PROBE_SECONDS), progress=lambda period, bound: None)
+
+    def fits(request: PlanRequest) -> bool | None:
+        if wish_problems(request):
+            return False
+        problem = problem_of(request).problem
+        if not all(task.tables for task in problem.tasks):
+            return False
+        found = solve(problem, quick)
+        if isinstance(found, Unsolved):
+            return False if found.proven else None
+        return True
+
+    return fits
+
+
+def _smallest(request: PlanRequest, wishes: Sequence[Wish], fits: Fits) -> tuple[tuple[Wish, ...], bool]:
+    """A set of wishes that clash, and whether none of them can be spared for certain.
+
+    Each is left out for good where no plan fits without it either; Chinneck and Dravnieks 1991 call it a deletion
+    filter. Where that was not decided the wish stays: those that are named clash in any case.
+    """
+    kept, now, smallest = list(wishes), request, True
+    for wish in wishes:
+        less = wish.without(now)
+        match fits(less):
+            case False:
+                kept.remove(wish)
+                now = less
+            case None:
+                smallest = False
+            case True:
+                pass
+    return tuple(kept), smallest
+
+
+def _mends(request: PlanRequest, fits: Fits, clashing: bool) -> Iterator[str]:
+    """The smallest change of each sort under which some plan fits; without a clash more devices are one of them.
+
+    Where no single change is enough, the smallest of several at once.
+    """
+    found = 0
+    for series in changes(request):
+        change = _nearest(series, fits) if found < MOST_CHANGES else None
+        if change is not None:
+            found += 1
+            yield change.text
+    if clashing:
+        return
+    change = _nearest(more_devices(request), fits) or (None if found else _nearest(combined(request), fits))
+    if change is not None:
+        yield change.text
+
+
+def _nearest(series: Series, fits: Fits) -> Change | None:
+    """The first of the series that fits, by halving: what fits under one fits under all later ones.
+
+    What was not decided counts as too little, which the text of the change says then.
+    """
+    if not series or not fits(series[-1].request):
+        return None
+    low, high, decided = 0, len(series) - 1, True
+    while low < high:
+        middle = (low + high) // 2
+        answer = fits(series[middle].request)
+        decided = decided and answer is not None
+        low, high = (low, middle) if answer else (middle + 1, high)
+    change = series[low]
+    return change if decided else replace(change, text=f"{change.text} ({UNTOLD} less would do)")
+
+
+# --- the worst moment -------------------------------------------------------------------------------------------------
+
+
+class Tight(Struct, frozen=True):
+    """The plan of least memory at its fullest moment: while `call` runs on `device`. parts: owners and bytes."""
+
+    call: str
+    device: int
+    footprint: Footprint
+    parts: tuple[tuple[str, int], ...]
+    usable: int
+
+    @property
+    def needed(self) -> int:
+        return self.footprint.total
+
+
+def tightest(request: PlanRequest) -> Tight | None:
+    """Every call on its largest mesh with what takes least there; None where a call has no layout at all."""
+    allocations: dict[str, Allocation] = {}
+    for call in sorted(request.mesh_calls, key=lambda name: not isinstance(request.graph.calls[name], Train)):
+        found = _least(request, call, allocations)
+        if found is None:
+            return None
+        allocations[call] = _bare(found)
+    peaks = {call: peak_of(request, allocations, call) for call in request.mesh_calls}
+    usable = {call: device_bytes(request, group_for(request, allocations[call].layout)) for call in peaks}
+    worst = max(peaks, key=lambda call: peaks[call][1].total - usable[call])
+    device, footprint = peaks[worst]
+    parts = [
+        (f"the {'trained states' if held.trained else 'weights'} of {held.role!r} for {', '.join(held.calls)}", nbytes)
+        for held in held_copies(request, allocations)
+        if device in held.layout.mesh.devices and (nbytes := held.footprint.total)
+    ]
+    own = footprint.total - sum(nbytes for _, nbytes in parts)
+    return Tight(worst, device, footprint, (*parts, (f"{worst!r} itself", own)), usable[worst])
+
+
+def _bare(found: Candidate) -> Allocation:
+    residency = "resident" if found.residency == "reallocated" else found.residency
+    passes = found.passes
+    return Allocation(found.layout, found.tokens, passes.recompute, passes.schedule, passes.chunks, residency)
+
+
+def _least(request: PlanRequest, call: str, beside: dict[str, Allocation]) -> Candidate | None:
+    """The candidate on the call's largest mesh that takes least; what equals a trained copy's layout takes no more."""
+    found = family(request.cluster, request.constraints.reserve, named_meshes(request))
+    fitting = [mesh for mesh in found.meshes if allowed(mesh, call, request)]
+    if not fitting:
+        return None
+    mesh: DeviceMesh = max(fitting, key=lambda one: (one.n_devices, -one.first))
+    cluster = request.cluster.groups[found.groups[found.meshes.index(mesh)]]
+    role = request.graph.role(call)
+    trained = {a.layout for name, a in beside.items() if request.graph.role(name) == role}
+
+    def needed(candidate: Candidate) -> tuple[int, int, int]:
+        held = holding(request, call, candidate, cluster)
+        resident = 0 if candidate.layout in trained else held.resident.total
+        return (resident + held.active.total, held.resident.total, candidate.tokens)
+
+    choices = [candidate for candidate in candidates(request, call, mesh, cluster) if not candidate.home]
+    return min(choices, key=needed, default=None)
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def shown_bytes(nbytes: int) -> str:
+    """`57.7 GB`, or `3.2 MB` below a GB."""
+    return f"{nbytes / GB:,.1f} GB" if nbytes >= GB else f"{nbytes / 1e6:.1f} MB"
+
+
+def _memory_problem(request: PlanRequest, tight: Tight, changes: Sequence[str]) -> Problem:
+    held = tight.footprint
+    largest, nbytes = max(tight.parts, key=lambda part: part[1])
+    group = next(g for g in request.cluster.groups if device_bytes(request, g) == tight.usable)
+    text = (
+        f"no plan fits: call {tight.call!r} needs {shown_bytes(held.total)} on device {tight.device}, "
+        f"{shown_bytes(tight.usable)} of {shown_bytes(group.memory_bytes)} are usable; "
+        f"largest by purpose: {held.worst.replace('_', ' ')} {shown_bytes(getattr(held, held.worst))}; "
+        f"by owner: {largest} {shown_bytes(nbytes)}"
+    )
+    more = "use more devices, or devices with more memory"
+    if request.cluster.is_cpu:  # its processes share the machine's memory: more of them have less each
+        more = f"set cluster.devices below {request.cluster.devices_per_node}: they share the memory of one machine"
+    hint = "; or ".join(changes) or more
+    return Problem(Where(path="$.cluster"), text, hint, "memory")
+
+
+def _clash_problem(wish: Wish, clash: Sequence[str], changes: Sequence[str], known: tuple[bool, str]) -> Problem:
+    """known: whether none of the clash can be spared for certain, and why it is one where memory is not the reason."""
+    others, (smallest, why) = [path for path in clash if path != wish.path], known
+    text = f"no plan fits with {wish.text}" + (f" together with {', '.join(others)}" if others else "") + why
+    if not smallest:
+        text += f"; {UNTOLD} each of these matters"
+    hint = "; or ".join([f"leave {'one of them' if others else 'it'} out", *changes])
+    return Problem(Where(path=f"$.{wish.path}"), text, hint, "clash")
+
+
+def _ruled_out(request: PlanRequest, clash: Sequence[str]) -> str:
+    """That a call has no layout left which agrees with its settings, however much memory there is; '' where all do."""
+    named = {path.split(".")[1] for path in clash if path.startswith("allocation.")}
+    found = family(request.cluster, request.constraints.reserve, named_meshes(request))
+    for call in sorted(named):
+        groups = [
+            (mesh, request.cluster.groups[group])
+            for mesh, group in zip(found.meshes, found.groups, strict=True)
+            if allowed(mesh, call, request)
+        ]
+        if not groups:
+            return f": no mesh is left to {call!r}"
+        if not any(next(candidates(request, call, *place), None) for place in groups):
+            return f": no layout of {call!r} agrees with it, however much memory there is"
+    return ""

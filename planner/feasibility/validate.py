@@ -1,0 +1,237 @@
+"""Whether a plan, perhaps edited by hand, can run what is asked: every reason why not, with its place in the file."""
+
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from realgraph.graphs.errors import Problem, Where, suggest
+from realgraph.graphs.spec import Generate, Train
+from realgraph.planner.feasibility.diagnose import shown_bytes
+from realgraph.planner.inputs.model_spec import ModelSpec
+from realgraph.planner.options.calls import sample_tokens
+from realgraph.planner.options.constraints import CACHE_DTYPE, engine_lacks, shape_faults
+from realgraph.planner.options.couplings import ties_of
+from realgraph.planner.options.holdings import candidate_of, group_for, offloading, peak_of
+from realgraph.planner.options.meshes import mesh_fault
+from realgraph.planner.options.passes import plan_problems
+from realgraph.planner.options.tables import device_bytes, node_bytes
+from realgraph.planner.plan.events import (
+    REALLOCATION,
+    empty_circuit,
+    liveness_graph,
+    moved_calls,
+    reallocation_node,
+    show_circuit,
+)
+from realgraph.planner.plan.layout import Layout
+from realgraph.planner.plan.plan import PLAN_FORMAT, Hashes, Plan
+from realgraph.planner.request.request import PlanRequest, hashes, kept_by
+
+HASHED = {  # parts of `Hashes` in words
+    "graph": "graph or its models",
+    "workload": "batch or lengths",
+    "cluster": "cluster",
+    "costs": "table of measured costs",
+}
+
+
+def validate(plan: Plan, request: PlanRequest, file: str = "") -> tuple[Problem, ...]:
+    """All problems; later checks assume that earlier ones passed, so what they would say for certain is left out."""
+    problems = [*_format(plan, file), *_hashes(plan, hashes(request), file), *_calls(plan, request, file)]
+    problems += _staleness(plan, request, file)
+    request = kept_by(request, plan)
+    if not problems:
+        problems += [*_layouts(plan, request, file), *_orders(plan, request, file)]
+    if not problems:
+        problems += [*_memory(plan, request, file), *_host_memory(plan, request, file)]
+        problems += [*_liveness(plan, request, file)]
+    return tuple(problems)
+
+
+def _at(file: str, path: str) -> Where:
+    return Where(file, path=path)
+
+
+def _format(plan: Plan, file: str) -> Iterator[Problem]:
+    if plan.format != PLAN_FORMAT:
+        text = f"this plan has format {plan.format}; this version reads format {PLAN_FORMAT}"
+        yield Problem(_at(file, "$.format"), text, "make the plan again with `realgraph plan --out`", "plan_format")
+
+
+def _hashes(plan: Plan, now: Hashes, file: str) -> Iterator[Problem]:
+    """Measured costs decide how fast a plan is, not whether it runs: only two tables at once contradict each other."""
+    for part, what in HASHED.items():
+        before, after = getattr(plan.hashes, part), getattr(now, part)
+        if before != after and not (part == "costs" and not (before and after)):
+            text = f"the plan was made for another {what} (hash {before}, now {after})"
+            hint = "make the plan again, or run with what it was made for"
+            yield Problem(_at(file, f"$.hashes.{part}"), text, hint, "plan_hash")
+
+
+def _staleness(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
+    most = request.workload.staleness
+    if not 0 <= plan.staleness <= most:
+        text = f"the plan lets samples lag {plan.staleness} steps behind the weights; the run allows 0 to {most}"
+        hint = f"make the plan again, or run with staleness={plan.staleness}" if plan.staleness > 0 else "0 or more"
+        yield Problem(_at(file, "$.staleness"), text, hint, "plan_staleness")
+
+
+def _calls(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
+    for name in plan.allocations:
+        if name not in request.mesh_calls:
+            what = "holds no devices" if name in request.graph.calls else "is no call of the graph"
+            where = _at(file, f"$.allocations.{name}")
+            yield Problem(where, f"{name!r} {what}", suggest(name, request.mesh_calls), "plan_calls")
+    for name in request.mesh_calls:
+        if name not in plan.allocations:
+            yield Problem(_at(file, "$.allocations"), f"no allocation for call {name!r}", "", "plan_calls")
+
+
+def _layouts(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
+    for name, allocation in plan.allocations.items():
+        layout, place = allocation.layout, f"$.allocations.{name}"
+        fault = mesh_fault(layout.mesh, request.cluster)
+        if fault:
+            yield Problem(_at(file, f"{place}.layout.mesh"), fault, "", "plan_mesh")
+        yield from _axes(layout, request.model(name), _at(file, f"{place}.layout"))
+        yield from _engine_problems(plan, request, name, file)
+    yield from _places(plan, request, file)
+
+
+def _axes(layout: Layout, model: ModelSpec, where: Where) -> Iterator[Problem]:
+    """Ranks that do not fill the mesh, or that can't cut the model."""
+    axes = {axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "ep", "cp")}
+    faults = [(axis, f"{axis} must be at least 1, not {size}") for axis, size in axes.items() if size < 1]
+    if not faults:
+        faults += shape_faults(model, layout.tp, layout.pp, layout.ep)
+        if layout.dp % layout.ep:
+            faults.append(("ep", f"ep {layout.ep} does not divide dp {layout.dp}: data-parallel ranks share experts"))
+    yield from (Problem(replace(where, path=f"{where.path}.{axis}"), text, "", "plan_axes") for axis, text in faults)
+    product = layout.dp * layout.tp * layout.pp * layout.cp
+    if product != layout.mesh.n_devices:
+        text = f"dp x tp x pp x cp is {product}, the mesh has {layout.mesh.n_devices} devices"
+        yield Problem(where, text, "set dp to what is left of the devices", "plan_axes")
+
+
+def _engine_problems(plan: Plan, request: PlanRequest, name: str, file: str) -> Iterator[Problem]:
+    allocation, place = plan.allocations[name], f"$.allocations.{name}"
+    tokens, longest = allocation.max_tokens_per_microbatch, sample_tokens(request)
+    generates = isinstance(request.graph.calls[name], Generate)
+    if generates and allocation.layout.sharding != "replicated":
+        text = "generation needs whole weights on a device"
+        yield Problem(_at(file, f"{place}.layout.sharding"), text, "set it to replicated", "plan_engine")
+    if allocation.kv_cache != "role" and not generates:
+        text = "kv_cache belongs to generate calls: this one keeps none"
+        yield Problem(_at(file, f"{place}.kv_cache"), text, "leave it out", "plan_engine")
+    if tokens < 1 or (generates and tokens < longest):
+        text = f"{tokens} tokens hold no sample: the longest has {longest}"
+        yield Problem(_at(file, f"{place}.max_tokens_per_microbatch"), text, "", "plan_tokens")
+    if generates and allocation.running < 1:
+        text = "0 sequences decode at once: expected 1 or more"
+        hint = "as many as a rank's share of the step, or fewer"
+        yield Problem(_at(file, f"{place}.running"), text, hint, "plan_engine")
+    candidate = candidate_of(request, plan.allocations, name)
+    yield from plan_problems(request, name, candidate, _at(file, place))
+    if request.engine == "installed":
+        yield from _lacking(plan, name, file)
+
+
+def _lacking(plan: Plan, name: str, file: str) -> Iterator[Problem]:
+    """What the engines of this version can't do."""
+    allocation, place = plan.allocations[name], f"$.allocations.{name}"
+    for axis in ("tp", "pp", "ep", "cp"):
+        if getattr(allocation.layout, axis) > 1:
+            yield Problem(_at(file, f"{place}.layout.{axis}"), engine_lacks(axis), "", "plan_engine")
+    if allocation.kv_cache == "float8":
+        yield Problem(_at(file, f"{place}.kv_cache"), CACHE_DTYPE, "set it to role", "plan_engine")
+    if allocation.residency == "offloaded":
+        text = "the engines of this version can't offload weights to the host"
+        yield Problem(_at(file, f"{place}.residency"), text, "set it to resident", "plan_engine")
+
+
+def _places(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
+    """What must lie together: the train calls of a role, whose states lie once, and references that follow."""
+    wished = {tuple(calls) for calls in request.constraints.share}
+    for tie in ties_of(request):
+        if tie.tasks in wished:
+            continue  # a wish binds the search; an edited plan may part from it
+        first = tie.tasks[0]
+        for name in tie.tasks[1:]:
+            here, there = plan.allocations[name].layout, plan.allocations[first].layout
+            if (here != there) if tie.layout else (here.mesh != there.mesh):
+                what = "layout" if tie.layout else "mesh"
+                why = "trains role" if isinstance(request.graph.calls[name], Train) else "follows the training of role"
+                text = f"{why} {request.graph.role(name)!r} in another {what} than {first!r}"
+                where = _at(file, f"$.allocations.{name}.layout")
+                yield Problem(where, text, f"give both the same {what}", "plan_train")
+
+
+def _orders(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
+    offsets: dict[str, tuple[int, int]] = {}
+    holders = _holders(plan, request)
+    for device in plan.orders:
+        if device not in range(request.cluster.n_devices):
+            text = f"the cluster has devices 0 to {request.cluster.n_devices - 1}"
+            yield Problem(_at(file, f"$.orders.{device}"), text, "", "plan_orders")
+    for device in range(request.cluster.n_devices):
+        place = _at(file, f"$.orders.{device}")
+        due = {name for name, devices in holders.items() if device in devices}
+        yield from _turns([turn.call for turn in plan.orders.get(device, ())], due, place)
+        for turn in plan.orders.get(device, ()):
+            offset, where = offsets.setdefault(turn.call, (turn.offset, device))
+            if offset != turn.offset:
+                text = f"{turn.call!r} has offset {turn.offset} here and {offset} on device {where}"
+                yield Problem(place, text, "one call has one offset on all its devices", "plan_orders")
+
+
+def _holders(plan: Plan, request: PlanRequest) -> dict[str, set[int]]:
+    """Call -> its devices; and of each reallocation that some order names the devices of both its meshes."""
+    holders = {name: set(allocation.layout.mesh.devices) for name, allocation in plan.allocations.items()}
+    named = {turn.call for order in plan.orders.values() for turn in order}
+    for call, train in moved_calls(request.graph, plan).items():
+        if reallocation_node(call) in named:
+            holders[reallocation_node(call)] = holders[call] | holders[train]
+    return holders
+
+
+def _turns(turns: list[str], due: set[str], place: Where) -> Iterator[Problem]:
+    """One device's round runs each call that is due there once, and nothing else."""
+    for name in dict.fromkeys(turns):
+        if name not in due:
+            what = "brings weights where none are needed" if name.startswith(REALLOCATION) else "has no allocation"
+            yield Problem(place, f"{name!r} {what} on this device", suggest(name, due), "plan_orders")
+        elif turns.count(name) > 1:
+            text = f"{name!r} occurs {turns.count(name)} times; a round runs it once"
+            yield Problem(place, text, "", "plan_orders")
+    for name in sorted(due - set(turns)):
+        why = "both meshes of the reallocation have" if name.startswith(REALLOCATION) else "its mesh has"
+        yield Problem(place, f"{name!r} is missing: {why} this device", "", "plan_orders")
+
+
+def _memory(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
+    for name, allocation in plan.allocations.items():
+        device, held = peak_of(request, plan.allocations, name)
+        usable = device_bytes(request, group_for(request, allocation.layout))
+        if held.total > usable:
+            part = f"{held.worst.replace('_', ' ')} {shown_bytes(getattr(held, held.worst))}"
+            text = (
+                f"needs {shown_bytes(held.total)} on device {device}, {shown_bytes(usable)} are usable; "
+                f"most of it: {part}"
+            )
+            hint = "fewer max_tokens_per_microbatch, sharding fsdp, or a larger mesh"
+            yield Problem(_at(file, f"$.allocations.{name}"), text, hint, "plan_memory")
+
+
+def _host_memory(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
+    rooms = [node_bytes(request, group) for group in request.cluster.groups for _ in range(group.nodes)]
+    for node, nbytes in offloading(request, plan.allocations).items():
+        if nbytes > rooms[node]:
+            text = f"{shown_bytes(nbytes)} wait in the memory of node {node}, {shown_bytes(rooms[node])} are usable"
+            yield Problem(_at(file, "$.allocations"), text, "keep some states resident", "plan_memory")
+
+
+def _liveness(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
+    stuck = empty_circuit(liveness_graph(request.graph, plan))
+    if stuck is not None:
+        text = f"the plan deadlocks: {show_circuit(stuck)} wait for each other within a step"
+        yield Problem(_at(file, "$.orders"), text, "change the order of these calls, or their offsets", "plan_deadlock")

@@ -1,0 +1,73 @@
+"""The machine a plan is made for, as a user writes it. Detects nothing: `detect.py` does."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+from msgspec.structs import replace
+
+Count = Annotated[int, Meta(ge=1)]
+Gigabytes = Annotated[float, Meta(gt=0, le=1e6)]  # 10^9 bytes
+MOST_DEVICES = 65_536  # of a cluster
+
+
+class NodesSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """Further nodes of another kind, for a mixed cluster. Their devices are numbered after those before them."""
+
+    nodes: Count
+    kind: str  # a name of planner/inputs/devices.yaml
+    devices: Count | None = None  # per node; default: the kind's usual server
+    memory_gb: Gigabytes | None = None  # per device
+    host_memory_gb: Gigabytes | None = None  # per node
+
+
+class ClusterSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """`nodes` x `devices` (per node) of one `kind`: a name of `planner/inputs/devices.yaml`, `cpu`, or `auto`
+    (this machine).
+
+    `memory_gb` (per device, 10^9 bytes) overrides the kind's own. `more`: nodes of other kinds.
+    """
+
+    nodes: Count = 1  # hosts
+    devices: Count | None = None  # per node; default: this machine's GPUs, or 2 processes on a CPU
+    kind: str = "auto"  # H100-SXM, A100-80, ..., cpu; auto: this machine
+    memory_gb: Gigabytes | None = None  # per device
+    host_memory_gb: Gigabytes | None = None  # per node
+    more: tuple[NodesSpec, ...] = ()  # nodes of other kinds: a mixed cluster
+
+
+class Cluster(Struct, frozen=True):
+    """A resolved cluster: every number known. Rates are per device and second, memory in bytes.
+
+    flops: dense bf16 (fp32 on a CPU). link_bytes_per_s: device to device inside a node; nic: per device between nodes.
+    The numbers are of the first group of nodes, of one kind; `more` are the others, whose devices are numbered on.
+    """
+
+    nodes: int
+    devices_per_node: int
+    kind: str
+    memory_bytes: int
+    host_memory_bytes: int
+    flops: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    nic_bytes_per_s: float
+    pcie_bytes_per_s: float
+    more: tuple["Cluster", ...] = ()
+
+    @property
+    def n_devices(self) -> int:
+        """Of all groups."""
+        return self.nodes * self.devices_per_node + sum(group.n_devices for group in self.more)
+
+    @property
+    def groups(self) -> tuple["Cluster", ...]:
+        """Each group of nodes of one kind, as a cluster of its own, in the order of their devices."""
+        return (replace(self, more=()), *self.more) if self.more else (self,)
+
+    def first_of(self, group: int) -> int:
+        """The number of the first device of a group."""
+        return sum(one.n_devices for one in self.groups[:group])
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.kind == "cpu"

@@ -1,0 +1,100 @@
+"""The table of device kinds: peak rates from data sheets, and the fractions of them that kernels reach."""
+
+from functools import cache
+from importlib.resources import files
+from typing import Annotated
+
+import msgspec
+import yaml
+from msgspec import Meta, Struct
+
+from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
+
+Rate = Annotated[float, Meta(ge=1e-6, le=1e3)]  # a fraction, or a ratio; beyond it is a slip of the pen
+Amount = Annotated[float, Meta(ge=0, le=1e3)]  # a fraction or seconds
+Rows = Annotated[float, Meta(ge=0, le=1e6)]
+
+
+class Costs(Struct, frozen=True, forbid_unknown_fields=True):
+    """Reached fractions of the peak rates, and fixed seconds; see the head of devices.yaml.
+
+    gemm_tokens, gemm_width: rows and columns of a matrix product at which half of `gemm` is reached.
+    step, layer, sequence: seconds of one decode step that no arithmetic explains. fp8: rate of matrix products in
+    fp8 over that in bf16. sustained: share of the clock that long compute keeps within the power limit. pass_tokens:
+    rows whose seconds each product of a packed pass costs besides (0: gemm_tokens): tiles and waves left half empty.
+    host: of the rate between a GPU and its host, by copies from and to pinned memory.
+
+    What follows is what the calls of a small model are made of; `realgraph profile` measures it, the shipped table has
+    none of it. elementwise, optimizer: fractions of the memory rate reached by the element-wise operations of a pass
+    and by an optimizer step (0: as `memory`). backward: seconds of a backward pass over those of its forward.
+    pass_layer: fixed seconds of a layer in a packed forward pass (None: as in a decode step). microbatch: of a
+    micro-batch's passes, and optimizer_step: of an optimizer step. collective: of a collective (None: 10 us). call,
+    sample: of a call on a mesh, and of each of its samples, to send, gather and store. admission: of each sample that
+    generation takes in and gives out, besides its decode steps. function: of each sample of a
+    function in one worker's subprocess (None: 0.1 ms).
+    """
+
+    gemm: Rate
+    gemm_tokens: Rows
+    gemm_width: Rows
+    attention: Rate
+    memory: Rate
+    kv: Rate
+    link: Rate
+    nic: Rate
+    step_seconds: Amount
+    layer_seconds: Amount
+    sequence_seconds: Amount
+    fp8: Rate = 1.0
+    sustained: Rate = 1.0
+    pass_tokens: Rows = 0.0
+    host: Rate = 0.9
+    elementwise: Amount = 0.0
+    optimizer: Amount = 0.0
+    backward: Rate = 2.0
+    pass_layer_seconds: Amount | None = None
+    microbatch_seconds: Amount = 0.0
+    optimizer_step_seconds: Amount = 0.0
+    collective_seconds: Amount | None = None
+    call_seconds: Amount = 0.0
+    sample_seconds: Amount = 0.0
+    admission_seconds: Amount = 0.0
+    function_seconds: Amount | None = None
+
+
+class DeviceKind(Struct, frozen=True, forbid_unknown_fields=True):
+    """One kind of device. Rates are peaks per second, *_gb in 10^9 bytes; `names` match what its driver calls it.
+
+    usd_per_hour: a typical price on demand, for comparisons; 0 where none is known.
+    """
+
+    source: str
+    names: tuple[str, ...]
+    flops: float
+    memory_gb: float
+    memory_gb_per_s: float
+    link_gb_per_s: float
+    nic_gb_per_s: float
+    pcie_gb_per_s: float
+    per_node: int
+    host_memory_gb: float
+    usd_per_hour: float
+    costs: Costs
+
+
+@cache
+def device_kinds() -> dict[str, DeviceKind]:
+    """The shipped table."""
+    table = yaml.safe_load((files("realgraph.planner.inputs") / "devices.yaml").read_text(encoding="utf-8"))
+    return msgspec.convert(table["kinds"], dict[str, DeviceKind])
+
+
+def device_kind(name: str, where: Where | None = None) -> DeviceKind:
+    """One row of the table. Raises ConfigError with the closest spelling."""
+    kinds = device_kinds()
+    if name in kinds:
+        return kinds[name]
+    lowered = {known.lower(): known for known in kinds}
+    hint = f"did you mean {lowered[name.lower()]!r}?" if name.lower() in lowered else suggest(name, kinds)
+    place = where or Where(path="$.cluster.kind")
+    raise ConfigError([Problem(place, f"unknown device kind {name!r}", hint, "cluster")])

@@ -1,0 +1,298 @@
+"""The shape of a model, from its config.json: what memory and seconds follow from. Reads no weights and no network."""
+
+import json
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+import yaml
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
+
+Architecture = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma", "gemma2", "gemma3_text"]
+ARCHITECTURES: tuple[str, ...] = get_args(Architecture)
+Head = Literal["lm", "value", "score"]
+Count = Annotated[int, Meta(ge=1)]
+_NUMBERS = re.compile(r"\d+")  # in a name: of the version, and of the size
+# KV heads where a config.json does not say: the defaults of transformers' configuration classes.
+KV_HEADS = {"qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "mistral": 8, "gemma": 16, "gemma2": 4, "gemma3_text": 4}
+
+
+class LatentAttention(Struct, frozen=True):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, sec. 2.1): ranks and head sizes in elements."""
+
+    query_rank: int  # 0: queries come from the hidden state at once
+    kv_rank: int
+    rope_dim: int  # of a query's and the one shared key's rotary part
+    value_dim: int  # of a head's values; `head_dim` of the model is that of a key's other part
+
+
+class ModelSpec(Struct, frozen=True, cache_hash=True):
+    """Dimensions of a decoder: sizes in elements. `experts` 0 is a dense model; expert layers have no dense MLP.
+
+    norms: RMSNorm vectors of a layer besides those of queries and keys (qk_norm). qkv_bias, out_bias and mlp_bias say
+    which linear layers carry a bias. mlp_matrices: 3 where an MLP is gated, else 2. shared_intermediate: width of what
+    every token passes beside its experts. Facts by architecture: transformers 5, modeling_<architecture>.py.
+    """
+
+    architecture: Architecture
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool
+    max_positions: int
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    norms: int = 2
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    expert_layers: int = 0
+    mlp_matrices: int = 3
+    shared_intermediate: int = 0
+    latent: LatentAttention | None = None
+
+    def attention_params(self) -> int:
+        """Of one layer's attention."""
+        if self.latent is not None:
+            return self._latent_params(self.latent)
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        matrices = 2 * self.hidden * query + 2 * self.hidden * key
+        biases = self.qkv_bias * (query + 2 * key) + self.out_bias * self.hidden
+        return matrices + biases + self.qk_norm * 2 * self.head_dim
+
+    def _latent_params(self, latent: LatentAttention) -> int:
+        key = self.head_dim + latent.rope_dim
+        inward = latent.query_rank or self.hidden
+        queries = self.hidden * latent.query_rank + latent.query_rank + inward * self.heads * key
+        down = self.hidden * (latent.kv_rank + latent.rope_dim) + latent.kv_rank
+        up = latent.kv_rank * self.heads * (self.head_dim + latent.value_dim)
+        return queries + down + up + self.heads * latent.value_dim * self.hidden
+
+    def attention_width(self) -> int:
+        """Such that attention takes 4 operations an element for each token and position that it sees."""
+        if self.latent is None:
+            return self.heads * self.head_dim
+        return self.heads * (self.head_dim + self.latent.rope_dim + self.latent.value_dim) // 2
+
+    def kv_width(self) -> int:
+        """Elements that a cache keeps of one token in one layer; latent attention keeps the latent and one key."""
+        if self.latent is None:
+            return 2 * self.kv_heads * self.head_dim
+        return self.latent.kv_rank + self.latent.rope_dim
+
+    def mlp_params(self) -> int:
+        """Of one dense MLP."""
+        matrices = self.mlp_matrices * self.hidden * self.intermediate
+        return matrices + self.mlp_bias * ((self.mlp_matrices - 1) * self.intermediate + self.hidden)
+
+    def expert_params(self) -> int:
+        """Of one expert."""
+        return 3 * self.hidden * self.expert_intermediate
+
+    def routed_params(self) -> int:
+        """Of all routed experts of all layers: what expert parallelism cuts."""
+        return self.expert_layers * self.experts * self.expert_params()
+
+    def head_params(self, head: Head = "lm") -> int:
+        """Of the output head besides the embedding: none where tied; a value or score head is one row."""
+        if head != "lm":
+            return self.hidden
+        return 0 if self.tied else self.vocab * self.hidden
+
+    def n_params(self, head: Head = "lm") -> int:
+        """Parameters of the whole model, a tied embedding counted once."""
+        dense = (self.layers - self.expert_layers) * self.mlp_params()
+        sparse = self.expert_layers * (self.experts * (self.expert_params() + self.hidden) + self._shared_expert())
+        return self.vocab * self.hidden + self._shared_params() + dense + sparse + self.head_params(head)
+
+    def active_params(self) -> int:
+        """Parameters that one token multiplies in the layers: no embedding, no head, its own experts only."""
+        dense = (self.layers - self.expert_layers) * self.mlp_params()
+        per_token = self.experts_per_token * self.expert_params() + self.experts * self.hidden + self._shared_expert()
+        return self._shared_params() + dense + self.expert_layers * per_token
+
+    def layer_params(self) -> int:
+        """Of the largest layer: what FSDP gathers at once."""
+        routed = self.experts * (self.expert_params() + self.hidden) + self._shared_expert()
+        sparse = routed if self.expert_layers else 0
+        dense = self.mlp_params() if self.expert_layers < self.layers else 0
+        return self.attention_params() + self.norms * self.hidden + max(sparse, dense)
+
+    def head_flops(self, head: Head = "lm") -> int:
+        """Floating-point operations of the head's forward pass for one token."""
+        return 2 * self.hidden * (self.vocab if head == "lm" else 1)
+
+    def _shared_expert(self) -> int:
+        """Of the MLP that every token passes beside its experts."""
+        return 3 * self.hidden * self.shared_intermediate
+
+    def _shared_params(self) -> int:
+        """Attention and norms of every layer, and the last norm."""
+        return self.layers * (self.attention_params() + self.norms * self.hidden) + self.hidden
+
+
+class _Config(Struct, frozen=True):
+    """The fields of a config.json that matter here; the rest is ignored."""
+
+    hidden_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    intermediate_size: Count
+    vocab_size: Count
+    num_key_value_heads: Count | UnsetType | None = UNSET
+    head_dim: Count | None = None
+    max_position_embeddings: Count | None = None
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    num_experts: Annotated[int, Meta(ge=0)] | None = None
+    num_local_experts: Annotated[int, Meta(ge=0)] | None = None
+    num_experts_per_tok: Count = 8
+    moe_intermediate_size: Count = 768
+    decoder_sparse_step: Count = 1
+    mlp_only_layers: tuple[int, ...] | None = None
+
+
+def spec_from_config(config: Mapping[str, Any], where: Where) -> ModelSpec:
+    """A decoded config.json -> ModelSpec. Raises ConfigError at `where`, naming what is wrong or unsupported."""
+    kind = config.get("model_type")
+    if kind not in ARCHITECTURES:
+        hint = f"supported: {', '.join(ARCHITECTURES)}"
+        raise ConfigError([Problem(where, f"architecture {kind!r} is not supported", hint, "model")])
+    try:
+        fields = msgspec.convert(config, _Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError([Problem(where, f"config.json: {error}", "", "model")]) from error
+    spec = _spec(kind, fields)
+    if spec.heads % spec.kv_heads:
+        text = f"config.json: {spec.heads} heads do not divide among {spec.kv_heads} KV heads"
+        raise ConfigError([Problem(where, text, "", "model")])
+    if spec.expert_layers and spec.experts_per_token > spec.experts:
+        text = f"config.json: a token can't pass {spec.experts_per_token} of {spec.experts} experts"
+        raise ConfigError([Problem(where, text, "", "model")])
+    return spec
+
+
+def _spec(kind: Architecture, config: _Config) -> ModelSpec:
+    gemma = kind in ("gemma", "gemma2", "gemma3_text")
+    biased = kind == "qwen2" or (kind != "mistral" and config.attention_bias)
+    fixed_head_dim = 256 if gemma else 128 if kind == "qwen3" else config.hidden_size // config.num_attention_heads
+    shape = ModelSpec(
+        architecture=kind,
+        hidden=config.hidden_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=_kv_heads(kind, config),
+        head_dim=config.head_dim or fixed_head_dim,
+        intermediate=config.intermediate_size,
+        vocab=config.vocab_size,
+        tied=gemma if config.tie_word_embeddings is None else config.tie_word_embeddings,
+        max_positions=config.max_position_embeddings or 0,
+        qkv_bias=biased,
+        out_bias=biased and kind != "qwen2",
+        mlp_bias=kind == "llama" and config.mlp_bias,
+        qk_norm=kind in ("qwen3", "qwen3_moe", "gemma3_text"),
+        norms=4 if kind in ("gemma2", "gemma3_text") else 2,
+    )
+    return _with_experts(shape, config) if kind == "qwen3_moe" else shape
+
+
+def _kv_heads(kind: Architecture, config: _Config) -> int:
+    """null means one per head; a config that leaves the field out means its class's default, as transformers has it."""
+    given = KV_HEADS.get(kind) if isinstance(config.num_key_value_heads, UnsetType) else config.num_key_value_heads
+    return given or config.num_attention_heads
+
+
+def _with_experts(shape: ModelSpec, config: _Config) -> ModelSpec:
+    experts = config.num_experts if config.num_experts is not None else config.num_local_experts
+    n_experts = 128 if experts is None else experts
+    dense = config.mlp_only_layers or ()
+    sparse = [i for i in range(shape.layers) if i not in dense and (i + 1) % config.decoder_sparse_step == 0]
+    return msgspec.structs.replace(
+        shape,
+        experts=n_experts,
+        experts_per_token=config.num_experts_per_tok,
+        expert_intermediate=config.moe_intermediate_size,
+        expert_layers=len(sparse) if n_experts else 0,
+    )
+
+
+# --- where a config.json comes from -----------------------------------------------------------------------------------
+
+
+def load_model_spec(path: str, where: Where, hub_cache: Path | None = None, revision: str | None = None) -> ModelSpec:
+    """Of a local directory, of a Hub id in the local cache, or of a known Hub id in the shipped table; in that order.
+
+    Raises ConfigError at `where` with the way out. hub_cache: the `hub` folder of the Hugging Face cache.
+    """
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return _read_config(local / "config.json", where)
+    snapshot = _cached_config(path, hub_cache, revision) if hub_cache is not None else None
+    if snapshot is not None:
+        return _read_config(snapshot, where)
+    if path in known_models() and revision in (None, "main"):
+        return spec_from_config(known_models()[path], where)
+    raise ConfigError([_unknown(path, local, where)])
+
+
+@cache
+def known_models() -> dict[str, dict[str, Any]]:
+    """Hub id -> the fields of its config.json, from the shipped table."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    text = (files("realgraph.planner.inputs") / "models.yaml").read_text(encoding="utf-8")
+    table: dict[str, list[dict[str, Any]]] = yaml.load(text, Loader=loader)
+    return {name: {"model_type": kind, **row} for kind, rows in table.items() for row in rows for name in row["ids"]}
+
+
+def _unknown(path: str, local: Path, where: Where) -> Problem:
+    is_path = local.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1
+    if is_path:
+        hint = "a model is a directory with a config.json, or a Hub id"
+        return Problem(where, f"no directory {path!r}", hint, "model")
+    closest = suggest(path, (name for name in known_models() if _may_mean(path, name)))
+    download = f"download it first: `hf download {path} --include '*.json'`"
+    hint = f"{closest} else {download}" if closest.startswith("did") else download
+    text = f"no directory {path!r}, and no model of that name in the Hugging Face cache or the table of known models"
+    return Problem(where, text, hint, "model")
+
+
+def _may_mean(path: str, name: str) -> bool:
+    """Whether a known model may be the one that is asked for: another version or size is another model."""
+    return name.lower().startswith(path.lower()) or _NUMBERS.findall(path) == _NUMBERS.findall(name)
+
+
+def _read_config(file: Path, where: Where) -> ModelSpec:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        hint = "a model is a directory with a Hugging Face config.json"
+        raise ConfigError([Problem(where, f"no {file}", hint, "model")]) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError([Problem(where, f"{file} can't be read: {error}", "", "model")]) from error
+    if not isinstance(config, dict):
+        raise ConfigError([Problem(where, f"{file} does not hold a JSON object", "", "model")])
+    return spec_from_config(config, where)
+
+
+def _cached_config(name: str, hub_cache: Path, revision: str | None) -> Path | None:
+    """The snapshot's config.json in the layout of huggingface_hub: models--org--name/{refs,snapshots}."""
+    folder = hub_cache / f"models--{name.replace('/', '--')}"
+    reference = folder / "refs" / (revision or "main")
+    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision
+    if commit is None:
+        return None
+    file = folder / "snapshots" / commit / "config.json"
+    return file if file.is_file() else None

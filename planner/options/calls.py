@@ -1,0 +1,265 @@
+"""What a call has to do in one step, and its seconds by the formulas: lengths, batches, sequences that run at once."""
+
+import math
+from functools import lru_cache
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from realgraph.graphs.graph import INPUT
+from realgraph.graphs.keys import DType, KeyType
+from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Train
+from realgraph.planner.costs.compute.inference import inference_seconds
+from realgraph.planner.costs.compute.move import transfer_seconds
+from realgraph.planner.costs.compute.train import TrainWork, microbatches, train_seconds
+from realgraph.planner.costs.generate.decode import Precision
+from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds
+from realgraph.planner.costs.lengths import lengths_of
+from realgraph.planner.costs.setting import Setting
+from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.inputs.workload import Workload
+from realgraph.planner.plan.layout import Cache, Layout, Recompute, Schedule
+from realgraph.planner.request.request import PlanRequest
+
+MAX_RUNNING = 128  # sequences that decode at once on a GPU: the embedded engine's own bound
+MAX_RUNNING_CPU = 256  # on a CPU
+MAX_RUNNING_SERVER = 1024  # of one replica of a generation server
+CACHE_STEP = 64  # positions: the cache of a GPU grows in such steps
+CACHE_STEP_CPU = 16
+FUNCTION_SECONDS = 1e-4  # of one sample, in one of the workers' subprocesses
+ADVANTAGE_SECONDS = 1e-5  # of one sample
+RAGGED = ("tokens", "text", "json")  # one value of which is a whole sample, here counted in tokens
+# Bytes of a number as the data plane carries it; of text and JSON those of a token's characters.
+VALUE_BYTES: dict[DType, int] = {
+    "bool": 1,
+    "int32": 4,
+    "int64": 8,
+    "float32": 4,
+    "float64": 8,
+    "tokens": 8,
+    "text": 4,
+    "json": 4,
+}
+
+Residency = Literal["resident", "offloaded", "reallocated"]
+
+
+class Passes(Struct, frozen=True):
+    """How a train call takes its micro-batches: what the backward pass computes again, and the order of its stages.
+
+    chunks: groups of layers of a stage, 1 where the schedule is not interleaved.
+    """
+
+    recompute: Recompute = "none"
+    schedule: Schedule = "1f1b"
+    chunks: int = 1
+
+
+PLAIN = Passes()
+
+
+class Candidate(Struct, frozen=True):
+    """One way to run a call. Where its place is open, the layout's mesh is any of that size in its group of nodes.
+
+    tokens: of a micro-batch, or of the cache of a generate call, kept as `cache`. passes: of a train call. home: the
+    call reads the trained copy in place, and may be so only where that lies on its mesh under its layout.
+    """
+
+    layout: Layout
+    tokens: int
+    passes: Passes = PLAIN
+    residency: Residency = "resident"
+    home: bool = False
+    cache: Cache = "role"
+
+
+def sample_tokens(request: PlanRequest) -> int:
+    """The longest sample: prompt and response, tokens."""
+    return request.workload.prompt_tokens + request.workload.max_new_tokens
+
+
+def longest_part(request: PlanRequest, layout: Layout) -> int:
+    """Tokens of the longest sample on each of the cp ranks that share it."""
+    return math.ceil(sample_tokens(request) / layout.cp)
+
+
+def mean_tokens(request: PlanRequest) -> float:
+    """The expected sample: prompt and response, tokens."""
+    return request.workload.expected_prompt_tokens + request.workload.mean_new_tokens
+
+
+# --- seconds ----------------------------------------------------------------------------------------------------------
+
+
+def is_trained(request: PlanRequest, role: str) -> bool:
+    """Whether some call of the graph trains the role."""
+    return any(isinstance(call, Train) and call.model == role for call in request.graph.calls.values())
+
+
+def setting_seconds(request: PlanRequest, call: str, setting: Setting, candidate: Candidate) -> float:
+    """Predicted seconds of one mesh-holding call, its inputs' way to its devices included: see `formula_seconds`."""
+    inputs = input_seconds(request, call, setting.layout, setting.cluster)
+    return inputs + formula_seconds(request, call, setting, candidate)
+
+
+def formula_seconds(request: PlanRequest, call: str, setting: Setting, candidate: Candidate) -> float:
+    """Predicted seconds of what a call computes, by the formulas alone.
+
+    A role's own gradient checkpointing counts besides the candidate's recomputation.
+    """
+    tokens, passes = candidate.tokens, candidate.passes
+    match request.graph.calls[call]:
+        case Train() as train:
+            return train_seconds(setting, train_work(request, train, tokens, passes))
+        case Inference():
+            return inference_seconds(setting, _packed_work(request, tokens))
+        case Generate():
+            return generate_seconds(setting, generate_work(request, candidate))
+        case Function() | Advantage():
+            raise AssertionError(f"{call} holds no mesh")
+
+
+def input_seconds(request: PlanRequest, call: str, layout: Layout, cluster: Cluster) -> float:
+    """Seconds to bring what a call reads to its devices, before it starts: each data-parallel rank gets its samples.
+
+    0 where nothing that it reads was made by another call, or one device makes everything. Where the cluster has
+    several nodes, samples come from others: they are dealt anew at each call.
+    """
+    nbytes = input_bytes(request, call)
+    if not nbytes or request.cluster.n_devices == 1:
+        return 0.0
+    return transfer_seconds(cluster, nbytes / layout.dp, far=request.cluster.nodes > 1 or bool(request.cluster.more))
+
+
+def input_bytes(request: PlanRequest, call: str) -> float:
+    """Bytes of all samples of a step that a call reads and other calls write; each worker reads the data set itself."""
+    keys = (request.graph.keys[name] for name in request.graph.reads.get(call, ()))
+    return sum(_key_bytes(request, key.type) for key in keys if key.producer != INPUT)
+
+
+def _key_bytes(request: PlanRequest, key: KeyType) -> float:
+    """Of a key in a step: an entry a step, group, sample or token; a ragged entry has as many tokens as its sample."""
+    samples = request.workload.n_samples
+    entries = {
+        "step": 1.0,
+        "group": request.workload.groups,
+        "sample": samples,
+        "token": samples * mean_tokens(request),
+    }
+    ragged = mean_tokens(request) if key.level == "sample" else request.workload.expected_prompt_tokens
+    return entries[key.level] * VALUE_BYTES[key.dtype] * (ragged if key.dtype in RAGGED else 1.0)
+
+
+def generate_work(request: PlanRequest, candidate: Candidate) -> GenerateWork:
+    """What a generate call has to do."""
+    workload = request.workload
+    return GenerateWork(
+        samples=workload.n_samples,
+        samples_per_group=workload.samples_per_group,
+        prompt_tokens=workload.expected_prompt_tokens,
+        mean_new_tokens=workload.mean_new_tokens,
+        max_new_tokens=workload.max_new_tokens,
+        running=running_sequences(request, candidate.layout, candidate.tokens),
+        lengths=workload.lengths,
+        precision=Precision(cache=candidate.cache),
+    )
+
+
+def train_work(request: PlanRequest, call: Train, tokens: int, passes: Passes = PLAIN) -> TrainWork:
+    """What a train call has to do, in micro-batches of `tokens`."""
+    return replace(
+        _packed_work(request, tokens),
+        optimizer_steps=call.minibatches,
+        epochs=call.epochs,
+        recompute=passes.recompute,
+        schedule=passes.schedule,
+        chunks=passes.chunks,
+    )
+
+
+def microbatches_of(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> int:
+    """Of one optimizer step on one data-parallel rank; a generate call has none."""
+    kind = request.graph.calls[call]
+    if isinstance(kind, Generate):
+        return 0
+    setting = Setting(request.model(call), request.role(call), candidate.layout, cluster)
+    if isinstance(kind, Train):
+        return microbatches(setting, train_work(request, kind, candidate.tokens, candidate.passes))
+    return microbatches(setting, _packed_work(request, candidate.tokens))
+
+
+def _packed_work(request: PlanRequest, tokens: int) -> TrainWork:
+    mean = mean_tokens(request)
+    return TrainWork(
+        tokens=math.ceil(request.workload.n_samples * mean),
+        sample_tokens=mean,
+        microbatch_tokens=tokens,
+        prompt_tokens=request.workload.expected_prompt_tokens,
+        samples_per_group=request.workload.samples_per_group,
+        longest_tokens=longest_expected(request.workload),
+    )
+
+
+@lru_cache(maxsize=256)
+def longest_expected(workload: Workload) -> int:
+    """Tokens of the longest sample that a batch is expected to have."""
+    lengths = lengths_of(workload.mean_new_tokens, workload.max_new_tokens, workload.lengths)
+    return math.ceil(workload.expected_prompt_tokens + lengths.expected_max(workload.n_samples))
+
+
+def running_sequences(request: PlanRequest, layout: Layout, kv_tokens: int) -> int:
+    """How many sequences decode at once on a replica with a cache of `kv_tokens`.
+
+    The embedded engine's cache grows in whole steps; a server's is paged.
+    """
+    share = sequences_in_flight(request, layout.dp)
+    if request.engine == "any":
+        return max(1, min(share, most_running(request), int(kv_tokens / tokens_in_flight(request) + 1e-9)))
+    return max(1, min(share, most_running(request), kv_tokens // slot_tokens(request, mean_tokens(request))))
+
+
+def sequences_in_flight(request: PlanRequest, replicas: int) -> int:
+    """The most that the staleness bound lets be in flight on one of so many replicas: 1 + staleness batches in all."""
+    return math.ceil(request.workload.n_samples / replicas) * (1 + request.workload.staleness)
+
+
+def most_running(request: PlanRequest) -> int:
+    """Sequences that may decode at once on one replica."""
+    most = _engine_running(request.cluster) if request.engine == "installed" else MAX_RUNNING_SERVER
+    return request.workload.max_running or most
+
+
+def _engine_running(cluster: Cluster) -> int:
+    """Sequences that the embedded engine decodes at once."""
+    return MAX_RUNNING_CPU if cluster.is_cpu else MAX_RUNNING
+
+
+def slot_tokens(request: PlanRequest, tokens: float) -> int:
+    """Positions of the embedded engine's cache for a sequence of `tokens`, and the one that is written next."""
+    step = CACHE_STEP_CPU if request.cluster.is_cpu else CACHE_STEP
+    return math.ceil((tokens + 1) / step) * step
+
+
+def tokens_in_flight(request: PlanRequest) -> float:
+    """Cache tokens that one of many running sequences takes: its prompt and the age of a running sequence, with room.
+
+    1.15 covers the fluctuation of the sum over many sequences of all ages.
+    """
+    workload = request.workload
+    lengths = lengths_of(workload.mean_new_tokens, workload.max_new_tokens, workload.lengths)
+    return workload.expected_prompt_tokens + 1.15 * lengths.mean_age
+
+
+def free_seconds(request: PlanRequest) -> dict[str, float]:
+    """Predicted seconds of the calls that hold no mesh: functions and advantages."""
+    samples = request.workload.n_samples
+    measured = request.costs.factors.function_seconds if request.costs.factors else None
+    function_seconds = FUNCTION_SECONDS if measured is None else measured
+    seconds: dict[str, float] = {}
+    for name, call in request.graph.calls.items():
+        if isinstance(call, Function):
+            seconds[name] = function_seconds * math.ceil(samples / request.cluster.n_devices)
+        elif isinstance(call, Advantage):
+            seconds[name] = ADVANTAGE_SECONDS * samples
+    return seconds

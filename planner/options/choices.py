@@ -1,0 +1,233 @@
+"""What a call may be on a mesh of a given size: layouts, micro-batches, recomputation, residency. Prices nothing.
+
+Two worlds. `installed`: what this version's engines run, data parallelism with whole or FSDP-sharded weights, every
+copy of a role's weights kept. `any`: all axes, copies that are dropped after use, states in host memory.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+from realgraph.graphs.spec import Generate, Inference, Train
+from realgraph.planner.costs.memory.memory import element_bytes
+from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.options.calls import (
+    PLAIN,
+    Candidate,
+    is_trained,
+    longest_part,
+    most_running,
+    sample_tokens,
+    sequences_in_flight,
+    slot_tokens,
+    tokens_in_flight,
+)
+from realgraph.planner.options.passes import passes_agree, passes_for, shared_states
+from realgraph.planner.plan.layout import AXES, DeviceMesh, Layout
+from realgraph.planner.request.pins import Pin
+from realgraph.planner.request.request import PlanRequest
+
+LADDER_CPU = (1024, 2048, 4096, 8192)
+LADDER_GPU = (1024, 2048, 4096, 8192, 16384, 32768)
+CACHE_RUNGS = 6  # sizes of a generate call's cache, each half of the one before
+MOST_STAGES = 32  # of a pipeline that trains
+MOST_FORWARD_STAGES = 4  # of one that only infers
+CONTEXT_TOKENS = 8192  # of a sample on each context-parallel rank, at least
+EXPERT_RANKS = (1, 4, 8, 16, 32, 64)  # that experts may be spread over
+FORWARD_LADDER = (8192, 32768)  # sizes of micro-batches that only infer, beside the longest sample
+WIDE_TP = 4  # nodes that one generating replica may span where no node holds the weights
+FULL = 0.6  # of a node's memory: weights beyond it make a replica span nodes
+
+
+def candidates(
+    request: PlanRequest,
+    call: str,
+    mesh: DeviceMesh,
+    cluster: Cluster,
+    fits: Callable[[Layout], bool] = lambda layout: True,
+) -> Iterator[Candidate]:
+    """All that pins and constraints leave for a call on a mesh of this size; what memory and seconds say is not asked.
+
+    cluster: the group of nodes that the mesh lies in. fits: layouts of which it is false are left out.
+    """
+    pin, forbidden = request.pins.get(call, Pin()), request.constraints.forbid.get(call, ())
+    free = pin == Pin() and not forbidden
+    reads = is_trained(request, request.graph.role(call)) and not isinstance(request.graph.calls[call], Train)
+    away = request.engine == "any" and request.constraints.offload and not shared_states(request, call)
+    for layout in _layouts(request, call, mesh, cluster):
+        if not agrees(layout, pin) or any(bars(layout, other) for other in forbidden) or not fits(layout):
+            continue
+        for tokens in token_ladder(request, call, layout, cluster):
+            for candidate in _ways(request, call, (layout, tokens), cluster, (reads, away)):
+                if free or (_kept(candidate, pin) and not any(_barred(candidate, other) for other in forbidden)):
+                    yield candidate
+
+
+def agrees(layout: Layout, pin: Pin) -> bool:
+    """Whether the layout has every axis and the sharding that the pin sets."""
+    return all(getattr(pin, axis) in (None, getattr(layout, axis)) for axis in AXES)
+
+
+def bars(layout: Layout, pin: Pin) -> bool:
+    """Whether a forbidding pin that speaks of layouts alone bars this one."""
+    if pin.max_tokens_per_microbatch or pin.recompute or pin.schedule or pin.chunks or pin.kv_cache or pin.residency:
+        return False
+    if pin.first is not None:
+        return False
+    return bool(_size_named(pin)) and agrees(layout, pin) and pin.devices in (None, layout.mesh.n_devices)
+
+
+def _size_named(pin: Pin) -> bool:
+    return pin.devices is not None or any(getattr(pin, axis) is not None for axis in AXES)
+
+
+def _kept(candidate: Candidate, pin: Pin) -> bool:
+    residency = "offloaded" if candidate.residency == "offloaded" else "resident"
+    same = pin.residency in (None, residency) and pin.kv_cache in (None, candidate.cache)
+    return same and passes_agree(candidate.passes, pin)
+
+
+def _barred(candidate: Candidate, pin: Pin) -> bool:
+    """Whether all that a forbidding pin sets is true of a candidate; places are barred by mesh, not here."""
+    if pin.first is not None or pin == Pin():
+        return False
+    same_tokens = pin.max_tokens_per_microbatch in (None, candidate.tokens)
+    same_size = pin.devices in (None, candidate.layout.mesh.n_devices)
+    return agrees(candidate.layout, pin) and same_tokens and same_size and _kept(candidate, pin)
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def _layouts(request: PlanRequest, call: str, mesh: DeviceMesh, cluster: Cluster) -> Iterator[Layout]:
+    if request.engine == "installed":
+        yield Layout(mesh, dp=mesh.n_devices)
+        asked = request.pins.get(call, Pin()).sharding == "fsdp"
+        if (mesh.n_devices > 1 or asked) and not isinstance(request.graph.calls[call], Generate):
+            yield Layout(mesh, dp=mesh.n_devices, sharding="fsdp")
+        return
+    most = request.workload.n_samples
+    for tp in _tensor_ranks(request, call, mesh, cluster):
+        for pp in _stages(request, call, mesh.n_devices // tp):
+            for cp in _context_ranks(request, call, mesh.n_devices // tp // pp):
+                dp = mesh.n_devices // (tp * pp * cp)
+                if dp <= most:
+                    yield from _with_experts(request, call, Layout(mesh, dp=dp, tp=tp, pp=pp, cp=cp))
+
+
+def _tensor_ranks(request: PlanRequest, call: str, mesh: DeviceMesh, cluster: Cluster) -> list[int]:
+    """Divisors of a node's devices that divide the heads, and KV heads evenly or into equal copies."""
+    model, pinned = request.model(call), request.pins.get(call, Pin()).tp
+    widest = min(mesh.n_devices, cluster.devices_per_node)
+    if isinstance(request.graph.calls[call], Generate):
+        weights = element_bytes(request.role(call).dtype) * model.n_params()
+        while weights > FULL * widest * cluster.memory_bytes and 2 * widest <= mesh.n_devices:
+            if widest >= WIDE_TP * cluster.devices_per_node:
+                break
+            widest *= 2
+    sizes = [pinned] if pinned else range(1, widest + 1)
+    return [
+        tp
+        for tp in sizes
+        if mesh.n_devices % tp == 0
+        and (tp >= cluster.devices_per_node or cluster.devices_per_node % tp == 0)
+        and model.heads % tp == 0
+        and (model.kv_heads % tp == 0 or tp % model.kv_heads == 0)
+    ]
+
+
+def _stages(request: PlanRequest, call: str, devices: int) -> list[int]:
+    """Pipeline stages: divisors of the devices that are left, never more than layers."""
+    kind, pinned = request.graph.calls[call], request.pins.get(call, Pin()).pp
+    if pinned:
+        return [pinned] if devices % pinned == 0 else []
+    most = 1 if isinstance(kind, Generate) else MOST_FORWARD_STAGES if isinstance(kind, Inference) else MOST_STAGES
+    return [pp for pp in range(1, min(most, request.model(call).layers) + 1) if devices % pp == 0]
+
+
+def _context_ranks(request: PlanRequest, call: str, devices: int) -> list[int]:
+    """Context parallelism pays only where a sample is long."""
+    pinned = request.pins.get(call, Pin()).cp
+    if pinned:
+        return [pinned] if devices % pinned == 0 else []
+    if isinstance(request.graph.calls[call], Generate):
+        return [1]
+    longest = sample_tokens(request)
+    return [cp for cp in (1, 2, 4, 8) if devices % cp == 0 and (cp == 1 or longest // cp >= CONTEXT_TOKENS)]
+
+
+def _with_experts(request: PlanRequest, call: str, layout: Layout) -> Iterator[Layout]:
+    """The layout, its expert-parallel kin, and its sharded one; experts are spread over data-parallel ranks."""
+    model, pinned = request.model(call), request.pins.get(call, Pin()).ep
+    sizes = (pinned,) if pinned else EXPERT_RANKS
+    for ep in sizes:
+        if ep == 1 or (model.experts and model.experts % ep == 0 and layout.dp % ep == 0):
+            yield Layout(layout.mesh, dp=layout.dp, tp=layout.tp, pp=layout.pp, ep=ep, cp=layout.cp)
+    generates = isinstance(request.graph.calls[call], Generate)
+    if not generates and layout.pp == 1 and layout.dp * layout.cp > 1 and pinned in (None, 1):
+        yield Layout(layout.mesh, dp=layout.dp, tp=layout.tp, cp=layout.cp, sharding="fsdp")
+
+
+# --- micro-batches ----------------------------------------------------------------------------------------------------
+
+
+def token_ladder(request: PlanRequest, call: str, layout: Layout, cluster: Cluster) -> tuple[int, ...]:
+    """Sizes to try, largest first: tokens of a micro-batch, or of the cache of a generate call.
+
+    A pin or `batch.max_tokens_per_microbatch` leaves one size; a sample that is longer is a micro-batch of its own.
+    """
+    workload, pinned = request.workload, request.pins.get(call, Pin()).max_tokens_per_microbatch
+    if isinstance(request.graph.calls[call], Generate):
+        return (pinned,) if pinned else _cache_ladder(request, sequences_in_flight(request, layout.dp))
+    share = math.ceil(workload.n_samples / layout.dp)
+    fixed = pinned or workload.max_tokens_per_microbatch
+    longest = longest_part(request, layout)
+    if fixed:
+        return (fixed,)
+    ladder = sorted({longest, *(size for size in _ladder(request, call, cluster) if size > longest)})
+    enough = [size for size in ladder if size >= share * longest]
+    return tuple(reversed([size for size in ladder if not enough or size <= enough[0]]))
+
+
+def _ladder(request: PlanRequest, call: str, cluster: Cluster) -> tuple[int, ...]:
+    if cluster.is_cpu:
+        return LADDER_CPU
+    wide = request.engine == "any" and isinstance(request.graph.calls[call], Inference)
+    return FORWARD_LADDER if wide else LADDER_GPU
+
+
+def _cache_ladder(request: PlanRequest, in_flight: int) -> tuple[int, ...]:
+    """Cache tokens for all that may be in flight on a rank at once, for half of it, and so on.
+
+    The embedded engine keeps places for whole samples; a server's cache is paged and holds what sequences have now.
+    """
+    running = min(in_flight, most_running(request))
+    longest = slot_tokens(request, sample_tokens(request))
+    rungs = [running >> i for i in range(running.bit_length())]
+    if request.engine == "installed":
+        return tuple(longest * rung for rung in rungs)
+    each = tokens_in_flight(request)
+    return tuple(dict.fromkeys(max(longest, math.ceil(each * rung)) for rung in rungs[:CACHE_RUNGS]))
+
+
+# --- what is kept where -----------------------------------------------------------------------------------------------
+
+
+def _ways(
+    request: PlanRequest, call: str, size: tuple[Layout, int], cluster: Cluster, kept: tuple[bool, bool]
+) -> Iterator[Candidate]:
+    """Recomputation, schedule and residency, of a layout and tokens of a micro-batch. kept: whether the call reads
+    trained weights, and whether states may wait in host memory.
+
+    States that several train calls share lie once, for all of them, and stay on the devices.
+    """
+    kind, cache = request.graph.calls[call], request.pins.get(call, Pin()).kv_cache or "role"
+    reads, offloads = kept
+    if reads:
+        yield Candidate(*size, residency="reallocated", cache=cache)
+        if request.engine == "installed" and (not isinstance(kind, Generate) or size[0].sharding == "replicated"):
+            yield Candidate(*size, home=True, cache=cache)
+        return
+    for passes in passes_for(request, call, size, cluster) if isinstance(kind, Train) else (PLAIN,):
+        yield Candidate(*size, passes, cache=cache)
+        if offloads:
+            yield Candidate(*size, passes, "offloaded", cache=cache)

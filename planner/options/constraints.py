@@ -1,0 +1,278 @@
+"""What is wrong with the user's pins and constraints, whatever the search would choose; and the places they name."""
+
+import math
+from collections.abc import Iterable, Iterator
+
+from realgraph.graphs.errors import Problem, Where, suggest
+from realgraph.graphs.spec import Generate, Train
+from realgraph.planner.inputs.model_spec import ModelSpec
+from realgraph.planner.options.calls import is_trained, sample_tokens
+from realgraph.planner.options.couplings import train_calls
+from realgraph.planner.options.meshes import family, mesh_fault
+from realgraph.planner.options.passes import pin_problems
+from realgraph.planner.plan.layout import DeviceMesh
+from realgraph.planner.request.pins import Pin
+from realgraph.planner.request.request import PlanRequest
+
+CACHE_DTYPE = "the engines of this version keep keys and values in the dtype of the role"
+FEATURES = {
+    "tp": "tensor parallelism: layers cut over devices",
+    "pp": "pipeline parallelism: stages with ragged micro-batches",
+    "ep": "expert parallelism: experts spread over devices",
+    "cp": "context parallelism: sequences cut over devices",
+}
+
+
+def wish_problems(request: PlanRequest) -> tuple[Problem, ...]:
+    """All of them, each at its path of the run file."""
+    return (*_pins(request), *_constraints(request))
+
+
+def engine_lacks(axis: str) -> str:
+    """Why an axis of parallelism can't be used yet."""
+    return f"{axis} > 1 needs {FEATURES[axis]}; the engines of this version run dp only"
+
+
+def named_meshes(request: PlanRequest) -> tuple[DeviceMesh, ...]:
+    """The places that pins and constraints speak of: no other place of their size stands for them."""
+    forbidden = [pin for pins in request.constraints.forbid.values() for pin in pins]
+    return tuple(dict.fromkeys(mesh for pin in (*request.pins.values(), *forbidden) for mesh in _named(pin)))
+
+
+def _named(pin: Pin) -> Iterator[DeviceMesh]:
+    if pin.devices is not None:
+        yield DeviceMesh(pin.first or 0, pin.devices)
+    elif pin.first is not None:
+        yield DeviceMesh(pin.first, 1)
+
+
+# --- pins -------------------------------------------------------------------------------------------------------------
+
+
+def _pins(request: PlanRequest) -> Iterator[Problem]:
+    for name, pin in request.pins.items():
+        where = Where(path=f"$.allocation.{name}")
+        if name in request.mesh_calls:
+            yield from _pin(request, name, pin, where)
+        else:
+            yield _stranger(request, name, where)
+    yield from _train_places(request)
+
+
+def _stranger(request: PlanRequest, name: str, where: Where) -> Problem:
+    what = "holds no devices: it can't be placed" if name in request.graph.calls else "is no call of the graph"
+    return Problem(where, f"{name!r} {what}", suggest(name, request.mesh_calls), "pin")
+
+
+def _pin(request: PlanRequest, name: str, pin: Pin, where: Where) -> Iterator[Problem]:
+    yield from _lacking(request, pin, where)
+    yield from pin_problems(request, name, pin, where)
+    if pin.devices is not None:
+        fault = mesh_fault(DeviceMesh(pin.first or 0, pin.devices), request.cluster)
+        if fault:
+            yield Problem(where, fault, "", "pin")
+            return
+    yield from _sizes(request, name, pin, where)
+    if pin.kv_cache and not isinstance(request.graph.calls[name], Generate):
+        text = "kv_cache belongs to generate calls: this one keeps none"
+        yield Problem(_field(where, "kv_cache"), text, "leave it out", "pin")
+    if isinstance(request.graph.calls[name], Generate):
+        yield from _generate_pin(request, pin, where)
+    elif pin.sharding == "fsdp" and request.engine == "any":
+        yield from _sharded(pin, where)
+    if pin.residency == "offloaded" and request.engine == "any":
+        yield from _offloaded(request, name, _field(where, "residency"))
+
+
+def _sharded(pin: Pin, where: Where) -> Iterator[Problem]:
+    """What fsdp does not go with."""
+    ranks, place = (pin.tp or 1) * (pin.pp or 1), _field(where, "sharding")
+    if (pin.pp or 1) > 1:
+        text = f"fsdp cuts states over data-parallel ranks: it does not go with pipeline stages, and pp is {pin.pp}"
+        yield Problem(place, text, "leave sharding or pp out", "pin")
+    elif (pin.ep or 1) > 1:
+        text = f"fsdp does not go with experts that are spread over ranks, and ep is {pin.ep}"
+        yield Problem(place, text, "leave sharding or ep out", "pin")
+    elif (pin.dp == 1 and (pin.cp or 1) == 1) or (pin.devices is not None and pin.devices == ranks):
+        text = "fsdp cuts states over data-parallel ranks, of which this pin leaves one"
+        yield Problem(place, text, "leave sharding out, or raise dp", "pin")
+
+
+def _offloaded(request: PlanRequest, name: str, where: Where) -> Iterator[Problem]:
+    """Whose weights can't wait in the host's memory."""
+    call = request.graph.calls[name]
+    other = next((n for n in train_calls(request, request.graph.role(name)) if n != name), "")
+    if not request.constraints.offload:
+        text = "the call is pinned to be offloaded, but constraints.offload is false"
+        yield Problem(where, text, "leave one of them out", "pin")
+    elif isinstance(call, Train) and other:
+        text = f"{other!r} trains the same role: the states that both use stay on the devices"
+        yield Problem(where, text, "leave residency out", "pin")
+    elif not isinstance(call, Train) and is_trained(request, request.graph.role(name)):
+        text = f"the call reads weights that {other!r} trains: they are brought to it, none wait for it elsewhere"
+        yield Problem(where, text, "leave residency out, or offload the train call", "pin")
+
+
+def _lacking(request: PlanRequest, pin: Pin, where: Where) -> Iterator[Problem]:
+    """What the installed engines can't do."""
+    if request.engine == "any":
+        return
+    for axis in FEATURES:
+        if (getattr(pin, axis) or 1) > 1:
+            hint = "use dp, and sharding: fsdp for models that don't fit; `realgraph plan --engine any` plans with it"
+            yield Problem(_field(where, axis), engine_lacks(axis), hint, "pin")
+    if pin.kv_cache == "float8":
+        yield Problem(_field(where, "kv_cache"), CACHE_DTYPE, "leave kv_cache out", "pin")
+    if pin.residency == "offloaded":
+        text = "the engines of this version can't offload weights to the host"
+        yield Problem(_field(where, "residency"), text, "leave residency out", "pin")
+
+
+def _field(where: Where, name: str) -> Where:
+    """The place of one field of a pin."""
+    return Where(where.file, path=f"{where.path}.{name}")
+
+
+def _sizes(request: PlanRequest, name: str, pin: Pin, where: Where) -> Iterator[Problem]:
+    """The axes that are set against the mesh that is."""
+    first, total = pin.first or 0, request.cluster.n_devices
+    if first >= total:
+        yield Problem(_field(where, "first"), f"device {first} is none of the cluster's, 0 to {total - 1}", "", "pin")
+        return
+    yield from _product(request, pin, where)
+    for axis, fault in shape_faults(request.model(name), pin.tp or 1, pin.pp or 1, pin.ep or 1):
+        yield Problem(_field(where, axis), fault, "", "pin")
+    samples, nodes = request.workload.n_samples, {group.devices_per_node for group in request.cluster.groups}
+    if pin.dp is not None and pin.dp > samples:
+        yield Problem(_field(where, "dp"), f"dp {pin.dp} is more than the {samples} samples of a step", "", "pin")
+    if pin.dp is not None and pin.dp % (pin.ep or 1):
+        text = f"ep {pin.ep} does not divide dp {pin.dp}: experts are spread over data-parallel ranks"
+        yield Problem(_field(where, "ep"), text, "", "pin")
+    if pin.tp is not None and not any(pin.tp >= size or size % pin.tp == 0 for size in nodes):
+        text = f"tp {pin.tp} does not divide the {' or '.join(map(str, sorted(nodes)))} devices of a node"
+        yield Problem(_field(where, "tp"), text, "", "pin")
+
+
+def _product(request: PlanRequest, pin: Pin, where: Where) -> Iterator[Problem]:
+    """The ranks that are set fill the mesh that is, or divide the devices of one that there may be."""
+    axes = {axis: getattr(pin, axis) for axis in ("dp", "tp", "pp", "cp") if getattr(pin, axis) is not None}
+    product, shown = math.prod(axes.values()), " x ".join(axes)
+    dp_only = pin.dp is not None and request.engine == "installed"
+    if pin.devices is not None:
+        if pin.devices % product or (dp_only and product != pin.devices):
+            devices = f"{pin.devices} device{'s' * (pin.devices != 1)}"
+            text = f"{shown} is {product}, the mesh has {devices}: dp x tp x pp x cp must be {pin.devices}"
+            hint = "leave dp out, or set devices to the product" if pin.dp else "set devices to a multiple of that"
+            yield Problem(_field(where, next(iter(axes))), text, hint, "pin")
+        return
+    found = family(request.cluster, request.constraints.reserve).meshes if axes else ()
+    sizes = sorted({mesh.n_devices for mesh in found if pin.first in (None, mesh.first)})
+    if sizes and not any(size == product if dp_only else size % product == 0 for size in sizes):
+        text = f"{shown} is {product}, which no mesh can hold: there are meshes of {', '.join(map(str, sizes))} devices"
+        hint = "dp x tp x pp x cp is the number of a mesh's devices"
+        yield Problem(_field(where, next(iter(axes))), text, hint, "pin")
+
+
+def shape_faults(model: ModelSpec, tp: int, pp: int, ep: int) -> Iterator[tuple[str, str]]:
+    """Axes by which a model can't be cut, each with why."""
+    if model.heads % tp:
+        yield "tp", f"tp {tp} does not divide {model.heads} attention heads"
+    elif model.kv_heads % tp and tp % model.kv_heads:
+        yield "tp", f"tp {tp} neither divides {model.kv_heads} KV heads nor is a multiple of them"
+    if pp > model.layers:
+        yield "pp", f"pp {pp} is more than the {model.layers} layers"
+    if ep > 1 and not model.experts:
+        yield "ep", f"ep {ep} spreads experts, of which the model has none"
+    elif ep > 1 and model.experts % ep:
+        yield "ep", f"ep {ep} does not divide {model.experts} experts"
+
+
+def _generate_pin(request: PlanRequest, pin: Pin, where: Where) -> Iterator[Problem]:
+    if pin.sharding == "fsdp":
+        text = "generation needs whole weights on a device"
+        yield Problem(_field(where, "sharding"), text, "leave sharding out", "pin")
+    tokens, longest = pin.max_tokens_per_microbatch, sample_tokens(request)
+    if tokens is not None and tokens < longest:
+        text = f"a cache of {tokens} tokens holds no sample: the longest has {longest}"
+        hint = f"set max_tokens_per_microbatch to {longest} or more"
+        yield Problem(_field(where, "max_tokens_per_microbatch"), text, hint, "pin")
+
+
+def _train_places(request: PlanRequest) -> Iterator[Problem]:
+    """One role is trained in one place: its optimizer states lie there."""
+    homes: dict[str, tuple[str, Pin]] = {}
+    for name, call in request.graph.calls.items():
+        if not isinstance(call, Train) or name not in request.pins:
+            continue
+        pin = request.pins[name]
+        other, home = homes.setdefault(call.model, (name, pin))
+        if set(_named(pin)) != set(_named(home)) and set(_named(pin)) and set(_named(home)):
+            text = f"{other!r} trains the same role on other devices"
+            yield Problem(Where(path=f"$.allocation.{name}"), text, "pin both to the same devices", "pin")
+
+
+# --- constraints ------------------------------------------------------------------------------------------------------
+
+
+def _constraints(request: PlanRequest) -> Iterator[Problem]:
+    wishes, total = request.constraints, request.cluster.n_devices
+    if wishes.reserve >= total:
+        text = f"{wishes.reserve} devices are reserved, the cluster has {total}"
+        yield Problem(Where(path="$.constraints.reserve"), text, f"reserve at most {total - 1}", "constraint")
+    for i, calls in enumerate(wishes.share):
+        yield from _calls(request, calls, f"$.constraints.share[{i}]")
+        if len(set(calls)) < 2:
+            text = "binds nothing: one call lies on one mesh anyway" if calls else "binds nothing: it names no call"
+            where = Where(path=f"$.constraints.share[{i}]")
+            yield Problem(where, text, "name two calls or more, or leave it out", "constraint")
+    yield from _calls(request, wishes.forbid, "$.constraints.forbid")
+    for name, pins in wishes.forbid.items():
+        for i, pin in enumerate(pins):
+            yield from _forbidden(pin, Where(path=f"$.constraints.forbid.{name}[{i}]"))
+    yield from _caps(request)
+    if wishes.colocated:
+        yield from _colocated(request)
+
+
+def _caps(request: PlanRequest) -> Iterator[Problem]:
+    """Caps on memory above what there is: they would bind nothing."""
+    groups, wishes = request.cluster.groups, request.constraints
+    device = max(group.memory_bytes for group in groups)
+    node = max(group.host_memory_bytes for group in groups)
+    for name, asked, has, whose in (
+        ("memory_gb", wishes.memory_gb, device, "no device of the cluster has more than"),
+        ("host_memory_gb", wishes.host_memory_gb, node, "no node of the cluster has more than"),
+    ):
+        if asked is not None and round(1e9 * asked) > has:
+            text = f"{asked:,g} GB bind nothing: {whose} {has / 1e9:,.4g} GB"
+            hint = f"set it below {has / 1e9:,.4g}, or leave it out; cluster.{name} says how much there is"
+            yield Problem(Where(path=f"$.constraints.{name}"), text, hint, "constraint")
+
+
+def _forbidden(pin: Pin, where: Where) -> Iterator[Problem]:
+    """A mesh, or what is chosen there: all meshes of one size have the same options."""
+    if pin == Pin():
+        yield Problem(where, "forbids everything: it sets nothing", "name what is forbidden", "constraint")
+    elif pin.first is not None and pin != Pin(first=pin.first, devices=pin.devices):
+        text = "forbids a place and a layout in one: a layout is forbidden wherever it lies"
+        yield Problem(where, text, "leave first out, or all but first and devices", "constraint")
+
+
+def _calls(request: PlanRequest, names: Iterable[str], path: str) -> Iterator[Problem]:
+    for name in names:
+        if name not in request.mesh_calls:
+            what = "holds no devices" if name in request.graph.calls else "is no call of the graph"
+            where = Where(path=f"{path}.{name}" if path.endswith("forbid") else path)
+            yield Problem(where, f"{name!r} {what}", suggest(name, request.mesh_calls), "constraint")
+
+
+def _colocated(request: PlanRequest) -> Iterator[Problem]:
+    whole = DeviceMesh(0, request.cluster.n_devices - request.constraints.reserve)
+    where = Where(path="$.constraints.colocated")
+    fault = mesh_fault(whole, request.cluster) if whole.n_devices > 0 else ""
+    if fault:
+        yield Problem(where, f"no mesh has all devices: {fault}", "leave colocated out", "constraint")
+    for name, pin in request.pins.items():
+        if any(mesh.n_devices not in (1, whole.n_devices) or mesh.first for mesh in _named(pin)):
+            text = f"{name!r} is pinned to some of the devices"
+            yield Problem(where, text, f"leave colocated or allocation.{name} out", "constraint")

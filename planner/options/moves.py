@@ -1,0 +1,146 @@
+"""Seconds of bringing trained weights to the copies that read them, for every pair of options. Cached by geometry."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from realgraph.graphs.spec import Generate
+from realgraph.planner.costs.compute.move import (
+    IN_HOST,
+    Copies,
+    copies_of,
+    device_bytes,
+    fastest_transports,
+    move_seconds,
+    offload_seconds,
+    reallocation_seconds,
+)
+from realgraph.planner.costs.setting import Setting
+from realgraph.planner.options.pricing import Option, factors_of
+from realgraph.planner.plan.layout import DeviceMesh
+from realgraph.planner.plan.plan import TRANSPORTS, Transport
+from realgraph.planner.plan.problem import Floats, Ints, Move
+from realgraph.planner.request.cost_table import PhaseFactor
+from realgraph.planner.request.request import PlanRequest
+
+STATE_BYTES = 12  # of a trained parameter in all, at least: what it is trained on has memory for it
+
+
+class Place(Struct, frozen=True, eq=False):
+    """A mesh in a group of nodes, with the options of one call there."""
+
+    mesh: DeviceMesh
+    group: int
+    options: Sequence[Option]
+
+
+def move_matrix(request: PlanRequest, target: str, source: Place, there: Place) -> Floats:
+    """Seconds of [options of the source, options of the target]: 0 where nothing is to be moved."""
+    return corrected(request, move_seconds(_copies(request, target, source), _copies(request, target, there)), there)
+
+
+def transport_of(request: PlanRequest, target: str, source: Place, there: Place) -> Transport:
+    """How the weights of the source's only option get to the target's only one."""
+    chosen = fastest_transports(_copies(request, target, source), _copies(request, target, there))[1]
+    return TRANSPORTS[int(chosen[0, 0])]
+
+
+def corrected(request: PlanRequest, seconds: Floats, place: Place) -> Floats:
+    """With what was measured of reallocations to the kind of device of a place; what takes no time stays so.
+
+    In a mixed cluster moves to other kinds take what the formulas say.
+    """
+    there = request.cluster.groups[place.group].kind
+    speaks = not request.cluster.more or request.costs.kind in ("", there)
+    found = request.costs.phases.get("reallocate", PhaseFactor()) if speaks else PhaseFactor()
+    return np.where(seconds > 0, found.factor * seconds + found.constant_seconds, 0.0)
+
+
+def _copies(request: PlanRequest, call: str, place: Place) -> Copies:
+    """The copies of the role of `call` that the options of a place stand for.
+
+    Of a move both ends are cut as the engine of its target cuts experts: what is read in place is the trained copy.
+    """
+    cluster = request.cluster.groups[place.group]
+    layouts = [replace(option.candidate.layout, mesh=place.mesh) for option in place.options]
+    setting = Setting(request.model(call), request.role(call), layouts[0], cluster, factors_of(request, cluster))
+    found = copies_of(setting, layouts, request.cluster.first_of(place.group), _serves(request, call))
+    away = np.array([option.candidate.residency == "offloaded" for option in place.options])
+    cut: Ints = np.where(away, IN_HOST + np.arange(len(away)), found.cut)
+    return replace(found, cut=cut)
+
+
+def _serves(request: PlanRequest, call: str) -> bool:
+    """Whether an engine that generates runs the call."""
+    return isinstance(request.graph.calls[call], Generate)
+
+
+def longest_moves(request: PlanRequest, call: str, place: Place) -> Floats:
+    """Per option of a call that reads trained weights, seconds that no move to it exceeds.
+
+    From other nodes, or out of host memory; and where fewer devices train than receive, no faster than they can send.
+    """
+    cluster, model = request.cluster.groups[place.group], request.model(call)
+    params = model.n_params(request.role(call).head)
+    senders = max(1, int(STATE_BYTES * params / max(group.memory_bytes for group in request.cluster.groups)))
+    seconds, serves = np.zeros(len(place.options)), _serves(request, call)
+    for i, option in enumerate(place.options):
+        layout = replace(option.candidate.layout, mesh=place.mesh)
+        setting = Setting(model, request.role(call), layout, cluster, factors_of(request, cluster))
+        seconds[i] = reallocation_seconds(setting, serves)
+        if request.engine == "any":
+            seconds[i] += offload_seconds(cluster, device_bytes(setting, layout, serves), setting.costs)
+        if request.cluster.nodes > 1 or request.cluster.more:
+            seconds[i] += setting.element * params / senders / (cluster.nic_bytes_per_s * setting.costs.nic)
+    return corrected(request, seconds, place)
+
+
+def held_seconds(request: PlanRequest, call: str, place: Place) -> Floats:
+    """Per option of a train call, seconds that a move may save because the copy lies on some of the target's nodes.
+
+    Infinite where every device holds the whole model, so that a copy on the same devices costs nothing.
+    """
+    cluster, model = request.cluster.groups[place.group], request.model(call)
+    found = _copies(request, call, place)
+    whole = found.device_bytes >= found.whole
+    setting = Setting(
+        model, request.role(call), place.options[0].candidate.layout, cluster, factors_of(request, cluster)
+    )
+    near = found.node_bytes / cluster.devices_per_node / (cluster.nic_bytes_per_s * setting.costs.nic)
+    if request.cluster.nodes == 1 and not request.cluster.more:
+        near = np.zeros(len(whole))
+    return np.where(whole, np.inf, corrected(request, near, place))
+
+
+class Moves:
+    """The search's `move_seconds`. Two pairs of meshes of equal sizes and equal relative places have equal matrices."""
+
+    def __init__(self, request: PlanRequest, places: Sequence[tuple[DeviceMesh, int]]) -> None:
+        self._request, self._places = request, places
+        self._options: dict[str, Mapping[int, Sequence[Option]]] = {}
+        self._known: dict[tuple[object, ...], Floats] = {}
+
+    def add(self, call: str, options: Mapping[int, Sequence[Option]]) -> None:
+        """The options of a call on each mesh."""
+        self._options[call] = options
+
+    def seconds(self, move: Move, source: int, target: int) -> Floats:
+        """[options of the source there, options of the target there]."""
+        (home, near), (mesh, group) = self._places[source], self._places[target]
+        key = (move.source, move.target, near, group, *self._relation(home, mesh, near))
+        if key not in self._known:
+            here = Place(home, near, self._options[move.source][source])
+            there = Place(mesh, group, self._options[move.target][target])
+            self._known[key] = move_matrix(self._request, move.target, here, there)
+        return self._known[key]
+
+    def _relation(self, source: DeviceMesh, target: DeviceMesh, group: int) -> tuple[int, ...]:
+        """Sizes, where the two lie to each other as far as they meet, and which nodes of one hold the other."""
+        per_node = self._request.cluster.groups[group].devices_per_node
+        offset = target.first - source.first if source.meets(target) else source.n_devices
+        ends = [(mesh.first // per_node, (mesh.devices.stop - 1) // per_node) for mesh in (source, target)]
+        (first, last), (begin, end) = ends
+        inside = begin <= first and last <= end
+        return (source.n_devices, target.n_devices, offset, int(inside))

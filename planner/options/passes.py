@@ -1,0 +1,162 @@
+"""How a train call may take its micro-batches: recomputation, and the order of its pipeline stages. Prices nothing.
+
+Interleaved stages hold groups of layers that are no neighbours. What reads such a copy in place passes the groups in
+the same turns; a second train call of the role would need its states elsewhere, so such roles have none.
+"""
+
+from collections.abc import Iterator
+
+from realgraph.graphs.errors import Problem, Where
+from realgraph.graphs.spec import Train
+from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.options.calls import PLAIN, Candidate, Passes, microbatches_of
+from realgraph.planner.options.couplings import train_calls
+from realgraph.planner.plan.layout import PASSES, Layout, Recompute
+from realgraph.planner.request.pins import Pin
+from realgraph.planner.request.request import PlanRequest
+
+CHUNKS = (8, 4, 2)  # groups of layers of an interleaved stage
+FORWARD = "recompute, schedule and chunks belong to train calls: this one has no backward pass"
+
+
+def passes_for(request: PlanRequest, call: str, size: tuple[Layout, int], cluster: Cluster) -> Iterator[Passes]:
+    """All that a train call may choose from under a layout, in micro-batches of so many tokens.
+
+    The CPU engine repeats whole layers or nothing. Zero-bubble stages would have to keep what is recomputed.
+    """
+    ways: tuple[Recompute, ...] = ("none", "full") if cluster.is_cpu else ("none", "selective", "full")
+    if request.role(call).gradient_checkpointing:
+        ways = ("full",)
+    elif request.engine == "installed":
+        ways = ("none",)
+    piped, chunks = size[0].pp > 1, _chunks(request, call, size, cluster)
+    plain = not piped or _wants_plain(request, call)
+    for recompute in ways:
+        if plain or recompute == "full":
+            yield Passes(recompute)
+        if piped and recompute != "full":
+            yield Passes(recompute, "zero_bubble")
+        if chunks:
+            yield Passes(recompute, "interleaved", chunks)
+
+
+def passes_agree(passes: Passes, pin: Pin) -> bool:
+    """Whether they are what the pin sets."""
+    return all(getattr(pin, name) in (None, getattr(passes, name)) for name in PASSES)
+
+
+def _wants_plain(request: PlanRequest, call: str) -> bool:
+    """Whether 1F1B is asked for, or may fit where zero-bubble stages, which are never slower, do not.
+
+    Their last stage keeps as much as the first and has the logits of a micro-batch besides.
+    """
+    if request.role(call).head == "lm":
+        return True
+    pin, forbidden = request.pins.get(call, Pin()), request.constraints.forbid.get(call, ())
+    return pin.schedule == "1f1b" or any(other.schedule == "zero_bubble" for other in forbidden)
+
+
+def _chunks(request: PlanRequest, call: str, size: tuple[Layout, int], cluster: Cluster) -> int:
+    """Groups of layers of an interleaved stage: as many as there may be, since more take less memory and fill faster.
+
+    0 where a turn of micro-batches has more of them than there are samples, or stages have no two layers.
+    """
+    layout, pinned = size[0], request.pins.get(call, Pin()).chunks
+    most = request.model(call).layers // layout.pp
+    if layout.pp == 1 or most < 2 or shared_states(request, call):
+        return 0
+    kind = request.graph.calls[call]
+    steps = kind.minibatches if isinstance(kind, Train) else 1
+    count = microbatches_of(request, call, Candidate(*size, Passes(schedule="interleaved")), cluster)
+    if count * layout.dp * steps > request.workload.n_samples:
+        return 0
+    return next((chunks for chunks in ((pinned,) if pinned else CHUNKS) if 1 < chunks <= most), 0)
+
+
+# --- what can't be ----------------------------------------------------------------------------------------------------
+
+
+def pin_problems(request: PlanRequest, call: str, pin: Pin, where: Where) -> Iterator[Problem]:
+    """What is wrong with the passes that a pin sets, whatever the search would choose."""
+    if not isinstance(request.graph.calls[call], Train):
+        if any(getattr(pin, name) is not None for name in PASSES):
+            yield Problem(where, FORWARD, "leave them out", "pin")
+        return
+    piped = pin.schedule not in (None, "1f1b") or (pin.chunks or 1) > 1
+    setting = f"models.{request.graph.role(call)}.gradient_checkpointing"
+    if pin.schedule == "zero_bubble" and pin.recompute is None and request.role(call).gradient_checkpointing:
+        text = f"zero-bubble stages keep the layers that recomputation would drop, but {setting} is true"
+        yield Problem(where, text, f"leave schedule out, set it to interleaved, or set {setting} to false", "pin")
+        return
+    passes = Passes(pin.recompute or "none", pin.schedule or ("interleaved" if piped else "1f1b"), pin.chunks or 1)
+    if passes.schedule == "interleaved" and pin.chunks is None:
+        passes = Passes(passes.recompute, passes.schedule, 2)
+    stages = pin.pp or (min(2, request.model(call).layers) if piped else 1)
+    fault = schedule_fault(passes, stages, request.model(call).layers) or _shared_fault(request, call, passes)
+    if fault:
+        yield Problem(where, fault, "leave schedule and chunks out", "pin")
+    elif piped and request.engine == "installed":
+        text = "the engines of this version run no pipeline stages"
+        yield Problem(
+            where, text, "leave schedule and chunks out; `realgraph plan --engine any` plans with them", "pin"
+        )
+    if pin.recompute is not None:
+        yield from _recompute_problems(request, call, pin.recompute, where)
+
+
+def plan_problems(request: PlanRequest, call: str, candidate: Candidate, where: Where) -> Iterator[Problem]:
+    """What is wrong with the passes of an allocation; where: its place in the plan's file."""
+    passes = candidate.passes
+    if not isinstance(request.graph.calls[call], Train):
+        if passes != PLAIN:
+            yield Problem(where, FORWARD, "leave them out", "plan_passes")
+        return
+    stages, layers = candidate.layout.pp, request.model(call).layers
+    fault = schedule_fault(passes, stages, layers) or _shared_fault(request, call, passes)
+    if fault:
+        yield Problem(Where(where.file, path=f"{where.path}.schedule"), fault, "", "plan_passes")
+    place = Where(where.file, path=f"{where.path}.recompute")
+    yield from _recompute_problems(request, call, passes.recompute, place)
+
+
+def shared_states(request: PlanRequest, call: str) -> str:
+    """Another train call of the same role, '' where there is none."""
+    others = (name for name in train_calls(request, request.graph.role(call)) if name != call)
+    return next(others, "")
+
+
+def _shared_fault(request: PlanRequest, call: str, passes: Passes) -> str:
+    other = shared_states(request, call)
+    if not other or passes.schedule != "interleaved":
+        return ""
+    return f"interleaved stages hold other layers than {other!r}, which trains the same role, would find there"
+
+
+def schedule_fault(passes: Passes, stages: int, layers: int) -> str:
+    """Why stages can't work in this order, '' where they can."""
+    if passes.schedule != "1f1b" and stages == 1:
+        return f"schedule {passes.schedule} needs pipeline stages: pp is 1"
+    if passes.schedule == "zero_bubble" and passes.recompute == "full":
+        return "schedule zero_bubble would keep whole layers that recompute full is to save"
+    if passes.schedule != "interleaved":
+        return f"chunks {passes.chunks} needs schedule interleaved" if passes.chunks > 1 else ""
+    if passes.chunks < 2:
+        return "an interleaved stage has two chunks or more"
+    if passes.chunks * stages > layers:
+        return f"{passes.chunks} chunks in each of {stages} stages are more than the {layers} layers"
+    return ""
+
+
+def _recompute_problems(request: PlanRequest, call: str, recompute: Recompute, where: Where) -> Iterator[Problem]:
+    """Where the model's own setting, or what the installed engines can do, says otherwise."""
+    setting = f"models.{request.graph.role(call)}.gradient_checkpointing"
+    if request.role(call).gradient_checkpointing:
+        if recompute != "full":
+            yield Problem(
+                where, f"recompute is {recompute}, but {setting} is true", f"set {setting} to false", "recompute"
+            )
+    elif request.engine == "installed" and recompute == "full":
+        yield Problem(where, f"recompute is full, but {setting} is false", f"set {setting} to true", "recompute")
+    elif request.engine == "installed" and recompute == "selective":
+        text = "the engines of this version compute whole layers again, or nothing: recompute can't be selective"
+        yield Problem(where, text, f"set it to none; or to full, with {setting}", "recompute")

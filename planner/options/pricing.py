@@ -1,0 +1,344 @@
+"""Seconds and bytes of one way to run a call: the rows of the search's tables. Chooses nothing.
+
+How much a stream of generation has in flight depends on the whole plan, and so do the pauses that lengthen its latency.
+Its rows are bounds: no stream within the interval of a row is faster or has a shorter latency.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Literal
+
+from msgspec import Struct
+
+from realgraph.graphs.spec import Generate, Inference, ModelCall, ModelRole, Train
+from realgraph.planner.costs.compute.move import offload_seconds
+from realgraph.planner.costs.generate.rollout import Stream, Variant, offered_variants, stream_of
+from realgraph.planner.costs.memory import memory
+from realgraph.planner.costs.memory.memory import Footprint, Running
+from realgraph.planner.costs.setting import Setting
+from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.inputs.devices import Costs
+from realgraph.planner.inputs.model_spec import ModelSpec
+from realgraph.planner.options.calls import (
+    Candidate,
+    Passes,
+    formula_seconds,
+    generate_work,
+    input_seconds,
+    longest_part,
+    running_sequences,
+)
+from realgraph.planner.options.meshes import group_of
+from realgraph.planner.plan.layout import AXES, PASSES, DeviceMesh, Layout
+from realgraph.planner.request.cost_table import CostTable, MeasuredCall, Phase, PhaseFactor
+from realgraph.planner.request.request import PlanRequest, call_hashes
+
+ONE = DeviceMesh(0, 1)
+ELSEWHERE = 1 << 50  # bytes that no device has: what reads the trained copy in place fits nowhere else
+DEFAULT_ERROR: dict[Phase, float] = {"train": 0.12, "inference": 0.25, "generate": 0.15, "reallocate": 0.5}
+
+
+class Holding(Struct, frozen=True):
+    """Bytes of one call on each device of its mesh.
+
+    resident: all the time. active: besides, while it runs. shared: the part of `active` that is there anyway where the
+    call's role is trained on the same mesh under an equal layout. host: of the node's memory, all the time.
+    """
+
+    resident: Footprint
+    active: Footprint
+    shared: int = 0
+    host: int = 0
+
+
+class Option(Struct, frozen=True):
+    """A candidate with its price. running: sequences that decode at once on a replica, of a generate call.
+
+    error: relative standard error of `seconds`. nbytes: resident, active and shared, as the search counts them.
+    whole: of a stream, how many periods are part of `latency`.
+    """
+
+    candidate: Candidate
+    seconds: float
+    latency: float
+    nbytes: tuple[int, int, int]
+    host: int = 0
+    running: int = 0
+    error: float = 0.0
+    whole: int = 0
+
+
+class Timing(Struct, frozen=True):
+    """Seconds that a call holds its mesh, seconds until its outputs are there, sequences that decode at once.
+
+    whole: of a stream, how many of its own `seconds` are part of `latency`. caches: where a paused stream's caches are
+    told apart: `kept` for good, `given up` and computed anew at a price, or for `training` on this mesh alone.
+    """
+
+    seconds: float
+    latency: float
+    running: int = 0
+    error: float = 0.0
+    whole: int = 0
+    caches: Literal["", "kept", "given up", "training"] = ""
+
+
+def phase_of(call: ModelCall) -> Phase:
+    """The phase whose measured factor applies."""
+    match call:
+        case Train():
+            return "train"
+        case Inference():
+            return "inference"
+        case Generate():
+            return "generate"
+        case _:
+            raise ValueError("free calls have no phase")
+
+
+Key = tuple[Layout, int, Passes]
+
+
+class Timed(Struct, frozen=True):
+    """Of one call on one mesh, what several candidates share: seconds and bytes of a run, bytes of a copy, and seconds
+    for the inputs of so many data-parallel ranks. least: no plan has a shorter period, as far as is known. careful:
+    rows of streams tell what becomes of their caches where other calls share the mesh. room: bytes of an empty device,
+    None: those of the cluster's kind."""
+
+    least: float = 0.0
+    careful: bool = False
+    room: int | None = None
+    timings: dict[Key, tuple[Timing, ...]] = {}
+    running: dict[Key, Footprint] = {}
+    copies: dict[Layout, Footprint] = {}
+    inputs: dict[int, float] = {}
+
+
+def options_of(
+    request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster, timed: Timed | None = None
+) -> Iterator[Option]:
+    """The rows of one candidate, none where it can't fit an empty device of `cluster`, its group of nodes.
+
+    timed: of one call on one mesh, what several candidates share.
+    """
+    known = Timed() if timed is None else timed
+    key = (candidate.layout, candidate.tokens, candidate.passes)
+    if key not in known.running:
+        known.running[key] = _running(request, call, candidate)
+    if candidate.layout not in known.copies:
+        known.copies[candidate.layout] = copy_of(request, call, candidate.layout, cluster)
+    copy, added = known.copies[candidate.layout], known.running[key]
+    room = memory.usable_bytes(cluster) if known.room is None else known.room
+    if added.total + (0 if candidate.home else copy.total) > room:
+        return
+    held = _holding(request, candidate, copy, added)
+    resident, active = held.resident.total, held.active.total
+    if candidate.home:
+        active, shared = active + ELSEWHERE, ELSEWHERE
+    else:
+        shared = held.shared
+    if key not in known.timings:
+        known.timings[key] = formula_timings(request, call, candidate, cluster, known.careful)
+    ranks = candidate.layout.dp
+    if ranks not in known.inputs:
+        known.inputs[ranks] = input_seconds(request, call, candidate.layout, cluster)
+    more = known.inputs[ranks] + offloading_seconds(request, call, candidate, cluster)
+    for base in known.timings[key]:
+        timing = corrected(request, call, candidate, base, more)
+        yield Option(
+            candidate=candidate,
+            seconds=timing.seconds,
+            latency=timing.latency + timing.whole * max(0.0, known.least - timing.seconds),
+            nbytes=_with_caches((resident, active, shared), base, candidate.home),
+            host=held.host,
+            running=timing.running,
+            error=timing.error,
+            whole=timing.whole,
+        )
+
+
+def _with_caches(nbytes: tuple[int, int, int], timing: Timing, home: bool) -> tuple[int, int, int]:
+    """Resident, active and shared bytes, where a stream's caches and weights are kept, or given up for training."""
+    resident, active, shared = nbytes
+    match timing.caches:
+        case "kept":
+            return (resident + active - ELSEWHERE, ELSEWHERE, ELSEWHERE) if home else (resident + active, 0, 0)
+        case "training" if not home:
+            return resident, active + ELSEWHERE, shared + ELSEWHERE
+        case _:
+            return nbytes
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def holding(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> Holding:
+    """What a call's devices hold for it. Where a copy is dropped after use, its weights count while the call runs."""
+    copy = copy_of(request, call, candidate.layout, cluster)
+    return _holding(request, candidate, copy, _running(request, call, candidate))
+
+
+def copy_of(request: PlanRequest, call: str, layout: Layout, cluster: Cluster) -> Footprint:
+    """Bytes of a call's own copy of its role's weights, and of optimizer states where it trains."""
+    kind, model, role = request.graph.calls[call], request.model(call), request.role(call)
+    if isinstance(kind, Train):
+        return _trained(model, role, layout, cluster.is_cpu)
+    return _frozen(model, role, layout, isinstance(kind, Generate))
+
+
+def _holding(request: PlanRequest, candidate: Candidate, copy: Footprint, active: Footprint) -> Holding:
+    """The same where its own copy's bytes and what a running call adds are known."""
+    if candidate.home:
+        return Holding(Footprint(), active)
+    if candidate.residency == "offloaded":
+        return Holding(Footprint(), active + copy, host=copy.total)
+    if request.engine == "any" and candidate.residency == "reallocated":
+        return Holding(Footprint(), active + copy, shared=copy.weights)
+    return Holding(copy, active)
+
+
+def _running(request: PlanRequest, call: str, candidate: Candidate) -> Footprint:
+    """What a running call adds, its weights left aside."""
+    model, role, layout, kind = request.model(call), request.role(call), candidate.layout, request.graph.calls[call]
+    cut = Layout(ONE, tp=layout.tp, pp=layout.pp, ep=layout.ep, cp=layout.cp)  # on all meshes, activations are the same
+    if isinstance(kind, Generate):
+        return memory.generation(model, role, cut, candidate.tokens, candidate.cache)
+    tokens = max(candidate.tokens, longest_part(request, layout))
+    if isinstance(kind, Train):
+        rows = memory.train_activations(model, role, cut, tokens, running_of(candidate.passes))
+    else:
+        rows = _forward(model, role, cut, tokens)
+    if layout.sharding == "replicated":
+        return rows
+    return rows + memory.gathered(model, role, layout, isinstance(kind, Train))
+
+
+def running_of(passes: Passes) -> Running:
+    """The same in the terms of memory: see `memory.train_activations`."""
+    return Running(passes.recompute, chunks=passes.chunks, delayed=passes.schedule == "zero_bubble")
+
+
+@lru_cache(maxsize=65536)
+def _forward(model: ModelSpec, role: ModelRole, layout: Layout, tokens: int) -> Footprint:
+    return memory.forward_activations(model, role, layout, tokens)
+
+
+@lru_cache(maxsize=16384)
+def _trained(model: ModelSpec, role: ModelRole, layout: Layout, cpu: bool) -> Footprint:
+    """A trained copy's states; on CPUs the rescue copies lie in the same memory."""
+    states = memory.trained_copy(model, role, layout)
+    return states + memory.rescue_copies(model, role, layout) if cpu else states
+
+
+@lru_cache(maxsize=16384)
+def _frozen(model: ModelSpec, role: ModelRole, layout: Layout, serves: bool) -> Footprint:
+    return memory.frozen_copy(model, role, layout, serves)
+
+
+# --- seconds ----------------------------------------------------------------------------------------------------------
+
+
+def formula_timings(
+    request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster, careful: bool = False
+) -> tuple[Timing, ...]:
+    """By the formulas alone; several where a generate call may have more or less in flight."""
+    generates = isinstance(request.graph.calls[call], Generate)
+    if generates and request.workload.staleness > 0:
+        return tuple(_stream_timings(request, call, candidate, cluster, careful))
+    setting = _setting(request, call, candidate, cluster)
+    seconds = formula_seconds(request, call, setting, candidate)
+    running = running_sequences(request, candidate.layout, candidate.tokens) if generates else 0
+    return (Timing(seconds, seconds, running),)
+
+
+def _stream_timings(
+    request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster, careful: bool
+) -> Iterator[Timing]:
+    """Of all that may be in flight; careful: for each of the things that may become of the caches."""
+    work = generate_work(request, candidate)
+    setting = _setting(request, call, candidate, cluster)
+    free = offered_variants(setting, work, request.workload.staleness)
+    found: list[tuple[Literal["", "kept", "given up", "training"], tuple[Variant, ...]]] = [("", free)]
+    if careful:
+        paused = offered_variants(setting, work, request.workload.staleness, paused=True)
+        found = [("kept", free), ("given up", paused), ("training", free)]
+    for caches, variants in found:
+        for one in variants:
+            yield Timing(one.seconds, one.latency, one.running, whole=one.whole, caches=caches)
+
+
+def candidate_stream(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> Stream:
+    """The stream of a generate call."""
+    work = generate_work(request, candidate)
+    return stream_of(_setting(request, call, candidate, cluster), work)
+
+
+def stream_timing(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster, found: Variant) -> Timing:
+    """Of one stream of a generate call, as `options_of` prices its rows."""
+    more = input_seconds(request, call, candidate.layout, cluster)
+    more += offloading_seconds(request, call, candidate, cluster)
+    bare = Timing(found.seconds, found.latency, found.running, whole=found.whole)
+    return corrected(request, call, candidate, bare, more)
+
+
+def _setting(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> Setting:
+    return Setting(request.model(call), request.role(call), candidate.layout, cluster, factors_of(request, cluster))
+
+
+def factors_of(request: PlanRequest, cluster: Cluster) -> Costs | None:
+    """Measured efficiency factors of a group's kind of device; None: the shipped ones."""
+    return request.costs.factors if request.costs.kind in ("", cluster.kind) else None
+
+
+def _measured_there(request: PlanRequest, layout: Layout) -> CostTable:
+    """The measured costs where they speak of the kind of device that a layout lies on; else none."""
+    if request.costs.kind and request.cluster.more:
+        group = request.cluster.groups[group_of(request.cluster, layout.mesh.first)]
+        return request.costs if group.kind == request.costs.kind else CostTable()
+    return request.costs
+
+
+def corrected(request: PlanRequest, call: str, candidate: Candidate, timing: Timing, more: float) -> Timing:
+    """With `more` seconds of offloading and of its inputs, and the phase's measured factor.
+
+    Where this very call was measured under this layout and workload, its measured seconds stand.
+    """
+    measured = _measured(request, call, candidate)
+    if measured is not None:
+        return Timing(measured[0], measured[0], timing.running, measured[1])
+    phase = phase_of(request.graph.calls[call])
+    found = _measured_there(request, candidate.layout).phases.get(phase, PhaseFactor())
+    seconds = found.factor * (timing.seconds + more) + found.constant_seconds
+    rest = timing.latency - timing.whole * timing.seconds
+    latency = timing.whole * seconds + found.factor * (rest + more) + found.constant_seconds
+    return Timing(seconds, latency, timing.running, found.error or DEFAULT_ERROR[phase], timing.whole)
+
+
+def is_measured(request: PlanRequest, call: str, candidate: Candidate) -> bool:
+    """Whether exactly this call was measured."""
+    return _measured(request, call, candidate) is not None
+
+
+def _measured(request: PlanRequest, call: str, candidate: Candidate) -> tuple[float, float] | None:
+    """The measured seconds and error of exactly this call, None where there are none."""
+    for found in _measured_there(request, candidate.layout).calls:
+        same = found.call == call and _ran(found, candidate)
+        if same and (found.model, found.workload) == call_hashes(request, call):
+            return found.seconds, found.error
+    return None
+
+
+def _ran(found: MeasuredCall, candidate: Candidate) -> bool:
+    """Whether what was measured ran as the candidate says."""
+    layout, passes = candidate.layout, candidate.passes
+    now = (*layout.axes, passes.recompute, passes.schedule, passes.chunks, layout.mesh.n_devices, candidate.tokens)
+    then = (getattr(found, name) for name in (*AXES, *PASSES, "devices", "max_tokens_per_microbatch"))
+    return now == tuple(then)
+
+
+def offloading_seconds(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> float:
+    """Frozen weights are read from the host before use; trained states are read and written back."""
+    if candidate.residency != "offloaded":
+        return 0.0
+    copy, trains = copy_of(request, call, candidate.layout, cluster), isinstance(request.graph.calls[call], Train)
+    return (2 if trains else 1) * offload_seconds(cluster, copy.total, factors_of(request, cluster))

@@ -1,0 +1,48 @@
+"""Where a role's weights lie: a device mesh and how the axes of parallelism cut the weights over it."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from realgraph.planner.inputs.cluster import MOST_DEVICES
+
+Recompute = Literal["none", "selective", "full"]  # in a backward pass: nothing, all but matrix products, whole layers
+Schedule = Literal["1f1b", "interleaved", "zero_bubble"]  # the order in which pipeline stages take micro-batches
+Cache = Literal["role", "float8"]  # what keys and values are kept in: the dtype of the role, or one byte a number
+AXES = ("dp", "tp", "pp", "ep", "cp", "sharding")  # what a layout says besides its mesh
+PASSES = ("recompute", "schedule", "chunks")  # of a train call: how it takes its micro-batches
+
+
+Ranks = Annotated[int, Meta(ge=1, le=MOST_DEVICES)]
+
+
+class DeviceMesh(Struct, frozen=True, order=True):
+    """`n_devices` consecutive devices from `first`: an aligned power of two inside a node, or whole nodes."""
+
+    first: Annotated[int, Meta(ge=0, lt=MOST_DEVICES)]
+    n_devices: Annotated[int, Meta(ge=1, le=MOST_DEVICES)]
+
+    @property
+    def devices(self) -> range:
+        return range(self.first, self.first + self.n_devices)
+
+    def meets(self, other: "DeviceMesh") -> bool:
+        """Whether the two share a device."""
+        return self.first < other.first + other.n_devices and other.first < self.first + self.n_devices
+
+
+class Layout(Struct, frozen=True):
+    """A mesh x (dp, tp, pp, ep, cp), dp outermost; dp x tp x pp x cp devices. `fsdp` shards the dp copies' states."""
+
+    mesh: DeviceMesh
+    dp: Ranks = 1
+    tp: Ranks = 1
+    pp: Ranks = 1
+    ep: Ranks = 1
+    cp: Ranks = 1
+    sharding: Literal["replicated", "fsdp"] = "replicated"
+
+    @property
+    def axes(self) -> tuple[int | str, ...]:
+        """Of `AXES`: equal for layouts that cut weights alike, wherever they lie."""
+        return (self.dp, self.tp, self.pp, self.ep, self.cp, self.sharding)

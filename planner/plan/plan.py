@@ -1,0 +1,95 @@
+"""The Plan: what runs where and in which order. Plain data with a JSON form that can be edited by hand."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from realgraph.planner.plan.layout import AXES, PASSES, Cache, Layout, Recompute, Schedule
+
+PLAN_FORMAT = 4
+Transport = Literal["in_place", "device", "host"]  # of weights: nothing moves; device to device; through host memory
+TRANSPORTS: tuple[Transport, ...] = ("in_place", "device", "host")
+
+
+Seconds = Annotated[float, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0, le=1 << 62)]  # of bytes too
+
+
+class Allocation(Struct, frozen=True):
+    """One call's layout and micro-batching. Free calls (functions, advantages) have none: they hold no mesh.
+
+    seconds and bytes are predictions: of one call, and of the worst device at its worst moment. `seconds` is how long
+    the call holds its mesh; `latency_seconds` until all its outputs are there, where a paused generate session makes
+    that longer (0: the same). microbatches: of one optimizer step on one data-parallel rank. recompute: of a train
+    call's activations, in its backward pass. schedule: of its pipeline stages, each of `chunks` groups of layers.
+    input_seconds: of `seconds`, to bring what the call reads from the devices that made it.
+    """
+
+    layout: Layout
+    max_tokens_per_microbatch: Annotated[int, Meta(ge=1, le=1 << 62)]
+    recompute: Recompute = "none"
+    schedule: Schedule = "1f1b"
+    chunks: Annotated[int, Meta(ge=1)] = 1
+    residency: Literal["resident", "offloaded", "reallocated"] = "resident"
+    seconds: Seconds = 0.0
+    peak_bytes: Count = 0
+    worst_term: str = ""  # of peak_bytes: weights, gradients, optimizer, activations, logits, kv_cache
+    latency_seconds: Seconds = 0.0
+    microbatches: Count = 0
+    running: Count = 0  # sequences that decode at once on a data-parallel rank, of a generate call
+    kv_cache: Cache = "role"  # of a generate call
+    ahead: Count = 0  # of a stream of generation: batches that it has begun before the one that a session completes
+    host_bytes: Count = 0  # per device, of what is offloaded
+    error: Annotated[float, Meta(ge=0)] = 0.0  # relative standard error of `seconds`, from calibration
+    input_seconds: Seconds = 0.0
+
+    @property
+    def settings(self) -> dict[str, int | str]:
+        """Everything that was chosen but where it lies and what stays there, by the names that pins have."""
+        named = {name: getattr(self, name) for name in ("max_tokens_per_microbatch", *PASSES)}
+        return {**dict(zip(AXES, self.layout.axes, strict=True)), **named}
+
+
+class Turn(Struct, frozen=True):
+    """In round p a device runs `call` of step p + `offset`. `reallocate:CALL` brings trained weights to that call."""
+
+    call: str
+    offset: Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)] = 0
+
+
+class Hashes(Struct, frozen=True):
+    """What the plan was made for; a run refuses a plan whose hashes differ. SHA-256, first 16 hex digits."""
+
+    graph: str
+    workload: str
+    cluster: str
+    costs: str = ""  # the table of measured costs, '' for the shipped factors
+
+
+class Plan(Struct, frozen=True):
+    """An allocation per mesh-holding call, and the cyclic order of calls of every device.
+
+    period_seconds: predicted steady-state seconds a step; lower_bound_seconds: no plan is faster, within `scope`.
+    staleness: steps that generation keeps ahead of training at most; the run's own bound may be larger.
+    """
+
+    allocations: dict[str, Allocation]
+    orders: dict[int, tuple[Turn, ...]]  # device -> its calls, in the order of one round
+    hashes: Hashes
+    staleness: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
+    period_seconds: Seconds = 0.0
+    lower_bound_seconds: Seconds = 0.0
+    scope: str = ""
+    bottleneck: tuple[str, ...] = ()  # the calls of the critical circuit
+    format: int = PLAN_FORMAT
+    latency_seconds: Seconds = 0.0  # of one step, from the start of its generation to the end of its training
+    starts: dict[str, float] = {}  # seconds: of step 0's calls and reallocations; step k is k periods later
+    reallocation_seconds: dict[str, Seconds] = {}  # call -> seconds to bring trained weights to its copy
+    reallocation_transport: dict[str, Transport] = {}  # call that reads trained weights -> how they get there
+    stopped: str = ""  # why the search ended: proven, time limit, interrupted, exhausted
+    search_seconds: Seconds = 0.0
+
+    @property
+    def gap(self) -> float:
+        """How far the period may be above the best one: 0.02 is 2 %."""
+        return self.period_seconds / self.lower_bound_seconds - 1 if self.lower_bound_seconds > 0 else float("inf")
