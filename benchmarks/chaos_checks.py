@@ -13,8 +13,8 @@ import msgspec
 from benchmarks.chaos_faults import INTERRUPTS, Fault, codes
 from benchmarks.chaos_settings import GROUPS, N_TRAIN, SAMPLES, Setting
 from realgraph.graphs.spec import Train
-from realgraph.runtime.cursor import permutation
-from realgraph.runtime.job import Job
+from realgraph.runtime.job.cursor import permutation
+from realgraph.runtime.job.job import Job
 from tests.runs import BASE, numbers, records
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from realgraph.runtime.cursor import row_of
+from realgraph.runtime.job.cursor import row_of
 from tests.runs import BASE, make_home, merged
 
 N_TRAIN, N_TEST = 400, 6

@@ -29,7 +29,7 @@ from transformers import (
 
 from benchmarks.machine import describe
 from realgraph.runtime.engine import Request
-from realgraph.runtime.generation import Limits, TorchRolloutEngine
+from realgraph.runtime.generate.engine import Limits, TorchRolloutEngine
 
 ROUNDS = 1
 LONGEST = 256

@@ -31,7 +31,7 @@ from realgraph.profile_runs import Steps
 from realgraph.quickstart import prepare_folder
 from realgraph.run_command import execute
 from realgraph.running import Prepared, prepare
-from realgraph.runtime.observer import StepRecord
+from realgraph.runtime.master.observer import StepRecord
 
 RESULTS = Path(__file__).parent / "results"
 MOST_ERROR = 0.15

@@ -18,8 +18,9 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.machine import describe
-from realgraph.runtime.actions import Action, Event, Halt, Send, StepEnded
-from realgraph.runtime.protocol import (
+from realgraph.runtime.commands.actions import Action, Event, Halt, Send, StepEnded
+from realgraph.runtime.scheduler.scheduler import Scheduler
+from realgraph.runtime.wire.protocol import (
     Done,
     Evaluate,
     Execute,
@@ -31,7 +32,6 @@ from realgraph.runtime.protocol import (
     Submit,
     encode,
 )
-from realgraph.runtime.scheduler import Scheduler
 from tests.shapes import Shape, job_of
 
 RESULTS = Path(__file__).parent / "results" / "scheduler.json"

@@ -13,7 +13,7 @@ from realgraph.graph_command import graph_command
 from realgraph.plan_command import asked_for, print_plan
 from realgraph.plan_options import PlanOptions
 from realgraph.planner.search.search import search
-from realgraph.runtime.run_folder import RunFolder
+from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.summary import summarise
 from realgraph.terminal import Terminal
 

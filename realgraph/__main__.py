@@ -3,7 +3,7 @@ traceback either."""
 
 import sys
 
-from realgraph.runtime.early_interrupts import raise_interrupts
+from realgraph.runtime.processes.early_interrupts import raise_interrupts
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.yaml.document import COMMAND_LINE
 from realgraph.output import say, standard_streams
 from realgraph.plan_cli import EPILOG, plan
-from realgraph.runtime.early_interrupts import raise_interrupts
-from realgraph.runtime.titles import set_title
+from realgraph.runtime.processes.early_interrupts import raise_interrupts
+from realgraph.runtime.processes.titles import set_title
 
 # click's class: some releases of typer bring click along under a name of their own
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]

@@ -43,7 +43,7 @@ from realgraph.local_models import model_problems
 from realgraph.planner.inputs.detect import AUTO
 from realgraph.planner.inputs.devices import device_kind
 from realgraph.run_spec import RunSpec
-from realgraph.runtime.job import EvalSpec
+from realgraph.runtime.job.job import EvalSpec
 from realgraph.template_checks import template_mistakes
 from realgraph.user_code import function_problems, functions_folder
 

@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from realgraph.runtime.observer import (
+from realgraph.runtime.master.observer import (
     CheckpointRecord,
     EvalRecord,
     Note,

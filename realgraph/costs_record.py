@@ -25,8 +25,8 @@ from realgraph.planner.plan.events import reallocation_node
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.request.cost_table import CostTable, MeasuredCall, Phase, PhaseFactor, costs_to_json, load_costs
 from realgraph.planner.request.request import PlanRequest, call_hashes, hashes, kept_by
-from realgraph.runtime.observer import RunEnded, RunRecord, RunStarted, StepRecord
-from realgraph.runtime.run_folder import write_atomic
+from realgraph.runtime.job.run_folder import write_atomic
+from realgraph.runtime.master.observer import RunEnded, RunRecord, RunStarted, StepRecord
 
 WARM_UP_STEPS = 2  # left out, where more than twice as many follow; else all but the first
 MOST_STEPS = 512  # of one start of a run that are held: more would say the same of its costs

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from realgraph.graphs.spec import Generate, Train
 from realgraph.running import Prepared
-from realgraph.runtime.master import Outcome
+from realgraph.runtime.master.master import Outcome
 
 
 def next_lines(outcome: Outcome, prepared: Prepared) -> Iterator[str]:

@@ -13,9 +13,9 @@ from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import Generate
 from realgraph.run_command import FAILED, INTERRUPTED, execute, report
 from realgraph.running import Prepared, prepare
-from realgraph.runtime.job import CheckpointSpec, EvalSpec
-from realgraph.runtime.manifest import MANIFEST, damage
-from realgraph.runtime.run_folder import RunFolder
+from realgraph.runtime.job.job import CheckpointSpec, EvalSpec
+from realgraph.runtime.job.manifest import MANIFEST, damage
+from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.terminal import run_terminal
 
 OPTIMIZER = "optimizer"  # files of a checkpoint that only training reads

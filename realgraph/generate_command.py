@@ -12,7 +12,7 @@ from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import ModelRole
 from realgraph.graphs.yaml.document import COMMAND_LINE, parse_override
 from realgraph.output import say
-from realgraph.runtime.job import DataSpec
+from realgraph.runtime.job.job import DataSpec
 
 
 class Ask(NamedTuple):
@@ -53,14 +53,14 @@ def answers(folder: Path, prompts: Sequence[str], ask: Ask) -> list[tuple[str, s
     """(prompt, text) for every sample, in the order of the prompts. Raises ConfigError."""
     import torch
 
-    from realgraph.runtime.conversations import Conversations
+    from realgraph.runtime.data.conversations import Conversations
+    from realgraph.runtime.data.stops import end_tokens
+    from realgraph.runtime.data.tokenize import load_tokenizer, prompt_tokens
     from realgraph.runtime.engine import Request
-    from realgraph.runtime.generation import TorchRolloutEngine
-    from realgraph.runtime.models import Start, build
-    from realgraph.runtime.resources import pick_device
-    from realgraph.runtime.rollouts import sample_seed
-    from realgraph.runtime.stops import end_tokens
-    from realgraph.runtime.tokenize import load_tokenizer, prompt_tokens
+    from realgraph.runtime.generate.engine import TorchRolloutEngine
+    from realgraph.runtime.models.models import Start, build
+    from realgraph.runtime.worker.resources import pick_device
+    from realgraph.runtime.worker.rollouts import sample_seed
 
     _refuse_prompts((i, _unreadable(prompt)) for i, prompt in enumerate(prompts))
     tokenizer = load_tokenizer(str(folder))

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.runtime.row_content import COMPRESSED, csv_header, csv_records, form_of, unpacked
+from realgraph.runtime.data.row_content import COMPRESSED, csv_header, csv_records, form_of, unpacked
 
 # Rows of larger files are not counted: `check` answers at once.
 MAX_COUNTED_BYTES = 2 * 10**9  # of JSON lines

@@ -13,8 +13,8 @@ from realgraph.planner.plan.codec import plan_from_json
 from realgraph.planner.plan.events import reallocation_node
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.report.content import Measured
-from realgraph.runtime.observer import RunRecord, RunStarted, StepRecord
-from realgraph.runtime.run_folder import RunFolder
+from realgraph.runtime.job.run_folder import RunFolder
+from realgraph.runtime.master.observer import RunRecord, RunStarted, StepRecord
 
 STEP = "a whole step"
 

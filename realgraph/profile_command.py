@@ -24,8 +24,8 @@ from realgraph.planner.request.cost_table import CostTable, costs_to_json
 from realgraph.planning import cluster_of
 from realgraph.profile_runs import overheads
 from realgraph.profile_sglang import open_server, sglang_costs
-from realgraph.runtime.profile_launch import measure
-from realgraph.runtime.run_folder import write_atomic
+from realgraph.runtime.job.run_folder import write_atomic
+from realgraph.runtime.profile.launch import measure
 from realgraph.terminal import Terminal
 
 ROUNDS, QUICK_ROUNDS = 9, 3

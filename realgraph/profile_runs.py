@@ -31,7 +31,7 @@ from realgraph.planner.options.holdings import candidate_of
 from realgraph.planner.request.request import PlanRequest
 from realgraph.run_command import execute
 from realgraph.running import Prepared, prepare
-from realgraph.runtime.observer import RunRecord, StepRecord
+from realgraph.runtime.master.observer import RunRecord, StepRecord
 from realgraph.terminal import Terminal
 
 GROUPS = (8, 64)  # of the two runs
@@ -88,7 +88,7 @@ def overheads(costs: Costs, cluster: Cluster, dtype: DType) -> tuple[Costs, Stag
 
 def write_home(home: Path, cluster: Cluster, dtype: DType) -> None:
     """Model, tokenizer and data of the short runs."""
-    from realgraph.runtime.profile_model import write_weights  # imports torch
+    from realgraph.runtime.profile.model import write_weights  # imports torch
 
     write_data(home, seed=0)
     write_model(home / "model", seed=0)

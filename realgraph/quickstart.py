@@ -14,8 +14,8 @@ from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
 from realgraph.resume import resumed
 from realgraph.run_command import FAILED, INTERRUPTED, execute, report
 from realgraph.running import Prepared, prepare
-from realgraph.runtime.master import Outcome
-from realgraph.runtime.run_folder import RunFolder
+from realgraph.runtime.job.run_folder import RunFolder
+from realgraph.runtime.master.master import Outcome
 from realgraph.summary import summarise
 from realgraph.terminal import Terminal, run_terminal
 

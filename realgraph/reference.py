@@ -23,7 +23,7 @@ from realgraph.planner.request.constraints import Constraints
 from realgraph.planner.request.pins import Pin
 from realgraph.resolved import inline
 from realgraph.run_spec import RunSpec
-from realgraph.runtime.job import BatchSpec, CheckpointSpec, DataSpec, EvalSpec, OutputSpec, RuntimeSpec
+from realgraph.runtime.job.job import BatchSpec, CheckpointSpec, DataSpec, EvalSpec, OutputSpec, RuntimeSpec
 
 REFERENCE, RUN_SCHEMA, GRAPH_SCHEMA = "reference.md", "realgraph.schema.json", "graph.schema.json"
 _RUN = (

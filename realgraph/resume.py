@@ -21,12 +21,12 @@ from realgraph.planner.request.request import PlanRequest, hashes
 from realgraph.planning import request_for
 from realgraph.resolved import resolved_text
 from realgraph.running import Prepared, job_of, owned, unwritable_folder, with_sums
-from realgraph.runtime.checkpoint_folders import recover
-from realgraph.runtime.checkpoints import Damaged, newest_intact
-from realgraph.runtime.data_sums import differences
-from realgraph.runtime.job import Job
-from realgraph.runtime.manifest import FileSum
-from realgraph.runtime.run_folder import RunFolder
+from realgraph.runtime.data.sums import differences
+from realgraph.runtime.job.job import Job
+from realgraph.runtime.job.manifest import FileSum
+from realgraph.runtime.job.run_folder import RunFolder
+from realgraph.runtime.master.checkpoint_folders import recover
+from realgraph.runtime.master.checkpoints import Damaged, newest_intact
 
 # What a resumed run may change: nothing that its next losses depend on.
 CHANGEABLE = ("name", "steps", "eval", "checkpoint", "outputs", "runtime")

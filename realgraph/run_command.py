@@ -20,13 +20,13 @@ from realgraph.plan_command import print_plan
 from realgraph.planner.inputs.detect import probe
 from realgraph.resume import resumed
 from realgraph.running import Prepared, claim, owned, prepare, unwritable_folder, with_sums
-from realgraph.runtime.master import Master, Outcome
-from realgraph.runtime.observer import Observer, Observers
-from realgraph.runtime.preflight import preflight, refuse_machine
-from realgraph.runtime.records import MetricsFile, TraceFile, TranscriptsFile
-from realgraph.runtime.rotation import MEGABYTE
-from realgraph.runtime.run_folder import disk_text
-from realgraph.runtime.trackers import make_trackers
+from realgraph.runtime.job.rotation import MEGABYTE
+from realgraph.runtime.job.run_folder import disk_text
+from realgraph.runtime.master.master import Master, Outcome
+from realgraph.runtime.master.observer import Observer, Observers
+from realgraph.runtime.master.records import MetricsFile, TraceFile, TranscriptsFile
+from realgraph.runtime.master.trackers import make_trackers
+from realgraph.runtime.preflight.preflight import preflight, refuse_machine
 from realgraph.terminal import Terminal, run_terminal
 
 FAILED, INTERRUPTED = 3, 130

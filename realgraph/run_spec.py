@@ -8,7 +8,7 @@ from realgraph.graphs.spec import FORMAT, ModelCall, ModelRole
 from realgraph.planner.inputs.cluster import ClusterSpec
 from realgraph.planner.request.constraints import Constraints
 from realgraph.planner.request.pins import Pin
-from realgraph.runtime.job import BatchSpec, CheckpointSpec, DataSpec, EvalSpec, OutputSpec, RuntimeSpec
+from realgraph.runtime.job.job import BatchSpec, CheckpointSpec, DataSpec, EvalSpec, OutputSpec, RuntimeSpec
 
 Count = Annotated[int, Meta(ge=1)]
 

@@ -18,11 +18,11 @@ from realgraph.planner.request.cost_table import CostTable, load_costs
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planning import Asked, plan_for, read_plan, request_for
 from realgraph.resolved import resolved_text
-from realgraph.runtime.checkpoint_folders import point_best, set_aside
-from realgraph.runtime.checkpoints import Damaged, read_state
-from realgraph.runtime.data_sums import sums_of
-from realgraph.runtime.job import Job
-from realgraph.runtime.run_folder import RunFolder, exclusive, write_atomic
+from realgraph.runtime.data.sums import sums_of
+from realgraph.runtime.job.job import Job
+from realgraph.runtime.job.run_folder import RunFolder, exclusive, write_atomic
+from realgraph.runtime.master.checkpoint_folders import point_best, set_aside
+from realgraph.runtime.master.checkpoints import Damaged, read_state
 
 
 class Prepared(Struct, frozen=True):

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
-from realgraph.runtime.observer import EvalRecord, RunRecord, StepRecord, Transcript
-from realgraph.runtime.run_folder import RunFolder
+from realgraph.runtime.job.run_folder import RunFolder
+from realgraph.runtime.master.observer import EvalRecord, RunRecord, StepRecord, Transcript
 from realgraph.terminal import Terminal
 
 SHOWN_PROBLEMS = 6

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from realgraph.graphs.yaml.document import child
-from realgraph.runtime.job import DataSpec
+from realgraph.runtime.job.job import DataSpec
 
 # What the runtime itself gives the template, and why it is set elsewhere.
 _GIVEN = {

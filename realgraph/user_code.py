@@ -14,8 +14,8 @@ from realgraph.graphs.errors import Problem, Where, reason, suggest
 from realgraph.graphs.functions import BUILTINS
 from realgraph.graphs.source import Absent, Definition, look_up, refusal
 from realgraph.graphs.spec import Function, ModelCall
-from realgraph.runtime.functions import keyword_names
-from realgraph.runtime.run_folder import RunFolder
+from realgraph.runtime.functions.functions import keyword_names
+from realgraph.runtime.job.run_folder import RunFolder
 
 RULE = "function"
 _ONE_FILE = 4 << 20  # bytes of a module that is read; a longer one is not looked into

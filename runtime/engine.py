@@ -10,7 +10,7 @@ from torch import Tensor
 
 from realgraph.graphs.spec import Train
 from realgraph.runtime.batch import Packed
-from realgraph.runtime.protocol import Metric
+from realgraph.runtime.wire.protocol import Metric
 
 
 class TrainEngine(Protocol):

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.keys import parse_key_type
-from realgraph.runtime.data import DataSet, Row
-from realgraph.runtime.tokenize import Tokenizer
+from realgraph.runtime.data.data import DataSet, Row
+from realgraph.runtime.data.tokenize import Tokenizer
 
 CORPUS = ["what is 12+34? the answer is 46. hello world, so it goes; you and I know it well.\n\n"] * 20
 CHATML = (

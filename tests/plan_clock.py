@@ -19,10 +19,11 @@ from realgraph.planner.costs.generate.generate import prefill_seconds
 from realgraph.planner.costs.generate.rollout import Stream
 from realgraph.planner.costs.overhead import rollout_dispatch_seconds
 from realgraph.planner.plan.events import reallocation_node
-from realgraph.runtime.actions import Action, CheckpointWritten, Event, Halt, Send, StepEnded
-from realgraph.runtime.job import Job
-from realgraph.runtime.program import ranks_of
-from realgraph.runtime.protocol import (
+from realgraph.runtime.commands.actions import Action, CheckpointWritten, Event, Halt, Send, StepEnded
+from realgraph.runtime.job.job import Job
+from realgraph.runtime.scheduler.program import ranks_of
+from realgraph.runtime.scheduler.scheduler import Scheduler
+from realgraph.runtime.wire.protocol import (
     Command,
     Done,
     Drop,
@@ -35,7 +36,6 @@ from realgraph.runtime.protocol import (
     Save,
     Submit,
 )
-from realgraph.runtime.scheduler import Scheduler
 
 ROWS = 1_000_000
 STRIDE = 64.0  # tokens for which a step is taken to cost the same

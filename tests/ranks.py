@@ -16,7 +16,7 @@ def _serve(pipe: Connection, place: tuple[int, int], meshes: Sequence[DeviceMesh
     """A rank: join the group, then run what comes, until None."""
     import torch
 
-    from realgraph.runtime.parallel import Collectives, Member, Rendezvous, reach_store
+    from realgraph.runtime.parallel.groups import Collectives, Member, Rendezvous, reach_store
 
     torch.set_num_threads(1)
     rank, n_ranks = place
@@ -47,7 +47,7 @@ class RankProcesses:
     def __init__(self, n_ranks: int = 2, meshes: Sequence[DeviceMesh] = ()) -> None:
         context = mp.get_context("forkserver")
         networks = [f"transformers.models.{kind}.modeling_{kind}" for kind in ("qwen3", "llama", "gemma2")]
-        context.set_forkserver_preload(["torch", "realgraph.runtime.train_engine", "tests.tiny", *networks])
+        context.set_forkserver_preload(["torch", "realgraph.runtime.train.engine", "tests.tiny", *networks])
         self._pipes, self._processes = [], []
         address = ""
         for rank in range(n_ranks):

@@ -26,7 +26,14 @@ from realgraph.graphs.errors import ConfigError
 from tests.crash_points import CrashPoints
 from tests.traces import processes_at, title_of
 
-PRELOAD = ("torch", "transformers", "realgraph.runtime.worker", "realgraph.run_command", "tests.warmed", __name__)
+PRELOAD = (
+    "torch",
+    "transformers",
+    "realgraph.runtime.worker.worker",
+    "realgraph.run_command",
+    "tests.warmed",
+    __name__,
+)
 PATIENCE = 90.0  # seconds that anything may take before a test gives up on it
 
 REWARDS = '''
@@ -169,7 +176,7 @@ class _Forked:
 
 
 def _fork_server(pipe: Any, modules: Sequence[str], threads: int) -> _Forked:
-    from realgraph.runtime import processes
+    from realgraph.runtime.processes import processes
 
     parent = os.getpid()
     pid = os.fork()
@@ -220,7 +227,7 @@ PLAIN = Special()
 def _enter(argv: list[str], folder: Path, output: str, special: Special) -> None:
     """In the process of a run: what the console script does."""
     from realgraph.__main__ import main
-    from realgraph.runtime import launch
+    from realgraph.runtime.processes import launch
 
     os.setsid()
     out = os.open(special.terminal or output, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -334,7 +341,7 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    from realgraph.runtime import launch
+    from realgraph.runtime.processes import launch
 
     launch.open_server = _fork_server
     try:

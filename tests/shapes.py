@@ -14,7 +14,7 @@ from realgraph.planner.plan.events import reallocation_node
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.plan.plan import Allocation, Hashes, Plan, Turn
 from realgraph.planner.plan.residency import reallocations
-from realgraph.runtime.job import BatchSpec, CheckpointSpec, DataSpec, EvalSpec, Job, RuntimeSpec
+from realgraph.runtime.job.job import BatchSpec, CheckpointSpec, DataSpec, EvalSpec, Job, RuntimeSpec
 
 _TYPES = {
     **GENERATED,

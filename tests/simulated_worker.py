@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from realgraph.graphs.spec import Advantage, Generate, Inference, Train
 from realgraph.planner.plan.residency import shares_trained_copy
-from realgraph.runtime.job import Job
-from realgraph.runtime.program import ranks_of
-from realgraph.runtime.protocol import Evaluate, Execute, Reallocate, Submit
+from realgraph.runtime.job.job import Job
+from realgraph.runtime.scheduler.program import ranks_of
+from realgraph.runtime.wire.protocol import Evaluate, Execute, Reallocate, Submit
 
 
 @dataclass

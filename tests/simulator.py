@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from realgraph.graphs.graph import INPUT
 from realgraph.graphs.spec import Inference, Train
-from realgraph.runtime.actions import (
+from realgraph.runtime.commands.actions import (
     Action,
     CheckpointWritten,
     EvalEnded,
@@ -17,7 +17,8 @@ from realgraph.runtime.actions import (
     StepEnded,
     Tick,
 )
-from realgraph.runtime.protocol import (
+from realgraph.runtime.scheduler.scheduler import Scheduler
+from realgraph.runtime.wire.protocol import (
     Abort,
     Command,
     Done,
@@ -34,7 +35,6 @@ from realgraph.runtime.protocol import (
     Save,
     Submit,
 )
-from realgraph.runtime.scheduler import Scheduler
 from tests.shapes import Shape, assert_balanced, job_of
 from tests.simulated_worker import Worker, Workers
 

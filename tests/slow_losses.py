@@ -9,8 +9,8 @@ from torch import Tensor
 
 from realgraph.graphs import maths
 from realgraph.graphs.maths import Aggregate, Loss, Term
+from realgraph.runtime.algorithms.losses import OUTPUTS, LossFunction
 from realgraph.runtime.batch import Outputs, Packed
-from realgraph.runtime.losses import OUTPUTS, LossFunction
 
 DTYPE = torch.float64
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from realgraph.graphs import maths
 from realgraph.graphs.maths import Step
 from realgraph.graphs.spec import Advantage
-from realgraph.runtime.advantages import compute
+from realgraph.runtime.algorithms.advantages import compute
 from realgraph.runtime.batch import Packed
 
 DTYPE = torch.float64

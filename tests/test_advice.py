@@ -1,6 +1,6 @@
 """What a run that learns nothing is told."""
 
-from realgraph.runtime.advice import FLAT_STEPS, Advice
+from realgraph.runtime.master.advice import FLAT_STEPS, Advice
 
 
 def told(advice: Advice, means: list[float], spread: float = 0.0) -> list[str]:

@@ -14,15 +14,15 @@ from torch import Tensor
 from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.maths import ApplyTerm, Loss
-from realgraph.runtime.applied import AppliedError, Call, apply_step, apply_term
-from realgraph.runtime.applied_preflight import try_applied
-from realgraph.runtime.applied_trial import made_up
+from realgraph.runtime.algorithms.applied import AppliedError, Call, apply_step, apply_term
+from realgraph.runtime.algorithms.losses import denominator, evaluate
+from realgraph.runtime.algorithms.trial import made_up
 from realgraph.runtime.batch import Outputs
-from realgraph.runtime.function_host import FunctionHost
-from realgraph.runtime.losses import denominator, evaluate
-from realgraph.runtime.microbatch import cut, needs_whole_groups
-from realgraph.runtime.preflight import preflight
-from realgraph.runtime.worker_failures import failure
+from realgraph.runtime.functions.host import FunctionHost
+from realgraph.runtime.preflight.applied import try_applied
+from realgraph.runtime.preflight.preflight import preflight
+from realgraph.runtime.train.microbatch import cut, needs_whole_groups
+from realgraph.runtime.worker.failures import failure
 from tests.strategies import Tree, change, rl_tree, spec_of
 from tests.test_compile import graph_of
 from tests.test_preflight import ROWS, make_job, reward
@@ -182,7 +182,7 @@ def test_a_module_that_raises_on_import_names_its_own_line(host: FunctionHost, f
 
 
 def test_an_endless_function_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realgraph.runtime.applied_preflight.TRIAL_SECONDS", 0.5)
+    monkeypatch.setattr("realgraph.runtime.preflight.applied.TRIAL_SECONDS", 0.5)
     with FunctionHost(str(folder)) as own, pytest.raises(ConfigError) as caught:
         try_applied(graph_with({}, {"own": {"fn": "mine:endless"}}), own, str(folder))
     assert caught.value.problems[0].text == "mine:endless took more than 0.5 s"

@@ -108,8 +108,8 @@ HERE = Path(__file__).parent
 def spoil(batch, outputs, run, how):
     """A loss term of 0 that makes every later weight update of this process fail in silence."""
     if (HERE / f"{run}-break").exists():
-        from realgraph.runtime.roles import Roles
-        from realgraph.runtime.train_engine import TorchTrainEngine
+        from realgraph.runtime.worker.roles import Roles
+        from realgraph.runtime.train.engine import TorchTrainEngine
 
         send = Roles._send
 

@@ -9,10 +9,10 @@ import pytest
 
 from realgraph.compose import check_run
 from realgraph.graphs.errors import ConfigError
-from realgraph.runtime.chats import chat_sample, turn_end_token
-from realgraph.runtime.data import DataSet
-from realgraph.runtime.job import DataSpec
-from realgraph.runtime.tokenize import Template, prompt_tokens
+from realgraph.runtime.data.chats import chat_sample, turn_end_token
+from realgraph.runtime.data.data import DataSet
+from realgraph.runtime.data.tokenize import Template, prompt_tokens
+from realgraph.runtime.job.job import DataSpec
 from tests.data_sets import (
     CHATML,
     INPUTS,

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from realgraph.runtime import checkpoint_folders
-from realgraph.runtime.actions import Checkpointed
-from realgraph.runtime.checkpoints import Checkpoints, newest_intact
-from realgraph.runtime.manifest import MANIFEST, damage, seal
-from realgraph.runtime.observer import CheckpointRecord
-from realgraph.runtime.records import MetricsFile
-from realgraph.runtime.run_folder import RunFolder, exclusive
+from realgraph.runtime.commands.actions import Checkpointed
+from realgraph.runtime.job.manifest import MANIFEST, damage, seal
+from realgraph.runtime.job.run_folder import RunFolder, exclusive
+from realgraph.runtime.master import checkpoint_folders
+from realgraph.runtime.master.checkpoints import Checkpoints, newest_intact
+from realgraph.runtime.master.observer import CheckpointRecord
+from realgraph.runtime.master.records import MetricsFile
 from tests.crash_points import CrashPoints
 from tests.runs import GRPO, Special, finish, home, records, start, write_run
 

@@ -11,10 +11,10 @@ import pytest
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.keys import KeyType, parse_key_type
-from realgraph.runtime import hub
-from realgraph.runtime.data import DataSet, TooLong
-from realgraph.runtime.job import DataSpec
-from realgraph.runtime.tokenize import load_tokenizer, plain_sample, prompt_tokens
+from realgraph.runtime.data import hub
+from realgraph.runtime.data.data import DataSet, TooLong
+from realgraph.runtime.data.tokenize import load_tokenizer, plain_sample, prompt_tokens
+from realgraph.runtime.job.job import DataSpec
 from tests.data_sets import CHATML, INPUTS, INST, PLAIN, WHOLE, make_tokenizer, row, told, write
 
 # --- rows ----------------------------------------------------------------------------------------------------------

@@ -8,10 +8,10 @@ import pytest
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.keys import parse_key_type
-from realgraph.runtime.chats import chat_sample
-from realgraph.runtime.data import DataSet, TooLong
-from realgraph.runtime.job import DataSpec
-from realgraph.runtime.tokenize import Tokenizer, plain_sample, prompt_tokens
+from realgraph.runtime.data.chats import chat_sample
+from realgraph.runtime.data.data import DataSet, TooLong
+from realgraph.runtime.data.tokenize import Tokenizer, plain_sample, prompt_tokens
+from realgraph.runtime.job.job import DataSpec
 from tests.data_sets import CHATML, PLAIN, TEMPLATES, WHOLE, make_tokenizer, row, told, write
 
 

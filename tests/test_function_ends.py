@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from realgraph.graphs.spec import Function
-from realgraph.runtime.curve import make_keys
-from realgraph.runtime.function_host import FunctionHost
-from realgraph.runtime.functions import Unit
-from realgraph.runtime.launch import Fleet, WorkerBoot, start_workers
+from realgraph.runtime.functions.functions import Unit
+from realgraph.runtime.functions.host import FunctionHost
+from realgraph.runtime.processes.launch import Fleet, WorkerBoot, start_workers
+from realgraph.runtime.wire.curve import make_keys
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere daemons are out of reach")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from realgraph.graphs.spec import Function
-from realgraph.runtime.function_host import FunctionHost
-from realgraph.runtime.functions import Unit
+from realgraph.runtime.functions.functions import Unit
+from realgraph.runtime.functions.host import FunctionHost
 
 USER_MODULE = Path(__file__).parent / "user_functions.py"
 

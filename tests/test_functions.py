@@ -15,9 +15,9 @@ import pytest
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.spec import Function
-from realgraph.runtime.function_host import FunctionError, FunctionHost
-from realgraph.runtime.function_process import PASSED
-from realgraph.runtime.functions import Unit, load_applied
+from realgraph.runtime.functions.functions import Unit, load_applied
+from realgraph.runtime.functions.host import FunctionError, FunctionHost
+from realgraph.runtime.functions.process import PASSED
 
 USER_MODULE = Path(__file__).parent / "user_functions.py"
 
@@ -341,8 +341,8 @@ def test_no_subprocess_outlives_a_killed_worker(folder: Path) -> None:
     script = f"""
         import sys, threading, time
         from realgraph.graphs.spec import Function
-        from realgraph.runtime.function_host import FunctionHost
-        from realgraph.runtime.functions import Unit
+        from realgraph.runtime.functions.host import FunctionHost
+        from realgraph.runtime.functions.functions import Unit
         host = FunctionHost({str(folder)!r}, processes=2)
         call = Function("mine:behave", ("text",), {REWARD!r}, timeout_seconds=60)
         units = [Unit((0,), {{"text": "hang"}}), Unit((1,), {{"text": "sleep"}})]

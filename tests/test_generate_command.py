@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 
 from realgraph.generate_command import Ask, answers, chat_settings
 from realgraph.graphs.errors import ConfigError
-from realgraph.runtime.job import DataSpec
+from realgraph.runtime.job.job import DataSpec
 from tests import tiny
 from tests.data_sets import TOOLS, make_tokenizer
 

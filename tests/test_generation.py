@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from realgraph.runtime.cpu.decode import LeanDecoder, lean_applies
 from realgraph.runtime.engine import Completion, Request
-from realgraph.runtime.generation import Limits, TorchRolloutEngine
-from realgraph.runtime.lean_decode import LeanDecoder, lean_applies
+from realgraph.runtime.generate.engine import Limits, TorchRolloutEngine
 from tests import tiny
 
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]

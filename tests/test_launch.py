@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from realgraph.runtime import processes
-from realgraph.runtime.curve import make_keys
-from realgraph.runtime.frames import cut
-from realgraph.runtime.launch import Fleet, LaunchError, WorkerBoot, describe_exit, open_server, start_workers
-from realgraph.runtime.processes import die_with_parent
+from realgraph.runtime.processes import processes
+from realgraph.runtime.processes.launch import Fleet, LaunchError, WorkerBoot, describe_exit, open_server, start_workers
+from realgraph.runtime.processes.processes import die_with_parent
+from realgraph.runtime.wire.curve import make_keys
+from realgraph.runtime.wire.frames import cut
 
 # --- entry points, which run in the workers ---------------------------------------------------------------------------
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from realgraph.graphs.spec import ModelRole
-from realgraph.runtime import models
-from realgraph.runtime.lean_train import lean_trains
-from realgraph.runtime.models import PackedModel, Start, Wants, build
+from realgraph.runtime.cpu.train import lean_trains
+from realgraph.runtime.models import models
+from realgraph.runtime.models.models import PackedModel, Start, Wants, build
 from tests import tiny
 from tests.test_sharing import grouped
 

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from realgraph.runtime.cursor import minibatch_groups, permutation, row_of
-from realgraph.runtime.ledger import Group, Ledger, State
-from realgraph.runtime.placement import Batch, balance
-from realgraph.runtime.program import HOME, CallPlan
-from realgraph.runtime.protocol import Sample
-from realgraph.runtime.tally import Tally
-from realgraph.runtime.tasks import Tasks
+from realgraph.runtime.commands.tally import Tally
+from realgraph.runtime.commands.tasks import Tasks
+from realgraph.runtime.job.cursor import minibatch_groups, permutation, row_of
+from realgraph.runtime.scheduler.ledger import Group, Ledger, State
+from realgraph.runtime.scheduler.placement import Batch, balance
+from realgraph.runtime.scheduler.program import HOME, CallPlan
+from realgraph.runtime.wire.protocol import Sample
 
 # --- cursor -----------------------------------------------------------------------------------------------------------
 

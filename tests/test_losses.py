@@ -9,11 +9,11 @@ from torch import Tensor
 
 from realgraph.graphs import maths
 from realgraph.graphs.maths import Loss, Term
+from realgraph.runtime.algorithms.estimators import kl, segment_sum, suffix_sums
+from realgraph.runtime.algorithms.loss_terms import surrogate
+from realgraph.runtime.algorithms.losses import OUTPUTS, Needs, denominator, evaluate, needs
 from realgraph.runtime.batch import Outputs, Packed
-from realgraph.runtime.estimators import kl, segment_sum, suffix_sums
-from realgraph.runtime.loss_terms import surrogate
-from realgraph.runtime.losses import OUTPUTS, Needs, denominator, evaluate, needs
-from realgraph.runtime.protocol import Metric, merge
+from realgraph.runtime.wire.protocol import Metric, merge
 from tests.slow_losses import AGGREGATES, DTYPE, FUNCTIONS, PAIR_TERMS, TERMS, grads, make, part, slow_loss
 
 

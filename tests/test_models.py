@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.spec import ModelRole, Optimizer
 from realgraph.planner.plan.layout import DeviceMesh, Layout
-from realgraph.runtime.models import PackedModel, Start, Wants, build
-from realgraph.runtime.parallel import Ranks
-from realgraph.runtime.train_engine import Settings, TorchTrainEngine, open_engine
+from realgraph.runtime.models.models import PackedModel, Start, Wants, build
+from realgraph.runtime.parallel.groups import Ranks
+from realgraph.runtime.train.engine import Settings, TorchTrainEngine, open_engine
 from tests import tiny
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ LIMITED = """
 import json, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, tuple(json.loads(sys.argv[1])))
 from realgraph.graphs.errors import ConfigError
-from realgraph.runtime.open_files import allow_open_files
+from realgraph.runtime.processes.open_files import allow_open_files
 try:
     allow_open_files(int(sys.argv[2]))
     print(json.dumps(resource.getrlimit(resource.RLIMIT_NOFILE)))

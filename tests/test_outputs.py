@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from realgraph.console import LiveScreen, PlainLines, sparkline, summary
 from realgraph.graphs.errors import ConfigError
-from realgraph.runtime.actions import Span as CallSpan
-from realgraph.runtime.checkpoint_folders import commit_folder, prune
-from realgraph.runtime.evaluation import pass_at_k
-from realgraph.runtime.launch import WorkerHandle
-from realgraph.runtime.observer import EvalRecord, Note, RunEnded, RunStarted, Span, StepRecord, Transcript
-from realgraph.runtime.records import MetricsFile, TraceFile, TranscriptsFile
-from realgraph.runtime.rotation import limit_log, older
-from realgraph.runtime.run_folder import RunFolder, exclusive, point_link, write_atomic
-from realgraph.runtime.step_metrics import queue_seconds
-from realgraph.runtime.trackers import make_trackers
+from realgraph.runtime.commands.actions import Span as CallSpan
+from realgraph.runtime.job.rotation import limit_log, older
+from realgraph.runtime.job.run_folder import RunFolder, exclusive, point_link, write_atomic
+from realgraph.runtime.master.checkpoint_folders import commit_folder, prune
+from realgraph.runtime.master.observer import EvalRecord, Note, RunEnded, RunStarted, Span, StepRecord, Transcript
+from realgraph.runtime.master.records import MetricsFile, TraceFile, TranscriptsFile
+from realgraph.runtime.master.step_metrics import queue_seconds
+from realgraph.runtime.master.trackers import make_trackers
+from realgraph.runtime.processes.launch import WorkerHandle
+from realgraph.runtime.worker.evaluation import pass_at_k
 from realgraph.terminal import Terminal
 
 STARTED = RunStarted("name", "grpo", steps=3, first_step=0, run_dir="/runs/x", calls=("rollout", "train"))

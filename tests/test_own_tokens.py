@@ -16,12 +16,12 @@ from realgraph.graphs.check.compile import compile_graph
 from realgraph.graphs.errors import ConfigError, Where
 from realgraph.graphs.facts import Facts
 from realgraph.graphs.spec import GraphSpec
-from realgraph.runtime.ledger import Group
-from realgraph.runtime.own_tokens import OwnTokens
-from realgraph.runtime.placement import Batch
-from realgraph.runtime.program import CallPlan
-from realgraph.runtime.protocol import Sample
-from realgraph.runtime.same_tokens import check_tokenizers, difference
+from realgraph.runtime.data.own_tokens import OwnTokens
+from realgraph.runtime.preflight.same_tokens import check_tokenizers, difference
+from realgraph.runtime.scheduler.ledger import Group
+from realgraph.runtime.scheduler.placement import Batch
+from realgraph.runtime.scheduler.program import CallPlan
+from realgraph.runtime.wire.protocol import Sample
 from tests import tiny
 from tests.data_sets import CHATML, LLAMA3, PLAIN, TOOLS, make_tokenizer
 from tests.runs import finish, home, records, write_run

@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from realgraph.graphs.maths import KL, Loss, PairMean, PolicyGradient, Preference, TokenMean
-from realgraph.runtime.attention import packed_attention
-from realgraph.runtime.logprobs import Readout, token_logprobs
-from realgraph.runtime.microbatch import balance, cut, idle, needs_whole_groups, rejoin, units
-from realgraph.runtime.segments import Segments
+from realgraph.runtime.attention.attention import packed_attention
+from realgraph.runtime.attention.segments import Segments
+from realgraph.runtime.models.logprobs import Readout, token_logprobs
+from realgraph.runtime.train.microbatch import balance, cut, idle, needs_whole_groups, rejoin, units
 from tests import tiny
 
 CPU = torch.device("cpu")

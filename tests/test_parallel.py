@@ -11,10 +11,10 @@ from realgraph.graphs.maths import KL, Decoupled, Entropy, Loss, PolicyGradient,
 from realgraph.graphs.spec import ModelRole, Optimizer, Train
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.batch import Packed
-from realgraph.runtime.parallel import CollectiveError, Ranks
-from realgraph.runtime.protocol import Metric, merge
-from realgraph.runtime.train_engine import LogprobGap, Settings, TorchTrainEngine, open_engine
-from realgraph.runtime.train_passes import NumericsError
+from realgraph.runtime.parallel.groups import CollectiveError, Ranks
+from realgraph.runtime.train.engine import LogprobGap, Settings, TorchTrainEngine, open_engine
+from realgraph.runtime.train.passes import NumericsError
+from realgraph.runtime.wire.protocol import Metric, merge
 from tests import tiny
 from tests.ranks import RankProcesses, joined
 

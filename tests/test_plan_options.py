@@ -18,9 +18,9 @@ from realgraph.plan_measured import STEP, measured_calls, read_run
 from realgraph.plan_options import sizes_of
 from realgraph.planner.plan.codec import plan_to_json
 from realgraph.planner.request.cost_table import CostTable, costs_to_json
-from realgraph.runtime.observer import RunEnded, RunStarted, StepRecord
-from realgraph.runtime.records import MetricsFile
-from realgraph.runtime.run_folder import RunFolder
+from realgraph.runtime.job.run_folder import RunFolder
+from realgraph.runtime.master.observer import RunEnded, RunStarted, StepRecord
+from realgraph.runtime.master.records import MetricsFile
 from realgraph.terminal import Terminal
 from tests.plan_reports import overlapping
 

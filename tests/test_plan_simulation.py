@@ -16,7 +16,7 @@ from realgraph.planner.search.assembly import events_of
 from realgraph.planner.search.search import search
 from realgraph.planner.search.streams import keeps_caches
 from realgraph.planning import request_for
-from realgraph.runtime.job import CheckpointSpec, Job
+from realgraph.runtime.job.job import CheckpointSpec, Job
 from tests.plan_clock import PlanClock, Prices
 
 ROOT = Path(__file__).parent.parent

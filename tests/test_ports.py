@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from realgraph.planner.plan.layout import DeviceMesh
-from realgraph.runtime.parallel import CollectiveError, Ranks, Rendezvous, reach_store
-from realgraph.runtime.ports import listening_sockets, refuse_connections
+from realgraph.runtime.parallel.groups import CollectiveError, Ranks, Rendezvous, reach_store
+from realgraph.runtime.parallel.ports import listening_sockets, refuse_connections
 from tests.ranks import RankProcesses
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

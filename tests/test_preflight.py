@@ -19,12 +19,12 @@ from realgraph.graphs.facts import Facts
 from realgraph.graphs.spec import GraphSpec
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.plan.plan import Hashes, Plan
-from realgraph.runtime import hub
-from realgraph.runtime.data import DataSet
-from realgraph.runtime.job import BatchSpec, DataSpec, Job
-from realgraph.runtime.preflight import preflight, refuse_machine
-from realgraph.runtime.tokenize import load_tokenizer
-from realgraph.runtime.weights import resolve
+from realgraph.runtime.data import hub
+from realgraph.runtime.data.data import DataSet
+from realgraph.runtime.data.tokenize import load_tokenizer
+from realgraph.runtime.job.job import BatchSpec, DataSpec, Job
+from realgraph.runtime.models.weights import resolve
+from realgraph.runtime.preflight.preflight import preflight, refuse_machine
 from tests.data_sets import PLAIN, WHOLE, make_tokenizer, write
 
 CLUSTER = Cluster(1, 2, "cpu", 2**30, 2**30, 1e10, 1e10, 1e10, 1e10, 1e10)

@@ -29,9 +29,9 @@ from realgraph.planner.request.cost_table import COSTS_FILE, CostTable, load_cos
 from realgraph.planner.request.request import at_staleness, call_hashes
 from realgraph.profile_command import Asked, machine_of, profile_command
 from realgraph.running import prepare
-from realgraph.runtime.observer import RunEnded, RunStarted, StepRecord
-from realgraph.runtime.profile_launch import measure
-from realgraph.runtime.profile_worker import still_falls
+from realgraph.runtime.master.observer import RunEnded, RunStarted, StepRecord
+from realgraph.runtime.profile.launch import measure
+from realgraph.runtime.profile.worker import still_falls
 from tests.runs import GRPO, apart, finish, home, merged, records, write_run
 
 __all__ = ["home"]

@@ -20,12 +20,12 @@ from realgraph.planner.inputs.detect import Probe
 from realgraph.resume import CHANGEABLE, prepare_resume, resumed
 from realgraph.run_command import RunOptions, open_run
 from realgraph.running import Prepared, claim
-from realgraph.runtime.data import DataSet, tokenizer_source
-from realgraph.runtime.manifest import MANIFEST
-from realgraph.runtime.observer import Observers, RunStarted
-from realgraph.runtime.records import MetricsFile, TraceFile, TranscriptsFile
-from realgraph.runtime.run_folder import RunFolder, exclusive
-from realgraph.runtime.tokenize import load_tokenizer
+from realgraph.runtime.data.data import DataSet, tokenizer_source
+from realgraph.runtime.data.tokenize import load_tokenizer
+from realgraph.runtime.job.manifest import MANIFEST
+from realgraph.runtime.job.run_folder import RunFolder, exclusive
+from realgraph.runtime.master.observer import Observers, RunStarted
+from realgraph.runtime.master.records import MetricsFile, TraceFile, TranscriptsFile
 from tests.mutations import mutate
 from tests.runs import BASE, GRPO, Running, copy_home, finish, home, merged, numbers, records, start, stop, write_run
 from tests.traces import traces

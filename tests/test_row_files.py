@@ -16,9 +16,9 @@ import pytest
 from realgraph.graphs.errors import ConfigError, Where
 from realgraph.graphs.keys import parse_key_type
 from realgraph.local_data import first_rows, probe_data
-from realgraph.runtime.data import DataSet
-from realgraph.runtime.job import DataSpec
-from realgraph.runtime.row_files import open_rows
+from realgraph.runtime.data.data import DataSet
+from realgraph.runtime.data.row_files import open_rows
+from realgraph.runtime.job.job import DataSpec
 from tests.data_sets import CHATML, INPUTS, PLAIN, WHOLE, make_tokenizer, row, told
 
 AT = Where("run.yaml", 3, "$.data.path")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from realgraph.runtime.engine import Request
-from realgraph.runtime.sampling import SettingsTable, distribution, draw, stream, truncate, uniform
+from realgraph.runtime.generate.sampling import SettingsTable, distribution, draw, stream, truncate, uniform
 
 CPU = torch.device("cpu")
 
@@ -156,7 +156,7 @@ def test_uniform_is_even_and_uncorrelated_over_seeds_and_positions() -> None:
 def test_large_batches_are_drawn_in_chunks_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, requests = torch.randn(33, 40), [ask(i, top_k=i % 4) for i in range(33)]
     whole = draw(logits, table(requests).view(33), torch.arange(33))
-    monkeypatch.setattr("realgraph.runtime.sampling._CHUNK_ELEMENTS", 200)
+    monkeypatch.setattr("realgraph.runtime.generate.sampling._CHUNK_ELEMENTS", 200)
     parts = draw(logits, table(requests).view(33), torch.arange(33))
     assert whole[0].tolist() == parts[0].tolist()
     torch.testing.assert_close(whole[1], parts[1])

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from realgraph.runtime.actions import (
+from realgraph.runtime.commands.actions import (
     Action,
     Checkpointed,
     CheckpointWritten,
@@ -18,8 +18,8 @@ from realgraph.runtime.actions import (
     StopRequested,
     WorkerLost,
 )
-from realgraph.runtime.protocol import Evaluate, Execute, Heartbeat
-from realgraph.runtime.scheduler import Scheduler
+from realgraph.runtime.scheduler.scheduler import Scheduler
+from realgraph.runtime.wire.protocol import Evaluate, Execute, Heartbeat
 from tests.shapes import Shape, job_of, random_shape
 from tests.simulator import Simulator, ended_steps
 

@@ -7,9 +7,9 @@ from typing import Literal
 import msgspec
 import pytest
 
-from realgraph.runtime.actions import Checkpointed, CheckpointWritten, EvalEnded
-from realgraph.runtime.ledger import Ledger
-from realgraph.runtime.scheduler import Scheduler
+from realgraph.runtime.commands.actions import Checkpointed, CheckpointWritten, EvalEnded
+from realgraph.runtime.scheduler.ledger import Ledger
+from realgraph.runtime.scheduler.scheduler import Scheduler
 from tests.shapes import Shape, job_of, random_shape
 from tests.simulator import Simulator, ended_steps
 

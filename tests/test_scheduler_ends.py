@@ -8,9 +8,9 @@ import pytest
 from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.spec import Function
 from realgraph.planner.plan.plan import Turn
-from realgraph.runtime.actions import CheckpointWritten, Halt, StopRequested, WorkerLost
-from realgraph.runtime.protocol import Command, Done, Evaluate, Execute, Failed, Heartbeat, Save, Submit
-from realgraph.runtime.scheduler import Scheduler
+from realgraph.runtime.commands.actions import CheckpointWritten, Halt, StopRequested, WorkerLost
+from realgraph.runtime.scheduler.scheduler import Scheduler
+from realgraph.runtime.wire.protocol import Command, Done, Evaluate, Execute, Failed, Heartbeat, Save, Submit
 from tests.shapes import Shape, build_graph, graph_of, job_of, random_shape
 from tests.simulator import Simulator
 

@@ -5,9 +5,9 @@ import random
 import msgspec
 import pytest
 
-from realgraph.runtime.actions import Checkpointed, CheckpointWritten, StepEnded
-from realgraph.runtime.job import CheckpointSpec
-from realgraph.runtime.scheduler import Scheduler
+from realgraph.runtime.commands.actions import Checkpointed, CheckpointWritten, StepEnded
+from realgraph.runtime.job.job import CheckpointSpec
+from realgraph.runtime.scheduler.scheduler import Scheduler
 from tests.shapes import job_of, random_shape
 from tests.simulator import Simulator
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from realgraph.graphs.spec import ModelRole
-from realgraph.runtime import models
-from realgraph.runtime import segments as segments_module
-from realgraph.runtime.attention import bucketed
+from realgraph.runtime.attention import segments as segments_module
+from realgraph.runtime.attention.attention import bucketed
+from realgraph.runtime.attention.segments import Segments
+from realgraph.runtime.attention.sharing import share_prefixes
 from realgraph.runtime.batch import Packed
-from realgraph.runtime.models import Start, Wants, build
-from realgraph.runtime.segments import Segments
-from realgraph.runtime.sharing import share_prefixes
+from realgraph.runtime.models import models
+from realgraph.runtime.models.models import Start, Wants, build
 from tests import tiny
 
 

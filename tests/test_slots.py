@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realgraph.runtime.cached_model import segments
-from realgraph.runtime.decode_graph import bucket
-from realgraph.runtime.slots import fill_gaps
+from realgraph.runtime.generate.cached_model import segments
+from realgraph.runtime.generate.decode_graph import bucket
+from realgraph.runtime.generate.slots import fill_gaps
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=200), st.integers(0, 5000))

@@ -14,8 +14,8 @@ from realgraph.open_graph import graph_and_warnings
 from realgraph.planner.plan.plan import Hashes, Plan
 from realgraph.planning import request_for
 from realgraph.running import job_of
-from realgraph.runtime.preflight import preflight
-from realgraph.runtime.run_folder import RunFolder
+from realgraph.runtime.job.run_folder import RunFolder
+from realgraph.runtime.preflight.preflight import preflight
 from tests.runs import make_home
 
 DOCS = Path(__file__).parent.parent / "docs"

@@ -10,10 +10,10 @@ import torch
 
 from realgraph.graphs.errors import ConfigError, Where
 from realgraph.graphs.spec import Generate
+from realgraph.runtime.data.stops import Stops, asked_stops, end_tokens, model_ends, stops_of
 from realgraph.runtime.engine import Request
-from realgraph.runtime.generation import TorchRolloutEngine
-from realgraph.runtime.job import DataSpec
-from realgraph.runtime.stops import Stops, asked_stops, end_tokens, model_ends, stops_of
+from realgraph.runtime.generate.engine import TorchRolloutEngine
+from realgraph.runtime.job.job import DataSpec
 from tests import tiny
 from tests.data_sets import CHATML, INST, PLAIN, make_tokenizer
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from realgraph.runtime.memory import ALIGN, Arena
-from realgraph.runtime.store import DTYPES, MissingValueError, Store
+from realgraph.runtime.store.memory import ALIGN, Arena
+from realgraph.runtime.store.store import DTYPES, MissingValueError, Store
 
 
 def random_value(rng: random.Random, limit: int = 5000) -> Tensor:

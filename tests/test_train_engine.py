@@ -24,11 +24,11 @@ from realgraph.graphs.maths import (
 )
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.plan.layout import DeviceMesh, Layout
-from realgraph.runtime.models import Wants
-from realgraph.runtime.optimizer import LossScale
-from realgraph.runtime.parallel import Ranks
-from realgraph.runtime.protocol import Metric
-from realgraph.runtime.train_engine import Settings, open_engine
+from realgraph.runtime.models.models import Wants
+from realgraph.runtime.parallel.groups import Ranks
+from realgraph.runtime.train.engine import Settings, open_engine
+from realgraph.runtime.train.optimizer import LossScale
+from realgraph.runtime.wire.protocol import Metric
 from tests import tiny
 from tests.engines import CPU, OPTIMIZER, POLICY, call, close, engine, folder, optimizer, same, weights_of
 

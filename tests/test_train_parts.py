@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from realgraph.graphs.spec import Optimizer
-from realgraph.runtime.checkpoint_files import Entry, Reader, Target, write
-from realgraph.runtime.optimizer import LossScale, lr_factor
+from realgraph.runtime.models.checkpoint_files import Entry, Reader, Target, write
+from realgraph.runtime.train.optimizer import LossScale, lr_factor
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])

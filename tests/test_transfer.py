@@ -21,13 +21,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from realgraph.runtime import bundle
-from realgraph.runtime.bundle import AbsentError, Extent, PeerLostError, Route, SlowPeerError, TransferError
-from realgraph.runtime.curve import KeyPair, make_keys
-from realgraph.runtime.local import connect_local
-from realgraph.runtime.protocol import Peer
-from realgraph.runtime.store import Store
-from realgraph.runtime.transfer import DataPlane, Values, Want, host_id
+from realgraph.runtime.store import bundle
+from realgraph.runtime.store.bundle import AbsentError, Extent, PeerLostError, Route, SlowPeerError, TransferError
+from realgraph.runtime.store.local import connect_local
+from realgraph.runtime.store.store import Store
+from realgraph.runtime.store.transfer import DataPlane, Values, Want, host_id
+from realgraph.runtime.wire.curve import KeyPair, make_keys
+from realgraph.runtime.wire.protocol import Peer
 from tests.test_store import random_value, same
 
 ROUTES: tuple[Route, ...] = ("local", "tcp")

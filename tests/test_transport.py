@@ -7,9 +7,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from realgraph.runtime import protocol
-from realgraph.runtime.curve import KeyPair, answer_zap, make_keys, secure_client
-from realgraph.runtime.transport import MasterSocket, TransportError, WorkerSocket
+from realgraph.runtime.wire import protocol
+from realgraph.runtime.wire.curve import KeyPair, answer_zap, make_keys, secure_client
+from realgraph.runtime.wire.transport import MasterSocket, TransportError, WorkerSocket
 
 
 def _hello(worker: int) -> protocol.Hello:

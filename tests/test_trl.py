@@ -22,9 +22,9 @@ from trl.trainer.utils import nanstd
 from realgraph.graphs import maths
 from realgraph.graphs.maths import Aggregate, Loss, OffPolicy, Step
 from realgraph.graphs.spec import Advantage
-from realgraph.runtime.advantages import compute
+from realgraph.runtime.algorithms.advantages import compute
+from realgraph.runtime.algorithms.losses import denominator, evaluate
 from realgraph.runtime.batch import Outputs, Packed
-from realgraph.runtime.losses import denominator, evaluate
 
 N, PROMPT, RESPONSE = 6, 3, 9
 grpo_loss: Any = GRPOTrainer._compute_loss

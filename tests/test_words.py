@@ -20,7 +20,7 @@ from realgraph.console import EvaluationLines, LiveScreen, PlainLines
 from realgraph.graphs.errors import ConfigError
 from realgraph.init_command import init_command
 from realgraph.output import say_json_text, visible
-from realgraph.runtime.observer import EvalRecord, Note, Observers, RunEnded, RunRecord, RunStarted, StepRecord
+from realgraph.runtime.master.observer import EvalRecord, Note, Observers, RunEnded, RunRecord, RunStarted, StepRecord
 from realgraph.terminal import Terminal
 from tests.graph_texts import GRAPH
 

@@ -43,7 +43,7 @@ def rollout_dispatch_seconds(costs: Costs, samples: float) -> float:
 
 
 def computed_tokens(samples: float, groups: float, per_group: int, lengths: tuple[float, float]) -> float:
-    """Tokens of a packed micro-batch that pass through the projections of the CPU engine (runtime/sharing.py).
+    """Tokens of a packed micro-batch that pass through the CPU engine's projections (runtime/attention/sharing.py).
 
     samples: of the micro-batch, drawn evenly from `groups` groups of `per_group`; lengths: of the prompt, which is
     computed once for all samples of a group in the micro-batch, and of a whole sample, whose last token nobody asks

@@ -1,4 +1,4 @@
-"""Compiled: the rows of a table that no other row beats; `options/pruning.py` has the rule. Knows no call, no device."""
+"""Compiled: the rows of a table that no other row beats (`options/pruning.py`). Knows no call and no device."""
 
 from typing import NamedTuple
 

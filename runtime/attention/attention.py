@@ -1,0 +1,207 @@
+"""Attention over packed sequences, plugged into transformers' models. Knows no model, no loss and no cache.
+
+A model is run on one row of T tokens, the samples end to end. `Segments` says where each begins; it travels as a
+keyword of the model's forward down to the kernel, so that two threads can run two models at once.
+"""
+
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from realgraph.runtime.attention.segments import Segments
+
+PACKED = "realgraph_packed"  # the name under which transformers knows `packed_attention`
+MAX_SCORES = 1 << 24  # entries of an explicit [rows, heads, width, width] score matrix at a time
+
+
+class _Fill(torch.autograd.Function):
+    """[T, ...] packed -> [P, ...] slots. Padding slots get no gradient, so the backward is a gather, and a sum only
+    over the copies of shared tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, segments: Segments) -> Tensor:
+        assert segments.fill is not None
+        ctx.segments = segments
+        return packed.index_select(0, segments.fill)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].index_select(0, ctx.segments.back)
+        if ctx.segments.again is not None:
+            slots, tokens = ctx.segments.again
+            grad.index_add_(0, tokens, grads[0].index_select(0, slots))
+        return grad, None
+
+
+class _Back(torch.autograd.Function):
+    """[P, ...] slots -> [T, ...] packed; a padding slot's gradient is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, slots: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.n_slots = slots.shape[0]
+        return slots.index_select(0, back)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].new_zeros((ctx.n_slots, *grads[0].shape[1:]))
+        return grad.index_copy_(0, ctx.saved_tensors[0], grads[0]), None
+
+
+def packed_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Causal attention inside each sample of a packed row; the signature is transformers' AttentionInterface.
+
+    query: [1, heads, T, dim]; key, value: [1, kv_heads, T, dim]. Returns ([1, T, heads, dim], None). options:
+    `segments` (required), `scaling`, `sliding_window` (tokens seen, the own included) and `softcap` (Gemma 2). Dropout
+    is left out: a policy's log-probabilities have to be those that its rollout saw.
+    """
+    segments: Segments | None = options.get("segments")
+    if segments is None:
+        raise ValueError("packed attention was called without `segments`: run the model through PackedModel")
+    if segments.n_rows != query.shape[2]:
+        raise ValueError(f"segments hold {segments.n_rows} tokens, the row {query.shape[2]}")
+    scaling = options.get("scaling") or query.shape[-1] ** -0.5
+    window, softcap = options.get("sliding_window"), options.get("softcap")
+    if window is not None and window >= segments.longest:
+        window = None
+    rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))  # [T, heads, dim]
+    if query.is_cuda and segments.shared is None and query.dtype in (torch.float16, torch.bfloat16):
+        kernel = _varlen_kernel(softcap is not None, query.shape[-1], query.device.index or 0)
+        if kernel == "torch":
+            return _torch_varlen(rows, segments, scaling, window)[None], None
+        if kernel == "flash":
+            return _flash_varlen(rows, segments, scaling, (window, softcap))[None], None
+    return bucketed(rows, segments, scaling, (window, softcap))[None], None
+
+
+Rows = tuple[Tensor, Tensor, Tensor]
+Shape = tuple[int | None, float | None]  # sliding window, softcap
+
+
+def bucketed(rows: Rows, segments: Segments, scaling: float, shape: Shape) -> Tensor:
+    """[T, heads, dim], on any device and dtype: right-padded rectangles of like lengths, where causal masks enough."""
+    query, key, value = rows
+    if segments.fill is not None and segments.back is not None:
+        query, key, value = (_Fill.apply(x, segments) for x in rows)  # type: ignore[no-untyped-call]
+    # all at once: the backward of a slice fills a whole tensor with zeros, and there would be one for each bucket
+    sizes = [n_rows * width for n_rows, width in segments.buckets]
+    pieces = []
+    split = (torch.split(x, sizes) for x in (query, key, value))
+    for (n_rows, width), seen, *parts in zip(segments.buckets, segments.visible(shape[0]), *split, strict=True):
+        q, k, v = (x.view(n_rows, width, *x.shape[1:]).transpose(1, 2) for x in parts)
+        out = _rectangle((q, _repeat(k, q.shape[1]), _repeat(v, q.shape[1])), scaling, shape, seen)
+        pieces.append(out.transpose(1, 2).reshape(n_rows * width, q.shape[1], v.shape[-1]))
+    joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    if segments.back is None:
+        return joined
+    return cast(Tensor, _Back.apply(joined, segments.back))  # type: ignore[no-untyped-call]
+
+
+def _repeat(x: Tensor, heads: int) -> Tensor:
+    """[B, kv_heads, L, dim] -> [B, heads, L, dim]: on a CPU faster than SDPA's own grouping."""
+    n, kv_heads, width, dim = x.shape
+    if kv_heads == heads:
+        return x
+    return x[:, :, None].expand(n, kv_heads, heads // kv_heads, width, dim).reshape(n, heads, width, dim)
+
+
+def _rectangle(rows: Rows, scaling: float, shape: Shape, seen: Tensor | None) -> Tensor:
+    """Attention of [B, heads, L, dim]: causal, where a window no shorter than L changes nothing, or under the mask
+    `seen` [B, 1, L, L]."""
+    query, key, value = rows
+    window, softcap = shape
+    width = query.shape[2]
+    if seen is None and window is not None and window < width:
+        seen = _band(width, window, query.device)
+    if softcap is None:
+        if seen is None:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling)
+    if seen is None:
+        seen = _band(width, width, query.device)
+    n = max(1, MAX_SCORES // (query.shape[1] * width * width))
+    seen = seen.expand(len(query), 1, width, width)
+    pieces = [
+        _softcapped(q, k, v, (scaling, softcap, mask))
+        for q, k, v, mask in zip(*(torch.split(x, n) for x in (query, key, value, seen)), strict=True)
+    ]
+    return torch.cat(pieces)
+
+
+def _band(width: int, window: int, device: torch.device) -> Tensor:
+    """[width, width] bool: token i sees the `window` tokens up to and with itself."""
+    step = torch.arange(width, device=device)
+    ago = step[:, None] - step[None, :]
+    return (ago >= 0) & (ago < window)
+
+
+def _softcapped(query: Tensor, key: Tensor, value: Tensor, how: tuple[float, float, Tensor]) -> Tensor:
+    """Attention whose scores are cap x tanh(score / cap) (Gemma 2, arXiv:2408.00118, sec. 2), softmax in >= float32."""
+    scaling, cap, seen = how
+    scores = torch.tanh(query @ key.transpose(2, 3) * (scaling / cap)) * cap
+    scores = scores.masked_fill(~seen, float("-inf"))
+    weights = scores.softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
+    return weights @ value
+
+
+@lru_cache
+def _varlen_kernel(softcap: bool, dim: int, device: int) -> str:
+    """Which variable-length flash kernel serves on this GPU: `torch`, `flash` (the flash-attn package) or none ('')."""
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0) or dim > 256 or dim % 8:
+        return ""
+    if not softcap:
+        return "torch"
+    try:
+        import flash_attn  # noqa: F401
+    except ImportError:
+        return ""
+    return "flash"
+
+
+def _torch_varlen(rows: Rows, segments: Segments, scaling: float, window: int | None) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # needs no GPU to import, but only GPUs have the kernel
+
+    query, key, value = (x.contiguous() for x in rows)
+    out = varlen_attn(
+        query,
+        key,
+        value,
+        segments.offsets,
+        segments.offsets,
+        segments.longest,
+        segments.longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _flash_varlen(rows: Rows, segments: Segments, scaling: float, shape: Shape) -> Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    window, softcap = shape
+    out: Tensor = flash_attn_varlen_func(
+        *(x.contiguous() for x in rows),
+        segments.offsets,
+        segments.offsets,
+        segments.longest,
+        segments.longest,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=(-1 if window is None else window - 1, 0),
+        softcap=softcap or 0.0,
+    )
+    return out
+
+
+def register() -> None:
+    """Make `packed_attention` known to transformers. It has no mask function there, so models build no mask."""
+    AttentionInterface.register(PACKED, packed_attention)

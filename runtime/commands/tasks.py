@@ -1,0 +1,96 @@
+"""Commands that wait for an answer, and until when: every wait has a deadline. Does not know what a command does."""
+
+import heapq
+from collections.abc import Iterable
+from typing import Literal
+
+from realgraph.runtime.commands.tally import Tally
+
+Work = Literal["stream", "call", "reallocate", "save", "evaluate"]
+
+
+class Task:
+    """One command to one or more workers. `groups`: of a streaming function, the groups it works on."""
+
+    __slots__ = ("call", "deadline", "groups", "kept", "number", "started", "state", "step", "tally", "waiting", "work")
+
+    def __init__(self, number: int, work: Work, call: str, step: int) -> None:
+        self.number, self.call, self.step = number, call, step
+        self.work: Work = work
+        self.waiting: set[int] = set()
+        self.started = self.deadline = 0.0
+        self.groups: tuple[int, ...] = ()
+        self.kept: dict[int, bool] = {}
+        self.state: dict[str, float] = {}
+        self.tally = Tally()
+
+
+class Tasks:
+    """The tasks in flight, and a watch on every worker that makes or loads groups."""
+
+    def __init__(self, next_task: int) -> None:
+        self.next_task = next_task
+        self.flying: dict[int, Task] = {}
+        self.watches: dict[int, tuple[float, float]] = {}  # worker -> last progress, seconds it may take to the next
+        self._due: list[tuple[float, int, int]] = []  # (deadline, task or -1, worker); entries may be outdated
+        self._queued: set[int] = set()  # workers with an entry in _due
+
+    def open(self, work: Work, call: str, step: int, tally: Tally) -> Task:
+        """A new task; `send` follows when its workers are known."""
+        task = Task(self.next_task, work, call, step)
+        task.tally = tally
+        self.next_task += 1
+        return task
+
+    def fly(self, task: Task, workers: Iterable[int], now: float, seconds: float) -> None:
+        """From now on `workers` owe an answer within `seconds`."""
+        task.waiting.update(workers)
+        task.started, task.deadline = now, now + seconds
+        self.flying[task.number] = task
+        heapq.heappush(self._due, (task.deadline, task.number, -1))
+
+    def close(self, task: Task) -> None:
+        """Every worker has answered."""
+        del self.flying[task.number]
+
+    def watch(self, worker: int, now: float, seconds: float) -> None:
+        """`worker` has groups to make, and has just got some or answered: the next answer is due within `seconds`."""
+        self.watches[worker] = (now, seconds)
+        if worker not in self._queued:
+            self._queued.add(worker)
+            heapq.heappush(self._due, (now + seconds, -1, worker))
+
+    def unwatch(self, worker: int) -> None:
+        """`worker` has no group left to make."""
+        self.watches.pop(worker, None)
+
+    def deadline(self) -> float | None:
+        """When the next answer is overdue; None where none is awaited."""
+        due = self._due
+        while due:
+            deadline, number, worker = due[0]
+            if number >= 0:
+                if number in self.flying:
+                    return deadline
+                heapq.heappop(due)
+            elif worker in self.watches:
+                since, seconds = self.watches[worker]
+                if since + seconds <= deadline:
+                    return deadline
+                heapq.heapreplace(due, (since + seconds, -1, worker))
+            else:
+                heapq.heappop(due)
+                self._queued.discard(worker)
+        return None
+
+    def overdue(self, now: float) -> Task | int | None:
+        """A task past its deadline, or a watched worker that is; the one due first."""
+        deadline = self.deadline()
+        if deadline is None or now < deadline:
+            return None
+        _, number, worker = self._due[0]
+        return self.flying[number] if number >= 0 else worker
+
+    def of(self, worker: int) -> list[Task]:
+        """The tasks that `worker` has not answered yet, oldest first."""
+        return [task for task in self.flying.values() if worker in task.waiting]

@@ -1,0 +1,141 @@
+"""Chats as they stand in data: checked messages, the system message before them, the tools of a row. No torch."""
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from realgraph.graphs.errors import Where, suggest
+from realgraph.runtime.data.row_content import problem
+from realgraph.runtime.data.tokenize import Template, Tokenizer
+from realgraph.runtime.job.job import DataSpec
+
+Conversation = str | list[dict[str, Any]]  # a plain prompt, or messages
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+_CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)  # what is between the brackets of a template
+_NAME = re.compile(r"[A-Za-z_]\w*")
+
+
+class Misplaced(ValueError):
+    """Something wrong within a value; `path`: where in it, such as `[2].role`."""
+
+    def __init__(self, path: str, text: str) -> None:
+        super().__init__(text)
+        self.path = path
+
+
+def kind(value: Any) -> str:
+    """A wrong value, for a problem."""
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def template_names(tokenizer: Tokenizer) -> frozenset[str]:
+    """The names and words in the code of the tokenizer's chat templates."""
+    held = tokenizer.chat_template or ""
+    sources = held.values() if isinstance(held, Mapping) else [held]
+    return frozenset(name for source in sources for code in _CODE.findall(source) for name in _NAME.findall(code))
+
+
+def check_messages(value: Any, names: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
+    """A list of chat messages, each with a known role and text. names: words of the chat template, which may know
+    further roles. Raises ValueError naming the message and what is expected of it."""
+    if not isinstance(value, list):
+        raise ValueError(f"expected text or a list of chat messages, got {kind(value)}")
+    if not value:
+        raise ValueError("the list of messages is empty: expected at least one with `role` and `content`")
+    return [_message(i, message, names) for i, message in enumerate(value)]
+
+
+def _message(i: int, message: Any, names: frozenset[str]) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise Misplaced(f"[{i}]", f"expected messages with `role` and `content`, got {kind(message)}")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        form = "; `from` and `value` are called `role` and `content` here" if "from" in message else ""
+        got = kind(message) if role is None else f"the role {kind(role)}"
+        raise Misplaced(f"[{i}]", f"expected messages with `role` and `content`, got {got}{form}")
+    if role not in ROLES and role not in names:
+        close = difflib.get_close_matches(role, ROLES, 1)
+        meant = f"; did you mean {close[0]!r}?" if close else ""
+        raise Misplaced(f"[{i}].role", f"unknown role {role!r}: expected one of {', '.join(ROLES)}{meant}")
+    if isinstance(content, list):
+        raise Misplaced(f"[{i}].content", "expected text, got a list of parts: join the texts of the parts")
+    if content is None and not message.get("tool_calls"):
+        raise Misplaced(f"[{i}]", f"expected messages with `role` and `content`, got {kind(message)}")
+    if content is not None and not isinstance(content, str):
+        raise Misplaced(f"[{i}].content", f"expected text, got {kind(content)}")
+    return dict(message)
+
+
+def check_tools(value: Any) -> tuple[dict[str, Any], ...] | None:
+    """A row's tools: a list of JSON schemas, or JSON text of one; null and [] are none. Raises ValueError."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = msgspec.json.decode(value)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"expected a list of tools, and this text is no JSON: {error}") from error
+    if value is None or value == "" or value == []:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise ValueError(f"expected a list of tools, each a JSON schema, got {kind(value)}")
+    return tuple(value)
+
+
+class Conversations:
+    """A data set's chats by its settings and the tokenizer's template.
+
+    Raises ConfigError for settings that the template has no place for.
+    """
+
+    def __init__(self, spec: DataSpec, tokenizer: Tokenizer) -> None:
+        self._spec, self.names = spec, template_names(tokenizer)
+        self.on = bool(tokenizer.chat_template) if spec.chat is None else spec.chat
+        self.template = Template(spec.template_args, spec.tools)
+        self._check(bool(tokenizer.chat_template))
+
+    def _check(self, has_template: bool) -> None:
+        spec = self._spec
+        set_ = {"chat": spec.chat, "system": spec.system, "template_args": spec.template_args, "tools": spec.tools}
+        for name, given in set_.items():
+            if given and not has_template:
+                text = f"data.{name} is set, but the tokenizer has no chat template to put it in"
+                raise problem(Where(path=f"$.data.{name}"), text, "leave it out, or take a model with a template")
+        for name in spec.template_args:
+            if name not in self.names:
+                text = f"the tokenizer's chat template reads no {name!r}: it would change nothing"
+                raise problem(Where(path=f"$.data.template_args.{name}"), text, suggest(name, self.names))
+        if spec.tools and not self.takes_tools:
+            text = "data.tools is set, but the tokenizer's chat template reads no tools"
+            raise problem(Where(path="$.data.tools"), text, "leave it out, or take a model whose template does")
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template reads tools."""
+        return "tools" in self.names
+
+    def of_prompt(self, value: Any) -> Conversation:
+        """A prompt column's value: plain text, or messages (text is wrapped as a user's turn where chats are on)."""
+        if isinstance(value, str):
+            if not self.on and self._spec.system is not None:
+                raise ValueError("data.system needs chat messages, and data.chat is false: the prompt is plain text")
+            return self.with_system([{"role": "user", "content": value}]) if self.on else value
+        return self.with_system(self.messages(value))
+
+    def messages(self, value: Any) -> list[dict[str, Any]]:
+        """A value as checked messages. Raises ValueError."""
+        return check_messages(value, self.names)
+
+    def with_system(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages after the data set's system message, where they have none of their own."""
+        if self._spec.system is None or (messages and messages[0].get("role") == "system"):
+            return list(messages)
+        return [{"role": "system", "content": self._spec.system}, *messages]
+
+    def with_tools(self, tools: Any) -> Template:
+        """The template's arguments for a row: its own tools take the place of the run's. Raises ValueError."""
+        own = check_tools(tools)
+        return self.template if own is None else Template(self.template.args, own)

@@ -1,0 +1,369 @@
+"""A data set as a graph's inputs: rows by number, mapped to keys and tokenised. Knows no order of rows and no step."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+from msgspec import Struct, field
+
+from realgraph.graphs.errors import Where, suggest
+from realgraph.graphs.graph import Graph
+from realgraph.graphs.keys import MASK, TOKENS, KeyType
+from realgraph.graphs.spec import Generate, Train
+from realgraph.runtime.data.chats import chat_sample
+from realgraph.runtime.data.conversations import Conversation, Conversations, Misplaced, kind
+from realgraph.runtime.data.row_content import cell_value, problem
+from realgraph.runtime.data.row_files import RawRow, open_rows
+from realgraph.runtime.data.tokenize import BARE, Template, Tokenizer, plain_sample, prompt_tokens
+from realgraph.runtime.job.job import DataSpec
+
+PROMPT, RESPONSE, MESSAGES, CHOSEN, REJECTED = "prompt", "response", "messages", "chosen", "rejected"
+TOOLS = "tools"
+
+
+class Row(Struct, frozen=True):
+    """One data row: a prompt group. group: key -> value, of the inputs of level group (token ids, text, numbers, JSON).
+
+    samples: for graphs whose samples come from the data (SFT, reward models, DPO), the keys of each sample: `tokens`,
+    `mask` and other inputs of the levels sample and token. raw: the row as it stands in the data.
+    """
+
+    index: int
+    group: dict[str, Any]
+    samples: tuple[dict[str, Any], ...] = ()
+    raw: RawRow = field(default_factory=dict)
+
+
+class Asked(NamedTuple):
+    """A prompt as a conversation, for tokenizers other than the one that cut it. tools: of the chat template."""
+
+    conversation: Conversation
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+
+class TooLong(Struct, frozen=True):
+    """A row that is left out: a prompt of `n_tokens` where `limit` are allowed (`too_long: drop`)."""
+
+    index: int
+    n_tokens: int
+    limit: int
+
+
+class _Overflow(Exception):
+    """A prompt is too long, and such rows are dropped."""
+
+    def __init__(self, n_tokens: int) -> None:
+        super().__init__(n_tokens)
+        self.n_tokens = n_tokens
+
+
+def tokenizer_source(graph: Graph) -> tuple[str, str | None]:
+    """Path and revision of the model whose tokenizer cuts the data: of the role that generates, else one that trains.
+
+    Raises ConfigError where no such role has a path.
+    """
+    roles = [call.model for call in graph.calls.values() if isinstance(call, Generate)]
+    roles += [call.model for call in graph.calls.values() if isinstance(call, Train)]
+    for role in (*roles, *graph.models):
+        found = _source(graph, role)
+        if found is not None:
+            return found
+    raise problem(Where(path="$.models"), "no model has a path, so there is no tokenizer", "set models.<role>.path")
+
+
+def model_source(graph: Graph, role: str) -> tuple[str, str | None]:
+    """Path and revision of a role's own model, or of the one that it starts as. Raises ConfigError."""
+    found = _source(graph, role)
+    if found is None:
+        raise problem(Where(path=f"$.models.{role}"), "no path, so there is no tokenizer", f"set models.{role}.path")
+    return found
+
+
+def _source(graph: Graph, role: str) -> tuple[str, str | None] | None:
+    seen: set[str] = set()
+    while role in graph.models and role not in seen:
+        model = graph.models[role]
+        if model.path is not None:
+            return model.path, model.revision
+        seen.add(role)
+        role = model.init or ""
+    return None
+
+
+class DataSet:
+    """The rows of a data set as inputs of a graph. Reading is thread-safe.
+
+    inputs: name -> type of the keys that the graph takes from the data. A key `k` stands in the column
+    `spec.columns[k]`, or `k`. The keys `tokens` and `mask` are made of the columns `prompt` and `response`, or
+    `messages`; with two samples a group, of `chosen` and `rejected` (texts after `prompt`, or chats); or they are
+    columns themselves. Raises ConfigError for missing columns and inputs that data can't give.
+    """
+
+    def __init__(
+        self, spec: DataSpec, inputs: Mapping[str, KeyType], tokenizer: Tokenizer, samples_per_group: int = 1
+    ) -> None:
+        self._spec, self._inputs, self._tokenizer, self._n = spec, dict(inputs), tokenizer, samples_per_group
+        self._rows = open_rows(spec)
+        self.columns = self._rows.columns
+        self._chats = Conversations(spec, tokenizer)
+        self._n_vocabulary = 1 + max(tokenizer.get_vocab().values(), default=-1)
+        self._from_data = TOKENS in self._inputs
+        self._shape = self._sample_shape() if self._from_data else ""
+        self._check()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def where(self, index: int) -> Where:
+        """The place of a row in the user's files."""
+        return self._rows.where(index)
+
+    def row(self, index: int) -> Row | TooLong:
+        """Row `index`, from 0 to len - 1, tokenised. Raises ConfigError naming the file, line and column at fault."""
+        raw = self._rows.read(index)
+        template = self._template(index, raw)
+        try:
+            group = {
+                name: self._at(index, name, raw, partial(self._value, key=key, template=template))
+                for name, key in self._inputs.items()
+                if key.level == "group"
+            }
+            samples = self._samples(index, raw, template) if self._from_data else ()
+        except _Overflow as overflow:
+            return TooLong(index, overflow.n_tokens, self._spec.max_prompt_tokens)
+        return Row(index, group, samples, raw)
+
+    def asked(self, row: Row, name: str) -> Asked:
+        """The conversation of the prompt `name` of a row, before it became tokens, and the tools that belong to it."""
+        value, template = row.raw[self._column(name)], self._template(row.index, row.raw)
+        text = str(self._tokenizer.decode(value, skip_special_tokens=True)) if _is_ids(value) else None
+        return Asked(
+            self._at(row.index, name, row.raw, self._chats.of_prompt) if text is None else text, template.tools
+        )
+
+    # --- columns ------------------------------------------------------------------------------------------------------
+
+    def _column(self, name: str) -> str:
+        return self._spec.columns.get(name, name)
+
+    def _has(self, name: str) -> bool:
+        return self._column(name) in self.columns
+
+    def _sample_shape(self) -> str:
+        """How `tokens` and `mask` are made: the name of the column that decides."""
+        if self._has(TOKENS):
+            return TOKENS
+        if self._n == 2:
+            if self._has(CHOSEN) and self._has(REJECTED):
+                return CHOSEN
+            wanted = f"{self._column(CHOSEN)!r} and {self._column(REJECTED)!r}"
+        else:
+            if self._has(PROMPT) and self._has(RESPONSE):
+                return RESPONSE
+            if self._has(MESSAGES):
+                return MESSAGES
+            wanted = f"{self._column(PROMPT)!r} and {self._column(RESPONSE)!r}, or {self._column(MESSAGES)!r}"
+        hint = f"the columns are {', '.join(self.columns)}; map them in data.columns"
+        raise problem(Where(self._spec.path), f"the graph needs the columns {wanted}", hint)
+
+    def _check(self) -> None:
+        for name, key in self._inputs.items():
+            made = self._from_data and name in (TOKENS, MASK)
+            if key.level == "step" or (key.level != "group" and not self._from_data):
+                raise problem(Where(path=f"$.inputs.{name}"), f"data can't give a key of the type {key}")
+            if not made and not self._has(name):
+                hint = suggest(self._column(name), self.columns) + f"; map it: data.columns.{name}"
+                raise problem(Where(self._spec.path), f"there is no column {self._column(name)!r} for {name!r}", hint)
+        if TOOLS in self._spec.columns and TOOLS not in self._inputs:
+            place = Where(path="$.data.columns.tools")
+            if not self._has(TOOLS):
+                raise problem(place, f"there is no column {self._column(TOOLS)!r}", suggest(TOOLS, self.columns))
+            if not self._chats.takes_tools:
+                text = "the tokenizer's chat template reads no tools"
+                raise problem(place, text, "leave it out, or take a model whose template does")
+
+    def _template(self, index: int, raw: RawRow) -> Template:
+        """The arguments of the chat template for a row, with the tools of its own column."""
+        if TOOLS in self._inputs or not self._chats.takes_tools or self._column(TOOLS) not in raw:
+            return self._chats.template
+        return cast(Template, self._at(index, TOOLS, raw, self._chats.with_tools))
+
+    def _at(self, index: int, name: str, raw: RawRow, convert: Callable[[Any], Any]) -> Any:
+        """A column's value, converted; what is wrong with it is told with its place."""
+        column = self._column(name)
+        where = self._rows.where(index)
+        place = Where(where.file, where.line, f"{where.path}.{column}")
+        if column not in raw:
+            raise problem(place, "this row lacks the column", f"it has {', '.join(raw)}")
+        try:
+            return convert(raw[column])
+        except Misplaced as error:
+            within = Where(place.file, place.line, f"{place.path}{error.path}")
+            raise problem(within, str(error)) from error
+        except ValueError as error:
+            raise problem(place, str(error)) from error
+
+    # --- values -------------------------------------------------------------------------------------------------------
+
+    def _value(self, value: Any, key: KeyType, template: Template = BARE, *, typed: bool = False) -> Any:
+        """One value as a key's dtype. Raises ValueError."""
+        if self._rows.all_text and not typed:
+            value = cell_value(value, key.dtype)
+        match key.dtype:
+            case "tokens":
+                return self._fit(self._prompt(value, template))
+            case "text":
+                if isinstance(value, str):
+                    return value
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    return str(value)
+                raise ValueError(f"expected text, got {kind(value)}")
+            case "json":
+                return value
+            case "bool":
+                if isinstance(value, bool) or value in (0, 1):
+                    return bool(value)
+            case "int32" | "int64":
+                if isinstance(value, int | float) and not isinstance(value, bool) and int(value) == value:
+                    return int(value)
+            case "float32" | "float64":
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    return float(value)
+        raise ValueError(f"expected {key.dtype}, got {kind(value)}")
+
+    def _prompt(self, value: Any, template: Template) -> list[int]:
+        if _is_ids(value):
+            return self._ids(value)
+        tokens = prompt_tokens(self._chats.of_prompt(value), self._tokenizer, template)
+        if not tokens:
+            raise ValueError("the prompt is empty")
+        return tokens
+
+    def _ids(self, value: list[int]) -> list[int]:
+        """Token ids of the data, which must be in the vocabulary. Raises ValueError."""
+        outside = next((token for token in value if not 0 <= token < self._n_vocabulary), None)
+        if outside is not None:
+            raise ValueError(f"the token id {outside} is outside of the vocabulary of {self._n_vocabulary} tokens")
+        return value
+
+    def _fit(self, tokens: list[int]) -> list[int]:
+        """A prompt within its limit, by the policy for those that are too long. Raises _Overflow, or ValueError."""
+        return tokens[self._excess(len(tokens)) :]
+
+    def _excess(self, n_tokens: int) -> int:
+        """How many tokens to cut from the left of a prompt."""
+        limit = self._spec.max_prompt_tokens
+        if n_tokens <= limit:
+            return 0
+        match self._spec.too_long:
+            case "drop":
+                raise _Overflow(n_tokens)
+            case "truncate_left":
+                return n_tokens - limit
+            case "fail":
+                raise ValueError(f"the prompt has {n_tokens} tokens, more than data.max_prompt_tokens = {limit}")
+
+    # --- whole samples ------------------------------------------------------------------------------------------------
+
+    def _samples(self, index: int, raw: RawRow, template: Template) -> tuple[dict[str, Any], ...]:
+        pieces = self._tokens_and_masks(index, raw, template)
+        samples = tuple({TOKENS: tokens, MASK: mask} for tokens, mask in pieces)
+        for name, key in self._inputs.items():
+            if key.level not in ("sample", "token") or name in (TOKENS, MASK):
+                continue
+            values = self._at(index, name, raw, partial(self._sample_values, key=key, samples=samples))
+            for sample, value in zip(samples, values, strict=True):
+                sample[name] = value
+        return samples
+
+    def _sample_values(self, value: Any, key: KeyType, samples: Sequence[dict[str, Any]]) -> list[Any]:
+        """A column's value for each sample of the row: itself, or for pairs a list of two."""
+        value = value if self._n == 1 and key.level == "sample" else self._listed(value)
+        values = [value] if self._n == 1 else value
+        if not isinstance(values, list) or len(values) != len(samples):
+            raise ValueError(f"expected a list of {len(samples)}, one value a sample, got {kind(value)}")
+        if key.level == "sample":
+            return [self._value(item, key, typed=self._n > 1) for item in values]
+        for item, sample in zip(values, samples, strict=True):
+            if not isinstance(item, list) or len(item) != len(sample[TOKENS]):
+                raise ValueError(f"expected a list of {len(sample[TOKENS])}, one value a token, got {kind(item)}")
+        return [[self._value(one, KeyType("sample", key.dtype), typed=True) for one in item] for item in values]
+
+    def _tokens_and_masks(self, index: int, raw: RawRow, template: Template) -> list[tuple[list[int], list[bool]]]:
+        chats = self._chats
+        match self._shape:
+            case "tokens":
+                return [self._given(index, raw)]
+            case "messages":
+                chat = self._at(index, MESSAGES, raw, lambda value: chats.messages(self._listed(value)))
+                return [self._at(index, MESSAGES, raw, lambda _: self._chat_sample(chat, template))]
+            case "response":
+                names = [RESPONSE]
+            case _:
+                names = [CHOSEN, REJECTED]
+        prompt = self._at(index, PROMPT, raw, chats.of_prompt) if self._has(PROMPT) else None
+        return [
+            self._at(index, name, raw, lambda value: self._answered(prompt, self._listed(value), template))
+            for name in names
+        ]
+
+    def _given(self, index: int, raw: RawRow) -> tuple[list[int], list[bool]]:
+        """Tokens (and mask) that stand in the data."""
+        tokens: list[int] = self._at(index, TOKENS, raw, lambda value: self._ids(_token_ids(self._listed(value))))
+        if not self._has(MASK):
+            return tokens, [i > 0 for i in range(len(tokens))]
+        mask = self._at(index, MASK, raw, lambda value: _mask(self._listed(value)))
+        if len(mask) != len(tokens):
+            place = self._rows.where(index)
+            raise problem(place, f"{len(tokens)} tokens, but a mask of {len(mask)}")
+        return tokens, mask
+
+    def _answered(self, prompt: Conversation | None, value: Any, template: Template) -> tuple[list[int], list[bool]]:
+        """A prompt with its response: a text, the assistant's messages, or (without a prompt) a whole chat."""
+        if isinstance(value, str):
+            if prompt is None:
+                raise ValueError("a text needs a column 'prompt' before it")
+            if isinstance(prompt, str):
+                return self._cut_left(plain_sample(prompt, value, self._tokenizer))
+            return self._chat_sample([*prompt, {"role": "assistant", "content": value}], template)
+        messages = self._chats.messages(value)
+        before = [] if prompt is None else [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        starts_again = messages[: len(before)] == before or any(m.get("role") == "user" for m in messages[:2])
+        return self._chat_sample(messages if starts_again else [*before, *messages], template)
+
+    def _chat_sample(self, messages: list[dict[str, Any]], template: Template) -> tuple[list[int], list[bool]]:
+        return self._cut_left(chat_sample(self._chats.with_system(messages), self._tokenizer, template))
+
+    def _listed(self, value: Any) -> Any:
+        """A list that stands as JSON in a text cell; anything else as it is."""
+        if self._rows.all_text and isinstance(value, str) and value.lstrip().startswith("["):
+            with suppress(ValueError):
+                return cell_value(value, "json")
+        return value
+
+    def _cut_left(self, sample: tuple[list[int], list[bool]]) -> tuple[list[int], list[bool]]:
+        """The limit on prompts holds for what stands before the first token that is trained on."""
+        tokens, mask = sample
+        excess = self._excess(mask.index(True))
+        return tokens[excess:], mask[excess:]
+
+
+def _mask(value: Any) -> list[bool]:
+    if not isinstance(value, list) or not all(item in (0, 1) for item in value):
+        raise ValueError(f"expected a list of 0 and 1, or of true and false, got {kind(value)}")
+    return [bool(item) for item in value]
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(_is_id(item) for item in value)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _token_ids(value: Any) -> list[int]:
+    if not _is_ids(value):
+        raise ValueError(f"expected a list of token ids, got {kind(value)}")
+    return cast(list[int], value)

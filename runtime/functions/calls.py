@@ -1,0 +1,128 @@
+"""Function calls of one worker: inputs from the stores, units to the subprocesses, results back into the store."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from realgraph.graphs.keys import TEXT, TOKENS, is_prompt
+from realgraph.graphs.spec import Function
+from realgraph.runtime.functions.functions import Unit, UnitResult, keywords_of
+from realgraph.runtime.functions.host import FunctionHost
+from realgraph.runtime.job.job import Job
+from realgraph.runtime.store.assemble import Assembler, Values, decode_value
+from realgraph.runtime.wire.protocol import Done, Execute, Mean
+
+KEEP = "keep"
+
+
+class FunctionFailed(Exception):
+    """A unit failed, and the call's policy is to fail the run. sample: the one to blame, -1 for a group or batch."""
+
+    def __init__(self, result: UnitResult) -> None:
+        super().__init__(result.error)
+        self.sample, self.detail = result.sample, result.detail
+
+
+class PromptTexts(NamedTuple):
+    """decode: token ids to text. prompt: the text of a group's prompt, for transcripts; '' where it is not here."""
+
+    decode: Callable[[Sequence[int]], str]
+    prompt: Callable[[int], str]
+
+
+class FunctionCalls:
+    """Runs function calls. Safe to use from several threads."""
+
+    def __init__(self, job: Job, assembler: Assembler, host: FunctionHost, worker: int, texts: PromptTexts) -> None:
+        self._graph, self._assembler, self._host, self._worker = job.graph, assembler, host, worker
+        self._texts = texts
+        self._outputs, self._groups = job.outputs, job.batch.groups
+
+    def run(self, command: Execute) -> Done:
+        """Run one call over the command's units; what it writes is in the store afterwards. Raises FunctionFailed."""
+        started = time.time()
+        call = self._graph.calls[command.call]
+        assert isinstance(call, Function)
+        samples = [sample for share in command.shares for sample in share]
+        values = self._assembler.gather(command.sources, samples)
+        units = [self.unit(command.call, share, values) for share in command.shares]
+        results = self._host.run(command.call, call, units)
+        for result in results:
+            if result.error and call.on_error == "fail":
+                raise FunctionFailed(result)
+        kept, metrics = self._put(command.call, units, results)
+        n_failed = sum(bool(result.error) for result in results)
+        if n_failed:
+            metrics["failed"] = Mean(float(n_failed), float(len(results)))
+        return Done(
+            worker=self._worker,
+            task=command.task,
+            call=command.call,
+            metrics=metrics,
+            kept=kept,
+            started=started,
+            ended=time.time(),
+            transcripts=self._transcripts(command, units, results),
+        )
+
+    def _transcripts(self, command: Execute, units: Sequence[Unit], results: Sequence[UnitResult]) -> tuple[str, ...]:
+        """Every so many steps: some samples with their score, of a call that scores text. One of a group."""
+        every = self._outputs.transcripts_every
+        writes = self._graph.writes[command.call]
+        if not every or command.step % every or not writes:
+            return ()
+        n = self._graph.samples_per_group
+        shown = []
+        for unit, result in zip(units, results, strict=True):
+            sample, text = unit.samples[0], unit.kwargs.get(TEXT)
+            chosen = sample % n == 0 and (sample // n) % self._groups < self._outputs.transcripts
+            if chosen and isinstance(text, str) and isinstance(result.values.get(writes[0]), float):
+                shown.append(f"{self._texts.prompt(sample // n)}{text}  [{writes[0]} {result.values[writes[0]]:.3g}]")
+        return tuple(shown)
+
+    def unit(self, name: str, samples: Sequence[int], values: Values) -> Unit:
+        """The keywords of one unit: single values for a sample, lists for a group or batch."""
+        call = self._graph.calls[name]
+        assert isinstance(call, Function)
+        given: dict[str, Any] = {}
+        for key in self._graph.reads[name]:
+            kind = self._graph.keys[key].type
+            found = [decode_value(self._assembler.value(values, key, sample), kind) for sample in samples]
+            single = call.over == "sample" or (call.over == "group" and kind.level == "group")
+            given[key] = found[0] if single else found
+        prompts = [key for key in given if is_prompt(self._graph.keys[key].type)]
+        lengths: tuple[int, ...] = ()
+        if TOKENS in values:
+            lengths = tuple(len(self._assembler.value(values, TOKENS, sample)) for sample in samples)
+        groups = tuple(self._assembler.group(sample) for sample in samples)
+        return Unit(tuple(samples), keywords_of(call, given, prompts, self._texts.decode), groups, lengths)
+
+    def _put(
+        self, name: str, units: Sequence[Unit], results: Sequence[UnitResult]
+    ) -> tuple[dict[int, bool], dict[str, Mean]]:
+        """Store what the units gave; the groups' fate where the call filters; means of the numbers for the metrics."""
+        call = self._graph.calls[name]
+        assert isinstance(call, Function)
+        kept: dict[int, bool] = {}
+        metrics: dict[str, Mean] = {}
+        for key in self._graph.writes[name]:
+            kind = self._graph.keys[key].type
+            column: dict[int, Any] = {}
+            for unit, result in zip(units, results, strict=True):
+                column |= _by_id(unit, result.values[key], by_group=kind.level == "group", over=call.over)
+            self._assembler.put_values(key, tuple(column), tuple(column.values()))
+            if key == KEEP:
+                kept = {group: bool(value) for group, value in column.items()}
+            if kind.level != "token" and kind.dtype in ("bool", "int32", "int64", "float32", "float64"):
+                metrics[key] = Mean(float(sum(column.values())), float(len(column)))
+        return kept, metrics
+
+
+def _by_id(unit: Unit, value: Any, *, by_group: bool, over: str) -> Mapping[int, Any]:
+    """A unit's value of one key, by sample or by group id."""
+    if by_group:
+        groups = tuple(dict.fromkeys(unit.groups))
+        return dict(zip(groups, value, strict=True)) if over == "batch" else {groups[0]: value}
+    if over == "sample":
+        return {unit.samples[0]: value}
+    return dict(zip(unit.samples, value, strict=True))

@@ -1,0 +1,226 @@
+"""The subprocess that runs user functions, forked from its guardian.
+
+It reads calls from one inherited socket, answers each once, and ends when the socket does. A plain function runs in the
+main thread; coroutines run at once on an event loop in a thread of its own. It imports no torch unless the user does.
+"""
+
+import asyncio
+import errno
+import faulthandler
+import inspect
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+from realgraph.runtime.functions.functions import load_function, refuse_keywords
+from realgraph.runtime.functions.messages import (
+    MAX_RESULT_BYTES,
+    Answer,
+    Call,
+    Loaded,
+    Raised,
+    Returned,
+    frame,
+    next_call,
+)
+from realgraph.runtime.functions.user_errors import error_text, unicode_text
+from realgraph.runtime.processes.processes import END_SIGNALS, die_with_parent
+from realgraph.runtime.processes.titles import set_title
+
+MAX_DETAIL = 8_000  # characters of a traceback
+LINGER_SECONDS = 60.0
+
+
+class Child:
+    """The calls of one subprocess: its functions, its socket, and its event loop once a coroutine asks for one."""
+
+    def __init__(self, owner: socket.socket, user_dir: str) -> None:
+        self._owner, self._user_dir = owner, user_dir
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._sending = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # A copy of this process that a function forks off must neither take calls nor answer them.
+        os.register_at_fork(after_in_child=owner.close)
+
+    def serve(self) -> None:
+        """Answer calls until the owner hangs up."""
+        buffer = bytearray()
+        while data := self._owner.recv(1 << 20):
+            buffer += data
+            while (call := next_call(buffer)) is not None:
+                self._begin(call)
+
+    def _begin(self, call: Call) -> None:
+        function = self._load(call)
+        if function is None:
+            return
+        # An object with an async __call__ is a coroutine function too.
+        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004 - the method itself is asked for, not whether it is there
+        )
+        self._send(Loaded(call.number, is_async))
+        if call.probe:
+            self._send(Returned(call.number, None, 0.0))
+        elif is_async:
+            asyncio.run_coroutine_threadsafe(self._run_async(call, function), self._event_loop())
+        else:
+            self._run(call, function)
+
+    def _load(self, call: Call) -> Callable[..., Any] | None:
+        if call.fn not in self._functions:
+            try:
+                self._functions[call.fn] = load_function(call.fn, self._user_dir)
+            except BaseException as error:  # a user's module may raise anything, SystemExit too
+                self._send(_raised(call, "load", f"can't load {call.fn!r}", error))
+                return None
+        refused = refuse_keywords(self._functions[call.fn], tuple(call.kwargs))
+        if refused:
+            self._send(Raised(call.number, "load", f"can't call {call.fn!r}: {refused}"))
+            return None
+        return self._functions[call.fn]
+
+    def _run(self, call: Call, function: Callable[..., Any]) -> None:
+        started = time.perf_counter()
+        try:
+            value = function(**call.kwargs)
+        except BaseException as error:  # SystemExit and KeyboardInterrupt too: the function failed, not this process
+            self._send(_raised(call, "error", "", error))
+            return
+        self._answer(call, value, time.perf_counter() - started)
+
+    async def _run_async(self, call: Call, function: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        started = time.perf_counter()
+        limit = asyncio.timeout(call.timeout_seconds)
+        try:
+            async with limit:
+                value = await function(**call.kwargs)
+        except TimeoutError as error:
+            if limit.expired():
+                self._send(Raised(call.number, "timeout", ""))
+            else:
+                self._send(_raised(call, "error", "", error))
+        except BaseException as error:
+            self._send(_raised(call, "error", "", error))
+        else:
+            self._answer(call, value, time.perf_counter() - started)
+
+    def _event_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="coroutines", daemon=True).start()
+        return self._loop
+
+    def _answer(self, call: Call, value: object, seconds: float) -> None:
+        try:
+            message = frame(Returned(call.number, plain(value), seconds, held_bytes()))
+        except Exception as error:  # whatever a user's object does when it is asked for its value
+            self._send(_raised(call, "error", "returned what can't be sent", error))
+            return
+        if len(message) > MAX_RESULT_BYTES:
+            text = f"returned {len(message) / 2**20:.0f} MiB, more than the {MAX_RESULT_BYTES / 2**20:.0f} MiB allowed"
+            message = frame(Raised(call.number, "error", text))
+        self._write(message)
+
+    def _send(self, answer: Answer) -> None:
+        self._write(frame(answer))
+
+    def _write(self, message: bytes) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+        if self._owner.fileno() < 0:
+            print("a copy of the functions' process, made by os.fork, has returned from its function: it ends here")
+            sys.stdout.flush()
+            os._exit(1)
+        try:
+            with self._sending:
+                self._owner.sendall(message)
+        except OSError as error:
+            print(f"an answer can't be sent: {error}", flush=True)
+            if error.errno in (errno.EBADF, errno.ENOTSOCK):  # a function has closed it: the guardian says so
+                time.sleep(LINGER_SECONDS)
+            os._exit(1)
+
+
+def plain(value: Any) -> Any:
+    """A value of plain Python types; numpy and torch give their `tolist()`. Raises TypeError for others."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, int):  # of a type of its own, here and below: an enumeration, numpy.float64
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    raise TypeError(f"a {type(value).__name__} is no number, text, list or mapping")
+
+
+def held_bytes() -> int:
+    """Memory of this process: resident now on Linux, its peak elsewhere."""
+    if sys.platform == "linux":
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _raised(call: Call, kind: Literal["load", "error"], what: str, error: BaseException) -> Raised:
+    """One line with the place in the user's code, and the traceback below our own frames."""
+    try:
+        detail = "".join(traceback.format_exception(error))
+    except Exception as failed:  # an exception of the user's may do anything where it is looked at
+        detail = f"the traceback can't be written: {type(failed).__name__}"
+    text = f"{what + ': ' if what else ''}{error_text(error)}"
+    return Raised(call.number, kind, unicode_text(text), unicode_text(detail)[-MAX_DETAIL:])
+
+
+def _limit(memory_bytes: int) -> None:
+    """No core dump; at most `memory_bytes` of data (Linux); the first to go where the machine's memory runs out."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _leave_signals_to_owner() -> None:
+    """Ctrl-C and requests to end are the master's to answer. What functions start gets the default answers."""
+    for signum in END_SIGNALS:
+        signal.signal(signum, _ignore)  # a handler, since an ignored signal stays ignored in programs that are started
+    os.register_at_fork(after_in_child=_answer_signals)
+
+
+def _ignore(signum: int, stack: FrameType | None) -> None:
+    pass
+
+
+def _answer_signals() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def main(fd: int, parent: int, user_dir: str, memory_bytes: int) -> None:
+    """The subprocess's whole life. fd: the socket of calls and answers. parent: its guardian."""
+    die_with_parent(parent)
+    _leave_signals_to_owner()
+    set_title("realgraph functions")
+    faulthandler.enable()
+    _limit(memory_bytes)
+    with socket.socket(fileno=fd) as owner:
+        owner.set_inheritable(False)
+        Child(owner, user_dir).serve()
+    sys.stdout.flush()
+    os._exit(0)  # threads and exit handlers of the user's modules must not keep us

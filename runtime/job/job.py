@@ -1,0 +1,139 @@
+"""What the runtime is asked to do: a checked graph, its plan, and the settings of a run. Plain data, no torch."""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, field
+
+from realgraph.graphs.graph import Graph
+from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.plan.plan import Plan
+from realgraph.runtime.job.manifest import FileSum
+
+Count = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0)]
+DEFAULT_MINUTES = 10.0  # between two checkpoints: what a kill without warning may cost
+
+
+class DataSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """A data set: a JSONL, CSV or parquet file (or a folder or glob of them), or a Hub id read through `datasets`.
+
+    JSONL and CSV may be compressed (`.gz`, `.zst`).
+
+    `columns` maps a graph input to a column. A graph whose input is `tokens` (SFT) takes the columns `prompt` and
+    `response`, or `messages`. A prompt column holds text or a list of chat messages; `chat` wraps text as a user turn.
+    Where chats are rendered, a column `tools` (or the one that `columns.tools` names) gives a row its own tools.
+    """
+
+    path: str  # file, folder or glob, relative to the run file; or a Hub id
+    split: str = "train"  # of a Hub data set
+    subset: str | None = None  # configuration of a Hub data set
+    columns: dict[str, str] = field(default_factory=dict)  # input of the graph -> column; default: of that name
+    limit: Count | None = None  # first rows only
+    shuffle: bool = True  # a new seeded permutation every epoch
+    chat: bool | None = None  # apply the tokenizer's chat template to text prompts; default: where it has one
+    system: str | None = None  # system message before the prompt; needs a chat template
+    template_args: dict[str, Any] = field(default_factory=dict)  # of the chat template, such as enable_thinking
+    tools: tuple[dict[str, Any], ...] | None = None  # JSON schemas of tools, for the chat template
+    max_prompt_tokens: Count = 1024  # longest prompt; memory is planned for it
+    too_long: Literal["drop", "truncate_left", "fail"] = "drop"  # prompts over max_prompt_tokens
+    truncated: Literal["keep", "mask"] = "keep"  # samples cut at max_new_tokens: train on them, or leave them out
+
+
+class BatchSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """A step: `groups` prompts, each with the graph's n samples of at most `max_new_tokens`."""
+
+    groups: Count = 64  # data rows a step
+    max_new_tokens: Count = 256  # longest response
+    max_tokens_per_microbatch: Count | None = None  # default: the planner's choice from memory
+    expected_new_tokens: Count | None = None  # mean length for the planner; default: half of max_new_tokens
+    max_running: Count | None = None  # sequences that decode at once, per rollout engine; default: 128, on a CPU 256
+
+
+class EvalSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """Held-out evaluation every `every` steps: the reward function over n samples a prompt; best checkpoint kept."""
+
+    every: Annotated[int, Meta(ge=0)] = 0  # 0: only `realgraph eval`
+    data: DataSpec | None = None  # default: the training data's `test` split; what it leaves out is as in `data`
+    n: Count = 1  # samples a prompt
+    temperature: Annotated[float, Meta(ge=0)] = 0.0  # 0 is greedy
+    k: tuple[Count, ...] = (1,)  # pass@k, unbiased (arXiv:2107.03374, eq. 1)
+    threshold: float = 0.5  # a sample with at least this reward is right
+    limit: Count | None = None  # first rows only
+    call: str = "reward"  # the function call that scores
+    at_start: bool = True  # also before the first step
+
+
+class CheckpointSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """A checkpoint every `every` steps or every `minutes`, whichever is given, and one at the end.
+
+    Where neither is, every 10 minutes. By time, the first step to end after so many minutes is saved.
+    """
+
+    every: Annotated[int, Meta(ge=0)] = 0  # steps; 0: by time only
+    minutes: Annotated[float, Meta(ge=0)] | None = None  # since the last; 0: never; default: 10 unless `every` is set
+    keep: Count = 2  # older ones are deleted; the best one stays
+
+    @property
+    def seconds(self) -> float:
+        """Between two checkpoints by time; 0 where time is not looked at."""
+        minutes = (0.0 if self.every else DEFAULT_MINUTES) if self.minutes is None else self.minutes
+        return minutes * 60
+
+    @property
+    def text(self) -> str:
+        """`every 10 minutes and at the end`."""
+        times = [f"every {self.every} steps" if self.every > 1 else "every step"] if self.every else []
+        times += [f"every {self.seconds / 60:g} minutes"] if self.seconds else []
+        return " and ".join([*times, "at the end"])
+
+
+class OutputSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a run writes besides metrics.jsonl, logs, transcripts, trace.json and checkpoints."""
+
+    dir: str | None = None  # relative to the run file; default: runs/<name>-<date> where the command is run
+    tensorboard: bool = False  # write event files
+    trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()  # services that get the metrics too
+    project: str = "realgraph"  # name of the project there
+    transcripts_every: Annotated[int, Meta(ge=0)] = 10  # steps
+    transcripts: Annotated[int, Meta(ge=0)] = 4  # samples each time
+    rotate_mb: Count = 64  # of a worker's log, of transcripts.jsonl and of trace.json: a full one is kept, an older not
+
+
+class RuntimeSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """Deadlines and processes. Deadlines are multiples of the predicted seconds, never under the minimum."""
+
+    deadline_factor: Annotated[float, Meta(gt=1)] = 20.0  # times the predicted seconds of a call
+    min_deadline_seconds: Seconds = 120.0  # of any call
+    start_seconds: Seconds = 180.0  # for a worker to load and dial in
+    heartbeat_seconds: Seconds = 1.0  # between two signs of life of a worker
+    lost_after_seconds: Seconds = 15.0  # without a sign of life
+    function_processes: Count = 1  # subprocesses for functions, per worker
+    function_max_processes: Count = 256  # that one of those and all it starts may be: above that they are killed
+    max_logprob_gap: Seconds | None = (
+        None  # nats: mean |behaviour - recomputed| at each weight update; default by dtype
+    )
+    threads: Count = 1  # CPU threads of a worker
+
+
+class Job(Struct, frozen=True):
+    """Everything a run needs, as sent to every worker."""
+
+    name: str
+    graph: Graph
+    plan: Plan
+    cluster: Cluster
+    data: DataSpec
+    batch: BatchSpec
+    steps: int
+    seed: int
+    run_dir: str  # absolute
+    user_dir: str  # absolute: where `module:function` names are imported from
+    staleness: int = 0  # the bound; the plan may keep to less
+    overdue: Literal["mask", "wait", "drop", "allow"] = "mask"
+    eval: EvalSpec | None = None
+    checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
+    outputs: OutputSpec = field(default_factory=OutputSpec)
+    runtime: RuntimeSpec = field(default_factory=RuntimeSpec)
+    params: dict[str, Any] = field(default_factory=dict)
+    data_sums: dict[str, FileSum] = field(default_factory=dict)  # local data file -> checksum at the start
+    eval_sums: dict[str, FileSum] = field(default_factory=dict)  # the same of the held-out data

@@ -1,0 +1,209 @@
+"""Whole checkpoints: the workers' parts and the Scheduler's state under one name, or nothing. Master side."""
+
+import asyncio
+import math
+import shutil
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from realgraph.graphs.spec import Train
+from realgraph.planner.plan.layout import Layout
+from realgraph.runtime.commands.actions import STATE_FORMAT, Checkpointed
+from realgraph.runtime.commands.failures import workers_text
+from realgraph.runtime.job.job import Job
+from realgraph.runtime.job.manifest import damage, seal
+from realgraph.runtime.job.run_folder import CHECKPOINT_STATE, RunFolder, disk_text, write_atomic
+from realgraph.runtime.master.checkpoint_folders import NotRemoved, commit_folder, point_best, prune, recover
+from realgraph.runtime.master.inbox import Exit, Inbox
+from realgraph.runtime.master.startup import Crew
+from realgraph.runtime.processes.launch import describe_exit
+from realgraph.runtime.wire.protocol import RESCUE_CALL, Done, Failed, Rescue
+from realgraph.runtime.wire.transport import TransportError
+
+RESCUE_TASK = -1
+
+
+class Committed(Struct, frozen=True):
+    """A checkpoint that is whole, and what is to be said about older ones."""
+
+    path: Path
+    warnings: tuple[str, ...] = ()
+
+
+class Checkpoints:
+    """The checkpoints of a run directory."""
+
+    def __init__(self, folder: RunFolder, keep: int) -> None:
+        self._folder, self._keep = folder, keep
+        self._warned: set[str | None] = set()
+
+    def recover(self) -> tuple[str, ...]:
+        """End what a crash or a failure has left half done. Nobody may be writing a checkpoint. Raises OSError."""
+        return self._warnings(recover(self._folder))
+
+    def newest_step(self) -> int:
+        """Completed steps of the newest whole checkpoint, 0 if there is none."""
+        return max(self._folder.steps(), default=0)
+
+    def partial(self, step: int) -> Path:
+        """An empty folder for the parts of a checkpoint. Raises OSError."""
+        path = self._folder.partial(step)
+        if path.exists():
+            shutil.rmtree(path)
+        path.mkdir(parents=True)
+        return path
+
+    def commit(self, step: int, partial: Path, state: Checkpointed) -> Committed:
+        """Add the state and the checksums, make the folder whole, mark the best, remove old ones. Raises OSError.
+
+        The new one is safe before an old one is touched: that one can't be removed is a warning, and tried again.
+        """
+        write_atomic(partial / CHECKPOINT_STATE, msgspec.json.format(msgspec.json.encode(state)))
+        seal(partial)
+        final = self._folder.checkpoint(step)
+        failures = commit_folder(partial, final)
+        point_best(self._folder, state.best_step)
+        failures += prune(self._folder, self._keep)
+        return Committed(final, self._warnings(failures))
+
+    def _warnings(self, failures: Iterable[NotRemoved]) -> tuple[str, ...]:
+        """A line for each that was not named before."""
+        new = [failure for failure in failures if failure.filename not in self._warned]
+        self._warned.update(failure.filename for failure in new)
+        return tuple(f"an old checkpoint was not removed, which is tried again: {disk_text(error)}" for error in new)
+
+
+class Damaged(Struct, frozen=True):
+    """A checkpoint that nothing can go on from."""
+
+    path: Path
+    reason: str
+
+
+class DamagedState(ValueError):
+    """The Scheduler's state of a checkpoint is none; the text says how."""
+
+
+def step_of(checkpoint: Path) -> int:
+    """Completed steps of a checkpoint, by its name."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def newest_intact(folder: RunFolder) -> tuple[Path | None, tuple[Damaged, ...]]:
+    """The newest checkpoint whose every file is what was written, None where there is none; and the newer ones.
+
+    Reads all files of those that it looks at.
+    """
+    damaged: list[Damaged] = []
+    for step in reversed(folder.steps()):
+        path = folder.checkpoint(step)
+        reason = damage(path)
+        if not reason:
+            try:
+                read_state(path)
+            except DamagedState as error:
+                reason = str(error)
+        if not reason:
+            return path, tuple(damaged)
+        damaged.append(Damaged(path, reason))
+    return None, tuple(damaged)
+
+
+def read_state(checkpoint: Path) -> Checkpointed:
+    """The Scheduler's state in a checkpoint. Raises DamagedState."""
+    try:
+        state = msgspec.json.decode((checkpoint / CHECKPOINT_STATE).read_bytes(), type=Checkpointed)
+    except OSError as error:
+        raise DamagedState(f"{CHECKPOINT_STATE} can't be read: {error.strerror or error}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedState(f"{CHECKPOINT_STATE} can't be read: {error}") from error
+    if state.format != STATE_FORMAT:
+        raise DamagedState(f"{CHECKPOINT_STATE} has format {state.format}, this version reads {STATE_FORMAT}")
+    counts = (state.next_group, state.next_task, state.n_trained, state.n_discarded)
+    versions = (*state.versions.values(), *state.copies.values())
+    numbers = [number for carried in state.carried.values() for number in carried.values()]
+    wrong = {
+        "step": state.step != step_of(checkpoint),
+        "best_step": not -1 <= state.best_step <= state.step,
+        "evaluated_step": not -1 <= state.evaluated_step <= state.step,
+        "open": list(state.open) != sorted({group for group in state.open if 0 <= group < state.next_group}),
+        "n_trained": state.n_trained + state.n_discarded + len(state.open) != state.next_group,
+        "a negative number": min((*counts, *versions), default=0) < 0,
+        "a number": not all(map(math.isfinite, (state.best_value, *numbers))),
+    }
+    for what, is_wrong in wrong.items():
+        if is_wrong:
+            raise DamagedState(f"{CHECKPOINT_STATE} contradicts itself: {what}")
+    return state
+
+
+class Rescuers(Struct, frozen=True):
+    """Who can save what: worker -> trained roles that it holds whole; worker -> trained roles that it has a part of."""
+
+    alone: dict[int, list[str]]
+    together: dict[int, list[str]]
+
+    def commands(self, step: int, folder: Path, versions: dict[str, int]) -> list[tuple[int, Rescue]]:
+        """What is to be sent to whom."""
+        return [
+            (worker, Rescue(RESCUE_TASK, step, str(folder), {role: versions[role] for role in roles}, together))
+            for together, chosen in ((False, self.alone), (True, self.together))
+            for worker, roles in chosen.items()
+        ]
+
+
+def rescuers(job: Job, alive: frozenset[int]) -> Rescuers:
+    """Raises OSError naming a role that the survivors do not hold whole."""
+    alone: dict[int, list[str]] = {}
+    together: dict[int, list[str]] = {}
+    for name, call in job.graph.calls.items():
+        if not isinstance(call, Train):
+            continue
+        layout: Layout = job.plan.allocations[name].layout
+        devices = layout.mesh.devices
+        survivors = [worker for worker in devices if worker in alive]
+        if not survivors:
+            raise OSError(f"the weights of {call.model!r} were on {workers_text(devices)}: none is left")
+        if len(devices) == 1 or (layout.sharding == "replicated" and layout.tp == layout.pp == 1):
+            chosen, savers = alone, survivors[:1]
+        elif len(survivors) == len(devices):
+            chosen, savers = together, survivors
+        else:
+            raise OSError(f"the weights of {call.model!r} were sharded, and a part is gone")
+        for worker in savers:
+            roles = chosen.setdefault(worker, [])
+            if call.model not in roles:
+                roles.append(call.model)
+    return Rescuers(alone, together)
+
+
+async def rescue(crew: Crew, job: Job, checkpoints: Checkpoints, border: Checkpointed, inbox: Inbox) -> Committed:
+    """Have surviving workers write what they hold of the state at `border`. Raises OSError where that fails."""
+    chosen = rescuers(job, crew.fleet.running - inbox.gone)
+    partial = checkpoints.partial(border.step)
+    commands = chosen.commands(border.step, partial, border.versions)
+    waiting = Counter(worker for worker, _ in commands)
+    until = inbox.clock.now() + job.runtime.min_deadline_seconds
+    try:
+        for worker, command in commands:
+            await crew.socket.send(worker, command)
+    except TransportError as error:
+        raise OSError(str(error)) from error
+    while +waiting:
+        match await inbox.take(max(0.0, until - inbox.clock.now())):
+            case None:
+                seconds = job.runtime.min_deadline_seconds
+                raise OSError(f"{workers_text(sorted(+waiting))} did not save within {seconds:g} s")
+            case Done(task=task, worker=worker) if task == RESCUE_TASK:
+                waiting[worker] -= 1
+            case Failed(call=call, error=text, worker=worker) if call == RESCUE_CALL:
+                raise OSError(f"worker {worker}: {text}")
+            case Exit(worker=worker, status=status) if waiting[worker]:
+                raise OSError(f"worker {worker} {describe_exit(status)} while it saved")
+            case _:
+                pass  # what was still under way when the run failed
+    return await asyncio.to_thread(checkpoints.commit, border.step, partial, border)

@@ -1,0 +1,299 @@
+"""The master: the asyncio shell round the Scheduler. Moves messages and time in, actions out; owns no tensor.
+
+Four things can end a run: the Scheduler halts (in order or by a failure), an interrupt, or an error of the master
+itself, such as a full disk. In every case the workers end, and what was trained up to the last whole step is saved if
+the failure left it intact.
+"""
+
+import asyncio
+import time
+from pathlib import Path
+
+from msgspec import Struct
+
+from realgraph.runtime.commands.actions import (
+    Action,
+    Checkpointed,
+    CheckpointWritten,
+    EvalEnded,
+    Event,
+    Halt,
+    Send,
+    StepEnded,
+    StopRequested,
+    WorkerLost,
+)
+from realgraph.runtime.job.job import Job
+from realgraph.runtime.job.run_folder import RunFolder, disk_text
+from realgraph.runtime.master.advice import Advice
+from realgraph.runtime.master.checkpoints import Checkpoints, DamagedState, read_state, rescue, step_of
+from realgraph.runtime.master.inbox import Inbox, StopNow
+from realgraph.runtime.master.observer import (
+    CheckpointRecord,
+    EvalRecord,
+    Note,
+    Observers,
+    RunEnded,
+    RunRecord,
+    RunStarted,
+    Span,
+    StepRecord,
+    Transcript,
+)
+from realgraph.runtime.master.startup import Crew, StartError, ready_crew, start_crew
+from realgraph.runtime.master.step_metrics import flatten
+from realgraph.runtime.processes.interrupts import Interrupted, Interrupts, unless
+from realgraph.runtime.processes.launch import LaunchError
+from realgraph.runtime.scheduler.scheduler import Scheduler
+from realgraph.runtime.wire.protocol import Done, Failed, Generated
+from realgraph.runtime.wire.transport import TransportError
+
+GRACE_SECONDS = 10.0  # for workers to end by themselves after Shutdown
+
+
+class Outcome(Struct, frozen=True):
+    """How a run ended. steps: whole steps done. failure: what went wrong, None if nothing did.
+
+    interrupted: the user asked for the end, which may have been the run's own all the same.
+    """
+
+    steps: int
+    reason: str
+    failure: Failed | None = None
+    interrupted: bool = False
+    saved: Path | None = None  # the newest checkpoint
+
+    @property
+    def ok(self) -> bool:
+        return self.failure is None and not self.interrupted
+
+
+class Master:
+    """One run, from the start of its workers to their end. `run` is called once, in the main thread."""
+
+    def __init__(self, job: Job, folder: RunFolder, observers: Observers, resume: Path | None = None) -> None:
+        self._job, self._folder, self._observers, self._resume = job, folder, observers, resume
+        self._checkpoints = Checkpoints(folder, job.checkpoint.keep)
+        self._interrupts = Interrupts(self._interrupted)
+        self._inbox: Inbox | None = None
+        self._steps = step_of(resume) if resume is not None else 0
+        self._border: Checkpointed | None = None  # the state at the last whole step
+        self._step_began = 0.0
+        self._advice = Advice()
+
+    async def run(self) -> Outcome:
+        """Train. A failure of the run is no exception: the outcome says it."""
+        with self._interrupts:
+            try:
+                failure = await self._start_and_drive()
+            except Interrupted:
+                failure = None
+            self._recover()
+            return self._ended(failure)
+
+    def _recover(self) -> None:
+        """Leave no half of a checkpoint behind: it may be what filled the disk. What can't be removed is said."""
+        try:
+            warnings = self._checkpoints.recover()
+        except OSError as error:
+            warnings = (f"the checkpoints are left as they are: {disk_text(error)}",)
+        for text in warnings:
+            self._tell(Note(text, "warning"))
+
+    def _interrupted(self, count: int) -> None:
+        if self._inbox is not None:
+            self._inbox.put(StopRequested() if count == 1 else StopNow())
+        if count == 1:
+            text = "stopping after this step; interrupt again to stop now" if self._inbox else "stopping"
+            self._observers.note(text, "warning")
+
+    async def _start_and_drive(self) -> Failed | None:
+        """Everything between the first process and the last. Raises Interrupted."""
+        began = time.monotonic()
+        try:
+            crew = await unless(self._interrupts.first, start_crew(self._job, self._folder))
+        except LaunchError as error:
+            return Failed(-1, "", str(error), "start")
+        try:
+            try:
+                await unless(self._interrupts.first, ready_crew(crew, self._job, self._resume))
+                self._begin(crew, began)
+            except StartError as error:
+                return error.failure
+            return await self._with_inbox(crew)
+        finally:
+            await self._close(crew)
+
+    async def _with_inbox(self, crew: Crew) -> Failed | None:
+        """Drive, and after a failure save what can be saved. Raises Interrupted where nothing has failed."""
+        inbox = self._inbox = Inbox(crew, self._job.runtime)
+        try:
+            try:
+                failure = await self._drive(crew, inbox)
+            except OSError as error:
+                failure = unwritable(error)
+            if failure is not None:
+                try:
+                    await unless(self._interrupts.second, self._rescue(crew, inbox))
+                except Interrupted:
+                    self._observers.note("interrupted while saving", "warning")
+            return failure
+        finally:
+            await inbox.close()
+
+    async def _close(self, crew: Crew) -> None:
+        """End the workers; a second interrupt cuts their time short."""
+        try:
+            await unless(self._interrupts.second, crew.close(GRACE_SECONDS))
+        except Interrupted:
+            await crew.close(0.0)
+
+    def _begin(self, crew: Crew, began: float) -> None:
+        """All workers are ready: the Scheduler takes over. Raises StartError."""
+        state = None
+        if self._resume is not None:
+            try:
+                state = read_state(self._resume)
+            except DamagedState as error:
+                text = f"the checkpoint {self._resume} is damaged: {error}"
+                raise StartError(Failed(-1, "", text, "start")) from error
+        n_rows = {worker.n_rows for worker in crew.ready.values()}
+        if len(n_rows) > 1:
+            text = f"the workers see data sets of different lengths: {sorted(n_rows)}"
+            raise StartError(Failed(-1, "", text, "start"))
+        n_eval_rows = max(worker.n_eval_rows for worker in crew.ready.values())
+        self._scheduler = Scheduler(self._job, sorted(crew.ready), n_rows.pop(), state, n_eval_rows=n_eval_rows)
+        seconds = time.monotonic() - began
+        facts = {**crew.ready[min(crew.ready)].facts, "fork_seconds": crew.fork_seconds, "start_seconds": seconds}
+        self._observers.observe(
+            RunStarted(
+                name=self._job.name,
+                graph=self._job.graph.name,
+                steps=self._job.steps,
+                first_step=self._steps,
+                run_dir=str(self._folder.root),
+                calls=tuple(self._job.graph.calls),
+                facts=facts,
+                time=time.time(),
+            )
+        )
+
+    async def _drive(self, crew: Crew, inbox: Inbox) -> Failed | None:
+        """Feed the Scheduler until it halts. The failure that ended the run, or None. Raises Interrupted, OSError."""
+        self._step_began = time.monotonic()
+        self._border = self._scheduler.state
+        actions = self._scheduler.start(inbox.clock.now())
+        event: Event | StopNow
+        while True:
+            try:
+                halt = await self._perform(crew, actions)
+            except TransportError as error:  # a worker that just died takes no message: its end says more
+                event = await inbox.explain(Failed(-1, "", str(error), "worker"))
+            else:
+                if halt is not None:
+                    return halt.error
+                event = await inbox.next(self._scheduler.deadline())
+            match event:
+                case StopNow():
+                    raise Interrupted
+                case WorkerLost(worker=worker):
+                    await crew.fleet.kill(worker)  # one that is only silent must not wake up again
+                case Done() | Generated():
+                    self._trace(event)
+                case _:
+                    pass
+            actions = self._scheduler.on(event, inbox.clock.now())
+
+    def _trace(self, reply: Done | Generated) -> None:
+        call = reply.call or "checkpoint"
+        if reply.ended > 0:
+            self._observers.observe(Span(reply.worker, call, self._steps, reply.started, reply.ended))
+
+    async def _perform(self, crew: Crew, actions: list[Action]) -> Halt | None:
+        for action in actions:
+            match action:
+                case Send(worker=worker, command=command):
+                    await crew.socket.send(worker, command)
+                case StepEnded():
+                    self._step_ended(action)
+                case EvalEnded(step=step, metrics=metrics, best=best):
+                    values = {name: mean.value for name, mean in metrics.items()}
+                    self._observers.observe(EvalRecord(step, values, best, time.time()))
+                    for text in action.transcripts:
+                        self._observers.observe(Transcript(step, text, "eval"))
+                case CheckpointWritten(step=step, folder=folder, state=state):
+                    began = time.monotonic()
+                    done = await asyncio.to_thread(self._checkpoints.commit, step, Path(folder), state)
+                    self._observers.observe(CheckpointRecord(step, str(done.path), time.monotonic() - began))
+                    for text in done.warnings:
+                        self._observers.note(text, "warning")
+                case Halt():
+                    return action
+        return None
+
+    def _step_ended(self, ended: StepEnded) -> None:
+        now = time.monotonic()
+        seconds, self._step_began = now - self._step_began, now
+        metrics = flatten(ended, self._job.graph)
+        self._observers.observe(StepRecord(ended.step, seconds, metrics, time.time(), ended.lengths))
+        for text in ended.transcripts:
+            self._observers.observe(Transcript(ended.step, text))
+        for text in self._advice.look(metrics):
+            self._observers.note(text, "warning")
+        self._steps = ended.step + 1  # from here on the step is whole: it is on record
+        self._border = self._scheduler.state
+
+    async def _rescue(self, crew: Crew, inbox: Inbox) -> None:
+        """After a failure: have the survivors save the state of the last whole step, where nothing newer is saved."""
+        border = self._border
+        if border is None or border.step <= self._checkpoints.newest_step():
+            return
+        self._recover()
+        began = time.monotonic()
+        try:
+            done = await rescue(crew, self._job, self._checkpoints, border, inbox)
+        except OSError as error:
+            self._observers.note(f"the state after step {border.step} was not saved: {disk_text(error)}", "error")
+        else:
+            self._tell(CheckpointRecord(border.step, str(done.path), time.monotonic() - began))
+
+    def _tell(self, record: RunRecord) -> OSError | None:
+        """Tell the watchers at the end of a run: that one of them can't write any more is no news then."""
+        try:
+            self._observers.observe(record)
+        except OSError as error:
+            return error
+        return None
+
+    def _ended(self, failure: Failed | None) -> Outcome:
+        outcome = self._outcome(failure)
+        unwritten = self._tell(RunEnded(outcome.steps, outcome.reason, outcome.ok, time.time()))
+        if unwritten is not None and failure is None:
+            return self._outcome(unwritable(unwritten))
+        return outcome
+
+    def _outcome(self, failure: Failed | None) -> Outcome:
+        reason = (
+            "finished" if not self._interrupts.count else "stopped" if self._interrupts.count == 1 else "interrupted"
+        )
+        if failure is not None:
+            reason = describe(failure)
+        interrupted = failure is None and self._interrupts.count > 0
+        return Outcome(self._steps, reason, failure, interrupted, self._folder.latest())
+
+
+def unwritable(error: OSError) -> Failed:
+    """The master itself can't write a file of the run."""
+    return Failed(-1, "", f"the master could not write: {disk_text(error)}", "disk")
+
+
+def describe(failure: Failed) -> str:
+    """A failure in one line: call, worker, sample, and what happened."""
+    place = []
+    if failure.call:
+        place.append(f"call {failure.call!r}")
+    if failure.worker >= 0:
+        place.append(f"worker {failure.worker}")
+    if failure.sample >= 0:
+        place.append(f"sample {failure.sample}")
+    return f"{', '.join(place)}: {failure.error}" if place else failure.error

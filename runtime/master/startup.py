@@ -1,0 +1,160 @@
+"""From nothing to a fleet of ready workers: keys, processes, hand-shakes. Every wait has a deadline. Master side."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from realgraph.runtime.commands.failures import workers_text
+from realgraph.runtime.job.job import Job
+from realgraph.runtime.job.run_folder import RunFolder
+from realgraph.runtime.processes.clock import time_limit
+from realgraph.runtime.processes.launch import Fleet, WorkerBoot, describe_exit, start_workers
+from realgraph.runtime.wire.curve import make_keys
+from realgraph.runtime.wire.protocol import Configure, Failed, Heartbeat, Hello, Ready, Shutdown
+from realgraph.runtime.wire.transport import MasterSocket, TransportError
+
+PRELOAD = ("torch", "transformers", "realgraph.runtime.worker.worker")
+
+
+EXPLAIN_SECONDS = 2.0  # how long a failure that may be another one's echo waits for it
+
+
+class StartError(Exception):
+    """The workers did not get ready; `failure` says which and why."""
+
+    def __init__(self, failure: Failed) -> None:
+        super().__init__(failure.error)
+        self.failure = failure
+
+
+class Crew:
+    """The workers of a run with the socket that reaches them. `close` ends both, whatever happened before."""
+
+    def __init__(self, fleet: Fleet, socket: MasterSocket) -> None:
+        self.fleet, self.socket = fleet, socket
+        self.fork_seconds = 0.0  # until the processes ran, their modules loaded
+        self.ready: dict[int, Ready] = {}
+
+    async def close(self, grace_seconds: float) -> None:
+        """Tell the workers to end, and see to it that they do: after the grace by force. With no grace, at once."""
+        try:
+            if grace_seconds > 0:
+                await self._shut_down()
+        finally:
+            await self.fleet.terminate(grace_seconds)
+            await self.socket.close()
+
+    async def _shut_down(self) -> None:
+        """One that can't be told is killed: it has not dialled in yet, or is stuck."""
+        for worker in sorted(self.fleet.running):
+            try:
+                await self.socket.send(worker, Shutdown(), deadline_seconds=1.0)
+            except TransportError:
+                await self.fleet.kill(worker)
+
+
+async def start_crew(job: Job, folder: RunFolder) -> Crew:
+    """Start one worker process per device of this host. Raises LaunchError."""
+    n_workers = job.cluster.n_devices
+    master, keys = make_keys(), {worker: make_keys() for worker in range(n_workers)}
+    socket = MasterSocket(master, {worker: pair.public for worker, pair in keys.items()})
+    boots = [
+        WorkerBoot(
+            worker=worker,
+            master=socket.address,
+            master_key=master.public,
+            keys=keys[worker],
+            log=str(folder.logs / f"worker-{worker}.log"),
+            threads=job.runtime.threads,
+            n_workers=n_workers,
+            cpu=job.cluster.is_cpu,
+            master_pid=os.getpid(),
+        )
+        for worker in range(n_workers)
+    ]
+    began = time.monotonic()
+    try:
+        fleet = await start_workers(boots, preload=PRELOAD, deadline_seconds=job.runtime.start_seconds)
+    except BaseException:
+        await socket.close()
+        raise
+    crew = Crew(fleet, socket)
+    crew.fork_seconds = time.monotonic() - began
+    return crew
+
+
+async def ready_crew(crew: Crew, job: Job, resume: Path | None) -> None:
+    """Hand-shake with every worker and wait until all are ready; `crew.ready` then has their facts.
+
+    Raises StartError naming the worker that failed, ended, or is late.
+    """
+    missing = set(crew.fleet.handles)
+    waiting = asyncio.create_task(_shake_hands(crew, job, resume, missing))
+    ended = asyncio.create_task(crew.fleet.wait_exit())
+    try:
+        async with time_limit(job.runtime.start_seconds):
+            done, _ = await asyncio.wait((waiting, ended), return_when=asyncio.FIRST_COMPLETED)
+        if waiting in done:
+            waiting.result()
+            return
+        worker, status = ended.result()
+        log = crew.fleet.handles[worker].last_lines()
+        text = f"worker {worker} {describe_exit(status)} before it was ready"
+        raise StartError(Failed(worker, "", text, "start", detail=log))
+    except TimeoutError:
+        late = workers_text(sorted(missing))
+        text = f"{late}: not ready within {job.runtime.start_seconds:g} s (runtime.start_seconds)"
+        raise StartError(Failed(min(missing, default=-1), "", text, "start")) from None
+    finally:
+        for task in (waiting, ended):
+            task.cancel()
+        await asyncio.gather(waiting, ended, return_exceptions=True)
+
+
+async def _shake_hands(crew: Crew, job: Job, resume: Path | None, missing: set[int]) -> None:
+    hellos: dict[int, Hello] = {}
+    while missing:
+        worker, reply = await crew.socket.receive()
+        match reply:
+            case Hello():
+                hellos[worker] = reply
+                if len(hellos) == len(crew.fleet.handles):
+                    await _configure(crew, job, resume, hellos)
+            case Ready():
+                crew.ready[worker] = reply
+                missing.discard(worker)
+            case Failed():
+                raise StartError(await _explained(crew, reply))
+            case Heartbeat():
+                pass
+            case _:
+                text = f"worker {worker} sent {type(reply).__name__} before it was ready"
+                raise StartError(Failed(worker, "", text, "start"))
+
+
+async def _explained(crew: Crew, failure: Failed) -> Failed:
+    """`failure`; where it only says that another worker was missed, what that one says within a moment."""
+    if failure.kind != "worker":
+        return failure
+    try:
+        async with asyncio.timeout(EXPLAIN_SECONDS):
+            while True:
+                _, reply = await crew.socket.receive()
+                if isinstance(reply, Failed) and reply.kind != "worker":
+                    return reply
+    except TimeoutError:
+        return failure
+
+
+async def _configure(crew: Crew, job: Job, resume: Path | None, hellos: dict[int, Hello]) -> None:
+    command = Configure(
+        job=msgspec.json.encode(job),
+        peers=tuple(hellos[worker].peer for worker in sorted(hellos)),
+        collective=hellos[min(hellos)].collective,
+        resume=str(resume) if resume is not None else "",
+    )
+    for worker in sorted(hellos):
+        await crew.socket.send(worker, command)

@@ -1,0 +1,163 @@
+"""A model's files: where they are, what is refused, and reading their tensors one by one into place. No engine.
+
+Only safetensors are read, and no code of a checkpoint is run.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.runtime.data import hub
+from realgraph.runtime.models.checkpoint_files import UnreadableTensors, open_tensors
+from realgraph.runtime.models.heads import HEAD, SUPPORTED, Head, parameter_name
+
+COPIED = (  # beside the weights, what a saved model needs to be used; copied from its source where it is there
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+HUB_PATTERNS = ["*.safetensors", "model.safetensors.index.json", "config.json", *COPIED]
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def refuse(file: Path | str, text: str, hint: str = "") -> ConfigError:
+    """A ConfigError with one problem in `file`."""
+    return ConfigError([Problem(Where(str(file)), text, hint, "model")])
+
+
+def resolve(path: str, revision: str | None = None) -> Path:
+    """The local folder of a model: a directory as it is, a Hub id through the Hub's cache. Raises ConfigError."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if path.count("/") > 1 or path.startswith((".", "/", "~")):
+        raise refuse(path, "there is no such model folder")
+    reason = hub.out_of_reach()
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=HUB_PATTERNS))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = reason or str(error).strip().splitlines()[0]
+        text = f"neither a folder nor a model the Hub would give: {reason}"
+        raise refuse(path, text, hub.hint(path, "model")) from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model that this runtime can train. Raises ConfigError for anything else."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise refuse(folder, "this folder holds no config.json", "give a Hugging Face model folder or a Hub id")
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise refuse(file, f"not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise refuse(file, "not a JSON object")
+    kind = config.get("model_type")
+    if kind not in SUPPORTED:
+        known = ", ".join(f"{key} ({name})" for key, name in SUPPORTED.items())
+        raise refuse(file, f"model_type {kind!r} is not supported", f"supported: {known}")
+    if "auto_map" in config:
+        hint = "remove `auto_map` if the weights are those of the architecture itself"
+        raise refuse(file, "the checkpoint asks for its own code (auto_map), which is never run", hint)
+    if config.get("quantization_config"):
+        raise refuse(file, "quantised weights can't be trained", "take the model's unquantised checkpoint")
+    if config.get("use_bidirectional_attention"):
+        raise refuse(file, "bidirectional attention is no causal language model")
+    return config
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files of a model, sorted. Raises ConfigError where there are none, or not all of the index."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise refuse(index, f"the index names {missing[0]}, which is not there ({len(missing)} files missing)")
+        return tuple(folder / name for name in names)
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return (single,)
+    pickled = [file.name for pattern in PICKLED for file in folder.glob(pattern)]
+    if pickled:
+        hint = "convert it: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) writes safetensors"
+        raise refuse(folder, f"only pickled weights ({pickled[0]}), which can run code when read: refused", hint)
+    hint = "to start from random weights, say so: build(..., seed=...)"
+    raise refuse(folder, "the folder has a config.json but no model.safetensors", hint)
+
+
+def own_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """A parameter's local storage, and which part of the full tensor it holds."""
+    if isinstance(parameter, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+        local = parameter._local_tensor.detach()
+        return local, tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+    return parameter.detach(), tuple(slice(0, n) for n in parameter.shape)
+
+
+def read_into(network: nn.Module, folder: Path, head: Head) -> tuple[str, ...]:
+    """Fill the parameters from the safetensors of `folder`, cast, a tensor (of a shard: its part) at a time.
+
+    Returns the names that the checkpoint did not have: at most the value or score head. Raises ConfigError where a
+    tensor is missing, unknown, or of another shape.
+    """
+    parameters = dict(network.named_parameters())
+    tied = "lm_head.weight" not in parameters
+    left = set(parameters)
+    with ExitStack() as stack:
+        for file in weight_files(folder):
+            try:
+                source = stack.enter_context(open_tensors(file))
+            except UnreadableTensors as error:
+                raise refuse(file, f"the weights can't be read: {error.__cause__}", "is the file whole?") from error
+            for stored in source.keys():  # noqa: SIM118 (a safe_open is no mapping)
+                name = parameter_name(stored, head, tied)
+                if name is None:
+                    continue
+                if name not in parameters:
+                    raise refuse(file, f"tensor {stored!r} has no place in {type(network).__name__}")
+                view = source.get_slice(stored)
+                shape = tuple(view.get_shape())
+                if shape != tuple(parameters[name].shape):
+                    expected = tuple(parameters[name].shape)
+                    raise refuse(file, f"tensor {stored!r} has shape {shape}, the config asks for {expected}")
+                local, part = own_part(parameters[name])
+                if local.numel():
+                    local.copy_(view[part])
+                left.discard(name)
+    missing = sorted(left - {HEAD})
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise refuse(folder, f"the checkpoint lacks {missing[0]!r}{more}")
+    return tuple(sorted(left))
+
+
+def full_tensors(network: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter whole, by its Hugging Face name and in a fixed order, cast to `dtype` (None: as it is).
+
+    Collective where the parameters are sharded: every rank has to go through it to the end.
+    """
+    for name, parameter in network.named_parameters():
+        tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        yield name, tensor.detach() if dtype is None else tensor.detach().to(dtype)

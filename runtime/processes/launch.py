@@ -1,0 +1,272 @@
+"""Starting, watching and ending the workers of this host. Master side: imports no torch; the fork server does.
+
+Each worker is a process and a session of its own, forked from a server that has the heavy modules loaded. What a worker
+needs at its start, keys included, reaches it through an inherited socket: never by environment, arguments or a file.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+from msgspec import Struct
+
+from realgraph.runtime.job.rotation import older
+from realgraph.runtime.processes import processes
+from realgraph.runtime.processes.clock import time_limit
+from realgraph.runtime.processes.processes import Exited, Preloaded, Started
+from realgraph.runtime.wire.curve import KeyPair
+from realgraph.runtime.wire.frames import cut
+
+PRELOAD = ("torch", "transformers")
+ENTRY = "realgraph.runtime.worker.worker:main"
+KILL_SECONDS = 5.0  # what the kernel may take to end killed processes
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+
+
+class LaunchError(Exception):
+    """Workers could not be started; the text says why."""
+
+
+class WorkerBoot(Struct, frozen=True):
+    """All that a worker knows before its first message. master, master_key: whom to dial and what key to expect.
+
+    keys: of this worker, for the master and for its peers. interface: the address its data plane listens on.
+    threads: CPU threads of one operation, already set through the environment. log: the file that it prints to.
+    cpu: leave the host's GPUs alone. master_pid: the master's process where it is on the same host, else 0.
+    """
+
+    worker: int
+    master: str
+    master_key: str
+    keys: KeyPair
+    log: str
+    threads: int = 1
+    interface: str = "127.0.0.1"
+    n_workers: int = 1
+    cpu: bool = False
+    master_pid: int = 0
+
+
+class WorkerHandle(Struct, frozen=True):
+    """A started worker."""
+
+    worker: int
+    pid: int
+    log: str
+
+    def last_lines(self, n_lines: int = 20) -> str:
+        """The end of its log, for an error message; '' where there is none yet."""
+        last: deque[str] = deque(maxlen=n_lines)
+        for path in (older(Path(self.log)), Path(self.log)):
+            with contextlib.suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as lines:
+                last.extend(lines)
+        return "".join(last)
+
+
+class _Payload(Struct, frozen=True):
+    entry: str
+    boot: WorkerBoot
+
+
+def enter(payload: bytes) -> None:
+    """In the worker's process: call the entry point with its WorkerBoot."""
+    start = msgspec.msgpack.decode(payload, type=_Payload)
+    processes.resolve(start.entry)(start.boot)
+
+
+def describe_exit(status: int) -> str:
+    """`ended with exit code 1`, `was killed by SIGKILL`."""
+    if status >= 0:
+        return f"ended with exit code {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
+class Server(Protocol):
+    """The fork server's process, as its owner sees it."""
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+    def send_signal(self, sig: int) -> None: ...
+
+
+def open_server(pipe: socket.socket, modules: Sequence[str], threads: int) -> Server:
+    """A fork server on the other end of `pipe`, a process with an interpreter of its own. Raises OSError."""
+    with processes.end_signals_blocked():
+        return subprocess.Popen(
+            processes.command_line(pipe.fileno(), tuple(modules)),
+            stdin=subprocess.DEVNULL,
+            env=os.environ | dict.fromkeys(_THREAD_VARIABLES, str(threads)),
+            pass_fds=(pipe.fileno(),),
+            start_new_session=True,
+        )
+
+
+class Fleet:
+    """The workers of this host. Made by `start_workers`; to be ended by `terminate` in every case."""
+
+    def __init__(self, server: Server, pipe: socket.socket, boots: Sequence[WorkerBoot]) -> None:
+        self._server = server
+        self._pipe = pipe
+        self._boots = {boot.worker: boot for boot in boots}
+        self._exits: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+        self._running = set(self._boots)
+        self._changed = asyncio.Event()
+        self._reader: asyncio.Task[None] | None = None
+        self._buffer = bytearray()
+        self.handles: dict[int, WorkerHandle] = {}
+
+    @property
+    def running(self) -> frozenset[int]:
+        """The workers that have not ended."""
+        return frozenset(self._running)
+
+    async def wait_exit(self) -> tuple[int, int]:
+        """The next worker that ended, each once, and its exit status: the code, or -N where signal N killed it.
+
+        Waits as long as workers live; for one task at a time.
+        """
+        return await self._exits.get()
+
+    async def terminate(self, grace_seconds: float = 5.0) -> None:
+        """End what still runs and return when nothing is left: after a grace for workers that are ending by themselves
+        SIGKILL for their whole groups; then the fork server. They leave SIGTERM to us, so it would end nothing."""
+        self._server.send_signal(signal.SIGCONT)  # where somebody has stopped it: it has children to reap
+        if self._reader is not None:
+            if not await self._all_gone(grace_seconds):
+                for worker in self.running:
+                    await self._ask(processes.Signal(worker, signal.SIGKILL))
+                await self._all_gone(KILL_SECONDS)
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+        else:
+            self._server.kill()  # it may be in the middle of an import; the kernel kills its children with it
+        self._pipe.close()  # the server kills what is left of its children, reaps it, and ends
+        try:
+            await asyncio.to_thread(self._server.wait, KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            await asyncio.to_thread(self._server.wait)
+
+    async def kill(self, worker: int) -> None:
+        """End one worker at once, with its process group; nothing happens where it has ended."""
+        if worker in self._running:
+            await self._ask(processes.Signal(worker, signal.SIGKILL))
+
+    async def _all_gone(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                while self._running:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _ask(self, request: processes.Request) -> None:
+        """Send a request; where somebody has stopped the fork server, it goes on."""
+        self._server.send_signal(signal.SIGCONT)
+        try:
+            await asyncio.get_running_loop().sock_sendall(self._pipe, processes.frame(request))
+        except (BrokenPipeError, ConnectionResetError):
+            self._lost()
+
+    async def _next_event(self) -> processes.Event | None:
+        """The fork server's next event; None where it has ended."""
+        while (body := cut(self._buffer)) is None:
+            try:
+                piece = await asyncio.get_running_loop().sock_recv(self._pipe, 1 << 16)
+            except ConnectionResetError:
+                piece = b""
+            if not piece:
+                return None
+            self._buffer += piece
+        return processes.decode_event(body)
+
+    async def start(self, entry: str) -> None:
+        """Wait for the preloaded modules, then start every worker. Raises LaunchError."""
+        event = await self._next_event()
+        if not isinstance(event, Preloaded):
+            raise LaunchError("the fork server ended before it was ready; its messages are above")
+        if event.error:
+            raise LaunchError(f"the workers' modules cannot be imported:\n{event.error}")
+        for boot in self._boots.values():
+            payload = msgspec.msgpack.encode(_Payload(entry, boot))
+            title = f"realgraph worker {boot.worker}"
+            await self._ask(processes.Spawn(boot.worker, f"{__name__}:enter", payload, boot.log, title))
+        while len(self.handles) < len(self._boots):
+            event = await self._next_event()
+            if event is None:
+                raise LaunchError("the fork server ended while it started the workers; its messages are above")
+            self._note(event)
+        self._reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        while (event := await self._next_event()) is not None:
+            self._note(event)
+        self._lost()
+
+    def _note(self, event: processes.Event) -> None:
+        match event:
+            case Started(number=worker, pid=pid):
+                self.handles[worker] = WorkerHandle(worker, pid, self._boots[worker].log)
+            case Exited(number=worker, status=status):
+                self._end(worker, status)
+            case Preloaded():
+                raise AssertionError("a second Preloaded")
+
+    def _lost(self) -> None:
+        """The fork server is gone, and so are its children: the kernel saw to it."""
+        for worker in self.running:
+            self._end(worker, -signal.SIGKILL)
+
+    def _end(self, worker: int, status: int) -> None:
+        if worker in self._running:
+            self._running.remove(worker)
+            self._exits.put_nowait((worker, status))
+            self._changed.set()
+
+
+async def start_workers(
+    boots: Sequence[WorkerBoot],
+    entry: str = ENTRY,
+    preload: Sequence[str] = PRELOAD,
+    deadline_seconds: float = 180.0,
+) -> Fleet:
+    """Start one process per boot, all with the threads of the first, and return once each has its process.
+
+    entry: `module:function`, called with its WorkerBoot in the worker's process. preload: modules that the fork server
+    imports once for all (the entry's own is added). To be called from the main thread: on Linux the workers end with
+    the thread that started them. Raises LaunchError, with nothing left running.
+    """
+    assert boots, "no workers to start"
+    for boot in boots:
+        Path(boot.log).parent.mkdir(parents=True, exist_ok=True)
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    modules = tuple(dict.fromkeys((*preload, entry.partition(":")[0])))
+    with theirs:
+        server = open_server(theirs, modules, boots[0].threads)
+    fleet = Fleet(server, ours, boots)
+    try:
+        async with time_limit(deadline_seconds):
+            await fleet.start(entry)
+    except TimeoutError:
+        await fleet.terminate(0)
+        raise LaunchError(f"the workers were not started within {deadline_seconds:g} s") from None
+    except BaseException:
+        await fleet.terminate(0)
+        raise
+    return fleet

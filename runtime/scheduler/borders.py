@@ -1,0 +1,106 @@
+"""What happens between two steps: evaluations and checkpoints, one at a time, in order. Knows when, not how."""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Literal
+
+from msgspec import Struct
+
+from realgraph.runtime.job.job import Job
+from realgraph.runtime.wire.protocol import Metric
+
+BEST_BY = ("accuracy", "pass@1", "reward")  # the first of these that an evaluation reports decides which is best
+
+
+class BorderWork(Struct, frozen=True):
+    """An evaluation or a checkpoint of `step` completed steps."""
+
+    kind: Literal["evaluate", "save"]
+    step: int
+
+
+class Borders:
+    """The work due at borders, the end of the run (`target` completed steps) and the best evaluation."""
+
+    def __init__(self, job: Job, first_step: int, n_eval_rows: int) -> None:
+        self.target = max(job.steps, first_step)
+        self.saved = first_step
+        self.stopping = False
+        self.queue: deque[BorderWork] = deque()
+        self.best_step, self.best_value = -1, 0.0
+        self.evaluated_step = -1
+        self._every_save, self._save_seconds = job.checkpoint.every, job.checkpoint.seconds
+        self._saved_at = 0.0  # when the last checkpoint was, or the start
+        self._due = -1  # the step that is saved because it is time; -1: none yet
+        can_eval = job.eval is not None and n_eval_rows > 0
+        self._every_eval = job.eval.every if job.eval is not None and can_eval else 0
+        self._at_start = job.eval is not None and job.eval.at_start
+
+    def began(self, now: float) -> None:
+        """From here on time counts."""
+        self._saved_at = now
+
+    def was_saved(self, step: int, now: float) -> None:
+        """The checkpoint of `step` completed steps is written."""
+        self.saved, self._saved_at, self._due = step, now, -1
+
+    def started(self) -> None:
+        """A fresh run begins."""
+        if self._every_eval and self._at_start:
+            self.queue.append(BorderWork("evaluate", 0))
+
+    def resumed(self, step: int) -> None:
+        """A run goes on after `step` steps, of which the last may have been saved before it was evaluated."""
+        if self.evaluated_step < step and self._is_evaluated(step):
+            self.queue.append(BorderWork("evaluate", step))
+
+    def _is_evaluated(self, step: int) -> bool:
+        if not self._every_eval:
+            return False
+        return step % self._every_eval == 0 or (step == self.target and not self.stopping)
+
+    def ended(self, step: int, first: int, now: float) -> None:
+        """`step` steps are complete, and `first` is the first at whose end a checkpoint can still be written.
+
+        `first` is later where train calls of further steps have begun already.
+        """
+        at_end = step == self.target
+        if self._is_evaluated(step):
+            self.queue.append(BorderWork("evaluate", step))
+        if self._save_seconds and self._due < 0 and now - self._saved_at >= self._save_seconds:
+            self._due = first
+        if at_end or step == self._due or (self._every_save and step % self._every_save == 0):
+            self.queue.append(BorderWork("save", step))
+
+    def stop_after(self, step: int) -> None:
+        """The run ends with `step` complete steps, or where it would have ended anyway."""
+        if step < self.target:
+            self.target, self.stopping = step, True
+
+    def end_with_save(self, step: int) -> None:
+        """With `step` steps complete: queue the last checkpoint, if a stop made this step the last one."""
+        if step == self.target != self.saved and not self.queue:
+            self.queue.append(BorderWork("save", step))
+
+    def barrier(self, step: int) -> int:
+        """With `step` steps complete: the last step that may train before the next checkpoint is written.
+
+        An evaluation may turn out the best so far, and then a checkpoint of the weights that it saw follows.
+        """
+        periods = [every for every in (self._every_save, self._every_eval) if every]
+        due = [self._due] if self._due > step else []
+        return min([self.target, *due, *((step // every + 1) * every for every in periods)]) - 1
+
+    def judge(self, step: int, metrics: Mapping[str, Metric]) -> bool:
+        """Whether this evaluation is better than all before it; remembers it if so, and has its weights saved.
+
+        Of step 0 nothing is saved: those weights are the run's own starting point.
+        """
+        self.evaluated_step = step
+        value = next((metrics[name].value for name in BEST_BY if name in metrics), None)
+        if value is None or (self.best_step >= 0 and value <= self.best_value):
+            return False
+        self.best_step, self.best_value = step, value
+        if step and BorderWork("save", step) not in self.queue:
+            self.queue.append(BorderWork("save", step))
+        return True

@@ -1,0 +1,220 @@
+"""From an admitted number to a ready group: hands out groups, follows them through the streaming functions.
+
+Knows neither meshes nor weights: the Scheduler says how many groups may be admitted, and when.
+"""
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+
+from realgraph.runtime.commands.actions import Action, Send
+from realgraph.runtime.commands.tally import Tally
+from realgraph.runtime.commands.tasks import Task, Tasks
+from realgraph.runtime.job.job import RuntimeSpec
+from realgraph.runtime.scheduler.ledger import Group, Ledger, State
+from realgraph.runtime.scheduler.program import HOME, Program
+from realgraph.runtime.wire.protocol import Abort, Drop, Execute, Generated, Load, Loaded, Sample, Source, Submit
+
+BARREN_BATCHES = 20  # batches of groups in a row that all were left out: the run gives up
+
+
+class UnexpectedReply(Exception):
+    """A worker answered what it was not asked: a bug of ours, reported like a failure of that worker."""
+
+
+class Collection:
+    """The groups on their way. `tally` takes what is reported of groups that no batch has taken yet."""
+
+    def __init__(self, program: Program, ledger: Ledger, tasks: Tasks, runtime: RuntimeSpec) -> None:
+        self._program, self._ledger, self._tasks, self._runtime = program, ledger, tasks, runtime
+        self._all = (1 << len(program.stream)) - 1
+        self._leaving: dict[int, Group] = {}  # discarded, but a function still reads them
+        self._aborted: set[int] = set()
+        self._open = dict.fromkeys(program.homes, 0)  # groups to be made, per worker
+        self._lightest = [(0, worker) for worker in program.homes]  # heap; outdated entries are skipped
+        heapq.heapify(self._lightest)
+        self._busy_until: dict[int, float] = {}  # worker -> when its queue of functions ends at the latest
+        self._n_functions: dict[int, int] = {}  # worker -> tasks of streaming functions in flight
+        self.tally = Tally()
+        self.step = 0  # the next batch: what groups are made for
+        self.n_barren = 0  # groups left out since the last one that was ready
+        self.n_skipped = 0  # of them, those whose prompt was too long
+        self.out: list[Action] = []
+
+    # --- handing out --------------------------------------------------------------------------------------------------
+
+    def _take_lightest(self) -> int:
+        while True:
+            load, worker = self._lightest[0]
+            if self._open[worker] == load:
+                self._open[worker] = load + 1
+                heapq.heapreplace(self._lightest, (load + 1, worker))
+                return worker
+            heapq.heappop(self._lightest)
+
+    def _answered(self, worker: int, n_groups: int, now: float, seconds: float) -> None:
+        left = self._open[worker] - n_groups
+        if left < 0:
+            raise UnexpectedReply(f"worker {worker} answered for more groups than it had")
+        self._open[worker] = left
+        heapq.heappush(self._lightest, (left, worker))
+        if left:
+            self._tasks.watch(worker, now, seconds)
+        else:
+            self._tasks.unwatch(worker)
+
+    def admit(self, n_groups: int, version: int, weights: int, now: float) -> None:
+        """Admit `n_groups` at `version` (train steps), evenly over the workers; `weights`: the role's version."""
+        by_worker: dict[int, list[int]] = {}
+        for _ in range(n_groups):
+            worker = self._take_lightest()
+            by_worker.setdefault(worker, []).append(self._ledger.admit(worker, version).id)
+        call = self._program.generate
+        for worker, groups in by_worker.items():
+            command = Submit(call, tuple(groups), weights) if call else Load(tuple(groups))
+            self.out.append(Send(worker, command))
+            self._tasks.watch(worker, now, self.limit_seconds)
+
+    @property
+    def limit_seconds(self) -> float:
+        """How long a worker may take from one made group to the next."""
+        call = self._program.calls.get(self._program.generate)
+        predicted = call.predicted_seconds if call else 0.0
+        return max(self._runtime.min_deadline_seconds, self._runtime.deadline_factor * predicted)
+
+    def abort(self) -> None:
+        """Stop all generation: no step of this run will need what is not made yet. A resumed run makes it again."""
+        by_home: dict[int, list[int]] = {}
+        for group in self._ledger.live.values():
+            if group.state is State.ADMITTED:
+                by_home.setdefault(group.home, []).append(group.id)
+        for home, groups in by_home.items():
+            self._aborted.update(groups)
+            self._tasks.unwatch(home)
+            self.out.append(Send(home, Abort(tuple(groups))))
+
+    def n_open(self, worker: int) -> int:
+        """Groups that `worker` has still to make."""
+        return self._open[worker]
+
+    def next_batch(self) -> Tally:
+        """A batch has been taken: what was reported of its groups; from now on groups are made for the next step."""
+        tally, self.tally = self.tally, Tally()
+        self.step += 1
+        return tally
+
+    # --- coming back --------------------------------------------------------------------------------------------------
+
+    def arrived(self, reply: Generated | Loaded, version_per_step: int, now: float) -> None:
+        """Groups were made, or skipped. version_per_step: train calls a step of the role, 0 where it is frozen."""
+        if self._aborted and self._aborted.issuperset((*reply.groups, *reply.skipped)):
+            return  # the answer and the abort have crossed
+        groups = [self._expect(number, reply.worker) for number in sorted(reply.groups)]
+        skipped = [self._expect(number, reply.worker) for number in reply.skipped]
+        samples: dict[int, list[Sample]] = {number: [] for number in reply.groups}
+        n = self._program.samples_per_group
+        for sample in reply.samples:
+            if sample.sample // n not in samples:
+                raise UnexpectedReply(f"sample {sample.sample} belongs to none of the groups it came with")
+            samples[sample.sample // n].append(sample)
+        self._answered(reply.worker, len(groups) + len(skipped), now, self.limit_seconds)
+        for group in groups:
+            own = sorted(samples[group.id], key=lambda sample: sample.sample)
+            if [sample.sample for sample in own] != list(range(group.id * n, group.id * n + n)):
+                raise UnexpectedReply(f"group {group.id} came with {len(own)} samples, not its {n}")
+            oldest = min(sample.oldest for sample in own) // version_per_step if version_per_step else group.version
+            self._ledger.generated(group, tuple(own), oldest)
+        if isinstance(reply, Generated):
+            self.tally.add(reply.call, reply.metrics, reply.started, reply.ended)
+        for group in skipped:
+            self._ledger.discard(group)
+            self.tally.n_skipped += 1
+            self.n_barren += 1
+            self.n_skipped += 1
+        self._advance(groups, now)
+
+    def _expect(self, number: int, worker: int) -> Group:
+        group = self._ledger.live.get(number)
+        if group is None or group.home != worker or group.samples:
+            raise UnexpectedReply(f"worker {worker} answered for group {number}, which it was not to make")
+        return group
+
+    def function_ended(self, task: Task, worker: int, now: float) -> None:
+        """A streaming function has run on the groups of `task`."""
+        bit = 1 << self._program.stream.index(task.call)
+        self._n_functions[worker] -= 1
+        if not self._n_functions[worker]:
+            self._busy_until.pop(worker, None)
+        alive, gone = [], []
+        for number in task.groups:
+            group = self._leaving.get(number) or self._ledger.live[number]
+            group.running -= 1
+            group.done |= bit
+            if number in self._leaving:
+                if not group.running:
+                    gone.append(self._leaving.pop(number))
+            elif task.kept.get(number, True):
+                alive.append(group)
+            else:
+                gone += self._leave_out(group)
+        self.drop(gone)
+        self._advance(alive, now)
+
+    def _leave_out(self, group: Group) -> list[Group]:
+        """Filter `group` out; returned if its keys can be dropped at once."""
+        self._ledger.discard(group)
+        self.tally.n_dropped += 1
+        self.n_barren += 1
+        if group.running:
+            self._leaving[group.id] = group
+            return []
+        return [group]
+
+    def drop(self, groups: Iterable[Group]) -> None:
+        """Tell the homes of `groups` to forget them."""
+        by_home: dict[int, list[int]] = {}
+        for group in groups:
+            by_home.setdefault(group.home, []).append(group.id)
+        self.out += [Send(home, Drop(tuple(sorted(numbers)))) for home, numbers in by_home.items()]
+
+    # --- streaming functions ------------------------------------------------------------------------------------------
+
+    def _advance(self, groups: Sequence[Group], now: float) -> None:
+        """Start what these groups (of one home) have become ready for; those through with it are ready for a batch."""
+        for index, name in enumerate(self._program.stream):
+            bit, needs = 1 << index, self._program.calls[name].needs
+            due = [group for group in groups if not group.launched & bit and group.done & needs == needs]
+            if due:
+                self._run(name, bit, due, now)
+        for group in groups:
+            if group.done == self._all:
+                self._ledger.ready(group)
+                self.n_barren = self.n_skipped = 0
+
+    def _run(self, name: str, bit: int, groups: Sequence[Group], now: float) -> None:
+        """One `Execute` of a streaming function over `groups` of one home."""
+        call, n, home = self._program.calls[name], self._program.samples_per_group, groups[0].home
+        ids = tuple([group.id * n + index for group in groups for index in range(n)])
+        if call.per_group:
+            shares = tuple([ids[start : start + n] for start in range(0, len(ids), n)])
+        else:
+            shares = tuple([(sample,) for sample in ids])
+        keys = call.reads.get(HOME, ())
+        task = self._tasks.open("stream", name, self.step, self.tally)
+        task.groups = tuple([group.id for group in groups])
+        for group in groups:
+            group.launched |= bit
+            group.running += 1
+        seconds = self._function_seconds(home, call.timeout_seconds, len(shares), now)
+        sources = (Source(home, keys, ids),) if keys else ()
+        command = Execute(task.number, name, self.step, shares, sources, deadline_seconds=seconds)
+        self.out.append(Send(home, command))
+        self._tasks.fly(task, (home,), now, seconds)
+
+    def _function_seconds(self, worker: int, timeout: float, n_units: int, now: float) -> float:
+        """Until when a function must have ended behind those that its worker already has, in seconds from `now`."""
+        processes = self._runtime.function_processes
+        busy = max(now, self._busy_until.get(worker, now)) + timeout * math.ceil(n_units / processes)
+        self._busy_until[worker] = busy
+        self._n_functions[worker] = self._n_functions.get(worker, 0) + 1
+        return busy - now + self._runtime.min_deadline_seconds

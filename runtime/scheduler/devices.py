@@ -1,0 +1,184 @@
+"""The devices: whose turn it is, which weights lie where, whether the generate session is open.
+
+A call on a trained role runs on the very version it needs: a copy that is older gets a reallocation first.
+"""
+
+from collections.abc import Sequence
+
+from realgraph.planner.plan.events import reallocation_node
+from realgraph.planner.plan.plan import Turn
+from realgraph.runtime.commands.actions import Checkpointed, Send
+from realgraph.runtime.commands.tasks import Task
+from realgraph.runtime.job.job import Job
+from realgraph.runtime.scheduler.collection import Collection
+from realgraph.runtime.scheduler.program import CallPlan, Program
+from realgraph.runtime.scheduler.steps import Steps
+from realgraph.runtime.scheduler.turns import Next, Turns
+from realgraph.runtime.wire.protocol import Reallocate
+
+
+class Devices:
+    """versions: role -> completed train calls. copies: call -> version of its own copy of the weights.
+    session: the step whose generate session is open."""
+
+    def __init__(self, job: Job, program: Program, steps: Steps, collection: Collection, state: Checkpointed) -> None:
+        self._staleness, self._program, self._steps, self._collection = job.plan.staleness, program, steps, collection
+        self.versions = dict(state.versions)
+        copies = [name for name, call in program.calls.items() if call.owners]
+        self.copies = {name: state.copies.get(name, 0) for name in copies}
+        orders = job.plan.orders
+        named = {reallocation_node(name): name for name in copies if name != program.generate or not self._staleness}
+        planned = {turn.call for order in orders.values() for turn in order}
+        self._moves = {turn: name for turn, name in named.items() if turn in planned}
+        self.turns = Turns({d: self._followed(order) for d, order in orders.items()}, state.step, program.generate)
+        self.session: int | None = None
+        offsets = [turn.offset for order in job.plan.orders.values() for turn in order]
+        self._ahead = max(1, max(offsets, default=0) - min(offsets, default=0))
+
+    def _followed(self, order: Sequence[Turn]) -> tuple[Turn, ...]:
+        """Without the turns of reallocations that keep to none: an open session gets new weights as soon as it can."""
+        return tuple(turn for turn in order if turn.call in self._program.calls or turn.call in self._moves)
+
+    def check(self) -> None:
+        """Assert what is always true."""
+        for name, version in self.copies.items():
+            assert version <= self.versions[self._program.calls[name].role]
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    @property
+    def generator_weights(self) -> int:
+        """The version of the weights that generate; 0 where nothing does."""
+        call = self._program.calls.get(self._program.generate)
+        return self.copies.get(call.name, self.versions.get(call.role, 0)) if call else 0
+
+    @property
+    def admission_version(self) -> int:
+        """What admission counts: train steps behind the weights that generate. Frozen ones are as old as the step."""
+        per_step = self._program.trains_of_generator
+        return self.generator_weights // per_step if per_step else max(self._steps.completed, self.session or 0)
+
+    def behind(self, call: str) -> bool:
+        """Whether `call` runs on a copy that is older than the trained weights."""
+        return call in self.copies and self.copies[call] < self.versions[self._program.calls[call].role]
+
+    def reallocate(self, name: str, now: float) -> bool:
+        """Bring the copy of `name` up to date, if both meshes are free; an open session of `name` itself goes on."""
+        call = self._program.calls[name]
+        lanes = self.turns.of(name, call.trainer)
+        if not self.turns.idle(lanes):
+            return False
+        if self.session is not None and not self._staleness and name != self._program.generate:
+            held = {id(lane) for lane in self.turns.of(self._program.generate)}
+            if any(id(lane) in held for lane in lanes):
+                return False
+        workers = sorted({*call.workers, *call.owners})
+        task = self._steps.tasks.open("reallocate", name, self._collection.step, self._collection.tally)
+        command = Reallocate(task.number, call.role, name, self.versions[call.role], call.owners)
+        self._steps.out += [Send(worker, command) for worker in workers]
+        self.turns.hold(lanes, task.number)
+        self._steps.fly(task, workers, now, call.predicted_seconds)
+        return True
+
+    # --- what has ended -----------------------------------------------------------------------------------------------
+
+    def ended(self, call: CallPlan, task: Task) -> None:
+        """A mesh-holding call of a step has ended on all its workers."""
+        if call.work == "train":
+            self.versions[call.role] += 1
+        self.turns.release(task.number)
+        self.turns.leave(task.call, task.step)
+
+    def reallocated(self, task: Task) -> None:
+        """The copy is what is trained: nothing was trained meanwhile, the reallocation held that mesh too."""
+        self.turns.release(task.number)
+        self.copies[task.call] = self.versions[self._program.calls[task.call].role]
+
+    def _set_session(self, step: int | None) -> None:
+        self.session = step
+        if self._staleness:
+            self.turns.streaming = None if step is None else Next(self._program.generate, step)
+
+    def close_session(self, step: int) -> None:
+        """The batch of `step` is there: a session opened for it or an earlier one has had its turn."""
+        if self.session is not None and self.session <= step:
+            self.turns.leave(self._program.generate, self.session)
+            self._set_session(None)
+
+    def abandon_session(self, target: int) -> bool:
+        """Close the session if the run now ends before its step; whether it did."""
+        if self.session is None or self.session < target:
+            return False
+        self._set_session(None)
+        return True
+
+    # --- turns --------------------------------------------------------------------------------------------------------
+
+    def _may_run(self, head: Next) -> bool:
+        """Whether all that `head` needs is there, its copy of the weights left aside."""
+        call = self._program.calls[head.call]
+        if call.work != "generate":
+            return self._steps.may_run(call, head.step, self.versions)
+        if self.session is not None:
+            return False
+        if not self._program.trains_of_generator:
+            return head.step <= self._steps.completed + self._ahead + self._staleness
+        return self._trained_for(call, head.step)
+
+    def _trained_for(self, call: CallPlan, step: int) -> bool:
+        """Whether the trained role of `call` is at a version that `step` may run on."""
+        staleness = self._staleness if call.work == "generate" else 0
+        return self.versions[call.role] // self._program.trains[call.role] >= step - staleness
+
+    def _take_moves(self, heads: list[Next], now: float) -> bool:
+        """Reallocations whose turn it is: started, or passed where the copy is what is trained already."""
+        moved = False
+        for head in heads:
+            name = self._moves.get(head.call)
+            if name is None or not self._trained_for(self._program.calls[name], head.step):
+                continue
+            if self.behind(name):
+                moved |= self.reallocate(name, now)
+            else:
+                self.turns.leave(head.call, head.step)
+                moved = True
+        return moved
+
+    def _skip_made(self, heads: list[Next]) -> bool:
+        """Pass the generate turns of steps whose batches are there already."""
+        generate, next_batch = self._program.generate, self._collection.step
+        made = [head for head in heads if head.call == generate and head.step < next_batch and self.session is None]
+        for head in made:
+            self.turns.leave(head.call, head.step)
+        return bool(made)
+
+    def take_turns(self, barrier: int, target: int, now: float) -> bool:
+        """Start reallocations first, then the calls that are next on all their devices; whether any was started.
+
+        What waits for a reallocation has its meshes to itself from now on, so that other calls never starve it.
+        """
+        heads = self.turns.next(barrier, target)
+        if self._skip_made(heads) or self._take_moves(heads, now):
+            return True
+        heads = [head for head in heads if head.call not in self._moves and self._may_run(head)]
+        wanted = [head.call for head in heads if self.behind(head.call)]
+        if self.session is not None and self.behind(self._program.generate):
+            wanted.insert(0, self._program.generate)
+        moved = False
+        reserved: set[int] = set()
+        for name in wanted:
+            if self.reallocate(name, now):
+                moved = True
+            else:
+                reserved.update(id(lane) for lane in self.turns.of(name, self._program.calls[name].trainer))
+        for head in heads:
+            lanes = self.turns.of(head.call)
+            if self.behind(head.call) or not self.turns.idle(lanes) or any(id(lane) in reserved for lane in lanes):
+                continue
+            moved = True
+            if head.call == self._program.generate:
+                self._set_session(head.step)
+            else:
+                task = self._steps.start(head.call, head.step, self.versions, now)
+                self.turns.hold(lanes, task.number)
+        return moved

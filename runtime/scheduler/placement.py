@@ -1,0 +1,189 @@
+"""A step's batch: which worker holds what of it, how it is cut into shares, and the messages that say so."""
+
+import heapq
+from collections.abc import Iterable, Sequence
+
+from realgraph.runtime.job.cursor import minibatch_groups
+from realgraph.runtime.scheduler.ledger import Group
+from realgraph.runtime.scheduler.program import HOME, SHARED, CallPlan
+from realgraph.runtime.wire.protocol import Source
+
+Place = int  # a number of one way in which the batch lies over workers
+Shape = tuple[int, bool, int]  # ranks, whole groups, whose lengths balance them
+Cut = tuple[tuple[tuple[int, ...], ...], bool, int]  # the ranks' workers, whole groups, whose lengths
+Holders = list[tuple[int, tuple[int, ...]]]  # (worker, ids of samples)
+
+
+def balance(weights: Sequence[int], n_parts: int) -> list[list[int]]:
+    """Positions of `weights` (tokens) cut into `n_parts`, each in order: longest first, to the lightest part.
+
+    The heaviest and the lightest part differ by at most the largest weight. Source: Graham 1969 (LPT rule).
+    """
+    parts: list[list[int]] = [[] for _ in range(n_parts)]
+    heap = list(range(n_parts))  # load x n_parts + part: one comparison each
+    for position in sorted(range(len(weights)), key=weights.__getitem__, reverse=True):
+        lightest = heap[0]
+        parts[lightest % n_parts].append(position)
+        heapq.heapreplace(heap, lightest + weights[position] * n_parts)
+    for part in parts:
+        part.sort()
+    return parts
+
+
+def _shape(call: CallPlan) -> Shape:
+    return len(call.ranks), call.whole_groups, call.own
+
+
+class Batch:
+    """The groups of a step in order of number. Positions are those of `ids`, the samples in order of number."""
+
+    def __init__(self, step: int, groups: Sequence[Group], samples_per_group: int, seed: int) -> None:
+        self.step, self.groups, self.per_group, self.seed = step, tuple(groups), samples_per_group, seed
+        self.ids = [group.id * samples_per_group + index for group in groups for index in range(samples_per_group)]
+        samples = [sample for group in groups for sample in group.samples]
+        self.n_tokens = [sample.n_tokens for sample in samples]
+        n_own = min((len(sample.own_tokens) for sample in samples), default=0)
+        self._own = [[sample.own_tokens[i] for sample in samples] for i in range(n_own)]
+        assert len(self.n_tokens) == len(self.ids)
+        homes = [group.home for group in groups for _ in range(samples_per_group)]
+        self._workers = [homes]  # place -> worker of every position; calls that lie alike share one
+        self._cuts: list[Cut] = [((), False, SHARED)]  # place -> how it is cut
+        self._place: dict[str, Place] = {HOME: 0}  # of what a call wrote
+        self._parts: dict[Shape, list[list[int]]] = {}
+        self._named: dict[Shape, list[tuple[int, ...]]] = {}
+        self._held: dict[tuple[Shape, Place], list[Holders]] = {}
+
+    def _cut(self, groups: Sequence[int], shape: Shape) -> list[list[int]]:
+        """Positions of the samples of `groups` (positions too), balanced by tokens over the ranks of `shape`."""
+        n_ranks, whole_groups, own = shape
+        n = self.per_group
+        lengths = self._own[own] if 0 <= own < len(self._own) else self.n_tokens
+        positions = [group * n + index for group in groups for index in range(n)]
+        if not whole_groups:
+            return [[positions[i] for i in part] for part in balance([lengths[p] for p in positions], n_ranks)]
+        weights = [sum(lengths[group * n : (group + 1) * n]) for group in groups]
+        return [[groups[i] * n + index for i in part for index in range(n)] for part in balance(weights, n_ranks)]
+
+    def whole(self, n_ranks: int, whole_groups: bool = False, own: int = SHARED) -> list[list[int]]:
+        """The whole batch cut for `n_ranks`; calls of one step with as many ranks and lengths get equal parts."""
+        shape = (n_ranks, whole_groups, own)
+        if shape not in self._parts:
+            self._parts[shape] = self._cut(range(len(self.groups)), shape)
+        return self._parts[shape]
+
+    def minibatches(self, call: CallPlan) -> list[list[list[int]]]:
+        """Of a train call with several mini-batches: mini-batch -> rank -> positions."""
+        cuts = []
+        for epoch in range(call.epochs):
+            for groups in minibatch_groups(len(self.groups), call.minibatches, self.seed, self.step, epoch):
+                cuts.append(self._cut(groups, _shape(call)))
+        return cuts
+
+    def named(self, positions: Iterable[int]) -> tuple[int, ...]:
+        """The ids of the samples at these positions."""
+        ids = self.ids
+        return tuple([ids[position] for position in positions])
+
+    def whole_named(self, call: CallPlan) -> list[tuple[int, ...]]:
+        """`whole` for a call's ranks, as ids of samples."""
+        shape = _shape(call)
+        if shape not in self._named:
+            self._named[shape] = [self.named(part) for part in self.whole(*shape)]
+        return self._named[shape]
+
+    # --- who holds what -----------------------------------------------------------------------------------------------
+
+    def own(self, call: CallPlan) -> None:
+        """What `call` writes lies with the first worker of each rank, for its part of the whole batch."""
+        cut = (call.ranks or (call.workers,), call.whole_groups, call.own)
+        if cut in self._cuts:
+            self._place[call.name] = self._cuts.index(cut)
+            return
+        self._place[call.name] = len(self._cuts)
+        self._cuts.append(cut)
+        workers = [call.workers[0] if call.workers else 0] * len(self.ids)
+        for rank, part in zip(call.ranks, self.whole(len(cut[0]), call.whole_groups, call.own), strict=False):
+            for position in part:
+                workers[position] = rank[0]
+        self._workers.append(workers)
+
+    def owners(self, owner: str) -> list[int]:
+        """The worker that holds what `owner` (HOME or a call) wrote, of every position."""
+        return self._workers[self._place[owner]]
+
+    def _places(self, call: CallPlan) -> dict[Place, tuple[str, ...]]:
+        """What `call` reads, by where it lies."""
+        keys: dict[Place, tuple[str, ...]] = {}
+        for owner, names in call.reads.items():
+            place = self._place[owner]
+            keys[place] = keys.get(place, ()) + names
+        return keys
+
+    def _holders(self, place: Place, positions: Sequence[int]) -> Holders:
+        workers, ids = self._workers[place], self.ids
+        by_worker: dict[int, list[int]] = {}
+        for position in positions:
+            worker = workers[position]
+            held = by_worker.get(worker)
+            if held is None:
+                by_worker[worker] = [ids[position]]
+            else:
+                held.append(ids[position])
+        return [(worker, tuple(held)) for worker, held in by_worker.items()]
+
+    def sources(self, call: CallPlan, positions: Sequence[int]) -> tuple[Source, ...]:
+        """Where `call` finds what it reads of the samples at these positions."""
+        return tuple(
+            [
+                Source(worker, keys, ids)
+                for place, keys in self._places(call).items()
+                for worker, ids in self._holders(place, positions)
+            ]
+        )
+
+    def sources_of_ranks(self, call: CallPlan) -> list[tuple[Source, ...]]:
+        """`sources` of each rank's part of the whole batch; the look-up is shared by the step's calls."""
+        shape = _shape(call)
+        found = []
+        for place, keys in self._places(call).items():
+            key = (shape, place)
+            if key not in self._held:
+                self._held[key] = [self._holders(place, part) for part in self.whole(*shape)]
+            found.append((keys, self._held[key]))
+        return [
+            tuple([Source(worker, keys, ids) for keys, held in found for worker, ids in held[rank]])
+            for rank in range(len(call.ranks))
+        ]
+
+    def by_home(self) -> dict[int, list[int]]:
+        """Home worker -> positions of the samples it holds."""
+        homes: dict[int, list[int]] = {}
+        for position, worker in enumerate(self._workers[0]):
+            homes.setdefault(worker, []).append(position)
+        return homes
+
+    def units(self, positions: Sequence[int], per_group: bool) -> tuple[tuple[int, ...], ...]:
+        """Shares of a function: one per sample, or one per group (whole groups lie at one home)."""
+        if not per_group:
+            return tuple([(self.ids[position],) for position in positions])
+        n = self.per_group
+        return tuple([self.named(positions[start : start + n]) for start in range(0, len(positions), n)])
+
+    def holdings(self) -> dict[int, tuple[int, ...]]:
+        """Worker -> the groups of which it may hold any key: all workers of a rank, of what its first one owns."""
+        n = self.per_group
+        numbers = [group.id for group in self.groups]
+        pairs: set[tuple[int, int]] = set()
+        for place in set(self._place.values()):
+            workers = self._workers[place]
+            owned: set[tuple[int, int]] = set()
+            for index in range(n):
+                owned.update(zip(workers[index::n], numbers, strict=True))
+            pairs |= owned
+            others = {rank[0]: rank[1:] for rank in self._cuts[place][0] if len(rank) > 1}
+            if others:
+                pairs.update((other, number) for worker, number in owned for other in others.get(worker, ()))
+        held: dict[int, list[int]] = {}
+        for worker, number in sorted(pairs):
+            held.setdefault(worker, []).append(number)
+        return {worker: tuple(groups) for worker, groups in held.items()}

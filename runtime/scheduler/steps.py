@@ -1,0 +1,199 @@
+"""The steps in hand: what of each has ended, and how a call of a step is started. Knows no turns and no sessions."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from realgraph.planner.costs.lengths import quantiles
+from realgraph.runtime.commands.actions import Action, Checkpointed, Send, StepEnded
+from realgraph.runtime.commands.tally import Tally
+from realgraph.runtime.commands.tasks import Task, Tasks, Work
+from realgraph.runtime.job.job import Job
+from realgraph.runtime.scheduler.placement import Batch
+from realgraph.runtime.scheduler.program import CallPlan, Program
+from realgraph.runtime.wire.protocol import Execute, Mean, Source
+
+Part = tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[Source, ...]]  # (workers, shares, sources)
+
+SHOWN_LENGTHS = 32  # quantiles that a step tells of its samples' lengths
+
+
+class _Step:
+    """A step whose batch is there. started and done: calls."""
+
+    __slots__ = ("batch", "done", "started", "tally")
+
+    def __init__(self, batch: Batch, tally: Tally) -> None:
+        self.batch, self.tally = batch, tally
+        self.started: set[str] = set()
+        self.done: set[str] = set()
+
+
+class Steps:
+    """Steps from their batch to their end. `completed` steps have ended; `carried` numbers go from one to the next."""
+
+    def __init__(self, job: Job, program: Program, tasks: Tasks, state: Checkpointed) -> None:
+        self._job, self._program, self.tasks = job, program, tasks
+        self.completed = state.step
+        self.newest_train = state.step - 1  # the last step of which a train call has started
+        self.carried: dict[str, dict[str, float]] = dict(state.carried)
+        self.longest_seconds = max((call.predicted_seconds for call in program.calls.values()), default=0.0)
+        self._open: dict[int, _Step] = {}
+        self.out: list[Action] = []
+
+    def limit(self, predicted_seconds: float) -> float:
+        """How long what is predicted to take so long may take."""
+        runtime = self._job.runtime
+        return max(runtime.min_deadline_seconds, runtime.deadline_factor * predicted_seconds)
+
+    def open(self, work: Work, call: str, step: int) -> Task:
+        """A task that belongs to no step in hand."""
+        return self.tasks.open(work, call, step, Tally())
+
+    def fly(self, task: Task, workers: Sequence[int], now: float, predicted_seconds: float) -> None:
+        """`workers` have got the commands of `task`."""
+        self.tasks.fly(task, workers, now, self.limit(predicted_seconds))
+
+    # --- the life of a step -------------------------------------------------------------------------------------------
+
+    def begin(self, batch: Batch, tally: Tally) -> None:
+        """The batch of the next step is there."""
+        self._open[batch.step] = _Step(batch, tally)
+
+    def ended(self, task: Task) -> None:
+        """A call of a step has ended on all its workers."""
+        self._open[task.step].done.add(task.call)
+        if task.state:
+            self.carried[task.call] = dict(task.state)
+
+    def end(self) -> tuple[Batch, Tally] | None:
+        """Close the oldest step, if every call of it has ended."""
+        step = self._open.get(self.completed)
+        if step is None or len(step.done) < len(self._program.batched):
+            return None
+        del self._open[self.completed]
+        self.completed += 1
+        return step.batch, step.tally
+
+    def check(self) -> None:
+        """Assert what is always true."""
+        for number, step in self._open.items():
+            assert number >= self.completed
+            assert step.done <= step.started <= set(self._program.batched)
+            for call in step.started:
+                assert set(self._program.calls[call].after) <= step.done, (call, number)
+
+    # --- starting calls -----------------------------------------------------------------------------------------------
+
+    def may_run(self, call: CallPlan, step: int, versions: Mapping[str, int]) -> bool:
+        """Whether `call` of `step` has its batch, its keys and the very version of the weights that it needs."""
+        at = self._open.get(step)
+        if at is None or call.name in at.started or not at.done.issuperset(call.after):
+            return False
+        if call.role not in self._program.trains:
+            return True
+        return versions[call.role] == step * self._program.trains[call.role] + call.ordinal
+
+    def start_free(self, barrier: int, now: float) -> bool:
+        """Start the functions and advantages whose keys are there. Calls over the batch wait at the barrier."""
+        moved = False
+        previous: _Step | None = None
+        for number in sorted(self._open):
+            step = self._open[number]
+            for name in self._program.batched:
+                call = self._program.calls[name]
+                if call.ranks or name in step.started or not step.done.issuperset(call.after):
+                    continue
+                if call.work == "whole" and number > barrier:
+                    continue
+                if previous is not None and name not in previous.done:
+                    continue
+                self.start(name, number, {}, now)
+                moved = True
+            previous = step
+        return moved
+
+    def start(self, name: str, number: int, versions: Mapping[str, int], now: float) -> Task:
+        """Send `name` of step `number` to its workers."""
+        call, step = self._program.calls[name], self._open[number]
+        task = self.tasks.open("call", name, number, step.tally)
+        match call.work:
+            case "inference" | "train":
+                parts = _parts_of_mesh(call, step.batch)
+                seconds = self.limit(call.predicted_seconds)
+            case "late":
+                parts = _parts_at_homes(call, step.batch)
+                most = max(len(shares) for _, shares, _ in parts)
+                queue = call.timeout_seconds * math.ceil(most / self._job.runtime.function_processes)
+                seconds = queue + self._job.runtime.min_deadline_seconds
+            case _:
+                parts = _parts_of_whole(call, step.batch)
+                seconds = self.limit(self.longest_seconds) + call.timeout_seconds
+        version, state = versions.get(call.role, 0), self.carried.get(name, {})
+        send, workers = self.out.append, []
+        for members, shares, sources in parts:
+            command = Execute(task.number, name, number, shares, sources, version, state, seconds)
+            for worker in members:
+                send(Send(worker, command))
+                workers.append(worker)
+        self.tasks.fly(task, workers, now, seconds)
+        step.started.add(name)
+        if call.work == "train":
+            self.newest_train = max(self.newest_train, number)
+        return task
+
+
+def _parts_of_mesh(call: CallPlan, batch: Batch) -> list[Part]:
+    """One part per data-parallel rank: its share of every mini-batch."""
+    if call.minibatches == 1:
+        if call.work == "inference":
+            batch.own(call)
+        parts = batch.whole_named(call)
+        found = batch.sources_of_ranks(call)
+        return [
+            (workers, (part,) * call.epochs, sources)
+            for workers, part, sources in zip(call.ranks, parts, found, strict=True)
+        ]
+    cuts = batch.minibatches(call)
+    mesh: list[Part] = []
+    for rank, workers in enumerate(call.ranks):
+        positions = sorted({position for cut in cuts for position in cut[rank]})
+        shares = tuple([batch.named(cut[rank]) for cut in cuts])
+        mesh.append((workers, shares, batch.sources(call, positions)))
+    return mesh
+
+
+def _parts_at_homes(call: CallPlan, batch: Batch) -> list[Part]:
+    """One part per home: the groups that it holds."""
+    return [
+        ((home,), batch.units(positions, call.per_group), batch.sources(call, positions))
+        for home, positions in sorted(batch.by_home().items())
+    ]
+
+
+def _parts_of_whole(call: CallPlan, batch: Batch) -> list[Part]:
+    """One part: the whole batch."""
+    positions = range(len(batch.ids))
+    batch.own(call)
+    return [(call.workers, (tuple(batch.ids),), batch.sources(call, positions))]
+
+
+def summary(batch: Batch, tally: Tally, versions: Mapping[str, int]) -> StepEnded:
+    """What is told of a step that has ended."""
+    ages = [batch.step - group.oldest for group in batch.groups]
+    lengths = [sample.n_new_tokens for group in batch.groups for sample in group.samples]
+    return StepEnded(
+        step=batch.step,
+        metrics=tally.metrics,
+        spans=tally.spans,
+        n_groups=len(batch.groups),
+        n_samples=len(batch.ids),
+        n_tokens=sum(batch.n_tokens),
+        n_new_tokens=sum(lengths),
+        n_skipped=tally.n_skipped,
+        n_dropped=tally.n_dropped,
+        age=Mean(float(sum(ages)), float(len(ages))),
+        oldest=max(ages),
+        versions=dict(versions),
+        transcripts=tuple(tally.transcripts),
+        lengths=quantiles(lengths, SHOWN_LENGTHS) if any(lengths) else (),
+    )

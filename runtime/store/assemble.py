@@ -1,0 +1,128 @@
+"""From the store's entries to packed batches and back: which keys of which samples, gathered from whom. Worker side."""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from realgraph.graphs.graph import Graph
+from realgraph.graphs.keys import MASK, TOKENS, DType, KeyType
+from realgraph.runtime.batch import Packed
+from realgraph.runtime.store.store import Store, as_bytes
+from realgraph.runtime.store.transfer import DataPlane, Want
+from realgraph.runtime.wire.protocol import Source
+
+Values = dict[str, dict[int, Tensor]]
+
+TORCH_DTYPES: Mapping[DType, torch.dtype] = {
+    "bool": torch.bool,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "tokens": torch.int64,
+    "text": torch.uint8,
+    "json": torch.uint8,
+}
+
+
+def encode_values(values: Sequence[Any], key: KeyType) -> tuple[Tensor, list[int]]:
+    """The values of a key as the store holds them, joined, and their lengths: text and json as UTF-8 bytes, scalars as
+    one number. A tensor for each would cost more."""
+    if key.dtype in ("text", "json"):
+        text = key.dtype == "text"
+        raw = [str(value).encode() if text else msgspec.json.encode(value) for value in values]
+        return as_bytes(b"".join(raw)), [len(value) for value in raw]
+    dtype = TORCH_DTYPES[key.dtype]
+    if values and isinstance(values[0], Tensor):
+        pieces = [value.to(dtype).cpu().reshape(-1) for value in values]
+        return torch.cat(pieces), [len(piece) for piece in pieces]
+    if key.level == "token" or key.dtype == "tokens":
+        return torch.tensor(list(itertools.chain.from_iterable(values)), dtype=dtype), [len(value) for value in values]
+    return torch.tensor(values, dtype=dtype), [1] * len(values)
+
+
+def decode_value(tensor: Tensor, key: KeyType) -> object:
+    """The Python value of a stored tensor: str, a JSON value, a list of numbers, or a number."""
+    if key.dtype == "text":
+        return bytes(tensor.numpy()).decode()
+    if key.dtype == "json":
+        return msgspec.json.decode(bytes(tensor.numpy()))
+    if key.level == "token" or key.dtype == "tokens":
+        return tensor.tolist()
+    return tensor.item()
+
+
+class Assembler:
+    """Gathers the keys of a call's samples and lays them out; puts back what a call has written."""
+
+    def __init__(self, graph: Graph, store: Store, plane: DataPlane, timeout_seconds: float) -> None:
+        self._graph, self._store, self._plane, self._timeout = graph, store, plane, timeout_seconds
+
+    def group(self, sample: int) -> int:
+        return sample // self._graph.samples_per_group
+
+    def gather(self, sources: Sequence[Source], samples: Iterable[int]) -> Values:
+        """Every key named by `sources` for those of `samples` that each source holds. Group keys go by group.
+
+        Nothing is copied: the values are to be read, never written, and to be let go soon (`packed` copies).
+        """
+        wanted = set(samples)
+        wants = []
+        for source in sources:
+            held = [sample for sample in source.samples if sample in wanted]
+            if not held:
+                continue
+            for name in source.keys:
+                is_group = self._graph.keys[name].type.level == "group"
+                ids = sorted({self.group(sample) for sample in held}) if is_group else held
+                wants.append(Want(source.worker, name, tuple(ids)))
+        return self._plane.gather_now(wants, deadline_seconds=self._timeout, copy=False)
+
+    def value(self, values: Values, name: str, sample: int) -> Tensor:
+        """One sample's entry of a key at any level."""
+        level = self._graph.keys[name].type.level
+        return values[name][self.group(sample) if level == "group" else sample]
+
+    def packed(self, values: Values, samples: Sequence[int], sequence: str = TOKENS) -> Packed:
+        """The numeric keys of `values` for `samples`, in this order, as one batch of the tokens under `sequence`."""
+        tokens = [self.value(values, sequence, sample) for sample in samples]
+        lengths = tuple(len(piece) for piece in tokens)
+        token_keys: dict[str, Tensor] = {}
+        sample_keys: dict[str, Tensor] = {}
+        mask = torch.zeros(sum(lengths), dtype=torch.bool)
+        for name in values:
+            key = self._graph.keys[name].type
+            if key.dtype in ("text", "json", "tokens"):
+                continue
+            pieces = [self.value(values, name, sample) for sample in samples]
+            joined = torch.cat(pieces) if pieces else torch.zeros(0, dtype=TORCH_DTYPES[key.dtype])
+            if name == MASK:
+                mask = joined
+            elif key.level == "token":
+                token_keys[name] = joined
+            else:
+                sample_keys[name] = joined
+        return Packed(
+            tokens=torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int64),
+            lengths=lengths,
+            mask=mask,
+            samples=tuple(samples),
+            groups=tuple(self.group(sample) for sample in samples),
+            token_keys=token_keys,
+            sample_keys=sample_keys,
+        )
+
+    def put_packed(self, name: str, value: Tensor, batch: Packed) -> None:
+        """Store a key computed for a packed batch: [T] is cut into samples, [N] into scalars."""
+        key = self._graph.keys[name].type
+        sizes = list(batch.lengths) if key.level == "token" else [1] * batch.n_samples
+        self._store.put_pieces(name, batch.samples, value.to(TORCH_DTYPES[key.dtype]).cpu(), sizes)
+
+    def put_values(self, name: str, ids: Sequence[int], values: Sequence[object]) -> None:
+        """Store Python values of a key, by sample or group id."""
+        key = self._graph.keys[name].type
+        self._store.put_pieces(name, ids, *encode_values(values, key))

@@ -1,0 +1,227 @@
+"""The data plane of one worker: serves its own store to peers, and gathers values from theirs.
+
+The route follows from where the peer is: shared memory on one host, frames over TCP between hosts. Serving runs in
+threads of its own, so peers are answered while the compute thread is busy.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import socket
+import sys
+import threading
+import uuid
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import zmq
+from msgspec import Struct
+from torch import Tensor
+
+from realgraph.runtime.store.bundle import AbsentError, Channel, Deadline, Item, Route, TransferError
+from realgraph.runtime.store.local import LocalChannel, LocalServer
+from realgraph.runtime.store.remote import RemoteChannel, RemoteServer
+from realgraph.runtime.store.store import MissingValueError, Store
+from realgraph.runtime.wire.curve import KeyPair
+from realgraph.runtime.wire.protocol import Peer
+
+Values = dict[str, dict[int, Tensor]]
+
+_IDLE_CHANNELS = 4  # kept per peer and route
+_GATHER_THREADS = 4
+_CLOSE_SECONDS = 60.0
+
+
+class Want(Struct, frozen=True):
+    """Values to gather: `ids` of `key` from `worker`'s store."""
+
+    worker: int
+    key: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Manner:
+    """How to gather: see `DataPlane.gather_now`."""
+
+    deadline: Deadline
+    copy: bool
+    route: Route | None
+
+
+def host_id() -> str:
+    """Names this host as far as Unix sockets reach: one boot of one machine, one network namespace."""
+    if sys.platform == "linux":
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    else:
+        space = f"{socket.gethostname()}/{uuid.getnode()}"
+    return hashlib.sha256(space.encode()).hexdigest()[:16]
+
+
+class DataPlane:
+    """Made once per worker, closed at its end. `connect` comes before the first gather and before any peer is let in.
+
+    keys: this worker's, as a server and as a client. interface: the address that peers on other hosts reach us by.
+    """
+
+    def __init__(
+        self, worker: int, store: Store, keys: KeyPair, interface: str = "127.0.0.1", host: str | None = None
+    ) -> None:
+        self._worker = worker
+        self._store = store
+        self._keys = keys
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._local = LocalServer(store)
+        self._remote = RemoteServer(store, keys, interface, self._context)
+        self._peers: dict[int, Peer] = {}
+        self._lock = threading.Lock()
+        self._quiet = threading.Condition()
+        self._running = 0  # gathers
+        self._idle: dict[tuple[int, Route], list[Channel]] = {}
+        self._returned: deque[tuple[int, LocalChannel]] = deque()  # filled by finalizers, which may not take the lock
+        self._closed = False
+        self._threads = ThreadPoolExecutor(_GATHER_THREADS, thread_name_prefix="gather")
+        host = host_id() if host is None else host
+        self.peer = Peer(worker, host, self._local.name, self._remote.address, keys.public)
+
+    def __enter__(self) -> "DataPlane":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def connect(self, peers: Sequence[Peer]) -> None:
+        """The workers of this run, ourselves among them or not: whom we may ask, and who may ask us."""
+        self._peers = {peer.worker: peer for peer in peers}
+        self._remote.allow([peer.key for peer in peers])
+
+    async def gather(
+        self, wants: Sequence[Want], *, deadline_seconds: float = 60.0, copy: bool = True, route: Route | None = None
+    ) -> Values:
+        """`gather_now` in a thread, for the control loop."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._threads,
+            lambda: self.gather_now(wants, deadline_seconds=deadline_seconds, copy=copy, route=route),
+        )
+
+    def gather_now(
+        self, wants: Sequence[Want], *, deadline_seconds: float = 60.0, copy: bool = True, route: Route | None = None
+    ) -> Values:
+        """The values wanted, by key and id, from all peers at once; safe to call from several threads.
+
+        An id that is wanted of several workers is taken from any of them. Copies are the caller's own. `copy=False`
+        gives views where the value lies in shared memory: to be read, never written, and to be let go soon, since the
+        owner cannot reuse that memory while one of them lives.
+        route: forces one, for tests and benchmarks; also for what lies in our own store.
+        Raises AbsentError where a worker holds no such value, PeerLostError, SlowPeerError at the deadline: each a
+        TransferError that names the worker.
+        """
+        values: Values = {want.key: {} for want in wants}
+        by_worker: dict[int, list[Want]] = {}
+        for want in wants:
+            by_worker.setdefault(want.worker, []).append(want)
+        if route is None:
+            self._take_own(by_worker.pop(self._worker, []), values, copy)
+        with self._quiet:
+            self._running += 1
+        try:
+            self._take(by_worker, values, _Manner(Deadline(deadline_seconds), copy, route))
+        finally:
+            with self._quiet:
+                self._running -= 1
+                self._quiet.notify_all()
+        return values
+
+    def _take(self, by_worker: Mapping[int, Sequence[Want]], values: Values, manner: "_Manner") -> None:
+        """Ask all peers, then collect from one after the other: their answers wait in the sockets meanwhile."""
+        asked: deque[tuple[int, Route, Channel]] = deque()
+        try:
+            for worker, wants in by_worker.items():
+                route = manner.route or self._route(worker)
+                asked.append((worker, route, self._channel(worker, route)))
+                asked[-1][2].ask([Item(want.key, want.ids) for want in wants], manner.deadline)
+            for wants in by_worker.values():
+                worker, route, channel = asked[0]
+                got = iter(channel.collect(manner.deadline, manner.copy))
+                asked.popleft()
+                if manner.copy or route == "tcp":  # else it comes back when the views are gone
+                    self._keep(worker, route, channel)
+                for want in wants:
+                    values[want.key].update(zip(want.ids, got, strict=False))
+        finally:
+            for _, _, channel in asked:  # those of a gather that failed: their answers are no longer wanted
+                channel.close()
+
+    def close(self) -> None:
+        """Stop serving, wait for gathers that still run, and hang up. Views that were lent stay valid."""
+        with self._lock:
+            self._closed = True
+            idle = [channel for channels in self._idle.values() for channel in channels]
+            self._idle.clear()
+        self._local.close()
+        self._remote.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._quiet:
+            self._quiet.wait_for(lambda: self._running == 0, _CLOSE_SECONDS)
+        self._collect_returned()
+        for channel in idle:
+            channel.close()
+        self._context.destroy(linger=0)
+
+    def _take_own(self, wants: Sequence[Want], values: Values, copy: bool) -> None:
+        for want in wants:
+            try:
+                entries = self._store.entries(want.key, want.ids)
+            except MissingValueError as error:
+                raise AbsentError(self._worker, error.key, error.id) from None
+            for id, entry in zip(want.ids, entries, strict=True):
+                values[want.key][id] = entry.tensor.clone() if copy else entry.tensor
+
+    def _peer(self, worker: int) -> Peer:
+        peer = self.peer if worker == self._worker else self._peers.get(worker)
+        if peer is None:
+            known = ", ".join(map(str, sorted(self._peers))) or "none yet"
+            raise TransferError(worker, f"worker {worker} is not among the known peers ({known})")
+        return peer
+
+    def _route(self, worker: int) -> Route:
+        return "local" if self._peer(worker).host == self.peer.host else "tcp"
+
+    def _channel(self, worker: int, route: Route) -> Channel:
+        self._collect_returned()
+        with self._lock:
+            if self._closed:
+                raise TransferError(worker, f"nothing can be had from worker {worker}: this data plane is closed")
+            idle = self._idle.setdefault((worker, route), [])
+            while idle:
+                channel = idle.pop()
+                if not channel.stale():
+                    return channel
+                channel.close()
+        peer = self._peer(worker)
+        if route == "tcp":
+            return RemoteChannel(peer, self._keys, self._context)
+        return LocalChannel(peer, lambda channel: self._returned.append((worker, channel)))
+
+    def _keep(self, worker: int, route: Route, channel: Channel) -> None:
+        with self._lock:
+            idle = self._idle.setdefault((worker, route), [])
+            if not self._closed and len(idle) < _IDLE_CHANNELS:
+                idle.append(channel)
+                return
+        channel.close()
+
+    def _collect_returned(self) -> None:
+        with contextlib.suppress(IndexError):  # several threads may empty it at once
+            while True:
+                worker, channel = self._returned.popleft()
+                self._keep(worker, "local", channel)

@@ -1,0 +1,267 @@
+"""The torch engine behind `TrainEngine`: one role on one data-parallel rank. Owns its model, optimizer and version.
+
+Every decision that ends a step (a loss that is not finite, a log-probability gap) is taken on numbers that all ranks
+share, so that they stop together; the passes themselves are `train_passes`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.spec import ModelRole, Train
+from realgraph.planner.plan.layout import Layout
+from realgraph.runtime.algorithms import losses
+from realgraph.runtime.batch import Packed
+from realgraph.runtime.models.models import DTYPES, PackedModel, Start, Wants, build
+from realgraph.runtime.models.weights import full_tensors, own_part
+from realgraph.runtime.parallel.groups import Ranks, shard
+from realgraph.runtime.train import files as train_files
+from realgraph.runtime.train.files import Contents, Counters, Snapshot
+from realgraph.runtime.train.optimizer import Adam, LossScale, Masters, lr_factor
+from realgraph.runtime.train.passes import Aim, Part, Passes, Settings, Tally, numerics_error
+from realgraph.runtime.wire.protocol import Mean, Metric
+
+FIRST_SCALE = 2.0**16  # of float16 losses
+
+
+class LogprobGap(ArithmeticError):
+    """Generator and trainer disagree about the probability of the sampled tokens: no ratio can be trusted."""
+
+
+def check_gap(gap: Mean, limit: float, when: str, temperature: float, *, agreed: bool) -> None:
+    """Raises LogprobGap for a mean difference over `limit`, both in nats. agreed: they did before, in this run."""
+    if not gap.value <= limit:
+        differs = f"weights, temperature ({temperature:g}) or precision differ"
+        reason = "they agreed before, so a weight update of the generator has failed" if agreed else differs
+        raise LogprobGap(
+            f"{when} the generator's log-probabilities are {gap.value:.3g} nats away from the trainer's on "
+            f"average, {limit:.3g} are allowed: {reason}"
+        )
+
+
+class TorchTrainEngine:
+    """Implements `engine.TrainEngine`. Frozen roles (no optimizer) infer, and take weights or averages of them.
+
+    Metrics of `train`: each rank returns its share, and shares merge (`protocol.merge`) to the truth; what all ranks
+    know alike (loss, grad_norm, lr, optimizer_steps) comes from rank 0 alone.
+    """
+
+    def __init__(self, role: ModelRole, model: PackedModel, ranks: Ranks, settings: Settings) -> None:
+        self.version = 0
+        self.role = role
+        self.model = model
+        self.settings = settings
+        self.ranks = ranks
+        self.optimizer_steps = 0
+        self.gate_passed = False
+        self.passes = Passes(role, model, ranks, settings)
+        self.sharded = self.passes.sharded
+        self.dtype = DTYPES[role.dtype]
+        self.masters: Masters | None = None
+        self.adam: Adam | None = None
+        self.scale = LossScale()
+        if settings.optimizer is None:
+            model.requires_grad_(False)
+        if settings.optimizer is not None or role.ema_rate is not None:
+            self.masters = Masters(model.network, master_dtype(role))
+        if settings.optimizer is not None and self.masters is not None:
+            self.adam = Adam(self.masters, settings.optimizer)
+            if self.dtype == torch.float16:
+                self.scale = LossScale(FIRST_SCALE, dynamic=True)
+            if role.gradient_checkpointing:
+                how = {"use_reentrant": False, "preserve_rng_state": False}
+                model.network.activation_checkpointing_enable(how)
+
+    def inference(self, batch: Packed, output: Literal["logprobs", "values", "scores"], temperature: float) -> Tensor:
+        """[T] for logprobs and values, [N] for scores; float32, on the CPU, in the batch's order."""
+        return self.passes.inference(batch, Wants(output, temperature)).to("cpu", torch.float32)
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def train(self, call: Train, minibatches: Sequence[Packed]) -> dict[str, Metric]:
+        """One optimizer step a mini-batch; those of all epochs come at once. Raises NumericsError or LogprobGap before
+        the step that is to blame.
+
+        Besides the loss's own metrics: loss, grad_norm, lr, optimizer_steps, n_tokens (of the batch), skipped (share of
+        samples left out as idle), overdue (share of sampled tokens over the age bound), logprob_gap (at the first
+        mini-batch, before its step), empty_steps (optimizer steps that were not taken, as nothing had a part in their
+        loss; only where there are any), entropy (over the first micro-batch of each step, on each rank) and, in
+        float16, loss_scale.
+        """
+        parts = self.passes.parts(call.loss, minibatches, self.version)
+        if losses.needs(call.loss).proximal and len(parts) > 1:
+            parts = self.passes.with_proximal(parts, call.temperature)
+        tally = Tally()
+        for step, part in enumerate(parts):
+            tally.add(self._step(call, part, first=step == 0))
+        self.version += 1
+        return {**tally.metrics, **self._counts(parts, call.epochs)}
+
+    def _step(self, call: Train, part: Part, *, first: bool) -> dict[str, Metric]:
+        """One optimizer step. In float16 an overflow halves the loss scale and does the passes again."""
+        adam = self.adam
+        if adam is None or self.settings.optimizer is None:
+            raise ValueError("this engine's role is frozen: it was opened without an optimizer")
+        if part.empty:
+            lead = 1.0 if self.ranks.rank == 0 else 0.0
+            return {"loss": Mean(0.0, lead), "grad_norm": Mean(0.0, lead)}
+        while True:
+            aim = Aim(call, self.scale.value, self.version if first else None)
+            tally = self.passes.accumulate(aim, part, adam.masters)
+            gap = tally.gap
+            sums = self.ranks.add(torch.tensor([tally.loss, gap.total, gap.weight], dtype=torch.float64))
+            loss = sums[0]
+            self._gate(call, Mean(*sums[1:].tolist()))
+            norm = self.passes.reduce(adam.masters, 1.0 / self.scale.value)
+            if bool(loss.isfinite()) and bool(norm.isfinite()):
+                break
+            if not (bool(loss.isfinite()) and self.scale.overflowed()):
+                adam.masters.zero()
+                raise numerics_error(float(loss), float(norm), tally.blamed)
+        limit = self.settings.optimizer.max_grad_norm
+        if limit is not None and (clip := limit / (float(norm) + 1e-6)) < 1.0:
+            adam.masters.flat.mul_(clip)
+        lr = call.lr * lr_factor(self.optimizer_steps, self.settings.optimizer, self.settings.total_steps)
+        adam.step(lr)
+        self.optimizer_steps += 1
+        self.scale.succeeded()
+        if self.ranks.rank == 0:
+            tally.add({"loss": Mean(float(loss)), "grad_norm": Mean(float(norm)), "lr": Mean(lr)})
+        return tally.metrics
+
+    def _gate(self, call: Train, gap: Mean) -> None:
+        """Refuse to train on tokens of the newest weights whose probabilities the generator got wrong. All ranks alike.
+
+        Looked at in every call, which costs nothing: the pass gives the log-probabilities anyway.
+        """
+        limit = self.settings.max_logprob_gap
+        if limit is not None and gap.weight:
+            check_gap(gap, limit, f"in step {self.step}", call.temperature, agreed=self.gate_passed)
+            self.gate_passed = True
+
+    @property
+    def step(self) -> int:
+        """The step that the next train call belongs to."""
+        return self.version // self.settings.trains
+
+    def _counts(self, parts: Sequence[Part], epochs: int) -> dict[str, Metric]:
+        """This rank's share of what is known without a pass."""
+        lead = 1.0 if self.ranks.rank == 0 else 0.0
+        n_tokens, n_samples, n_sampled, n_fresh = (
+            sum(column) for column in zip(*(p.sizes for p in parts), strict=True)
+        )
+        n_empty = sum(part.empty for part in parts)
+        counts: dict[str, Metric] = {
+            "n_tokens": Mean(n_tokens / epochs, lead),
+            "optimizer_steps": Mean(lead * (len(parts) - n_empty), lead),
+            "skipped": Mean(float(n_samples - sum(part.batch.n_samples for part in parts)), float(n_samples)),
+        }
+        if self.settings.max_age is not None:
+            counts["overdue"] = Mean(float(n_sampled - n_fresh), float(n_sampled))
+        if n_empty:
+            counts["empty_steps"] = Mean(lead * n_empty, lead)
+        if self.scale.dynamic:
+            counts["loss_scale"] = Mean(lead * self.scale.value, lead)
+        return counts
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors of the role's dtype by their Hugging Face names, in a fixed order. Collective where sharded."""
+        return full_tensors(self.model.network, self.dtype)
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Take weights in place; moments stay. Raises ValueError for another set of names or shapes."""
+        self._take(weights, lambda own, new: own.copy_(new))
+        if self.masters is not None:
+            self.masters.refresh()
+        self.version = version
+
+    def average_weights(self, weights: Iterator[tuple[str, Tensor]], rate: float, version: int) -> None:
+        """Move weights towards others: own + rate x (other - own), in the masters' precision (a reference's EMA)."""
+        if self.masters is None:
+            raise ValueError("this role was opened without `ema_rate`")
+        masters = dict(zip(self.masters.names, self.masters.tensors, strict=True))
+        self._take(weights, lambda own, new: own.lerp_(new.to(own), rate), masters)
+        self.masters.publish()
+        self.version = version
+
+    @torch.no_grad()
+    def _take(
+        self,
+        weights: Iterator[tuple[str, Tensor]],
+        change: Callable[[Tensor, Tensor], object],
+        targets: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        parameters = dict(self.model.network.named_parameters())
+        left = set(parameters)
+        for name, tensor in weights:
+            if name not in left:
+                raise ValueError(f"weight {name!r} is unknown or came twice")
+            if tensor.shape != parameters[name].shape:
+                raise ValueError(f"weight {name!r} is {tuple(tensor.shape)}, not {tuple(parameters[name].shape)}")
+            own, part = own_part(parameters[name])
+            change(own if targets is None else targets[name], tensor[part])
+            left.discard(name)
+        if left:
+            raise ValueError(f"weights are missing: {sorted(left)[:3]}")
+
+    def save(self, folder: Path) -> None:
+        """Write `folder` as `train_files` says; collective, rank 0 writes. Raises OSError on all ranks."""
+        train_files.save(self._contents(), self._counters(), folder)
+
+    def snapshot(self) -> Snapshot | None:
+        """A copy of the state in host memory; None where the layout shards it, so that one rank can't have it whole."""
+        return None if self.passes.sharded else train_files.snapshot(self._contents(), self._counters())
+
+    def load(self, folder: Path) -> None:
+        """Take back what `save` wrote, bit for bit, under any layout."""
+        counters = train_files.load(self._contents(), folder)
+        self.version, self.optimizer_steps = counters.version, counters.optimizer_steps
+        self.scale.value, self.scale.good_steps = counters.loss_scale, counters.good_steps
+        self.gate_passed = self.gate_passed or counters.gate_passed
+
+    def _counters(self) -> Counters:
+        scale = self.scale
+        return Counters(self.version, self.optimizer_steps, scale.value, scale.good_steps, self.gate_passed)
+
+    def _contents(self) -> Contents:
+        return Contents(self.model, self.ranks, self.dtype, self.masters, self.adam)
+
+
+def master_dtype(role: ModelRole) -> torch.dtype:
+    """Of the optimizer's copy of the weights: as asked, else float64 for a float64 role and float32 for others."""
+    if role.master_dtype is not None:
+        return DTYPES[role.master_dtype]
+    return torch.float64 if role.dtype == "float64" else torch.float32
+
+
+def open_engine(role: ModelRole, path: str, layout: Layout, ranks: Ranks, settings: Settings) -> TorchTrainEngine:
+    """Build a role's model from `path`, shard it by `layout`, and put an engine round it. Collective over `ranks`.
+
+    Raises ConfigError for what this engine can't do (`check_layout`) and for files it can't take (`models.build`).
+    """
+    check_layout(layout)
+    master = master_dtype(role)
+    fsdp = layout.sharding == "fsdp" and ranks.size > 1
+    has_masters = settings.optimizer is not None or role.ema_rate is not None
+
+    def cut_up(model: PackedModel) -> None:
+        compute = DTYPES[role.dtype]
+        shard(model, model.network.model.layers, ranks, (compute, master if has_masters else compute))
+
+    dtype = master if fsdp and has_masters else None
+    start = Start(ranks.device, dtype, shard=cut_up if fsdp else None)
+    return TorchTrainEngine(role, build(role, path, start), ranks, settings)
+
+
+def check_layout(layout: Layout) -> None:
+    """Raises ConfigError for axes of parallelism that this engine does not have."""
+    for axis in ("tp", "pp", "ep", "cp"):
+        if getattr(layout, axis) != 1:
+            text = f"the train engine has data parallelism only; the layout asks for {axis} = {getattr(layout, axis)}"
+            raise ConfigError([Problem(Where(path=f"$.layout.{axis}"), text, f"set {axis} to 1", "layout")])

@@ -1,0 +1,251 @@
+"""The compute thread of a worker: model work in the order of its commands, decode steps in between. Worker side."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from realgraph.graphs.graph import Graph
+from realgraph.graphs.spec import Function, Generate, Train
+from realgraph.runtime.data.stops import stops_of
+from realgraph.runtime.functions.calls import FunctionCalls, PromptTexts
+from realgraph.runtime.functions.host import FunctionHost
+from realgraph.runtime.job.job import Job
+from realgraph.runtime.job.run_folder import RunFolder
+from realgraph.runtime.store.assemble import Assembler
+from realgraph.runtime.wire.protocol import (
+    RESCUE_CALL,
+    Abort,
+    Configure,
+    Done,
+    Evaluate,
+    Execute,
+    Generated,
+    Load,
+    Loaded,
+    Metric,
+    Ready,
+    Reallocate,
+    Reply,
+    Rescue,
+    Save,
+    Submit,
+)
+from realgraph.runtime.worker.evaluation import Evaluation
+from realgraph.runtime.worker.failures import failure
+from realgraph.runtime.worker.loading import Loading
+from realgraph.runtime.worker.model_calls import ModelCalls
+from realgraph.runtime.worker.resources import ABANDONED_SECONDS, Resources
+from realgraph.runtime.worker.roles import Roles
+from realgraph.runtime.worker.rollouts import Rollouts, Sampling, StaleWeightsError, Texts
+from realgraph.runtime.worker.samples import SamplesFile, keeps_samples
+from realgraph.runtime.worker.update_gate import UpdateGate
+
+log = logging.getLogger(__name__)
+
+Work = Load | Submit | Execute | Reallocate | Save | Rescue | Evaluate | Abort
+IDLE_SECONDS = 3600.0  # the queue wakes the thread; this only bounds one wait
+CLOSE_SECONDS = 2.0
+
+
+class Compute:
+    """Everything that runs models on one worker. `open` and `rescue` are called from threads of the control loop."""
+
+    def __init__(self, resources: Resources, configure: Configure, post: Callable[[Reply], None]) -> None:
+        self.job = msgspec.json.decode(configure.job, type=Job)
+        self.worker = resources.worker
+        self._resources, self._configure, self._post = resources, configure, post
+        self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="compute", daemon=True)
+        self._samples: SamplesFile | None = None
+        self._host: FunctionHost | None = None
+        self.doing = ""
+
+    # --- called by the control loop -----------------------------------------------------------------------------------
+
+    def open(self) -> Ready:
+        """Join the groups, load data and models, start the thread. Raises what went wrong."""
+        began = time.monotonic()
+        job, graph = self.job, self.job.graph
+        resources = self._resources
+        resources.connect(self._configure.peers)
+        collectives = resources.join(job, self._configure.collective)
+        self._loading = Loading(job)
+        self._assembler = Assembler(graph, resources.store, resources.plane, ABANDONED_SECONDS)
+        self.roles = Roles(job, self.worker, collectives, self._loading.decode)
+        host = self._host = FunctionHost(
+            job.user_dir, job.runtime.function_processes, max_processes=job.runtime.function_max_processes
+        )
+        self.functions = FunctionCalls(
+            job, self._assembler, host, self.worker, PromptTexts(self._loading.decode, self._prompt)
+        )
+        for name, call in graph.calls.items():
+            if isinstance(call, Function):
+                host.check(name, call)
+        self._calls = ModelCalls(job, self._assembler, self.roles, self.worker)
+        if self._configure.resume:
+            self.roles.load(Path(self._configure.resume))
+        self._rollouts = self._make_rollouts(graph)
+        self._gate = UpdateGate(job, self.roles, self._rollouts, self.worker)
+        self._evaluation = Evaluation(job, self._loading, self._rollouts, host, self.worker)
+        if keeps_samples(graph) and job.steps > 0:
+            file = RunFolder(Path(job.run_dir)).samples / f"worker-{self.worker}.jsonl"
+            self._samples = SamplesFile(graph, resources.store, self._loading.decode, file)
+        self._thread.start()
+        return Ready(
+            worker=self.worker,
+            n_rows=self._loading.n_rows,
+            n_eval_rows=self._loading.n_eval_rows,
+            facts={
+                "load_seconds": time.monotonic() - began,
+                **{f"parameters/{role}": float(n) for role, n in self.roles.n_parameters().items()},
+            },
+        )
+
+    def _make_rollouts(self, graph: Graph) -> Rollouts | None:
+        for name, engine in self.roles.rollouts.items():
+            call = graph.calls[name]
+            assert isinstance(call, Generate)
+            folder = self.roles.engines[name].model.source
+            stops = stops_of(name, call, self.job.data, self._loading.tokenizer, folder)
+            sampling = Sampling.of(call, self.job.batch.max_new_tokens, stops)
+            mask_unfinished = self.job.data.truncated == "mask"
+            texts = Texts(self._loading.decode, self._loading.own_tokens)
+            return Rollouts(name, engine, sampling, call.reads[0], self._assembler, texts, mask_unfinished)
+        return None
+
+    def _prompt(self, group: int) -> str:
+        """The text of a group's prompt, where this worker generated it."""
+        key = self._rollouts.prompt_key if self._rollouts is not None else ""
+        held = self._resources.store.has(key, group)
+        return self._loading.decode(self._resources.store.get(key, group).tolist()) if held else ""
+
+    def queue(self, work: Work) -> None:
+        """Hand over a command; the thread takes them in order."""
+        self._work.put(work)
+
+    def drop(self, groups: Sequence[int]) -> None:
+        """Forget what the store holds of these groups; where they are what the run is for, write them down first."""
+        if self._samples is not None:
+            try:
+                self._samples.write(groups)
+            except OSError as error:
+                self._post(failure(self.worker, "samples", error))
+        n = self.job.graph.samples_per_group
+        gone = set(groups)
+        keys = self.job.graph.keys
+        by_group = [name for name, key in keys.items() if key.type.level == "group"]
+        by_sample = [name for name, key in keys.items() if key.type.level != "group"]
+        self._resources.store.drop(by_group, gone)
+        self._resources.store.drop(by_sample, [group * n + index for group in gone for index in range(n)])
+
+    def rescue(self, folder: Path, versions: dict[str, int]) -> None:
+        """Write the trained states as of `versions`, from this worker alone. Raises OSError."""
+        self.roles.rescue(folder, versions)
+
+    def device_bytes(self) -> int:
+        """The most memory that tensors have taken on the GPU; 0 on a CPU."""
+        return int(torch.cuda.max_memory_allocated()) if self._resources.device.type == "cuda" else 0
+
+    def close(self) -> bool:
+        """End the thread and the functions' subprocesses. False where the thread is stuck in a call."""
+        self._work.put(None)
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_SECONDS)
+        if self._host is not None:
+            self._host.close()
+        if self._samples is not None:
+            self._samples.close()
+        return not self._thread.is_alive()
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Commands in order; while requests run, a decode step between any two."""
+        rollouts = self._rollouts
+        while True:
+            busy = rollouts is not None and not rollouts.idle
+            try:
+                work = self._work.get(block=not busy, timeout=None if busy else IDLE_SECONDS)
+            except queue.Empty:
+                if rollouts is not None and not rollouts.idle:
+                    self._guard(rollouts.name, self._decode)
+                continue
+            if work is None:
+                return
+            name = work.call if isinstance(work, Execute | Submit | Reallocate) else type(work).__name__.lower()
+            self._guard(name, lambda work=work: self._run(work))  # type: ignore[misc]
+
+    def _guard(self, name: str, run: Callable[[], Reply | None]) -> None:
+        """Run one piece of work; its reply, or its failure, goes to the master."""
+        self.doing = name
+        try:
+            reply = run()
+        except Exception as error:
+            log.exception("%s failed", name)
+            self._post(failure(self.worker, name, error))
+        else:
+            if reply is not None:
+                self._post(reply)
+        finally:
+            self.doing = ""
+
+    def _decode(self) -> Generated | None:
+        assert self._rollouts is not None
+        return self._rollouts.step(self.worker)
+
+    def _run(self, work: Work) -> Reply | None:
+        match work:
+            case Load(groups=groups):
+                return self._load(groups)
+            case Submit():
+                return self._submit(work)
+            case Execute():
+                return self._execute(work)
+            case Reallocate():
+                return self._timed(work.task, work.call, lambda: self._reallocate(work))
+            case Save():
+                return self._timed(work.task, "save", lambda: self.roles.save(Path(work.folder)))
+            case Rescue(folder=folder, versions=versions):
+                return self._timed(work.task, RESCUE_CALL, lambda: self.roles.rescue_together(Path(folder), versions))
+            case Evaluate():
+                return self._evaluation.run(work)
+            case Abort(groups=groups):
+                if self._rollouts is not None:
+                    self._rollouts.abort(groups)
+                return None
+
+    def _timed(self, task: int, call: str, run: Callable[[], Mapping[str, Metric] | None]) -> Done:
+        began = time.time()
+        metrics = run() or {}
+        return Done(self.worker, task, call, metrics, started=began, ended=time.time())
+
+    def _execute(self, work: Execute) -> Done:
+        done, call = self._calls.run(work), self.job.graph.calls[work.call]
+        if not isinstance(call, Train):
+            return done
+        gap = self._gate.after_training(call.model)
+        return msgspec.structs.replace(done, metrics={**done.metrics, **gap}, ended=time.time())
+
+    def _reallocate(self, work: Reallocate) -> Mapping[str, Metric]:
+        self.roles.reallocate(work.role, work.call, work.version, work.owners)
+        return self._gate.after_reallocation(work.call, work.owners)
+
+    def _load(self, groups: Sequence[int]) -> Loaded:
+        samples, skipped = self._loading.load_samples(groups, self._assembler)
+        return Loaded(self.worker, tuple(g for g in groups if g not in skipped), samples, skipped)
+
+    def _submit(self, work: Submit) -> Generated | None:
+        assert self._rollouts is not None
+        if self._rollouts.engine.version < work.version:
+            raise StaleWeightsError(repr(work.call), work.version, self._rollouts.engine.version)
+        prompts, skipped, asked = self._loading.load_prompts(work.groups, self._assembler, self._rollouts.prompt_key)
+        self._rollouts.submit(prompts, self.job.seed, asked)
+        if not skipped:
+            return None
+        return Generated(self.worker, self._rollouts.name, (), (), skipped=skipped)

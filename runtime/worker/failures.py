@@ -1,0 +1,44 @@
+"""Exceptions of a worker as the message that ends the run: its kind decides what the user is told."""
+
+import traceback
+from typing import Literal
+
+from realgraph.graphs.errors import ConfigError
+from realgraph.runtime.algorithms.applied import AppliedError
+from realgraph.runtime.functions.calls import FunctionFailed
+from realgraph.runtime.functions.host import FunctionError
+from realgraph.runtime.job.run_folder import disk_text
+from realgraph.runtime.parallel.groups import CollectiveError
+from realgraph.runtime.train.engine import LogprobGap
+from realgraph.runtime.train.passes import NumericsError
+from realgraph.runtime.wire.protocol import Failed
+
+Kind = Literal["call", "function", "data", "numerics", "disk", "start", "worker", "deadline"]
+
+
+def failure(worker: int, call: str, error: Exception) -> Failed:
+    """What went wrong in `call` of `worker`, in one line, with the sample to blame where one is known."""
+    kind, text, sample = _judge(call, error)
+    detail = getattr(error, "detail", "") or "".join(traceback.format_exception(error))
+    return Failed(worker, call, text, kind, sample, detail)
+
+
+def _judge(call: str, error: Exception) -> tuple[Kind, str, int]:
+    text = str(error)
+    match error:
+        case FunctionFailed(sample=sample):
+            return "function", text, sample
+        case FunctionError() | AppliedError():
+            return "function", text, -1
+        case ConfigError():
+            return "data" if call else "start", text, -1
+        case NumericsError(samples=samples):
+            return "numerics", text, samples[0] if samples else -1
+        case LogprobGap():
+            return "numerics", text, -1
+        case CollectiveError():
+            return "worker", text, -1
+        case OSError() if error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):
+            return "disk", disk_text(error), -1
+        case _:
+            return "call", f"{type(error).__name__}: {text}" if text else type(error).__name__, -1

@@ -1,0 +1,122 @@
+"""The data of one worker: rows of prompt groups into the store, prompts of held-out rows, tokens back to text."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from realgraph.graphs.graph import Graph
+from realgraph.graphs.keys import TOKENS
+from realgraph.runtime.data.data import Asked, DataSet, Row, TooLong, tokenizer_source
+from realgraph.runtime.data.own_tokens import open_own_tokens
+from realgraph.runtime.data.tokenize import Tokenizer, load_tokenizer
+from realgraph.runtime.job.cursor import row_of
+from realgraph.runtime.job.job import DataSpec, Job
+from realgraph.runtime.store.assemble import Assembler
+from realgraph.runtime.wire.protocol import Sample
+
+
+class Prompt(Struct, frozen=True):
+    """A held-out prompt: its row, its tokens, and the values of the graph's inputs for the scoring function."""
+
+    row: int
+    tokens: tuple[int, ...]
+    values: dict[str, Any]
+
+
+def eval_data(job: Job) -> DataSpec | None:
+    """The held-out data: as the run says, else the `test` split of its training data on the Hub."""
+    if job.eval is None:
+        return None
+    if job.eval.data is not None:
+        return job.eval.data
+    return DataSpec(
+        path=job.data.path,
+        split="test",
+        subset=job.data.subset,
+        columns=job.data.columns,
+        chat=job.data.chat,
+        system=job.data.system,
+        template_args=job.data.template_args,
+        tools=job.data.tools,
+        max_prompt_tokens=job.data.max_prompt_tokens,
+    )
+
+
+def open_data(spec: DataSpec, graph: Graph, tokenizer: Tokenizer) -> DataSet:
+    """A data set as this graph's inputs. Raises ConfigError."""
+    inputs = {key.name: key.type for key in graph.inputs}
+    return DataSet(spec, inputs, tokenizer, graph.samples_per_group)
+
+
+class Loading:
+    """Reads rows for this worker. Raises ConfigError for data and tokenizers that can't be opened."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.tokenizer = load_tokenizer(*tokenizer_source(job.graph))
+        self.own_tokens = open_own_tokens(job.graph)
+        self._data = open_data(job.data, job.graph, self.tokenizer)
+        self.n_rows = len(self._data)
+        spec = eval_data(job)
+        self._eval = open_data(spec, job.graph, self.tokenizer) if spec is not None else None
+        limit = job.eval.limit if job.eval is not None else None
+        n_eval = len(self._eval) if self._eval is not None else 0
+        self.n_eval_rows = min(n_eval, limit) if limit is not None else n_eval
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of tokens, special ones left out."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def _row(self, group: int) -> Row | TooLong:
+        return self._data.row(row_of(group, self.n_rows, self._job.seed, self._job.data.shuffle))
+
+    def load_prompts(
+        self, groups: Sequence[int], assembler: Assembler, prompt_key: str
+    ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...], dict[int, Asked]]:
+        """Put the inputs of groups into the store: (group -> prompt tokens, groups whose prompt is too long, group ->
+        the prompt for roles with tokenizers of their own)."""
+        rows, skipped = self._load(groups, assembler)
+        asked = {group: self._data.asked(row, prompt_key) for group, row in rows.items()} if self.own_tokens else {}
+        return {group: tuple(row.group[prompt_key]) for group, row in rows.items()}, skipped, asked
+
+    def load_samples(self, groups: Sequence[int], assembler: Assembler) -> tuple[tuple[Sample, ...], tuple[int, ...]]:
+        """Put groups whose samples come from the data into the store: (samples, groups that are too long)."""
+        rows, skipped = self._load(groups, assembler)
+        n = self._job.graph.samples_per_group
+        samples = [
+            Sample(group * n + index, len(keys[TOKENS]))
+            for group, row in rows.items()
+            for index, keys in enumerate(row.samples)
+        ]
+        return tuple(samples), skipped
+
+    def _load(self, groups: Sequence[int], assembler: Assembler) -> tuple[dict[int, Row], tuple[int, ...]]:
+        """The rows of groups, their keys in the store: by group, and by sample where the data give samples."""
+        found = {group: self._row(group) for group in groups}
+        rows = {group: row for group, row in found.items() if isinstance(row, Row)}
+        n = self._job.graph.samples_per_group
+        columns: dict[str, dict[int, Any]] = {}
+        for group, row in rows.items():
+            for name, value in row.group.items():
+                columns.setdefault(name, {})[group] = value
+            for index, keys in enumerate(row.samples):
+                for name, value in keys.items():
+                    columns.setdefault(name, {})[group * n + index] = value
+        for name, column in columns.items():
+            assembler.put_values(name, tuple(column), tuple(column.values()))
+        return rows, tuple(group for group in groups if group not in rows)
+
+    def eval_prompts(self, rows: Sequence[int]) -> list[Prompt]:
+        """The held-out prompts of these rows; those that are too long are left out."""
+        assert self._eval is not None
+        prompts = []
+        for index in rows:
+            row = self._eval.row(index)
+            if isinstance(row, Row):
+                prompts.append(Prompt(index, tuple(row.group[self._prompt_key]), row.group))
+        return prompts
+
+    @property
+    def _prompt_key(self) -> str:
+        return next(key.name for key in self._job.graph.inputs if key.type.dtype == "tokens")

@@ -1,0 +1,112 @@
+"""Inference, advantage and train calls of one worker: gather a share, run the engine, store what it wrote."""
+
+import time
+from collections.abc import Mapping
+
+from realgraph.graphs.applied import applied_of
+from realgraph.graphs.infer import is_own
+from realgraph.graphs.keys import MASK, TOKENS, own_tokens
+from realgraph.graphs.spec import Advantage, Inference, Train
+from realgraph.runtime.algorithms import advantages
+from realgraph.runtime.batch import Packed
+from realgraph.runtime.functions.functions import load_applied
+from realgraph.runtime.job.job import Job
+from realgraph.runtime.store.assemble import Assembler
+from realgraph.runtime.wire.protocol import Done, Execute, Mean, Metric
+from realgraph.runtime.worker.roles import Roles
+from realgraph.runtime.worker.rollouts import StaleWeightsError
+
+
+class TooLongForRole(Exception):
+    """A sample is longer, cut by the tokenizer of the role that reads it, than the model of this role can take."""
+
+
+def _refuse_long(call: Inference, batch: Packed, positions: int) -> None:
+    for sample, length in zip(batch.samples, batch.lengths, strict=True):
+        if length > positions:
+            text = f"sample {sample} has {length} tokens of {call.model!r}, whose model has {positions} positions"
+            raise TooLongForRole(f"{text}: lower data.max_prompt_tokens or batch.max_new_tokens")
+
+
+class ModelCalls:
+    """Runs the calls that work on packed batches. Used by the compute thread alone."""
+
+    def __init__(self, job: Job, assembler: Assembler, roles: Roles, worker: int) -> None:
+        self._graph, self._assembler, self._roles, self._worker = job.graph, assembler, roles, worker
+        entries = applied_of(job.graph.calls)
+        applied = {f"{entry.path}.fn": entry.fn for entry in entries if entry.kind == "step"}
+        self._steps = load_applied(applied, job.user_dir)
+        self._trained = {call.model for call in job.graph.calls.values() if isinstance(call, Train)}
+
+    def run(self, command: Execute) -> Done:
+        """Run one call on this worker's share; what it writes is in the store afterwards."""
+        started = time.time()
+        call = self._graph.calls[command.call]
+        state = dict(command.state)
+        metrics: Mapping[str, Metric]
+        match call:
+            case Inference():
+                metrics = self._infer(call, command)
+            case Advantage():
+                metrics, state = self._advantage(call, command)
+            case Train():
+                metrics = self._train(call, command)
+            case _:
+                raise AssertionError(f"{command.call!r} is not for an engine")
+        return Done(
+            worker=self._worker,
+            task=command.task,
+            call=command.call,
+            metrics=metrics,
+            state=state,
+            started=started,
+            ended=time.time(),
+        )
+
+    def _check_version(self, command: Execute) -> None:
+        held = self._roles.engines[command.call].version
+        if self._graph.role(command.call) in self._trained and held != command.version:
+            raise StaleWeightsError(repr(command.call), command.version, held)
+
+    def _infer(self, call: Inference, command: Execute) -> dict[str, Mean]:
+        self._check_version(command)
+        (samples,) = command.shares
+        engine = self._roles.engines[command.call]
+        sequence = own_tokens(call.model) if is_own(call) else TOKENS
+        batch = self._assembler.packed(self._assembler.gather(command.sources, samples), samples, sequence)
+        if is_own(call):
+            _refuse_long(call, batch, int(engine.model.config.max_position_embeddings))
+        found = engine.inference(batch, call.output, call.temperature)
+        self._assembler.put_packed(call.writes[0], found, batch)
+        if call.output == "scores":
+            return {call.writes[0]: Mean(float(found.sum()), float(batch.n_samples))}
+        sampled = batch.mask.cpu()
+        return {call.writes[0]: Mean(float(found[sampled].sum()), float(sampled.sum()))} if sampled.any() else {}
+
+    def _advantage(self, call: Advantage, command: Execute) -> tuple[dict[str, Mean], dict[str, float]]:
+        (samples,) = command.shares
+        batch = self._assembler.packed(self._assembler.gather(command.sources, samples), samples)
+        found, state, metrics = advantages.compute(call, batch, dict(command.state), self._steps)
+        for name in self._graph.writes[command.call]:
+            self._assembler.put_packed(name, found[name], batch)
+        return metrics, state
+
+    def _train(self, call: Train, command: Execute) -> Mapping[str, Metric]:
+        self._check_version(command)
+        minibatches = self._minibatches(command)
+        engine = self._roles.trained[call.model]
+        self._roles.keep(call.model)
+        metrics = engine.train(call, minibatches)
+        self._roles.average(call.model)
+        self._roles.weights_changed(engine)
+        return metrics
+
+    def _minibatches(self, command: Execute) -> list[Packed]:
+        """This rank's share of each mini-batch, on the device."""
+        values = self._assembler.gather(
+            command.sources, sorted({sample for share in command.shares for sample in share})
+        )
+        device = self._roles.engines[command.call].ranks.device
+        for name in (TOKENS, MASK):
+            values.setdefault(name, {})  # a rank may have no sample at all
+        return [self._assembler.packed(values, share).to(device) for share in command.shares]

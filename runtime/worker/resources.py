@@ -1,0 +1,62 @@
+"""What a worker holds besides models: its device, its store, its data plane, its place in the process groups."""
+
+from collections.abc import Sequence
+
+import torch
+
+from realgraph.runtime.job.job import Job
+from realgraph.runtime.parallel.groups import Collectives, Member, Rendezvous, reach_store
+from realgraph.runtime.processes.launch import WorkerBoot
+from realgraph.runtime.store.store import Store
+from realgraph.runtime.store.transfer import DataPlane
+from realgraph.runtime.wire.protocol import Peer
+
+# Of a collective or a gather that nobody ends. The master's deadlines end them long before: it knows what a call may
+# take, and whether its processes were stopped meanwhile (Ctrl-Z), which a worker's own clock can't tell.
+ABANDONED_SECONDS = 86_400.0
+
+
+class Resources:
+    """One worker's. Made before the hand-shake, so that its addresses can be told to the others."""
+
+    def __init__(self, boot: WorkerBoot) -> None:
+        self.worker = boot.worker
+        self.device = torch.device("cpu") if boot.cpu else pick_device(boot.worker)
+        self.store = Store()
+        self.plane = DataPlane(boot.worker, self.store, boot.keys, boot.interface)
+        self.peer: Peer = self.plane.peer
+        self._collectives: Collectives | None = None
+        self._rendezvous = Rendezvous() if boot.worker == 0 else None
+        self.collective_address = self._rendezvous.address if self._rendezvous is not None else ""
+
+    def connect(self, peers: Sequence[Peer]) -> None:
+        """From now on the peers' stores can be read, and they may read ours."""
+        self.plane.connect(peers)
+
+    def join(self, job: Job, address: str) -> Collectives:
+        """Join the process groups of all meshes of the plan. Collective. Raises CollectiveError."""
+        n_workers = job.cluster.n_devices
+        seconds = job.runtime.start_seconds
+        store = reach_store(address, n_workers, seconds) if n_workers > 1 else None
+        meshes = {allocation.layout.mesh for allocation in job.plan.allocations.values()}
+        member = Member(self.worker, n_workers, self.device, ABANDONED_SECONDS)
+        self._collectives = Collectives(member, store, meshes, one_host=job.cluster.nodes == 1)
+        return self._collectives
+
+    def close(self) -> None:
+        """Stop serving, leave the groups, give the shared memory back."""
+        self.plane.close()
+        if self._collectives is not None:
+            self._collectives.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+        self.store.close()
+
+
+def pick_device(worker: int) -> torch.device:
+    """This worker's GPU where the host has any, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", worker % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,54 @@
+"""What a graph without training is run for: every sample with its scores, one JSON line each. Worker side."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from realgraph.graphs.graph import Graph
+from realgraph.graphs.keys import MASK, TOKENS
+from realgraph.graphs.spec import Generate, Train
+from realgraph.runtime.master.records import JsonLines
+from realgraph.runtime.store.assemble import decode_value
+from realgraph.runtime.store.store import Store
+
+
+class SamplesFile:
+    """Writes groups as this worker's store holds them, just before they are forgotten.
+
+    A line has `group` and `sample` (their numbers in the run: a resumed run writes what it repeats again), the prompt
+    and the other values of the data row, the text, whether it ended by itself, the numbers of prompt and new tokens,
+    and what functions wrote. Values per token stay out.
+    """
+
+    def __init__(self, graph: Graph, store: Store, decode: Callable[[Sequence[int]], str], path: Path) -> None:
+        self._graph, self._store, self._decode = graph, store, decode
+        self._file = JsonLines(path)
+
+    def write(self, groups: Sequence[int]) -> None:
+        """Append the samples of `groups`, in order. Raises OSError."""
+        n = self._graph.samples_per_group
+        for group in sorted(groups):
+            for sample in range(group * n, (group + 1) * n):
+                if self._store.has(TOKENS, sample):
+                    self._file.write(self._line(group, sample))
+
+    def _line(self, group: int, sample: int) -> dict[str, object]:
+        line: dict[str, object] = {"group": group, "sample": sample}
+        for name, key in self._graph.keys.items():
+            id = group if key.type.level == "group" else sample
+            sequence = key.type.level == "sample" and key.type.dtype == "tokens"  # prompt and text say it better
+            if key.type.level == "token" or sequence or not self._store.has(name, id):
+                continue
+            value = decode_value(self._store.get(name, id), key.type)
+            line[name] = self._decode(value) if isinstance(value, list) and key.type.dtype == "tokens" else value
+        mask = self._store.get(MASK, sample)
+        new = int(mask.sum())
+        return {**line, "prompt_tokens": len(mask) - new, "new_tokens": new}
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def keeps_samples(graph: Graph) -> bool:
+    """Whether the samples are the result: something generates and nothing trains."""
+    calls = graph.calls.values()
+    return any(isinstance(call, Generate) for call in calls) and not any(isinstance(call, Train) for call in calls)

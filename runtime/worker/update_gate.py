@@ -1,0 +1,131 @@
+"""After a weight update has reached the generator: do generator and trainer still agree about the model? Worker side.
+
+A train call sees it for nothing in the samples of its own version (`TorchTrainEngine`). Where there may be none, since
+generation runs ahead of training or the loss reads no behaviour log-probabilities, the generator draws a few tokens
+under the weights that it has just got, and the trainer, which stands at the same version, recomputes them.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS
+from realgraph.graphs.spec import Generate, Train
+from realgraph.runtime.batch import Packed
+from realgraph.runtime.data.stops import Stops
+from realgraph.runtime.job.job import Job
+from realgraph.runtime.train.engine import TorchTrainEngine, check_gap
+from realgraph.runtime.wire.protocol import Mean, Metric
+from realgraph.runtime.worker.roles import Roles, logprob_limit
+from realgraph.runtime.worker.rollouts import Rollouts, sample_seed
+
+SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 4, 8, 256  # of a probe, at most: far below what any batch has
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Samples of one prompt. tokens: [SAMPLES, prompt + new] int64; logprobs: [SAMPLES, new] float64, as drawn."""
+
+    tokens: Tensor
+    logprobs: Tensor
+
+
+class UpdateGate:
+    """Of one worker. Every worker of a reallocation calls it alike, after it."""
+
+    def __init__(self, job: Job, roles: Roles, rollouts: Rollouts | None, worker: int) -> None:
+        self._job, self._roles, self._rollouts, self._worker = job, roles, rollouts, worker
+        calls = {name: call for name, call in job.graph.calls.items() if isinstance(call, Generate)}
+        self._call, generate = next(iter(calls.items()), ("", None))
+        self._role = generate.model if generate is not None else ""
+        self._temperature = generate.temperature or 1.0 if generate is not None else 1.0
+        trains = [n for n, call in job.graph.calls.items() if isinstance(call, Train) and call.model == self._role]
+        seen = any(BEHAVIOUR_LOGPROBS in job.graph.reads[name] for name in trains)
+        self._needed = bool(trains) and (job.plan.staleness > 0 or not seen)
+
+    def after_training(self, role: str) -> dict[str, Metric]:
+        """Where the generator reads the trained weights in place. Raises LogprobGap."""
+        engine = self._roles.trained[role]
+        if not self._needed or role != self._role or self._roles.engines.get(self._call) is not engine:
+            return {}
+        probe = self._draw()
+        return self._compare(engine, [probe] if probe is not None else [])
+
+    def after_reallocation(self, call: str, owners: tuple[int, ...]) -> dict[str, Metric]:
+        """Owners of the trained weights compare their own probes; the first also those of workers that own no part.
+
+        Collective where the weights are sharded. Raises LogprobGap.
+        """
+        if not self._needed or call != self._call:
+            return {}
+        receivers = self._job.plan.allocations[call].layout.mesh.devices
+        probe = self._draw() if self._worker in receivers else None
+        if self._worker not in owners:
+            self._send(probe, owners[0])
+            return {}
+        engine = self._roles.trained[self._role]
+        probes = [probe]
+        if self._worker == owners[0]:
+            probes += [self._receive(engine.ranks.device, worker) for worker in receivers if worker not in owners]
+        return self._compare(engine, [one for one in probes if one is not None])
+
+    def _draw(self) -> Probe | None:
+        """By the generator, for the newest prompt that it was given; None before the first."""
+        rollouts = self._rollouts
+        if rollouts is None or not rollouts.newest_prompt:
+            return None
+        prompt = rollouts.newest_prompt[-PROMPT_TOKENS:]
+        n_new = min(NEW_TOKENS, rollouts.sampling.max_new_tokens)
+        plain = rollouts.sampling.at(SAMPLES, self._temperature)
+        sampling = replace(plain, max_new_tokens=n_new, stops=Stops())
+        version = rollouts.engine.version
+        done = rollouts.complete([sampling.request(i, prompt, sample_seed(version, i)) for i in range(SAMPLES)])
+        return Probe(
+            torch.tensor([[*prompt, *one.tokens] for one in done]),
+            torch.tensor([one.logprobs for one in done], dtype=torch.float64),
+        )
+
+    def _send(self, probe: Probe | None, owner: int) -> None:
+        device = self._roles.engines[self._call].ranks.device
+        sizes = [probe.tokens.shape[1], probe.logprobs.shape[1]] if probe is not None else [0, 0]
+        dist.send(torch.tensor(sizes, device=device), owner)
+        if probe is not None:
+            dist.send(probe.tokens.to(device), owner)
+            dist.send(probe.logprobs.to(device), owner)
+
+    @staticmethod
+    def _receive(device: torch.device, worker: int) -> Probe | None:
+        sizes = torch.zeros(2, dtype=torch.int64, device=device)
+        dist.recv(sizes, worker)
+        length, n_new = sizes.tolist()
+        if not length:
+            return None
+        tokens = torch.zeros((SAMPLES, length), dtype=torch.int64, device=device)
+        logprobs = torch.zeros((SAMPLES, n_new), dtype=torch.float64, device=device)
+        dist.recv(tokens, worker)
+        dist.recv(logprobs, worker)
+        return Probe(tokens.cpu(), logprobs.cpu())
+
+    def _compare(self, engine: TorchTrainEngine, probes: list[Probe]) -> dict[str, Metric]:
+        """The gap as a metric. Called by all ranks where the weights are sharded, with probes or without."""
+        lengths = tuple(probe.tokens.shape[1] for probe in probes for _ in range(SAMPLES))
+        tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(probe.tokens.flatten() for probe in probes)])
+        batch = Packed(tokens, lengths, torch.ones_like(tokens, dtype=torch.bool))
+        found = engine.inference(batch, "logprobs", self._temperature).double()
+        gap = Mean(0.0, 0.0)
+        start = 0
+        for probe in probes:
+            end = start + probe.tokens.numel()
+            recomputed = found[start:end].view_as(probe.tokens)[:, -probe.logprobs.shape[1] :]
+            difference = (recomputed - probe.logprobs).abs()
+            gap = gap + Mean(float(difference.sum()), float(difference.numel()))
+            start = end
+        if not gap.weight:
+            return {}
+        limit = logprob_limit(self._job, self._role)
+        when = f"after the weight update of step {engine.step - 1}"
+        check_gap(gap, limit, when, self._temperature, agreed=engine.gate_passed)
+        engine.gate_passed = True
+        return {"update_gap": gap}

@@ -1,0 +1,220 @@
+"""A model worker: one process, one device. A control loop that never waits for an engine, and a thread that computes.
+
+The control loop answers the master, beats, and rescues; commands that need models queue for the compute thread, which
+decodes between them; functions run in threads of their own. Whatever fails becomes one `Failed` message.
+"""
+
+import asyncio
+import logging
+import os
+import platform
+import resource
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from realgraph.graphs.spec import Function
+from realgraph.runtime.job.rotation import MEGABYTE, limit_log
+from realgraph.runtime.processes.launch import WorkerBoot
+from realgraph.runtime.processes.processes import Watched
+from realgraph.runtime.wire.protocol import (
+    RESCUE_CALL,
+    Abort,
+    Bye,
+    Command,
+    Configure,
+    Done,
+    Drop,
+    Evaluate,
+    Execute,
+    Heartbeat,
+    Hello,
+    Load,
+    Reallocate,
+    Reply,
+    Rescue,
+    Save,
+    Shutdown,
+    Submit,
+)
+from realgraph.runtime.wire.transport import TransportError, WorkerSocket
+from realgraph.runtime.worker.compute import Compute
+from realgraph.runtime.worker.failures import failure
+from realgraph.runtime.worker.resources import Resources
+
+log = logging.getLogger(__name__)
+
+MASTER_LOST_SECONDS = 60.0  # without a connection to a master on another host a worker ends itself
+
+
+def main(boot: WorkerBoot) -> None:
+    """The worker's process, from its first to its last line."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    sys.exit(asyncio.run(Worker(boot).serve()))
+
+
+class Worker:
+    """The control loop of one worker."""
+
+    def __init__(self, boot: WorkerBoot) -> None:
+        self._boot, self.number = boot, boot.worker
+        self._resources: Resources | None = None
+        self._compute: Compute | None = None
+        self._functions: ThreadPoolExecutor | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._opening = False
+        self._master = Watched(boot.master_pid) if boot.master_pid else None
+
+    async def serve(self) -> int:
+        """Answer the master until Shutdown. Returns the exit code."""
+        self._loop = asyncio.get_running_loop()
+        self._socket = WorkerSocket(self.number, self._boot.master, self._boot.keys, self._boot.master_key)
+        beats = asyncio.create_task(self._beat())
+        beats.add_done_callback(_end_if_broken)
+        try:
+            self._resources = await asyncio.to_thread(Resources, self._boot)
+            await self._send(Hello(self.number, os.getpid(), self._resources.peer, self._resources.collective_address))
+            while True:
+                command = await self._socket.receive()
+                if isinstance(command, Shutdown):
+                    await self._send(Bye(self.number))
+                    return 0
+                await self._take(command)
+        except TransportError as error:
+            log.error("%s", error)
+            return 1
+        finally:
+            beats.cancel()
+            await self._close()
+
+    async def _close(self) -> None:
+        """Give everything back. A thread that is stuck in a call, such as a collective whose peer is gone, is left to
+        the end of the process, with what it may be using."""
+        stuck = bool(self._opening)
+        if self._compute is not None:
+            stuck = not await asyncio.to_thread(self._compute.close)
+        if self._functions is not None:
+            self._functions.shutdown(wait=False, cancel_futures=True)
+        if self._resources is not None and not stuck:
+            await asyncio.to_thread(self._resources.close)
+        await self._socket.close()
+        if stuck:
+            log.warning("a call has not ended: leaving it")
+            logging.shutdown()
+            os._exit(0)
+
+    async def _beat(self) -> None:
+        """Heartbeats; and the end of this process where the master is gone."""
+        seconds = 1.0
+        while True:
+            compute = self._compute
+            doing = compute.doing if compute is not None else ""
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
+            device = compute.device_bytes() if compute is not None else 0
+            await self._send(Heartbeat(self.number, doing, peak, device))
+            if self._master_lost():
+                log.error("the master is gone: ending")
+                os._exit(1)
+            if compute is not None:
+                seconds = compute.job.runtime.heartbeat_seconds
+                await self._limit_log(compute.job.outputs.rotate_mb * MEGABYTE)
+            await asyncio.sleep(seconds)
+
+    def _master_lost(self) -> bool:
+        """One on this host that is stopped (Ctrl-Z) is waited for, however long; of another host there is only what
+        is heard."""
+        if self._master is not None:
+            return self._master.ended()
+        return self._socket.lost_seconds > MASTER_LOST_SECONDS
+
+    async def _send(self, reply: Reply) -> None:
+        """Send to the master. A stopped one takes nothing when its queue is full: it will. Raises TransportError."""
+        while True:
+            try:
+                await self._socket.send(reply)
+            except TransportError:
+                if self._master is None or self._master.ended():
+                    raise
+            else:
+                return
+
+    async def _limit_log(self, most_bytes: int) -> None:
+        try:
+            await asyncio.to_thread(limit_log, Path(self._boot.log), most_bytes)
+        except OSError as error:
+            log.warning("the log up to here could not be kept: %s", error)
+
+    async def _take(self, command: Command) -> None:
+        """One command. Nothing here waits for an engine."""
+        match command:
+            case Configure():
+                self._spawn(self._configure(command))
+            case Execute(call=call) if isinstance(self._ready.job.graph.calls[call], Function):
+                self._spawn(self._run_function(command))
+            case Load() | Submit() | Execute() | Reallocate() | Save() | Evaluate() | Abort() | Rescue(together=True):
+                self._ready.queue(command)
+            case Drop(groups=groups):
+                self._ready.drop(groups)
+            case Rescue():
+                self._spawn(self._rescue(command))
+            case Shutdown():
+                raise AssertionError("handled by serve")
+
+    @property
+    def _ready(self) -> Compute:
+        assert self._compute is not None, "a call before Ready"
+        return self._compute
+
+    def _spawn(self, work: "asyncio.coroutines.Coroutine[None, None, None]") -> None:  # type: ignore[name-defined]
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _configure(self, command: Configure) -> None:
+        assert self._resources is not None
+        began = time.monotonic()
+        self._opening = True
+        try:
+            compute = Compute(self._resources, command, self._post)
+            ready = await asyncio.to_thread(compute.open)
+        except Exception as error:
+            log.exception("this worker can't start")
+            await self._send(failure(self.number, "", error))
+            return
+        finally:
+            self._opening = False
+        self._compute = compute
+        self._functions = ThreadPoolExecutor(compute.job.runtime.function_processes + 1, "functions")
+        log.info("ready after %.1f s", time.monotonic() - began)
+        await self._send(ready)
+
+    def _post(self, reply: Reply) -> None:
+        """Send from another thread."""
+        asyncio.run_coroutine_threadsafe(self._send(reply), self._loop)
+
+    async def _run_function(self, command: Execute) -> None:
+        assert self._functions is not None
+        try:
+            done = await self._loop.run_in_executor(self._functions, self._ready.functions.run, command)
+        except Exception as error:
+            await self._send(failure(self.number, command.call, error))
+        else:
+            await self._send(done)
+
+    async def _rescue(self, command: Rescue) -> None:
+        began = time.time()
+        try:
+            await asyncio.to_thread(self._ready.rescue, Path(command.folder), command.versions)
+        except Exception as error:
+            await self._send(failure(self.number, RESCUE_CALL, error))
+        else:
+            await self._send(Done(self.number, command.task, RESCUE_CALL, started=began, ended=time.time()))
+
+
+def _end_if_broken(beats: asyncio.Task[None]) -> None:
+    """A worker that can't beat is lost to the master: it ends at once, and its log says why."""
+    if not beats.cancelled() and (error := beats.exception()) is not None:
+        log.error("heartbeats ended", exc_info=error)
+        logging.shutdown()
+        os._exit(1)
