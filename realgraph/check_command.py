@@ -11,7 +11,7 @@ from realgraph.graphs.graph import Graph
 from realgraph.graphs.yaml.document import read_document
 from realgraph.graphs.yaml.load import shown_name
 from realgraph.open_graph import graph_and_warnings, is_graph
-from realgraph.output import say, say_json
+from realgraph.output import say, say_json, say_warnings
 from realgraph.planner.report.format import counted
 from realgraph.resolved import resolved_text
 
@@ -40,7 +40,7 @@ def _report_run(file: Path, checked: Checked, resolved: bool, json_out: bool) ->
         head = {"ok": True, "problems": [], "warnings": shown, "name": checked.name}
         say_json({**head, "run": run, "graph": graph})
         return
-    print_warnings(checked.warnings)
+    say_warnings(checked.warnings)
     if resolved:
         say(resolved_text(checked.composed), end="")
     else:
@@ -57,14 +57,8 @@ def _report_graph(file: Path, graph: Graph, warnings: Sequence[Problem], resolve
         shown = [_plain(warning) for warning in warnings]
         say_json({"ok": True, "problems": [], "warnings": shown, "name": graph.name, "graph": graph})
     else:
-        print_warnings(warnings)
+        say_warnings(warnings)
         say(f"{file}: ok, as a graph without a run. {_shape(graph)}")
-
-
-def print_warnings(warnings: Sequence[Problem]) -> None:
-    """Each on standard error, with its place and its hint, as problems are."""
-    for warning in warnings:
-        say(f"warning: {warning}", err=True)
 
 
 def _shape(graph: Graph) -> str:

@@ -6,9 +6,9 @@ from pathlib import Path
 from rich.table import Table
 
 from realgraph.graphs.catalogue import library
-from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.picture.render import mermaid, svg, tree
 from realgraph.open_graph import open_graph
+from realgraph.plan_console import write
 from realgraph.terminal import Terminal
 
 
@@ -18,9 +18,9 @@ def graph_command(
     """Print the graph as a tree, or write its pictures. Raises ConfigError."""
     graph = open_graph(name, overrides)
     if mermaid_file is not None:
-        write_text(mermaid_file, mermaid(graph))
+        write(mermaid_file, mermaid(graph))
     if svg_file is not None:
-        write_text(svg_file, svg(graph))
+        write(svg_file, svg(graph))
     if mermaid_file is None and svg_file is None:
         Terminal().print(tree(graph))
 
@@ -31,12 +31,3 @@ def graphs_command() -> None:
     for name, description in library().items():
         table.add_row(name, description)
     Terminal().print(table)
-
-
-def write_text(file: Path, text: str) -> None:
-    """Write a file that the user asked for. Raises ConfigError where that can't be."""
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        problem = Problem(Where(str(file)), f"can't be written: {error.strerror or error}", "", "output")
-        raise ConfigError([problem]) from error

@@ -4,7 +4,6 @@ import json
 import re
 from pathlib import Path
 
-from realgraph.graph_command import write_text
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.keys import MASK, TOKENS
 from realgraph.graphs.spec import Function, Generate, GraphSpec, Train
@@ -14,6 +13,7 @@ from realgraph.graphs.yaml.load import find_graph, load_graph
 from realgraph.graphs.yaml.schema import defaults_of
 from realgraph.json_schema import run_schema, schema_text
 from realgraph.output import say
+from realgraph.plan_console import write
 from realgraph.resolved import inline
 from realgraph.run_spec import RunSpec
 
@@ -33,7 +33,7 @@ def init_command(graph: str, out: Path | None) -> None:
         return
     text = run_template(graph, Path.cwd(), SCHEMA)
     write_schema(out.parent / SCHEMA)
-    write_text(out, text)
+    write(out, text)
     say(f"wrote {out}, and beside it {SCHEMA}, by which editors complete it; next: realgraph check {out}")
 
 
@@ -48,7 +48,7 @@ def write_schema(file: Path) -> None:
         if not ours:
             hint = "rename it, or print the run file: realgraph init > FILE"
             raise ConfigError([Problem(Where(str(file)), "exists already, and is no schema of ours", hint, "output")])
-    write_text(file, text)
+    write(file, text)
 
 
 def run_template(graph: str, folder: Path, schema: str = "") -> str:

@@ -8,7 +8,7 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -35,6 +35,12 @@ def say(text: object, err: bool = False, end: str = "\n") -> None:
     stream = sys.stderr if err else sys.stdout
     stream.write(visible(str(text)) + end)
     stream.flush()
+
+
+def say_warnings(warnings: Iterable[object]) -> None:
+    """Each on standard error, with its place and its hint, as problems are."""
+    for warning in warnings:
+        say(f"warning: {warning}", err=True)
 
 
 def say_json(value: object) -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from realgraph.check_command import print_warnings
 from realgraph.compose import Checked, check_run
-from realgraph.output import say_json, say_json_text
+from realgraph.output import say_json, say_json_text, say_warnings
 from realgraph.plan_beside import BESIDE_SECONDS, cut_short, hints_of, other_plans, rules, simpler, synchrony
 from realgraph.plan_console import refuse_unwritable, write
 from realgraph.plan_explain import explained, refuse_free
@@ -52,7 +51,7 @@ def plan_command(file: Path, overrides: Sequence[str] = (), options: PlanOptions
     for file_out in (options.out, options.html, options.trace):
         refuse_unwritable(file_out)
     checked = check_run(file, overrides, weights=False)
-    print_warnings(checked.warnings)
+    say_warnings(checked.warnings)
     request = asked_for(checked, options)
     if options.explain is not None:
         refuse_free(request, options.explain)

@@ -1,4 +1,4 @@
-"""The files that `realgraph plan` writes."""
+"""The files that a user asks a command to write."""
 
 import os
 from pathlib import Path

@@ -7,7 +7,6 @@ from typing import get_args
 from msgspec import inspect
 
 from realgraph.field_notes import field_notes, summary
-from realgraph.graph_command import write_text
 from realgraph.graphs.catalogue import library
 from realgraph.graphs.functions import BUILTINS
 from realgraph.graphs.keys import GENERATED
@@ -18,6 +17,7 @@ from realgraph.graphs.yaml.load import library_folder, load_graph
 from realgraph.graphs.yaml.schema import default_of, defaults_of, describe, structs, type_of
 from realgraph.json_schema import graph_schema, run_schema, schema_text
 from realgraph.output import say
+from realgraph.plan_console import write
 from realgraph.planner.inputs.cluster import ClusterSpec, NodesSpec
 from realgraph.planner.request.constraints import Constraints
 from realgraph.planner.request.pins import Pin
@@ -87,7 +87,7 @@ Written by `realgraph schema` from the types that the loader uses; do not edit. 
 def schema_command(out_dir: Path) -> None:
     """Write the reference and the schemas. Raises ConfigError where the folder can't be written to."""
     for name, text in generated_files().items():
-        write_text(out_dir / name, text)
+        write(out_dir / name, text)
         say(f"wrote {out_dir / name}")
 
 

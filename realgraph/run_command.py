@@ -10,12 +10,11 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from realgraph.check_command import print_warnings
 from realgraph.console import screen
 from realgraph.costs_record import CostsFile, Planned
 from realgraph.ending import next_lines
 from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.output import say
+from realgraph.output import say, say_warnings
 from realgraph.plan_command import print_plan
 from realgraph.planner.inputs.detect import probe
 from realgraph.resume import resumed
@@ -46,7 +45,7 @@ def run_command(file: Path | None, overrides: Sequence[str], options: RunOptions
     """Run or resume; exits with 3 where the run failed, 130 where it was interrupted. Raises ConfigError."""
     console = run_terminal()
     with open_run(file, overrides, options) as prepared:
-        print_warnings(prepared.checked.warnings)
+        say_warnings(prepared.checked.warnings)
         if options.dry_run:
             print_plan(prepared.job.plan, prepared.checked, prepared.request, console)
             _first_rows(prepared, console)

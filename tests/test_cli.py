@@ -123,7 +123,7 @@ def test_pictures_are_written_and_the_library_is_listed(
     assert (tmp_path / "g.svg").read_text().startswith("<svg")
     assert "flowchart" in (tmp_path / "g.mmd").read_text()
     assert typed("graph", "ppo", "--svg", str(tmp_path / "none" / "g.svg"), monkeypatch=monkeypatch) == 2
-    assert "can't be written: No such file or directory" in capsys.readouterr().err
+    assert "can't be written: no such file or directory" in capsys.readouterr().err
     assert typed("graphs", monkeypatch=monkeypatch) == 0
     listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line and not line.startswith(" ")}
     assert listed >= set(library_names())
