@@ -30,7 +30,7 @@ $(VENV)/ready: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
-	$(BIN)/python -c 'from realgraph.first_search import prepare_search; prepare_search()'
+	$(BIN)/python -c 'from realgraph.screen.first_search import prepare_search; prepare_search()'
 	touch $@
 
 quickstart: $(VENV)/ready

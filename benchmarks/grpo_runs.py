@@ -93,7 +93,7 @@ def score(text: str) -> float:
 
 def make_folder(home: Path, case: Case) -> None:
     """Model, tokenizer, train.jsonl and rewards.py of one case."""
-    from realgraph.arithmetic import problems, row
+    from realgraph.commands.arithmetic import problems, row
 
     home.mkdir(parents=True)
     pairs, _ = problems(seed=0)
@@ -119,7 +119,7 @@ def make_model(folder: Path, case: Case, pairs: Sequence[tuple[int, int]]) -> No
     from transformers import Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    from realgraph.arithmetic import small_config, write_tokenizer
+    from realgraph.commands.arithmetic import small_config, write_tokenizer
 
     vocabulary = write_tokenizer(folder, case.characters + "$", "$", "$")
     disable_progress_bar()

@@ -30,7 +30,6 @@ from msgspec import Struct
 from benchmarks.machine import describe
 from benchmarks.planner_chain import chained
 from benchmarks.planner_peers import mapped
-from realgraph.compose import check_run
 from realgraph.planner.options.tables import problem_of
 from realgraph.planner.plan.problem import Limits, SearchProblem, Solution
 from realgraph.planner.problem_file.export import problem_spec
@@ -38,7 +37,8 @@ from realgraph.planner.problem_file.spec import problem_text
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.baselines import baselines_of
 from realgraph.planner.solve.solver import solve
-from realgraph.planning import Asked, request_for
+from realgraph.run.planning import Asked, request_for
+from realgraph.run_file.compose import check_run
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

@@ -17,10 +17,10 @@ from msgspec import Struct
 
 from benchmarks.machine import describe
 from benchmarks.planner import BATCH, MODELS, RESULTS, searched
-from realgraph.compose import check_run
 from realgraph.planner.options.tables import problem_of
 from realgraph.planner.plan.problem import SearchProblem
-from realgraph.planning import Asked, request_for
+from realgraph.run.planning import Asked, request_for
+from realgraph.run_file.compose import check_run
 
 NINE_GAP = 0.03  # of nine calls with three trained models on 128 devices: what is claimed
 

@@ -22,15 +22,15 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from benchmarks.machine import describe
-from realgraph.costs_record import with_lengths
+from realgraph.commands.quickstart import prepare_folder
+from realgraph.commands.run import execute
 from realgraph.planner.request.cost_table import CostTable
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.search import search
-from realgraph.profile_command import Asked, profile_command
-from realgraph.profile_runs import Steps
-from realgraph.quickstart import prepare_folder
-from realgraph.run_command import execute
-from realgraph.running import Prepared, prepare
+from realgraph.profile.command import Asked, profile_command
+from realgraph.profile.runs import Steps
+from realgraph.run.costs_record import with_lengths
+from realgraph.run.running import Prepared, prepare
 from realgraph.runtime.master.observer import StepRecord
 
 RESULTS = Path(__file__).parent / "results"

@@ -8,14 +8,14 @@ import re
 import sys
 from pathlib import Path
 
-from realgraph.compose import check_run
-from realgraph.graph_command import graph_command
-from realgraph.plan_command import asked_for, print_plan
-from realgraph.plan_options import PlanOptions
+from realgraph.commands.graph import graph_command
+from realgraph.plan.command import asked_for, print_plan
+from realgraph.plan.options import PlanOptions
 from realgraph.planner.search.search import search
+from realgraph.run_file.compose import check_run
 from realgraph.runtime.job.run_folder import RunFolder
-from realgraph.summary import summarise
-from realgraph.terminal import Terminal
+from realgraph.screen.summary import summarise
+from realgraph.screen.terminal import Terminal
 
 DOCS = Path(__file__).parent
 PLANNED = DOCS.parent / "configs" / "ppo_llama3_8b_2x8h100.yaml"

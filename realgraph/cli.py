@@ -10,10 +10,10 @@ import typer
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.yaml.document import COMMAND_LINE
-from realgraph.output import say, standard_streams
-from realgraph.plan_cli import EPILOG, plan
+from realgraph.plan.cli import EPILOG, plan
 from realgraph.runtime.processes.early_interrupts import raise_interrupts
 from realgraph.runtime.processes.titles import set_title
+from realgraph.screen.output import say, standard_streams
 
 # click's class: some releases of typer bring click along under a name of their own
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -43,7 +43,7 @@ def check(
     json_out: Annotated[bool, typer.Option("--json", help="Print a report as JSON.")] = False,
 ) -> None:
     """Report every mistake of a run file or graph file, with its line. Loads nothing heavy, needs no network."""
-    from realgraph.check_command import check_command
+    from realgraph.commands.check import check_command
 
     check_command(file, overrides or (), resolved, json_out)
 
@@ -69,7 +69,7 @@ def run(
 ) -> None:
     """Train: check, plan, start the workers, and run to the end. Ctrl-C stops after the step, twice at once."""
     _need_torch(f"run {file}" if resume is None else f"run --resume {resume}")
-    from realgraph.run_command import RunOptions, run_command
+    from realgraph.commands.run import RunOptions, run_command
 
     run_command(file, overrides or (), RunOptions(plan_file, costs, resume, dry_run, new_data))
 
@@ -84,7 +84,7 @@ def evaluate(
 ) -> None:
     """Score a model on the run's held-out data: accuracy and pass@k."""
     _need_torch(f"eval {file}")
-    from realgraph.eval_command import eval_command
+    from realgraph.commands.eval import eval_command
 
     eval_command(file, overrides or (), checkpoint)
 
@@ -105,7 +105,7 @@ def generate(
 ) -> None:
     """Try a trained model on prompts, rendered as in its run."""
     _need_torch(f"generate {model}")
-    from realgraph.generate_command import Ask, generate_command
+    from realgraph.commands.generate import Ask, generate_command
 
     generate_command(model, prompts, Ask(temperature, max_new_tokens, n, seed, chat, template_arg or ()))
 
@@ -119,7 +119,7 @@ def quickstart(
 ) -> None:
     """Make a tiny model, teach it sums by SFT, then by RL, on this machine: a few minutes on two CPU cores."""
     _need_torch("quickstart")
-    from realgraph.quickstart import quickstart_command
+    from realgraph.commands.quickstart import quickstart_command
 
     quickstart_command(folder, algorithm, seed, steps)
 
@@ -132,7 +132,7 @@ def graph(
     svg: Annotated[Path | None, typer.Option("--svg", help="Write an SVG picture to this file.")] = None,
 ) -> None:
     """Print a graph: its calls, what they read and write, and how they depend on each other."""
-    from realgraph.graph_command import graph_command
+    from realgraph.commands.graph import graph_command
 
     graph_command(name, overrides or (), mermaid, svg)
 
@@ -140,7 +140,7 @@ def graph(
 @app.command()
 def graphs() -> None:
     """List the graphs that come with realgraph."""
-    from realgraph.graph_command import graphs_command
+    from realgraph.commands.graph import graphs_command
 
     graphs_command()
 
@@ -151,7 +151,7 @@ def init(
     out: Annotated[Path | None, typer.Option("--out", help="File to write; by default it is printed.")] = None,
 ) -> None:
     """Write a commented run file to start from."""
-    from realgraph.init_command import init_command
+    from realgraph.commands.init import init_command
 
     init_command(graph, out)
 
@@ -161,7 +161,7 @@ def schema(
     out_dir: Annotated[Path, typer.Option("--out-dir", help="Folder to write to.")] = Path("docs"),
 ) -> None:
     """Write the reference of the YAML, and JSON Schemas with which editors complete and check it."""
-    from realgraph.reference import schema_command
+    from realgraph.reference.reference import schema_command
 
     schema_command(out_dir)
 
@@ -187,7 +187,7 @@ def profile(
 ) -> None:
     """Measure this machine for the planner: realgraph plan FILE --costs costs.json. Takes at most 5 minutes."""
     _need_torch("profile")
-    from realgraph.profile_command import Asked, profile_command
+    from realgraph.profile.command import Asked, profile_command
 
     profile_command(Asked(file, tuple(overrides or ()), devices, quick, sglang), out)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from realgraph.compose import check_run
 from realgraph.graphs.errors import ConfigError, Problem
+from realgraph.run_file.compose import check_run
 
 ROOT = Path(__file__).parent.parent
 RUN = """\

@@ -30,7 +30,7 @@ PRELOAD = (
     "torch",
     "transformers",
     "realgraph.runtime.worker.worker",
-    "realgraph.run_command",
+    "realgraph.commands.run",
     "tests.warmed",
     __name__,
 )
@@ -96,7 +96,7 @@ def make_home(folder: Path) -> Path:
     """A folder with a model, data, and a module of rewards."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from realgraph.arithmetic import write_data, write_model
+    from realgraph.commands.arithmetic import write_data, write_model
 
     folder.mkdir(parents=True, exist_ok=True)
     write_data(folder, 0)

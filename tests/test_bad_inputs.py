@@ -227,8 +227,8 @@ def test_a_name_is_one_component_of_a_path(name: str, run_folder: Path) -> None:
 
 
 def test_the_name_of_a_graph_names_runs_too(run_folder: Path) -> None:
-    from realgraph.compose import check_run
-    from realgraph.open_graph import open_graph
+    from realgraph.run_file.compose import check_run
+    from realgraph.run_file.open_graph import open_graph
 
     text = (Path(__file__).parent.parent / "graphs/library/grpo.yaml").read_text()
     (run_folder / "mine.yaml").write_text(text.replace("name: grpo", "name: ../grpo"))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from realgraph.compose import check_run
 from realgraph.graphs.errors import ConfigError
+from realgraph.run_file.compose import check_run
 from realgraph.runtime.data.chats import chat_sample, turn_end_token
 from realgraph.runtime.data.data import DataSet
 from realgraph.runtime.data.tokenize import Template, prompt_tokens

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from realgraph import cli
+from realgraph.commands.init import run_template
 from realgraph.graphs.yaml.document import parse_document
 from realgraph.graphs.yaml.load import library_names
-from realgraph.init_command import run_template
 
 # torch is made impossible to import; what is left must answer all the same.
 NO_TORCH = "import sys; sys.modules.update(torch=None, transformers=None); from realgraph.cli import main; main()"

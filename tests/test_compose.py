@@ -9,19 +9,19 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realgraph.compose import check_run, check_text, compose, compose_text
+from realgraph.commands.init import run_template
 from realgraph.graphs.errors import Where
 from realgraph.graphs.spec import Function, GraphSpec
 from realgraph.graphs.yaml.document import Dumper, parse_document
 from realgraph.graphs.yaml.load import library_names
 from realgraph.graphs.yaml.merge import walk
 from realgraph.graphs.yaml.schema import type_of
-from realgraph.init_command import run_template
-from realgraph.json_schema import graph_schema, run_schema
-from realgraph.open_graph import open_graph
-from realgraph.reference import REFERENCE, documented, generated_files, reachable, reference_text
-from realgraph.resolved import resolved_text
-from realgraph.run_spec import RunSpec
+from realgraph.reference.json_schema import graph_schema, run_schema
+from realgraph.reference.reference import REFERENCE, documented, generated_files, reachable, reference_text
+from realgraph.run_file.compose import check_run, check_text, compose, compose_text
+from realgraph.run_file.open_graph import open_graph
+from realgraph.run_file.resolved import resolved_text
+from realgraph.run_file.run_spec import RunSpec
 from tests.graph_texts import TEXT
 from tests.run_texts import ROOT, RUN, place, problems_of, write_model
 

@@ -24,7 +24,7 @@ from realgraph.graphs.yaml.document import (
 from realgraph.graphs.yaml.load import resolve
 from realgraph.graphs.yaml.merge import escape, interpolate, merge, walk
 from realgraph.graphs.yaml.schema import defaults_of, plain
-from realgraph.run_spec import RunSpec
+from realgraph.run_file.run_spec import RunSpec
 from tests.graph_texts import GRAPH, KEYS, MAPPINGS, TREES, line_of, problems_of, spec_of
 
 # --- the grammar ------------------------------------------------------------------------------------------------------

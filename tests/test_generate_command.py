@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from realgraph.generate_command import Ask, answers, chat_settings
+from realgraph.commands.generate import Ask, answers, chat_settings
 from realgraph.graphs.errors import ConfigError
 from realgraph.runtime.job.job import DataSpec
 from tests import tiny

@@ -1,18 +1,25 @@
-"""The two truths about the repository's layout agree, and imports run one way, from the command line down to graphs."""
+"""The two truths about the repository's layout agree, and imports run one way, between layers and between packages."""
 
 import ast
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = {"graphs": 0, "planner": 1, "runtime": 2, "": 3}
-# Inside the planner: what every part shares, then the parts, each of which may import those of a smaller number.
-PARTS = {"": 0, "costs": 1, "solve": 1, "bare": 1, "space": 2, "search": 3, "report": 4}
+LARGEST_PACKAGE = 12  # modules
+# Packages of the runtime by the processes that import them: those of the master's side reach no torch.
+MASTER_SIDE = {"commands", "scheduler", "master", "preflight"}
+BOTH_SIDES = {"wire", "job", "processes", "data", "functions"}
+WORKER_SIDE = {
+    *("worker", "store", "algorithms", "attention", "cpu", "models", "parallel", "train", "generate", "profile"),
+}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 HEAVY = {"torch", "transformers", "datasets", "sglang", "accelerate"}
 
@@ -31,8 +38,9 @@ def imported(path: Path) -> Iterator[str]:
         match node:
             case ast.Import(names=names):
                 yield from (name.name for name in names)
-            case ast.ImportFrom(module=str(module), level=0):
+            case ast.ImportFrom(module=str(module), level=0, names=names):
                 yield module
+                yield from (f"{module}.{name.name}" for name in names)
             case ast.ImportFrom(level=level) if level:
                 raise AssertionError(f"{path}: relative import")
 
@@ -47,22 +55,53 @@ def test_a_module_imports_only_from_its_floor_or_below(floor: str, path: Path) -
             assert FLOORS[target] <= FLOORS[floor], f"{path} imports {module}"
 
 
-def part_of(module: str) -> str:
-    """Of a module of the planner, the sub-package that holds it; "" for those that all share."""
-    inner = module.split(".")[2]
-    return inner if inner in PARTS else ""
+def package_of(path: Path) -> str:
+    """The folder of a module, as its package is imported."""
+    inner = path.parent.relative_to(ROOT).parts
+    return ".".join(inner if inner[0] == "realgraph" else ("realgraph", *inner))
 
 
-PLANNER = sorted((ROOT / "planner").rglob("*.py"))
+def imports_between_packages() -> nx.DiGraph:
+    """Packages, and an edge from each to those that its modules import; each edge with the first such module."""
+    owner = {f"{package_of(path)}.{path.stem}": package_of(path) for _, path in sources()}
+    edges: nx.DiGraph = nx.DiGraph()
+    for _, path in sources():
+        package = package_of(path)
+        edges.add_node(package)
+        for module in imported(path):
+            # `from package import module` names a module too; what is neither lies outside
+            target = owner.get(module)
+            if target is not None and target != package:
+                edges.add_edge(package, target, module=str(path.relative_to(ROOT)))
+    return edges
 
 
-@pytest.mark.parametrize("path", PLANNER, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_imports_inside_the_planner_run_one_way(path: Path) -> None:
-    own = path.parent.name if path.parent.name in PARTS else ""
-    for module in imported(path):
-        if module.startswith("realgraph.planner."):
-            other = part_of(module)
-            assert other == own or PARTS[other] < PARTS[own], f"{path} imports {module}"
+def test_imports_between_packages_have_no_cycle() -> None:
+    edges = imports_between_packages()
+    cycles = [sorted(part) for part in nx.strongly_connected_components(edges) if len(part) > 1]
+    inside = [(a, b, edges.edges[a, b]["module"]) for part in cycles for a, b in edges.subgraph(part).edges]
+    assert not cycles, inside
+
+
+@pytest.mark.parametrize("package", sorted(MASTER_SIDE))
+def test_packages_of_the_master_import_none_of_the_workers(package: str) -> None:
+    edges = imports_between_packages()
+    reached = {
+        name.removeprefix("realgraph.runtime.") for name in nx.descendants(edges, f"realgraph.runtime.{package}")
+    }
+    assert not reached & WORKER_SIDE
+
+
+def test_every_package_of_the_runtime_has_a_side() -> None:
+    names = {
+        package_of(path).removeprefix("realgraph.runtime") for _, path in sources() if path.parts[-3:-2] == ("runtime",)
+    }
+    assert {name.removeprefix(".") for name in names} == MASTER_SIDE | WORKER_SIDE | BOTH_SIDES
+
+
+def test_a_package_has_at_most_twelve_modules() -> None:
+    counts = Counter(package_of(path) for _, path in sources() if path.name != "__init__.py")
+    assert {package: n for package, n in counts.items() if n > LARGEST_PACKAGE} == {}
 
 
 @pytest.mark.parametrize("part", ["graphs", "planner", "runtime", "configs"])
@@ -90,7 +129,13 @@ def test_files_stay_small(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 400
 
 
-LIGHT = ("realgraph.cli", "realgraph.compose", "realgraph.planner.search.search", "realgraph.runtime.scheduler")
+LIGHT = (
+    "realgraph.cli",
+    "realgraph.run_file.compose",
+    "realgraph.planner.search.search",
+    "realgraph.runtime.scheduler.scheduler",
+    "realgraph.runtime.master.master",
+)
 
 
 @pytest.mark.parametrize("module", LIGHT)

@@ -15,7 +15,7 @@ from realgraph.graphs.yaml.document import Document, Dumper, parse_document
 from realgraph.graphs.yaml.load import find_graph, library_folder, library_names, load_graph, read_graph, resolve
 from realgraph.graphs.yaml.merge import merge, walk
 from realgraph.graphs.yaml.schema import check, defaults_of, plain, type_of
-from realgraph.run_spec import RunSpec
+from realgraph.run_file.run_spec import RunSpec
 from tests.graph_texts import GRAPH, MAPPINGS, line_of, problems_of, spec_of
 
 # --- every type error, with its place ---------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_an_empty_section_changes_nothing() -> None:
 
 def keys_of_structs(text: str) -> list[tuple[str, str]]:
     """Each key of a graph text that the schema knows, long enough for a typo to be recognisable, with its line."""
-    from realgraph.reference import reachable
+    from realgraph.reference.reference import reachable
 
     fields = {name for struct in reachable(type_of(GraphSpec)) for name in struct.__struct_fields__}
     return [

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realgraph.console import LiveScreen, PlainLines, sparkline, summary
 from realgraph.graphs.errors import ConfigError
 from realgraph.runtime.commands.actions import Span as CallSpan
 from realgraph.runtime.job.rotation import limit_log, older
@@ -23,7 +22,8 @@ from realgraph.runtime.master.step_metrics import queue_seconds
 from realgraph.runtime.master.trackers import make_trackers
 from realgraph.runtime.processes.launch import WorkerHandle
 from realgraph.runtime.worker.evaluation import pass_at_k
-from realgraph.terminal import Terminal
+from realgraph.screen.console import LiveScreen, PlainLines, sparkline, summary
+from realgraph.screen.terminal import Terminal
 
 STARTED = RunStarted("name", "grpo", steps=3, first_step=0, run_dir="/runs/x", calls=("rollout", "train"))
 STEP = StepRecord(0, 0.5, {"reward/reward": 0.25, "train/loss": 1.5, "rollout/seconds": 0.2, "train/seconds": 0.3})

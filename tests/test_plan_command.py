@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from realgraph.compose import check_run
 from realgraph.graphs.errors import ConfigError
-from realgraph.plan_command import plan_command
-from realgraph.plan_options import PlanOptions
+from realgraph.plan.command import plan_command
+from realgraph.plan.options import PlanOptions
 from realgraph.planner.plan.codec import plan_from_json, plan_to_json
-from realgraph.planning import hub_cache_folder, plan_for, read_plan, request_for
+from realgraph.run.planning import hub_cache_folder, plan_for, read_plan, request_for
+from realgraph.run_file.compose import check_run
 
 RUN = """
 graph: grpo
@@ -134,7 +134,7 @@ def test_the_hub_cache_is_where_huggingface_hub_has_it(environment: dict[str, st
 
 def test_planning_imports_no_torch(run_file: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from realgraph.plan_command import PlanOptions, plan_command; "
+        "import sys; from pathlib import Path; from realgraph.plan.command import PlanOptions, plan_command; "
         f"plan_command(Path({str(run_file)!r}), options=PlanOptions(brief=True)); "
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typer.main import get_command
 
 from realgraph.cli import app
-from realgraph.plan_cli import EPILOG
+from realgraph.plan.cli import EPILOG
 
 TEXT = (Path(__file__).parent.parent / "docs" / "planning.md").read_text()
 

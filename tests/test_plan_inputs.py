@@ -6,14 +6,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from realgraph.compose import check_run
 from realgraph.graphs.errors import ConfigError
-from realgraph.plan_command import plan_command
-from realgraph.plan_diff import diff_command
-from realgraph.plan_options import PlanOptions
-from realgraph.plan_problem import problem_command
+from realgraph.plan.command import plan_command
+from realgraph.plan.diff import diff_command
+from realgraph.plan.options import PlanOptions
+from realgraph.plan.problem import problem_command
 from realgraph.planner.inputs.devices import device_kind
 from realgraph.planner.plan.codec import plan_to_json
+from realgraph.run_file.compose import check_run
 
 RUN = """
 graph: grpo
@@ -148,7 +148,7 @@ def test_extremes_have_a_plan(overrides: list[str], run_file: Path) -> None:
 def test_what_can_not_be_done_is_said_before_any_search(
     options: dict[str, object], says: str, run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("realgraph.plan_command.session", lambda *_: pytest.fail("a search began"))
+    monkeypatch.setattr("realgraph.plan.command.session", lambda *_: pytest.fail("a search began"))
     with pytest.raises(ConfigError, match=says):
         plan_command(run_file, options=msgspec.structs.replace(BRIEF, **options))
 

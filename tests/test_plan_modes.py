@@ -11,13 +11,13 @@ import msgspec
 import pytest
 
 from realgraph import cli
-from realgraph import plan_command as plan_command_module
 from realgraph.graphs.errors import ConfigError
-from realgraph.plan_beside import cut_short
-from realgraph.plan_command import plan_command
-from realgraph.plan_limits import interruptible
-from realgraph.plan_options import PlanOptions
-from realgraph.plan_session import NoPlanYet
+from realgraph.plan import command as plan_command_module
+from realgraph.plan.beside import cut_short
+from realgraph.plan.command import plan_command
+from realgraph.plan.limits import interruptible
+from realgraph.plan.options import PlanOptions
+from realgraph.plan.session import NoPlanYet
 from realgraph.planner.plan.codec import plan_from_json
 from realgraph.planner.report.content import Comparison
 from tests.plan_reports import overlapping

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 
 from realgraph import cli
-from realgraph.costs_record import steady
 from realgraph.graphs.errors import ConfigError
-from realgraph.plan_lengths import read_lengths
-from realgraph.plan_limits import Progress, interruptible
-from realgraph.plan_measured import STEP, measured_calls, read_run
-from realgraph.plan_options import sizes_of
+from realgraph.plan.lengths import read_lengths
+from realgraph.plan.limits import Progress, interruptible
+from realgraph.plan.options import sizes_of
+from realgraph.plan.view.measured import STEP, measured_calls, read_run
 from realgraph.planner.plan.codec import plan_to_json
 from realgraph.planner.request.cost_table import CostTable, costs_to_json
+from realgraph.run.costs_record import steady
 from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.master.observer import RunEnded, RunStarted, StepRecord
 from realgraph.runtime.master.records import MetricsFile
-from realgraph.terminal import Terminal
+from realgraph.screen.terminal import Terminal
 from tests.plan_reports import overlapping
 
 

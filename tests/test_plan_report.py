@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realgraph.plan_command import show
-from realgraph.plan_gantt import MOST_LANES, Gantt, lane_text
-from realgraph.plan_table import SHADES, allocation_table, memory, mesh_picture
+from realgraph.plan.command import show
+from realgraph.plan.view.gantt import MOST_LANES, Gantt, lane_text
+from realgraph.plan.view.table import SHADES, allocation_table, memory, mesh_picture
 from realgraph.planner.costs.memory.memory import usable_bytes
 from realgraph.planner.plan.events import period
 from realgraph.planner.plan.plan import Hashes, Plan, Turn
@@ -31,7 +31,7 @@ from realgraph.planner.report.trace import trace_json
 from realgraph.planner.request.constraints import Constraints
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.search import events_of
-from realgraph.terminal import Terminal
+from realgraph.screen.terminal import Terminal
 from tests.plan_reports import colocated, everything, finished, overlapping
 
 SEEDS = range(20)

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from realgraph.compose import check_run
 from realgraph.planner.options.calls import input_seconds
 from realgraph.planner.options.holdings import candidate_of, group_for
 from realgraph.planner.options.pricing import candidate_stream
@@ -15,7 +14,8 @@ from realgraph.planner.request.request import PlanRequest, kept_by
 from realgraph.planner.search.assembly import events_of
 from realgraph.planner.search.search import search
 from realgraph.planner.search.streams import keeps_caches
-from realgraph.planning import request_for
+from realgraph.run.planning import request_for
+from realgraph.run_file.compose import check_run
 from realgraph.runtime.job.job import CheckpointSpec, Job
 from tests.plan_clock import PlanClock, Prices
 

@@ -25,7 +25,7 @@ from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import hashes
 from realgraph.planner.search.search import Infeasible, events_of, reprice, search, solved
 from realgraph.planner.solve.solver import evaluate
-from realgraph.planning import with_lengths
+from realgraph.run.planning import with_lengths
 from tests.planner_cases import cluster, grpo, ppo, request
 from tests.planner_oracles import every_choice, fits
 from tests.planner_problems import problem_of_seed

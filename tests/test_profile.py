@@ -9,7 +9,6 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from realgraph.cli import app
-from realgraph.costs_record import MOST_STEPS, CostsFile, Planned, SomeSteps, costs_of
 from realgraph.graphs.errors import ConfigError
 from realgraph.planner.costs.calibrate.fit_profile import predicted_seconds, profiled
 from realgraph.planner.costs.calibrate.measurements import (
@@ -27,8 +26,9 @@ from realgraph.planner.inputs.cluster import ClusterSpec
 from realgraph.planner.inputs.detect import Gpu, Probe, resolve
 from realgraph.planner.request.cost_table import COSTS_FILE, CostTable, load_costs
 from realgraph.planner.request.request import at_staleness, call_hashes
-from realgraph.profile_command import Asked, machine_of, profile_command
-from realgraph.running import prepare
+from realgraph.profile.command import Asked, machine_of, profile_command
+from realgraph.run.costs_record import MOST_STEPS, CostsFile, Planned, SomeSteps, costs_of
+from realgraph.run.running import prepare
 from realgraph.runtime.master.observer import RunEnded, RunStarted, StepRecord
 from realgraph.runtime.profile.launch import measure
 from realgraph.runtime.profile.worker import still_falls
@@ -216,7 +216,7 @@ def test_mistakes_are_told_before_anything_is_measured(
     many = write_run(home, "many", GRPO, {"cluster": {"kind": "cpu", "devices": 9}})
     few = Probe(cores=2, host_memory_bytes=8_000_000_000)
     for machine, says in ((few, "64 processes; 2 cores"), (replace(few, gpus=(H100,) * 2), "this machine has 2 GPUs")):
-        for module in ("realgraph.profile_command", "realgraph.planning"):
+        for module in ("realgraph.profile.command", "realgraph.run.planning"):
             monkeypatch.setattr(f"{module}.probe", lambda machine=machine: machine)
         assert says in told(Asked(devices=64), tmp_path / "costs.json")
         assert "9 processes" in told(Asked(many), tmp_path / "costs.json")

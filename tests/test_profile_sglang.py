@@ -15,7 +15,7 @@ from realgraph.planner.costs.calibrate.measurements import config_json, toy_mode
 from realgraph.planner.inputs.cluster import ClusterSpec
 from realgraph.planner.inputs.detect import Probe, resolve
 from realgraph.planner.inputs.devices import device_kind
-from realgraph.profile_sglang import open_server, prompt, sglang_costs, step_seconds
+from realgraph.profile.sglang import open_server, prompt, sglang_costs, step_seconds
 
 NODE = resolve(ClusterSpec(kind="H100-SXM", devices=2), Probe(cores=2, host_memory_bytes=8_000_000_000))
 MODEL = toy_model(1024, 4, 32768)

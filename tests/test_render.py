@@ -15,7 +15,7 @@ from realgraph.graphs.facts import Facts
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.picture.layered import COLUMN_GAP, MARGIN, ROW_GAP, Box, Size, place
 from realgraph.graphs.picture.render import mermaid, svg, tree
-from realgraph.terminal import Terminal
+from realgraph.screen.terminal import Terminal
 from tests.strategies import TREES, Tree, change, rl_tree, spec_of, trees, where
 
 SVG = "{http://www.w3.org/2000/svg}"

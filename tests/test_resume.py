@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from realgraph import resume
-from realgraph.costs_record import CostsFile, Planned
-from realgraph.eval_command import model_folder
+from realgraph.commands.eval import model_folder
+from realgraph.commands.run import RunOptions, open_run
 from realgraph.graphs.errors import ConfigError
 from realgraph.planner.inputs.detect import Probe
-from realgraph.resume import CHANGEABLE, prepare_resume, resumed
-from realgraph.run_command import RunOptions, open_run
-from realgraph.running import Prepared, claim
+from realgraph.run import resume
+from realgraph.run.costs_record import CostsFile, Planned
+from realgraph.run.resume import CHANGEABLE, prepare_resume, resumed
+from realgraph.run.running import Prepared, claim
 from realgraph.runtime.data.data import DataSet, tokenizer_source
 from realgraph.runtime.data.tokenize import load_tokenizer
 from realgraph.runtime.job.manifest import MANIFEST
@@ -237,7 +237,7 @@ def test_another_machine_may_go_on_with_a_run(
     """Cores and memory are measured, not written: they are no part of what must be equal."""
     folder = copied(whole.parent, "whole", tmp_path / "run", 4)
     before = prepare_resume(folder, []).job
-    monkeypatch.setattr("realgraph.planning.probe", lambda: machine)
+    monkeypatch.setattr("realgraph.run.planning.probe", lambda: machine)
     assert prepare_resume(folder, []).job == before
     with pytest.raises(ConfigError, match="can't change `cluster`"):
         prepare_resume(folder, ["cluster.memory_gb=3"])

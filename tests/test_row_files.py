@@ -15,7 +15,7 @@ import pytest
 
 from realgraph.graphs.errors import ConfigError, Where
 from realgraph.graphs.keys import parse_key_type
-from realgraph.local_data import first_rows, probe_data
+from realgraph.run_file.local_data import first_rows, probe_data
 from realgraph.runtime.data.data import DataSet
 from realgraph.runtime.data.row_files import open_rows
 from realgraph.runtime.job.job import DataSpec

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from realgraph.commands.run import RunOptions, open_run
 from realgraph.graphs.errors import ConfigError
-from realgraph.plan_command import plan_command
-from realgraph.plan_options import PlanOptions
+from realgraph.plan.command import plan_command
+from realgraph.plan.options import PlanOptions
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.request.cost_table import CostTable, PhaseFactor, costs_to_json
-from realgraph.run_command import RunOptions, open_run
-from realgraph.running import Prepared, prepare
+from realgraph.run.running import Prepared, prepare
 
 RUN = """
 graph: grpo

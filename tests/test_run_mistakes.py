@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from realgraph.check_command import check_command
-from realgraph.compose import check_run
+from realgraph.commands.check import check_command
 from realgraph.graphs.errors import Where
-from realgraph.local_data import probe_data
-from realgraph.running import claim, prepare
+from realgraph.run.running import claim, prepare
+from realgraph.run_file.compose import check_run
+from realgraph.run_file.local_data import probe_data
 from tests.run_texts import ROOT, RUN, place, problems_of, refused, write_model
 
 __all__ = ["place"]

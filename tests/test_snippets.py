@@ -8,12 +8,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-from realgraph.compose import check_run
 from realgraph.graphs.yaml.document import read_document
-from realgraph.open_graph import graph_and_warnings
 from realgraph.planner.plan.plan import Hashes, Plan
-from realgraph.planning import request_for
-from realgraph.running import job_of
+from realgraph.run.planning import request_for
+from realgraph.run.running import job_of
+from realgraph.run_file.compose import check_run
+from realgraph.run_file.open_graph import graph_and_warnings
 from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.preflight.preflight import preflight
 from tests.runs import make_home

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realgraph.compose import check_run
 from realgraph.graphs.source import Absent, Definition, binding_error, look_up
-from realgraph.user_code import functions_folder
+from realgraph.run_file.compose import check_run
+from realgraph.run_file.user_code import functions_folder
 from tests.run_texts import place, refused
 
 __all__ = ["place"]

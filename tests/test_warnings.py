@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from realgraph.check_command import check_command
-from realgraph.compose import check_run
+from realgraph.commands.check import check_command
 from realgraph.graphs.check.warnings import WARNINGS, warnings_of
 from realgraph.graphs.yaml.document import parse_document, read_document
 from realgraph.graphs.yaml.load import library_folder, library_names
-from realgraph.open_graph import graph_and_warnings
+from realgraph.run_file.compose import check_run
+from realgraph.run_file.open_graph import graph_and_warnings
 from tests.run_texts import place
 from tests.strategies import change, dpo_tree, online_dpo_tree, rl_tree, spec_of, where
 

@@ -16,12 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from realgraph import cli
-from realgraph.console import EvaluationLines, LiveScreen, PlainLines
+from realgraph.commands.init import init_command
 from realgraph.graphs.errors import ConfigError
-from realgraph.init_command import init_command
-from realgraph.output import say_json_text, visible
 from realgraph.runtime.master.observer import EvalRecord, Note, Observers, RunEnded, RunRecord, RunStarted, StepRecord
-from realgraph.terminal import Terminal
+from realgraph.screen.console import EvaluationLines, LiveScreen, PlainLines
+from realgraph.screen.output import say_json_text, visible
+from realgraph.screen.terminal import Terminal
 from tests.graph_texts import GRAPH
 
 ROOT = Path(__file__).parent.parent
@@ -231,8 +231,8 @@ def test_a_new_run_file_names_a_schema_that_lies_beside_it(tmp_path: Path) -> No
 
 
 SHOWN_RUN = """
-from realgraph.output import standard_streams
-from realgraph.terminal import run_terminal
+from realgraph.screen.output import standard_streams
+from realgraph.screen.terminal import run_terminal
 with standard_streams():
     console = run_terminal()
     for step in range(3):

@@ -13,8 +13,8 @@ import torch
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.spec import Function, Generate, Train
 from realgraph.runtime.data.stops import stops_of
-from realgraph.runtime.functions.calls import FunctionCalls, PromptTexts
 from realgraph.runtime.functions.host import FunctionHost
+from realgraph.runtime.generate.rollouts import Rollouts, Sampling, StaleWeightsError, Texts
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.store.assemble import Assembler
@@ -38,11 +38,11 @@ from realgraph.runtime.wire.protocol import (
 )
 from realgraph.runtime.worker.evaluation import Evaluation
 from realgraph.runtime.worker.failures import failure
+from realgraph.runtime.worker.function_calls import FunctionCalls, PromptTexts
 from realgraph.runtime.worker.loading import Loading
 from realgraph.runtime.worker.model_calls import ModelCalls
 from realgraph.runtime.worker.resources import ABANDONED_SECONDS, Resources
 from realgraph.runtime.worker.roles import Roles
-from realgraph.runtime.worker.rollouts import Rollouts, Sampling, StaleWeightsError, Texts
 from realgraph.runtime.worker.samples import SamplesFile, keeps_samples
 from realgraph.runtime.worker.update_gate import UpdateGate
 

@@ -9,13 +9,13 @@ from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.keys import FINISHED, GENERATED, TEXT, is_prompt
 from realgraph.graphs.spec import Function
 from realgraph.runtime.engine import Completion
-from realgraph.runtime.functions.calls import FunctionFailed
 from realgraph.runtime.functions.functions import Unit, keywords_of
 from realgraph.runtime.functions.host import FunctionHost
+from realgraph.runtime.generate.rollouts import Rollouts, StaleWeightsError, sample_seed
 from realgraph.runtime.job.job import EvalSpec, Job
 from realgraph.runtime.wire.protocol import Done, Evaluate, Mean
+from realgraph.runtime.worker.function_calls import FunctionFailed
 from realgraph.runtime.worker.loading import Loading, Prompt
-from realgraph.runtime.worker.rollouts import Rollouts, StaleWeightsError, sample_seed
 
 KNOWN = (TEXT, FINISHED)  # generated keys that an evaluation has; inputs are the others
 

@@ -5,13 +5,13 @@ from typing import Literal
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.runtime.algorithms.applied import AppliedError
-from realgraph.runtime.functions.calls import FunctionFailed
 from realgraph.runtime.functions.host import FunctionError
 from realgraph.runtime.job.run_folder import disk_text
 from realgraph.runtime.parallel.groups import CollectiveError
 from realgraph.runtime.train.engine import LogprobGap
 from realgraph.runtime.train.passes import NumericsError
 from realgraph.runtime.wire.protocol import Failed
+from realgraph.runtime.worker.function_calls import FunctionFailed
 
 Kind = Literal["call", "function", "data", "numerics", "disk", "start", "worker", "deadline"]
 

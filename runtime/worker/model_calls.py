@@ -10,11 +10,11 @@ from realgraph.graphs.spec import Advantage, Inference, Train
 from realgraph.runtime.algorithms import advantages
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.functions.functions import load_applied
+from realgraph.runtime.generate.rollouts import StaleWeightsError
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.store.assemble import Assembler
 from realgraph.runtime.wire.protocol import Done, Execute, Mean, Metric
 from realgraph.runtime.worker.roles import Roles
-from realgraph.runtime.worker.rollouts import StaleWeightsError
 
 
 class TooLongForRole(Exception):

@@ -15,11 +15,11 @@ from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS
 from realgraph.graphs.spec import Generate, Train
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.data.stops import Stops
+from realgraph.runtime.generate.rollouts import Rollouts, sample_seed
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.train.engine import TorchTrainEngine, check_gap
 from realgraph.runtime.wire.protocol import Mean, Metric
 from realgraph.runtime.worker.roles import Roles, logprob_limit
-from realgraph.runtime.worker.rollouts import Rollouts, sample_seed
 
 SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 4, 8, 256  # of a probe, at most: far below what any batch has
 

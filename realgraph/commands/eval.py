@@ -1,0 +1,116 @@
+"""`realgraph eval`: one held-out evaluation by the run's own runtime, with no step of training."""
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+
+import msgspec
+
+from realgraph.commands.run import FAILED, INTERRUPTED, execute, report
+from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.spec import Generate
+from realgraph.run.running import Prepared, prepare
+from realgraph.runtime.job.job import CheckpointSpec, EvalSpec
+from realgraph.runtime.job.manifest import MANIFEST, damage
+from realgraph.runtime.job.run_folder import RunFolder
+from realgraph.screen.console import EvaluationLines
+from realgraph.screen.terminal import run_terminal
+
+OPTIMIZER = "optimizer"  # files of a checkpoint that only training reads
+
+
+def eval_command(file: Path, overrides: Sequence[str], checkpoint: Path | None) -> None:
+    """Evaluate the role that generates. Exits with 3 where it failed, with 130 where it was interrupted.
+
+    Raises ConfigError.
+    """
+    prepared = for_evaluation(prepare(file, overrides, None), checkpoint)
+    step = prepared.begun_at
+    what = f"{checkpoint or 'the model of the run file'}{f', after step {step}' if step else ''}"
+    console = run_terminal()
+    outcome = execute(prepared, console, view=EvaluationLines(console, what))
+    report(outcome, prepared, console)
+    if not outcome.ok:
+        sys.exit(INTERRUPTED if outcome.interrupted else FAILED)
+
+
+def for_evaluation(prepared: Prepared, checkpoint: Path | None) -> Prepared:
+    """The same run with no steps and one evaluation at its start, of `checkpoint` if one is given."""
+    job = prepared.job
+    spec = job.eval or EvalSpec()
+    if spec.data is None and Path(job.data.path).exists():
+        text = "the run names no held-out data"
+        hint = "add eval: {data: {path: ..., columns: ...}} to the run file"
+        raise ConfigError([Problem(prepared.checked.where("$.eval"), text, hint)])
+    graph, begun_at = job.graph, 0
+    if checkpoint is not None:
+        roles = {call.model for call in graph.calls.values() if isinstance(call, Generate)}
+        models = dict(graph.models)
+        for role in roles:
+            folder = model_folder(checkpoint, role)
+            models[role] = msgspec.structs.replace(models[role], path=str(folder))
+            begun_at = step_of(folder)
+        graph = msgspec.structs.replace(graph, models=models)
+    changed = msgspec.structs.replace(
+        job,
+        graph=graph,
+        steps=0,
+        eval=msgspec.structs.replace(spec, every=spec.every or 1, at_start=True),
+        checkpoint=CheckpointSpec(),
+    )
+    own = beside(prepared.folder)
+    changed = msgspec.structs.replace(changed, run_dir=str(own.root))
+    return msgspec.structs.replace(prepared, job=changed, folder=own, begun_at=begun_at)
+
+
+def step_of(model: Path) -> int:
+    """Completed steps of the weights in a checkpoint's folder, or in a role's within it; 0 where no name says so."""
+    for path in (model.resolve(), model.resolve().parent):
+        found = re.fullmatch(r"step-(\d+)", path.name)
+        if found:
+            return int(found.group(1))
+    return 0
+
+
+def beside(folder: RunFolder) -> RunFolder:
+    """A directory of its own for an evaluation, next to the run's: `<run>-eval`, or `<run>-eval-2`, ..."""
+    first = folder.root.with_name(f"{folder.root.name}-eval")
+    return RunFolder(next(path for path in _numbered(first) if not path.exists()))
+
+
+def _numbered(first: Path) -> Iterator[Path]:
+    yield first
+    yield from (first.with_name(f"{first.name}-{number}") for number in count(2))
+
+
+def model_folder(path: Path, role: str | None = None) -> Path:
+    """The model in a model folder, a checkpoint (its `role`) or a run directory (its best or newest checkpoint).
+
+    Raises ConfigError naming what was looked for, or the file of the model that is not what was written.
+    """
+    path = path.expanduser().absolute()
+    folder = RunFolder(path)
+    for base in (path, folder.best, *map(folder.checkpoint, reversed(folder.steps()))):
+        parts = [base / role] if role is not None else [base / "actor", *sorted(base.glob("*"))]
+        for part in (base, *parts):
+            if (part / "config.json").is_file():
+                refuse_damage(part)
+                return part
+    hint = "name a folder with a config.json, a checkpoint, or a run directory that has a checkpoint"
+    raise ConfigError([Problem(Where(str(path)), "no model lies here", hint)])
+
+
+def refuse_damage(model: Path) -> None:
+    """Compare a model of a checkpoint with what was written, the optimizer left out. Raises ConfigError."""
+    checkpoint = model.parent
+    if not (checkpoint / MANIFEST).exists():
+        return  # a model folder of any other origin
+    part = (f"{model.name}/", f"{model.name}/{OPTIMIZER}")
+    reason = damage(checkpoint, *part)
+    if reason:
+        others = [path for path in sorted(checkpoint.parent.glob("step-*")) if path.name[5:].isdigit()]
+        intact = [path for path in others if path != checkpoint.resolve() and not damage(path, *part)]
+        hint = f"take another one: {intact[-1]}" if intact else ""
+        raise ConfigError([Problem(Where(str(checkpoint.resolve())), f"the checkpoint is damaged: {reason}", hint)])

@@ -1,0 +1,176 @@
+"""`realgraph run`: check, plan, first rows, then the workers. Turns the outcome into an exit code."""
+
+import asyncio
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.plan.command import print_plan
+from realgraph.planner.inputs.detect import probe
+from realgraph.run.costs_record import CostsFile, Planned
+from realgraph.run.ending import next_lines
+from realgraph.run.resume import resumed
+from realgraph.run.running import Prepared, claim, owned, prepare, unwritable_folder, with_sums
+from realgraph.runtime.job.rotation import MEGABYTE
+from realgraph.runtime.job.run_folder import disk_text
+from realgraph.runtime.master.master import Master, Outcome
+from realgraph.runtime.master.observer import Observer, Observers
+from realgraph.runtime.master.records import MetricsFile, TraceFile, TranscriptsFile
+from realgraph.runtime.master.trackers import make_trackers
+from realgraph.runtime.preflight.preflight import preflight, refuse_machine
+from realgraph.screen.console import screen
+from realgraph.screen.output import say, say_warnings
+from realgraph.screen.terminal import Terminal, run_terminal
+
+FAILED, INTERRUPTED = 3, 130
+
+
+class RunOptions(Struct, frozen=True):
+    """What the command line says of a run beside its file and overrides."""
+
+    plan_file: Path | None = None
+    costs_file: Path | None = None
+    resume: Path | None = None
+    dry_run: bool = False
+    new_data: bool = False
+
+
+def run_command(file: Path | None, overrides: Sequence[str], options: RunOptions) -> None:
+    """Run or resume; exits with 3 where the run failed, 130 where it was interrupted. Raises ConfigError."""
+    console = run_terminal()
+    with open_run(file, overrides, options) as prepared:
+        say_warnings(prepared.checked.warnings)
+        if options.dry_run:
+            print_plan(prepared.job.plan, prepared.checked, prepared.request, console)
+            _first_rows(prepared, console)
+            console.print("dry run: nothing was started")
+            return
+        outcome = execute(prepared, console)
+    report(outcome, prepared, console)
+    if not outcome.ok:
+        sys.exit(INTERRUPTED if outcome.interrupted else FAILED)
+
+
+@contextmanager
+def open_run(file: Path | None, overrides: Sequence[str], options: RunOptions) -> Iterator[Prepared]:
+    """The run that the command line asks for; of one that goes on, its directory is ours meanwhile.
+
+    Raises ConfigError.
+    """
+    if options.resume is not None:
+        for given, name in ((options.plan_file, "--plan"), (options.costs_file, "--costs")):
+            if given is not None:
+                raise ConfigError([Problem(Where("command line"), "a resumed run keeps its plan", f"leave out {name}")])
+        # With --resume there is no run file: a word in its place is an override.
+        words = [*([str(file)] if file is not None else []), *overrides]
+        with resumed(options.resume, words, options.new_data) as prepared:
+            yield prepared
+        return
+    if options.new_data:
+        text = "--new-data is about a run that goes on"
+        raise ConfigError([Problem(Where("command line"), text, "add --resume DIR")])
+    if file is None:
+        hint = "realgraph run FILE, or realgraph run --resume DIR; realgraph init writes a run file"
+        raise ConfigError([Problem(Where("command line"), "which run?", hint)])
+    yield prepare(file, overrides, options.plan_file, options.costs_file)
+
+
+def execute(
+    prepared: Prepared, console: Terminal, extra: Sequence[Observer] = (), view: Observer | None = None
+) -> Outcome:
+    """Start the workers and run to the end, watched by files, trackers and the screen. Raises ConfigError.
+
+    The directory of a resumed run is the caller's own already (`resumed`). view: shows the run on the screen, where a
+    run's own view would not fit.
+    """
+    refuse_machine(prepared.job, len(probe().gpus))
+    for line in passed_over(prepared):
+        console.print(line, soft_wrap=True)
+    _first_rows(prepared, console)
+    if prepared.job.steps:
+        when = prepared.job.checkpoint.text
+        console.print(f"checkpoints: {when} (checkpoint.every: steps, checkpoint.minutes)", soft_wrap=True)
+    watchers = (view or screen(console), *extra)
+    if prepared.resume is not None:
+        return _train(prepared, watchers)
+    with owned(prepared.folder):
+        return _train(replace(prepared, job=with_sums(prepared.job)), watchers)
+
+
+def passed_over(prepared: Prepared) -> Iterator[str]:
+    """Lines about checkpoints that nothing can go on from."""
+    for checkpoint in prepared.damaged:
+        yield f"warning: the checkpoint {checkpoint.path} is damaged: {checkpoint.reason}"
+    if prepared.damaged:
+        yield f"going on from {prepared.resume}, the newest intact one; damaged ones are kept as step-N.damaged"
+
+
+def _train(prepared: Prepared, watchers: Sequence[Observer]) -> Outcome:
+    """In a directory that is ours."""
+    job, folder = prepared.job, prepared.folder
+    try:
+        claim(prepared)
+        most = job.outputs.rotate_mb * MEGABYTE
+        files = (MetricsFile(folder.metrics), TranscriptsFile(folder.transcripts, most), TraceFile(folder.trace, most))
+    except OSError as error:
+        raise unwritable_folder(folder, error) from None
+    trackers = make_trackers(job.outputs.trackers, job.outputs.tensorboard, job.outputs.project, folder.root)
+    costs = CostsFile(Planned(job.name, prepared.request, job.plan), folder.costs)
+    observers = Observers((*files, *trackers, costs, *watchers), prepared.begun_at)
+    try:
+        return asyncio.run(Master(job, folder, observers, prepared.resume).run())
+    finally:
+        try:
+            observers.close()
+        except OSError as error:
+            say(f"warning: a file of {folder.root} could not be closed: {error}", err=True)
+
+
+def _first_rows(prepared: Prepared, console: Terminal) -> None:
+    """Show what the first rows and the functions gave. Raises ConfigError, placed in the user's files."""
+    try:
+        lines = preflight(prepared.job)
+    except ConfigError as error:
+        raise ConfigError(
+            problem if problem.where.file else replace(problem, where=prepared.checked.where(problem.where.path))
+            for problem in error.problems
+        ) from error
+    for line in lines:
+        console.print(line, soft_wrap=True)
+
+
+def write_detail(detail: str, file: Path) -> None:
+    """A failure's traceback to its file; on the screen where the disk takes no file."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(detail, encoding="utf-8")
+    except OSError as error:
+        say(f"  details could not be written ({disk_text(error)}):", err=True)
+        say(textwrap.indent(detail.rstrip(), "    "), err=True)
+    else:
+        say(f"  details: {file}", err=True)
+
+
+def report(outcome: Outcome, prepared: Prepared, console: Terminal) -> None:
+    """What a person needs to know at the end; of a failure: what, where the details are, and how to go on, on stderr.
+
+    The screen has said after which step the run has ended.
+    """
+    failure = outcome.failure
+    if failure is not None:
+        say(f"error: {outcome.reason}", err=True)
+        if failure.detail:
+            write_detail(failure.detail, prepared.folder.logs / "failure.txt")
+        if failure.worker >= 0:
+            say(f"  log: {prepared.folder.logs / f'worker-{failure.worker}.log'}", err=True)
+    for line in next_lines(outcome, prepared):
+        if outcome.ok:
+            console.print(line, soft_wrap=True)
+        else:
+            say(line, err=True)

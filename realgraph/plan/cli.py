@@ -1,0 +1,141 @@
+"""The command line of `realgraph plan`: its options and their help. Imports nothing heavy until it is called."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from realgraph.graphs.errors import ConfigError, Problem, Where
+
+if TYPE_CHECKING:
+    from realgraph.plan.options import PlanOptions
+
+EPILOG = (
+    "Exit codes: 0 a plan was found (also where Ctrl-C or the time limit ended the search); 1 the output could not be "
+    "written; 2 a mistake in the run file, a file or the command line; 4 proven: no plan fits, or no size of "
+    "--devices reaches --target; 5 the time limit ended the search before a plan was found; 130 interrupted before one."
+)
+MINUTE = 60.0
+
+
+def _shown(name: str, text: str, metavar: str | None = None, least: float | None = None) -> object:
+    return typer.Option(name, help=text, metavar=metavar, min=least, rich_help_panel="What is shown")
+
+
+def _read(name: str, text: str, metavar: str | None = None) -> object:
+    return typer.Option(name, help=text, metavar=metavar, rich_help_panel="What it reads")
+
+
+def _searched(name: str, text: str, metavar: str | None = None, least: float | None = None) -> object:
+    return typer.Option(name, help=text, metavar=metavar, min=least, rich_help_panel="How it searches")
+
+
+File = Annotated[Path | None, typer.Argument(metavar="[FILE | diff A B]", help="Run file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[PATH=VALUE]...", help="Overrides, such as staleness=4", show_default=False),
+]
+Json = Annotated[bool, _shown("--json", "Print the answer as JSON.")]
+Out = Annotated[Path | None, _shown("--out", "Write the plan to this file as well.")]
+Html = Annotated[Path | None, _shown("--html", "Write a page that needs no network.")]
+Trace = Annotated[Path | None, _shown("--trace", "Write the timeline for ui.perfetto.dev.")]
+Explain = Annotated[str | None, _shown("--explain", "The call's next-best options.", "CALL")]
+Price = Annotated[float | None, _shown("--price", "Of one device for an hour; default: its kind's.", "USD", 0)]
+Brief = Annotated[bool, _shown("--brief", "Leave out other plans and what-if hints.")]
+RunDir = Annotated[Path | None, _read("--run", "Compare with what this run measured.", "DIR")]
+Edited = Annotated[Path | None, _read("--plan", "Judge this plan, and show the best beside it.")]
+Costs = Annotated[Path | None, _read("--costs", "Measured costs: a table, or a finished run.")]
+Lengths = Annotated[Path | None, _read("--lengths", "Lengths of responses: a file, or a finished run.")]
+Bare = Annotated[Path | None, _read("--problem", "Solve this bare problem (JSON) instead of a run.")]
+Devices = Annotated[str | None, _searched("--devices", "Plan for each of these cluster sizes.", "8..1024")]
+Target = Annotated[
+    float | None, _searched("--target", "With --devices: the cheapest size for this period.", "SECONDS", 0)
+]
+Robust = Annotated[bool, _searched("--robust", "Choose the plan that errors of the costs hurt least.")]
+Colocated = Annotated[bool, _searched("--colocated", "Every call on all devices.")]
+Engine = Annotated[
+    Literal["installed", "any"] | None,
+    _searched("--engine", "Layouts that this version runs, or all; default: any on GPUs."),
+]
+TimeLimit = Annotated[float, _searched("--time-limit", "Of the search.", "SECONDS", 0)]
+Seed = Annotated[int, _searched("--seed", "Of the search.", None, 0)]
+
+
+def plan(
+    file: File = None,
+    overrides: Overrides = None,
+    json_out: Json = False,
+    out: Out = None,
+    html: Html = None,
+    trace: Trace = None,
+    explain: Explain = None,
+    price: Price = None,
+    brief: Brief = False,
+    run_dir: RunDir = None,
+    edited: Edited = None,
+    costs: Costs = None,
+    lengths: Lengths = None,
+    problem: Bare = None,
+    devices: Devices = None,
+    target: Target = None,
+    robust: Robust = False,
+    colocated: Colocated = False,
+    engine: Engine = None,
+    time_limit: TimeLimit = MINUTE,
+    seed: Seed = 0,
+) -> None:
+    """Choose what runs where: a table of allocations, a timeline, memory, and the proven distance from the best plan.
+
+    `realgraph plan diff A B` says what changed from one plan file to another. Ctrl-C takes the best plan so far.
+    """
+    from realgraph.plan.options import PlanOptions
+
+    options = PlanOptions(
+        json_out=json_out,
+        out=out,
+        edited=edited,
+        explain=explain,
+        html=html,
+        trace=trace,
+        run_dir=run_dir,
+        devices=devices,
+        target=target,
+        robust=robust,
+        colocated=colocated,
+        brief=brief,
+        time_limit=time_limit,
+        seed=seed,
+        price=price,
+        costs=costs,
+        engine=engine,
+        lengths=lengths,
+    )
+    _dispatch(file, overrides or [], problem, options)
+
+
+def _dispatch(file: Path | None, overrides: list[str], problem: Path | None, options: "PlanOptions") -> None:
+    """One of: the difference of two plans, a bare problem, a run."""
+    if file is not None and file == Path("diff") and not file.is_file():
+        from realgraph.plan.diff import diff_command
+        from realgraph.plan.options import refuse_others
+
+        if len(overrides) != 2:
+            raise _mistake("`plan diff` compares two plan files", "realgraph plan diff A.json B.json")
+        refuse_others(options, ("json_out",), "`plan diff`")
+        diff_command(Path(overrides[0]), Path(overrides[1]), options.json_out)
+    elif problem is not None:
+        from realgraph.plan.problem import problem_command
+
+        if file is not None:
+            raise _mistake("--problem takes no run file", f"leave {file} out")
+        problem_command(problem, options)
+    elif file is None:
+        raise _mistake("which run?", "realgraph plan FILE; realgraph init writes a run file")
+    else:
+        from realgraph.plan.command import plan_command
+
+        plan_command(file, overrides, options)
+
+
+def _mistake(text: str, hint: str) -> ConfigError:
+    return ConfigError([Problem(Where("command line"), text, hint, "plan")])

@@ -1,0 +1,141 @@
+"""`realgraph plan --problem FILE`: the bare search on a problem given as data."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.yaml.files import read_file
+from realgraph.plan.options import PlanOptions, refuse_others
+from realgraph.plan.session import INTERRUPTED, NOT_FOUND, NoPlanYet, session
+from realgraph.plan.view.gantt import gantt
+from realgraph.plan.view.table import titled
+from realgraph.planner.feasibility.shortage import shortage
+from realgraph.planner.plan.problem import Limits, Solution, Unsolved, move_name
+from realgraph.planner.problem_file.codec import Answer, FileProblem, answer_of, read_problem, solution_json
+from realgraph.planner.report.format import devices_text, gap_text, percent_text, seconds_text
+from realgraph.planner.report.schedule import Kind, Task, timeline
+from realgraph.planner.report.text import STOPPED
+from realgraph.planner.solve.solver import orders, solve
+from realgraph.screen.files import refuse_unwritable, write
+from realgraph.screen.first_search import prepare_search
+from realgraph.screen.output import say_json_text
+from realgraph.screen.terminal import Terminal, wide_terminal
+
+
+class NoPlan(ConfigError):
+    """Proven: no choice of options fits the memory."""
+
+    exit_code = 4
+
+
+def problem_command(file: Path, options: PlanOptions) -> Solution:
+    """Solve and print the answer. Raises ConfigError for a wrong file, NoPlan (4) and NoPlanYet (5 or 130)."""
+    refuse_others(options, ("json_out", "out", "time_limit", "seed"), "--problem")
+    refuse_unwritable(options.out)
+    read = read_problem(_bytes(file), str(file))
+    prepare_search()
+    with session(options) as now:
+        found = solve(read.problem, now.limits)
+        interrupted = now.stop()
+    turns = orders(read.problem, found) if isinstance(found, Solution) else {}
+    text = solution_json(read, found, turns)
+    if options.out is not None:
+        write(options.out, text)
+    if options.json_out:
+        say_json_text(text)
+    if isinstance(found, Unsolved):
+        raise _unsolved(read, found, file, interrupted)
+    if not options.json_out:
+        answer = answer_of(read, found, turns)
+        assert isinstance(answer, Answer)
+        show(read, answer, found, wide_terminal())
+    return found
+
+
+def show(read: FileProblem, answer: Answer, found: Solution, out: Terminal) -> None:
+    """Period and bound, the choices, and two periods."""
+    for part in _parts(read, answer, found):
+        out.print(part)
+
+
+def _parts(read: FileProblem, answer: Answer, found: Solution) -> Iterator[RenderableType]:
+    problem = read.problem
+    size = f"{len(problem.tasks)} calls, {problem.devices:,} devices"
+    yield Text.assemble((f"{answer.name or 'problem'}: ", "bold"), size)
+    yield Text.assemble(("period ", "bold"), seconds_text(found.period))
+    why = f"searched for {seconds_text(found.seconds)} until {STOPPED[found.stopped]}; within: {answer.scope}"
+    yield Text.assemble(("lower bound ", "bold"), f"{seconds_text(found.bound)}, gap {gap_text(found.gap)}, {why}")
+    yield Text()
+    yield _choices(answer)
+    yield from gantt(timeline(_tasks(read, answer), found.period, found.critical, problem.devices))
+    if found.critical:
+        yield Text.assemble(("\ncritical circuit ", "bold"), " -> ".join((*found.critical, found.critical[0])))
+
+
+def _choices(answer: Answer) -> Table:
+    table = titled("choices")
+    for name in ("call", "option", "devices", "dp/tp/pp", "seconds", "share", "note"):
+        table.add_column(name, justify="right" if name in ("option", "seconds", "share") else "left")
+    for name, choice in answer.choices.items():
+        axes = "/".join(str(ranks or "-") for ranks in (choice.dp, choice.tp, choice.pp))
+        table.add_row(
+            Text(name, style="bold" if name in answer.critical else ""),
+            str(choice.option),
+            devices_text(range(choice.mesh[0], sum(choice.mesh))),
+            axes if axes != "-/-/-" else "",
+            seconds_text(choice.seconds),
+            percent_text(choice.seconds / answer.period) if answer.period > 0 else "",
+            choice.note,
+        )
+    return table
+
+
+def _tasks(read: FileProblem, answer: Answer) -> tuple[Task, ...]:
+    """Calls and reallocations with what they hold. A file does not say what generates: that counts as inference."""
+    tasks: list[Task] = []
+    devices = {name: range(choice.mesh[0], sum(choice.mesh)) for name, choice in answer.choices.items()}
+    sources = {move.target: move.source for move in read.problem.moves}
+    for task in read.problem.tasks:
+        moved = move_name(task.name)
+        if moved in answer.starts:
+            both = frozenset(devices[task.name]) | frozenset(devices[sources[task.name]])
+            seconds = answer.reallocation_seconds[task.name]
+            tasks.append(Task(moved, "reallocate", seconds, answer.starts[moved], both))
+        seconds = answer.choices[task.name].seconds
+        kind: Kind = "train" if task.trains else "inference"
+        tasks.append(Task(task.name, kind, seconds, answer.starts[task.name], frozenset(devices[task.name])))
+    return tuple(tasks)
+
+
+def _unsolved(read: FileProblem, found: Unsolved, file: Path, interrupted: bool) -> ConfigError:
+    if found.proven:
+        return NoPlan([_misfit(read, found, file)])
+    text = f"no plan was found in {seconds_text(found.seconds)}: {found.reason}"
+    problem = Problem(Where(str(file)), text, "raise --time-limit", "search")
+    return NoPlanYet((problem,), INTERRUPTED if interrupted else NOT_FOUND)
+
+
+def _misfit(read: FileProblem, found: Unsolved, file: Path) -> Problem:
+    """Which calls do not fit, and what they lack."""
+    lack = shortage(read.problem, Limits())
+    if lack is None:
+        return Problem(Where(str(file)), f"no plan fits: {found.reason}", "", "memory")
+    names = [call.name for call in read.spec.calls]
+    place = Where(str(file), path=f"$.calls[{names.index(lack.calls[0])}]")
+    hints = {
+        "memory": "raise `memory`, or give these calls options that need less",
+        "host_memory": "raise `host_memory`, or give these calls options that need less of it",
+        "places": "give tied calls options on one mesh, or leave the tie out",
+    }
+    return Problem(place, f"no plan fits: {lack.text}", hints[lack.what], "memory")
+
+
+def _bytes(file: Path) -> bytes:
+    try:
+        return read_file(file)
+    except OSError as error:
+        raise ConfigError([Problem(Where(str(file)), f"can't be read: {error.strerror}", "", "problem")]) from error

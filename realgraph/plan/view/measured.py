@@ -1,0 +1,94 @@
+"""Predicted against measured: what a run's directory says of each call of its own plan."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median, quantiles
+
+import msgspec
+
+from realgraph.graphs.errors import ConfigError, Problem, Where, reason
+from realgraph.graphs.yaml.files import read_text
+from realgraph.planner.plan.codec import plan_from_json
+from realgraph.planner.plan.events import reallocation_node
+from realgraph.planner.plan.plan import Plan
+from realgraph.planner.report.content import Measured
+from realgraph.run.costs_record import steady
+from realgraph.runtime.job.run_folder import RunFolder
+from realgraph.runtime.master.observer import RunRecord, RunStarted, StepRecord
+
+STEP = "a whole step"
+
+
+class RunRead(msgspec.Struct, frozen=True):
+    """The plan that a run followed, and the records of its steps without the first ones after each start."""
+
+    plan: Plan
+    steps: tuple[StepRecord, ...]
+
+
+def read_run(root: Path) -> RunRead:
+    """Raises ConfigError where the directory holds no run, or one without a finished step."""
+    folder = RunFolder(root)
+    try:
+        plan = plan_from_json(read_text(folder.plan), str(folder.plan))
+        records = _records(folder.metrics)
+    except OSError as error:
+        hint = "name the directory of a run: it has plan.json and metrics.jsonl"
+        raise ConfigError(
+            [Problem(Where(str(root)), f"no run can be read here: {reason(error)}", hint, "run")]
+        ) from error
+    steps = _counting(records)
+    if not steps:
+        begun = any(isinstance(record, StepRecord) for record in records)
+        text = "the run has finished no step" + (" after its first, which warms up" if begun else "")
+        raise ConfigError([Problem(Where(str(folder.metrics)), text, "", "run")])
+    return RunRead(plan, steps)
+
+
+def measured_calls(run: RunRead) -> tuple[Measured, ...]:
+    """The period first, then each call and reallocation that the plan has a prediction for, medians over the steps."""
+    predicted = {name: allocation.seconds for name, allocation in run.plan.allocations.items()}
+    predicted |= {reallocation_node(name): seconds for name, seconds in run.plan.reallocation_seconds.items()}
+    found = [_measured(STEP, run.plan.period_seconds, [record.seconds for record in run.steps])]
+    for name, seconds in predicted.items():
+        taken = [record.metrics[f"{name}/seconds"] for record in run.steps if f"{name}/seconds" in record.metrics]
+        if taken and seconds > 0:
+            found.append(_measured(name, seconds, taken))
+    return tuple(found)
+
+
+def _measured(call: str, predicted_seconds: float, taken: Sequence[float]) -> Measured:
+    middle = median(taken)
+    low, _, high = quantiles(taken, n=4, method="inclusive") if len(taken) > 1 else (middle, middle, middle)
+    return Measured(call, predicted_seconds, middle, (high - low) / 2 / middle if middle > 0 else 0.0, len(taken))
+
+
+def _records(file: Path) -> list[RunRecord]:
+    """Raises OSError, and ConfigError for a line that is no record."""
+    decode = msgspec.json.Decoder(RunRecord).decode
+    records: list[RunRecord] = []
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                records.append(decode(line))
+            except msgspec.MsgspecError as error:
+                raise ConfigError([Problem(Where(str(file), number), f"no record of a run: {error}")]) from error
+    return records
+
+
+def _counting(records: Sequence[RunRecord]) -> tuple[StepRecord, ...]:
+    """The steps that count, of what each start of the run ran; the last record of a step that was run again."""
+    starts: list[list[StepRecord]] = [[]]
+    for record in records:
+        match record:
+            case RunStarted():
+                starts.append([])
+            case StepRecord():
+                starts[-1].append(record)
+            case _:
+                pass
+    last: dict[int, StepRecord | None] = {}
+    for steps in starts:
+        last |= {record.step: None for record in steps}
+        last |= {record.step: record for record in steady(steps)}
+    return tuple(record for record in last.values() if record is not None)

@@ -1,0 +1,170 @@
+"""Decode steps of an SGLang server that is running already, for `realgraph profile --sglang URL`. Starts no server.
+
+Two answers of different length to the same prompts, whose keys and values the server has kept, differ by decode steps
+alone: seconds of a step are the difference over the difference in tokens. All requests of a batch go in one message.
+"""
+
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.spec import ModelRole
+from realgraph.planner.costs.calibrate.calibrate import Point, fit_costs
+from realgraph.planner.costs.calibrate.fit_profile import DECODING, Stage
+from realgraph.planner.costs.generate.decode import SAME, Precision, decode_step
+from realgraph.planner.costs.setting import Setting
+from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.inputs.devices import Costs
+from realgraph.planner.inputs.model_spec import ModelSpec, load_model_spec
+from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.run.planning import hub_cache_folder
+
+SIZES = ((1, 512), (8, 512), (64, 512), (256, 512), (8, 4096), (64, 4096))  # sequences, tokens of context
+SHORT, LONG = 8, 40  # new tokens of the two answers
+REPEATS = 3
+REQUEST_SECONDS = 300.0
+FIRST_TOKEN, TOKENS = 1000, 997  # prompts are made of these
+
+
+Answered = TypeVar("Answered")
+
+
+class ModelInfo(Struct):
+    """What is read of /get_model_info."""
+
+    model_path: str
+
+
+class ServerInfo(Struct):
+    """What is read of /get_server_info; null where the server was started without it."""
+
+    tp_size: int | None = None
+    pp_size: int | None = None
+    dp_size: int | None = None
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
+    max_req_input_len: int | None = None
+
+
+class Finished(Struct):
+    completion_tokens: int
+
+
+class Answer(Struct):
+    """What is read of one answer of /generate."""
+
+    meta_info: Finished
+
+
+class Server(Struct, frozen=True):
+    """What a server says of itself."""
+
+    url: str
+    model: ModelSpec
+    tp: int
+    longest: int  # tokens of a request
+    precision: Precision = SAME
+
+
+def sglang_costs(costs: Costs, server: Server, cluster: Cluster) -> tuple[Costs, Stage]:
+    """`costs` with the decode steps of the server instead of the embedded engine's. Raises ConfigError."""
+    points = list(_points(server, cluster))
+    if not points:
+        least = min(context for _, context in SIZES) + LONG
+        text = f"the server takes requests of {server.longest} tokens at most, the shortest measured here has {least}"
+        raise _error(server.url, text, "start it with a longer --context-length")
+    fit = fit_costs(costs, DECODING, points)
+    return fit.costs, Stage("decoding by SGLang", DECODING, fit.error, len(points))
+
+
+def open_server(url: str) -> Server:
+    """Ask the server what it runs. Raises ConfigError where it can't be reached, or can't be priced."""
+    base = url.rstrip("/")
+    info, args = _ask(base, "/get_model_info", ModelInfo), _ask(base, "/get_server_info", ServerInfo)
+    model = load_model_spec(info.model_path, Where(base), hub_cache_folder(os.environ))
+    if (args.pp_size or 1) > 1 or (args.dp_size or 1) > 1:
+        raise _error(base, "the server has several pipeline stages or replicas", "start one with --tp-size alone")
+    weights, cache = args.quantization or "", args.kv_cache_dtype or "auto"
+    precision = Precision(
+        weights="float8" if "fp8" in weights else "role", cache="float8" if "fp8" in cache else "role"
+    )
+    if weights and "fp8" not in weights:
+        raise _error(
+            base, f"weights quantized by {weights!r} have no formula", "start a server with bf16 or fp8 weights"
+        )
+    longest = args.max_req_input_len or model.max_positions or max(length for _, length in SIZES)
+    return Server(base, model, args.tp_size or 1, longest, precision)
+
+
+def _points(server: Server, cluster: Cluster) -> Iterator[Point]:
+    layout = Layout(DeviceMesh(0, server.tp), tp=server.tp)
+    role = ModelRole(dtype="float32" if cluster.is_cpu else "bfloat16")
+    for running, context in SIZES:
+        if context + LONG > server.longest:
+            continue
+        bare = Setting(server.model, role, layout, cluster)
+
+        def predict(costs: Costs, running: int = running, context: int = context, bare: Setting = bare) -> float:
+            setting = msgspec.structs.replace(bare, factors=costs)
+            return decode_step(setting, server.precision).seconds(running, context + (SHORT + LONG) / 2)
+
+        yield Point(predict, step_seconds(server, running, context))
+
+
+def step_seconds(server: Server, running: int, context: int) -> float:
+    """Least seconds of one decode step of `running` sequences. Raises ConfigError."""
+    prompts = [prompt(number, context) for number in range(running)]
+    _generate(server, prompts, 1)  # the server keeps the prompts' keys and values
+    short = min(_generate(server, prompts, SHORT) for _ in range(REPEATS))
+    long = min(_generate(server, prompts, LONG) for _ in range(REPEATS))
+    if long <= short:
+        text = f"{LONG} tokens for {running} sequences took no longer than {SHORT}: {long:.3f} s"
+        raise _error(server.url, text, "is something else using the server?")
+    return (long - short) / (LONG - SHORT)
+
+
+def prompt(number: int, length: int) -> list[int]:
+    """Tokens that begin differently for each number, so that no two share what the server keeps."""
+    return [FIRST_TOKEN + (number + 31 * number * i + i) % TOKENS for i in range(length)]
+
+
+def _generate(server: Server, prompts: Sequence[Sequence[int]], new: int) -> float:
+    """Seconds until all answers of exactly `new` tokens are there."""
+    sampling = {"max_new_tokens": new, "ignore_eos": True, "temperature": 0.0}
+    began = time.perf_counter()
+    asked = {"input_ids": prompts, "sampling_params": sampling}
+    answers = _ask(server.url, "/generate", list[Answer], asked)
+    seconds = time.perf_counter() - began
+    counts = {answer.meta_info.completion_tokens for answer in answers}
+    if len(answers) != len(prompts) or counts != {new}:
+        text = f"{len(prompts)} requests for {new} tokens got {len(answers)} answers of {sorted(counts)}"
+        raise _error(server.url, text, "expected /generate of SGLang 0.4 or later")
+    return seconds
+
+
+def _ask(url: str, path: str, kind: type[Answered], body: object = None) -> Answered:
+    """The decoded answer. Raises ConfigError."""
+    data = None if body is None else msgspec.json.encode(body)
+    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as answer:
+            return msgspec.json.decode(answer.read(), type=kind)
+    except urllib.error.HTTPError as error:
+        raise _error(url, f"{path} answered {error.code} {error.reason}", "is this an SGLang server?") from error
+    except msgspec.MsgspecError as error:
+        raise _error(url, f"{path} answered something else: {error}", "expected SGLang 0.4 or later") from error
+    except (OSError, ValueError) as error:
+        hint = "start it first: python -m sglang.launch_server --model-path MODEL --port 30000"
+        why = getattr(error, "reason", error)
+        raise _error(url, f"no SGLang server answers {path}: {getattr(why, 'strerror', None) or why}", hint) from error
+
+
+def _error(url: str, text: str, hint: str) -> ConfigError:
+    return ConfigError([Problem(Where(url), text, hint, "sglang")])

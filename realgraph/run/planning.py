@@ -1,0 +1,222 @@
+"""From a checked run to a plan: gathers what the planner needs to know. Imports no torch and uses no network."""
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from realgraph.graphs.errors import ConfigError, Problem, Where, reason
+from realgraph.graphs.spec import Generate
+from realgraph.graphs.yaml.files import read_text
+from realgraph.planner.costs.lengths import quantiles
+from realgraph.planner.feasibility.validate import validate
+from realgraph.planner.inputs.cluster import Cluster, ClusterSpec
+from realgraph.planner.inputs.detect import AUTO, CPU, Probe, probe, resolve
+from realgraph.planner.inputs.model_spec import ModelSpec, load_model_spec
+from realgraph.planner.inputs.workload import Workload
+from realgraph.planner.plan.codec import plan_from_json
+from realgraph.planner.plan.plan import Plan
+from realgraph.planner.request.cost_table import CostTable
+from realgraph.planner.request.request import PlanRequest
+from realgraph.planner.search.search import Infeasible, reprice, search
+from realgraph.run_file.compose import Checked
+from realgraph.run_file.local_data import data_files, first_rows
+from realgraph.screen.first_search import prepare_search
+
+PLAN_HINT = "a plan is what `realgraph plan --out FILE` writes"
+MOST_SAMPLES = 1 << 30  # of a step
+TRIED_ROWS = 256  # of the data, to guess the mean length of a prompt
+CHARACTERS_PER_TOKEN = 4  # of English text under a vocabulary of 32,000 or more
+SMALL_VOCABULARY = 2000  # with fewer tokens a token is about a character
+
+
+class Asked(Struct, frozen=True):
+    """What a command asks of the planner beside the run file. engine `auto`: the whole space on GPUs, on CPUs what the
+    installed engines run. lengths: measured new tokens of samples, in any order; they come before those of `costs`.
+    costs_file: where `costs` come from, for messages.
+    """
+
+    engine: Literal["installed", "any", "auto"] = "installed"
+    costs: CostTable = CostTable()
+    lengths: tuple[int, ...] = ()
+    costs_file: str = ""
+
+
+def request_for(checked: Checked, hub_cache: Path | None = None, asked: Asked = Asked()) -> PlanRequest:
+    """What to plan for a run. hub_cache: the Hugging Face cache's `hub` folder, by default where its own tools look.
+
+    Raises ConfigError where a model's shape or the cluster is unknown, or a sample is longer than a model's positions.
+    """
+    cache = hub_cache or hub_cache_folder(os.environ)
+    problems: list[Problem] = []
+    models: dict[str, ModelSpec] = {}
+    for name, role in checked.graph.models.items():
+        where = checked.where(f"$.models.{name}.path")
+        if role.path is None:
+            problems.append(
+                Problem(where, f"role {name!r} has no model", "give its path: a directory or Hub id", "model")
+            )
+            continue
+        try:
+            models[name] = load_model_spec(role.path, where, cache, role.revision)
+        except ConfigError as error:
+            problems += error.problems
+    workload = with_lengths(workload_of(checked, models), asked.lengths or asked.costs.lengths)
+    problems += [*_no_room(checked, models, workload), *_too_many(checked, workload)]
+    try:
+        cluster = cluster_of(checked.run.cluster)
+    except ConfigError as error:
+        problems += error.problems
+        raise ConfigError(_placed(checked, problem) for problem in problems) from None
+    if problems:
+        raise ConfigError(problems)
+    pins = {name: pin for name, pin in checked.run.allocation.items() if name in checked.graph.calls}
+    auto: Literal["installed", "any"] = "installed" if cluster.is_cpu else "any"
+    return PlanRequest(
+        graph=checked.graph,
+        workload=workload,
+        cluster=cluster,
+        models=models,
+        pins=pins,
+        engine=auto if asked.engine == "auto" else asked.engine,
+        costs=_costs_for(cluster, asked, checked.where("$.cluster.kind")),
+        constraints=checked.run.constraints,
+    )
+
+
+def with_lengths(workload: Workload, measured: Sequence[int]) -> Workload:
+    """The workload with measured new tokens of samples instead of a guessed mean; cut at the longest response."""
+    if not measured:
+        return workload
+    cut = sorted(max(1, min(length, workload.max_new_tokens)) for length in measured)
+    mean = math.fsum(cut) / len(cut)
+    return msgspec.structs.replace(workload, lengths=quantiles(cut), mean_new_tokens=mean)
+
+
+def _costs_for(cluster: Cluster, asked: Asked, where: Where) -> CostTable:
+    """The table where it speaks of a kind that the cluster has. Raises ConfigError where it does not."""
+    costs, kinds = asked.costs, sorted({group.kind for group in cluster.groups})
+    if costs.kind and costs.kind not in kinds:
+        whose = f"the costs in {asked.costs_file}" if asked.costs_file else "the costs"
+        text = f"{whose} were measured on {costs.kind}, the cluster has {', '.join(kinds)}"
+        raise ConfigError([Problem(where, text, "measure this kind, or leave --costs out", "costs")])
+    return costs
+
+
+def hub_cache_folder(environment: Mapping[str, str]) -> Path:
+    """Where huggingface_hub keeps models, by its own rules (its constants.py), so that planner and runtime agree."""
+    home = environment.get("HF_HOME") or f"{environment.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    given = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
+    return Path(given or f"{home}/hub").expanduser()
+
+
+def workload_of(checked: Checked, models: dict[str, ModelSpec]) -> Workload:
+    """The run's step. Prompts are as long as the run allows and the models have positions for."""
+    run = checked.run
+    generates = [call for call in checked.graph.calls.values() if isinstance(call, Generate)]
+    limits = [call.max_new_tokens or run.batch.max_new_tokens for call in generates] or [run.batch.max_new_tokens]
+    longest = max(limits)
+    expected = min(run.batch.expected_new_tokens or (longest + 1) // 2, longest)
+    positions = [model.max_positions - longest for model in models.values() if model.max_positions > longest]
+    prompt = min([run.data.max_prompt_tokens, *positions])
+    return Workload(
+        groups=run.batch.groups,
+        samples_per_group=checked.graph.samples_per_group,
+        prompt_tokens=prompt,
+        max_new_tokens=longest,
+        mean_new_tokens=float(expected),
+        staleness=run.staleness,
+        max_tokens_per_microbatch=run.batch.max_tokens_per_microbatch,
+        mean_prompt_tokens=_mean_prompt_tokens(checked, models, prompt),
+        max_running=run.batch.max_running,
+    )
+
+
+def _mean_prompt_tokens(checked: Checked, models: dict[str, ModelSpec], longest: int) -> float:
+    """A guess from the characters of the first rows of local JSON lines or CSV; else, a quarter of the longest."""
+    column, files = checked.run.data.columns.get("prompt", "prompt"), data_files(checked.run.data.path)
+    rows = first_rows(files[0], TRIED_ROWS, checked.where("$.data.path")) if files else ()
+    lengths = [min(longest, characters) for row in rows for characters in _characters(row.get(column))]
+    if not lengths:
+        return max(1.0, longest / 4)
+    smallest = min((model.vocab for model in models.values()), default=SMALL_VOCABULARY)
+    per_token = 1 if smallest < SMALL_VOCABULARY else CHARACTERS_PER_TOKEN
+    return max(1.0, math.fsum(lengths) / len(lengths) / per_token)
+
+
+def _characters(value: object) -> Iterator[int]:
+    """Characters of a text, or of all messages of a chat; nothing of what holds no text."""
+    messages = value if isinstance(value, list) else [{"content": value}]
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    if any(isinstance(content, str) for content in contents):
+        yield sum(len(content) for content in contents if isinstance(content, str))
+
+
+def cluster_of(spec: ClusterSpec) -> Cluster:
+    """The resolved cluster. This machine is looked at only where the spec leaves something to it."""
+    kinds = (spec.kind, *(more.kind for more in spec.more))
+    looks = AUTO in kinds or CPU in kinds or spec.devices is None
+    return resolve(spec, probe() if looks else Probe(cores=1, host_memory_bytes=0))
+
+
+def plan_for(checked: Checked, request: PlanRequest) -> Plan:
+    """The planner's choice. Raises ConfigError, `Infeasible` where no plan fits, placed in the user's files."""
+    prepare_search()
+    try:
+        return search(request)
+    except Infeasible as error:
+        problems = [_placed(checked, problem) for problem in error.problems]
+        raise Infeasible(problems, error.clash, error.changes) from None
+    except ConfigError as error:
+        raise ConfigError(_placed(checked, problem) for problem in error.problems) from None
+
+
+def read_plan(file: Path, request: PlanRequest) -> Plan:
+    """A plan that may have been edited by hand, with its predictions computed anew.
+
+    Raises ConfigError with every reason why it can't run what `request` asks.
+    """
+    try:
+        text = read_text(file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            [Problem(Where(str(file)), f"the plan can't be read: {reason(error)}", PLAN_HINT, "plan")]
+        ) from error
+    plan = plan_from_json(text, str(file))
+    problems = validate(plan, request, str(file))
+    if problems:
+        raise ConfigError(problems)
+    return reprice(request, plan)
+
+
+def _no_room(checked: Checked, models: dict[str, ModelSpec], workload: Workload) -> list[Problem]:
+    """Responses that leave no position for a prompt."""
+    return [
+        Problem(
+            checked.where("$.batch.max_new_tokens"),
+            f"a response may have {workload.max_new_tokens} tokens, "
+            f"but the model of role {name!r} has {model.max_positions} positions for prompt and response",
+            "lower batch.max_new_tokens, or take a model with more positions",
+            "positions",
+        )
+        for name, model in models.items()
+        if 0 < model.max_positions <= workload.max_new_tokens
+    ]
+
+
+def _too_many(checked: Checked, workload: Workload) -> Iterator[Problem]:
+    """A step that no cluster ends, whose seconds would drown those of all else."""
+    if workload.n_samples > MOST_SAMPLES:
+        text = f"a step of {workload.n_samples:,} samples: at most {MOST_SAMPLES:,} can be planned"
+        yield Problem(checked.where("$.batch.groups"), text, "lower batch.groups, or the samples of a group", "batch")
+
+
+def _placed(checked: Checked, problem: Problem) -> Problem:
+    """The planner knows paths of the run file, not its lines."""
+    if problem.where.file:
+        return problem
+    return msgspec.structs.replace(problem, where=checked.where(problem.where.path))

@@ -1,0 +1,169 @@
+"""A run that goes on: read from its directory, compared with what it was, from its newest intact checkpoint."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from realgraph.graphs.errors import ConfigError, Problem, Where, reason
+from realgraph.graphs.spec import Train
+from realgraph.graphs.yaml.files import read_file
+from realgraph.planner.feasibility.validate import validate
+from realgraph.planner.inputs.cluster import Cluster, ClusterSpec
+from realgraph.planner.plan.plan import PLAN_FORMAT
+from realgraph.planner.request.request import PlanRequest, hashes
+from realgraph.run.planning import request_for
+from realgraph.run.running import Prepared, job_of, owned, unwritable_folder, with_sums
+from realgraph.run_file.compose import Checked, check_run
+from realgraph.run_file.function_variables import refuse_unset
+from realgraph.run_file.resolved import resolved_text
+from realgraph.runtime.data.sums import differences
+from realgraph.runtime.job.job import Job
+from realgraph.runtime.job.manifest import FileSum
+from realgraph.runtime.job.run_folder import RunFolder
+from realgraph.runtime.master.checkpoint_folders import recover
+from realgraph.runtime.master.checkpoints import Damaged, newest_intact
+
+# What a resumed run may change: nothing that its next losses depend on.
+CHANGEABLE = ("name", "steps", "eval", "checkpoint", "outputs", "runtime")
+APART = ("run_dir", "data_sums", "eval_sums")  # may differ, or are compared by themselves
+
+
+@contextmanager
+def resumed(root: Path, overrides: Sequence[str], new_data: bool = False) -> Iterator[Prepared]:
+    """The run of a directory that is the caller's own from before it is read. Raises ConfigError."""
+    with owned(run_at(root)):
+        yield prepare_resume(root, overrides, new_data)
+
+
+def run_at(root: Path) -> RunFolder:
+    """A directory that holds a run. Raises ConfigError."""
+    folder = RunFolder(root.expanduser().absolute())
+    if not folder.job.is_file():
+        raise ConfigError([Problem(Where(str(root)), "no run lies here: there is no job.json", "name a run directory")])
+    return folder
+
+
+def prepare_resume(root: Path, overrides: Sequence[str], new_data: bool = False) -> Prepared:
+    """Go on with a run from its newest intact checkpoint, under the plan it had. The caller owns the directory.
+
+    new_data: data files may differ from those at the start. Raises ConfigError.
+    """
+    folder = run_at(root)
+    old = _old_job(folder)
+    try:
+        recover(folder)
+    except OSError as error:
+        raise unwritable_folder(folder, error) from None
+    checkpoint, damaged = newest_intact(folder)
+    if checkpoint is None:
+        raise _nothing_left(folder, damaged)
+    checked = check_run(folder.config, overrides)
+    refuse_unset(checked, os.environ)
+    request = request_for(checked)
+    request = replace(request, cluster=_same_machine(old.cluster, request.cluster, checked.run.cluster))
+    new = with_sums(replace(job_of(checked, request, old.plan, folder), user_dir=old.user_dir))
+    refuse_changes(old, new, checked)
+    if not new_data:
+        _refuse_data(old, new, checked)
+    _refuse_plan(old, request, folder)
+    return Prepared(new, folder, checked, request, resolved_text(checked.composed), checkpoint, damaged=damaged)
+
+
+def _nothing_left(folder: RunFolder, damaged: Sequence[Damaged]) -> ConfigError:
+    hint = f"start it anew: realgraph run {folder.config} outputs.dir=ANOTHER"
+    where = Where(str(folder.root))
+    if not damaged:
+        return ConfigError([Problem(where, "the run has no checkpoint to go on from", hint)])
+    return ConfigError(
+        Problem(Where(str(one.path)), f"the checkpoint is damaged: {one.reason}", hint) for one in damaged
+    )
+
+
+class _Planned(Struct, frozen=True):
+    """Of a plan, or of a job with one, what every version has."""
+
+    format: int = PLAN_FORMAT
+    plan: "_Planned | None" = None
+
+
+def _old_job(folder: RunFolder) -> Job:
+    """The job of a run that goes on. Raises ConfigError, with a word for plans of other versions."""
+    try:
+        content = read_file(folder.job)
+        head = msgspec.json.decode(content, type=_Planned).plan
+        if head is not None and head.format != PLAN_FORMAT:
+            text = f"this run's plan has format {head.format}; this version reads format {PLAN_FORMAT}"
+            hint = f"go on with the version that began it, or anew: realgraph run {folder.config} outputs.dir=ANOTHER"
+            raise ConfigError([Problem(Where(str(folder.job), path="$.plan.format"), text, hint, "plan_format")])
+        return msgspec.json.decode(content, type=Job)
+    except (OSError, UnicodeDecodeError) as error:
+        why = reason(error)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        why = str(error)
+    raise ConfigError([Problem(Where(str(folder.job)), f"the run can't be read: {why}")])
+
+
+# --- what must be equal -----------------------------------------------------------------------------------------------
+
+
+def _same_machine(old: Cluster, new: Cluster, spec: ClusterSpec) -> Cluster:
+    """The cluster now, with the numbers that nobody has written but this machine was measured for as they were."""
+    measured = {
+        "devices_per_node": spec.devices is None,
+        "memory_bytes": spec.memory_gb is None,
+        "host_memory_bytes": spec.host_memory_gb is None,
+        **dict.fromkeys((name for name in Cluster.__struct_fields__ if name.endswith("_per_s")), True),
+        "flops": True,
+    }
+    if old.kind != new.kind:
+        return new
+    return replace(new, **{name: getattr(old, name) for name, is_measured in measured.items() if is_measured})
+
+
+def refuse_changes(old: Job, new: Job, checked: Checked) -> None:
+    """Raises ConfigError for every change that would make the resumed run another run."""
+    problems = []
+    for name in Job.__struct_fields__:
+        before, after = getattr(old, name), getattr(new, name)
+        if name not in (*CHANGEABLE, *APART) and msgspec.json.encode(before) != msgspec.json.encode(after):
+            text = f"a resumed run can't change `{name}`: it would no longer be the run that was interrupted"
+            hint = (
+                f"it may change {', '.join(CHANGEABLE)}; for anything else start a new run from the checkpoint's model"
+            )
+            problems.append(Problem(checked.where(f"$.{name}"), text, hint))
+    if old.steps != new.steps:
+        for name, call in new.graph.calls.items():
+            if isinstance(call, Train) and call.optimizer.schedule != "constant":
+                schedule = call.optimizer.schedule
+                text = f"the {schedule} schedule of {name!r} depends on steps ({old.steps}), which can't change"
+                problems.append(Problem(checked.where("$.steps"), text, "a constant schedule can be made longer"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _refuse_data(old: Job, new: Job, checked: Checked) -> None:
+    """Raises ConfigError for data files that have changed; held-out ones where the run names the same as before."""
+    problems = [*_changed(old.data_sums, new.data_sums, checked.where("$.data.path"))]
+    before, after = old.eval.data if old.eval else None, new.eval.data if new.eval else None
+    if before == after:
+        problems += _changed(old.eval_sums, new.eval_sums, checked.where("$.eval.data.path"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _changed(before: Mapping[str, FileSum], now: Mapping[str, FileSum], where: Where) -> Iterator[Problem]:
+    for file, how in differences(before, now):
+        text = f"{file} has changed since the run began: it {how}, and other samples would follow"
+        yield Problem(where, text, "put the file back, or go on with it as it is now: --new-data", "data")
+
+
+def _refuse_plan(old: Job, request: PlanRequest, folder: RunFolder) -> None:
+    """Raises ConfigError for a plan that can't run: job.json is a file like any other. Its numbers are kept."""
+    problems = validate(replace(old.plan, hashes=hashes(request)), request, str(folder.job))
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,128 @@
+"""From a checked run to a Job in a run directory. Imports no torch."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.planner.plan.codec import plan_to_json
+from realgraph.planner.plan.plan import Plan
+from realgraph.planner.request.cost_table import CostTable, load_costs
+from realgraph.planner.request.request import PlanRequest
+from realgraph.run.planning import Asked, plan_for, read_plan, request_for
+from realgraph.run_file.compose import Checked, check_run
+from realgraph.run_file.function_variables import refuse_unset
+from realgraph.run_file.resolved import resolved_text
+from realgraph.runtime.data.sums import sums_of
+from realgraph.runtime.job.job import Job
+from realgraph.runtime.job.run_folder import RunFolder, exclusive, write_atomic
+from realgraph.runtime.master.checkpoint_folders import point_best, set_aside
+from realgraph.runtime.master.checkpoints import Damaged, read_state
+
+
+class Prepared(Struct, frozen=True):
+    """A run that is ready to start: its job, its directory, and the checkpoint it goes on from.
+
+    damaged: newer checkpoints than that one, which are passed over.
+    """
+
+    job: Job
+    folder: RunFolder
+    checked: Checked
+    request: PlanRequest
+    config: str  # the resolved run file
+    resume: Path | None = None
+    begun_at: int = 0  # completed steps of the weights, of a run that has no steps of its own
+    damaged: tuple[Damaged, ...] = ()
+
+
+@contextmanager
+def owned(folder: RunFolder) -> Iterator[None]:
+    """Have the run directory to oneself. Raises ConfigError where another run has it, or it can't be written to."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(exclusive(folder))
+        except BlockingIOError:
+            text = f"another run is writing to {folder.root}"
+            raise ConfigError([Problem(Where(path="$.outputs.dir"), text, "wait for it, or choose another")]) from None
+        except OSError as error:
+            raise unwritable_folder(folder, error) from None
+        yield
+
+
+def unwritable_folder(folder: RunFolder, error: OSError) -> ConfigError:
+    """The run directory can't be written to."""
+    text = f"the run directory {folder.root} can't be written to: {error.strerror or error}"
+    return ConfigError([Problem(Where(path="$.outputs.dir"), text, "choose another outputs.dir, or make room")])
+
+
+def prepare(file: Path, overrides: Sequence[str], plan_file: Path | None, costs_file: Path | None = None) -> Prepared:
+    """Check, plan and name a new run. Nothing is written. costs_file: a table of measured costs, or a finished run.
+
+    The run's directory is `outputs.dir`, which like all paths of a run file is relative to that file; where nobody
+    names one, `runs/<name>-<date>` of the working directory. Raises ConfigError.
+    """
+    checked = check_run(file, overrides)
+    refuse_unset(checked, os.environ)
+    costs = load_costs(costs_file) if costs_file is not None else CostTable()
+    request = request_for(checked, asked=Asked(costs=costs, costs_file=str(costs_file or "")))
+    plan = read_plan(plan_file, request) if plan_file is not None else plan_for(checked, request)
+    run = checked.run
+    root = Path(run.outputs.dir) if run.outputs.dir else Path("runs") / f"{checked.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = RunFolder(root.expanduser().absolute())
+    job = job_of(checked, request, plan, folder)
+    return Prepared(job, folder, checked, request, resolved_text(checked.composed))
+
+
+def job_of(checked: Checked, request: PlanRequest, plan: Plan, folder: RunFolder) -> Job:
+    """Everything the runtime needs."""
+    run = checked.run
+    return Job(
+        name=checked.name,
+        graph=checked.graph,
+        plan=plan,
+        cluster=request.cluster,
+        data=run.data,
+        batch=run.batch,
+        steps=run.steps,
+        seed=run.seed,
+        run_dir=str(folder.root),
+        user_dir=str(checked.folder),
+        staleness=run.staleness,
+        overdue=run.overdue,
+        eval=run.eval,
+        checkpoint=run.checkpoint,
+        outputs=run.outputs,
+        runtime=run.runtime,
+        params=dict(run.params),
+    )
+
+
+def with_sums(job: Job) -> Job:
+    """The job with the checksums of its data files, which are read for it. Raises ConfigError."""
+    held_out = sums_of(job.eval.data if job.eval is not None else None)
+    return msgspec.structs.replace(job, data_sums=sums_of(job.data), eval_sums=held_out)
+
+
+def claim(prepared: Prepared) -> None:
+    """Write what a run directory starts with; of a resumed run, what it has changed.
+
+    The caller owns the directory. Raises ConfigError where a new run's directory holds another run, and OSError.
+    """
+    folder = prepared.folder
+    if prepared.resume is None and folder.job.exists():
+        text = f"{folder.root} holds a run already"
+        hint = f"go on with it: realgraph run --resume {folder.root}; or choose another outputs.dir"
+        raise ConfigError([Problem(Where(path="$.outputs.dir"), text, hint)])
+    for checkpoint in prepared.damaged:
+        set_aside(checkpoint.path)
+    if prepared.resume is not None:
+        point_best(folder, read_state(prepared.resume).best_step)
+    write_atomic(folder.config, prepared.config.encode())
+    write_atomic(folder.plan, plan_to_json(prepared.job.plan).encode())
+    write_atomic(folder.job, msgspec.json.format(msgspec.json.encode(prepared.job)))
