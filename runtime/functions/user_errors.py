@@ -5,7 +5,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-_OWN = str(Path(__file__).resolve().parent)
+_OWN = str(Path(__file__).resolve().parents[1])  # of the runtime
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 MAX_TEXT = 500  # characters of a message
 

@@ -24,7 +24,7 @@ COMPILED = (b"njit", b"@compiled", b"@entry", b"(NamedTuple)")  # what a source 
 
 def _digest() -> str:
     """Of the sources of all compiled functions, and of the tuples that they take."""
-    texts = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    texts = [path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py"))]
     return hashlib.sha256(b"".join(text for text in texts if any(word in text for word in COMPILED))).hexdigest()
 
 
