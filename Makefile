@@ -7,7 +7,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
-EXTRAS := dev
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Tests start worker processes of their own: a few at a time, however many cores there are.
 SPREAD := --numprocesses=auto --maxprocesses=4 --dist=worksteal
@@ -26,14 +26,18 @@ help:
 	@echo "make bench        the benchmarks, side by side with their peers (long)"
 
 # torch first and by itself: any other requirement on torch is then met, and no second build is fetched.
-$(VENV)/ready: pyproject.toml constraints.txt Makefile
+$(VENV)/run: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	$(PIP) $(TORCH)
+	$(PIP) --constraint constraints.txt --editable '.[run]'
 	$(BIN)/python -c 'from realgraph.screen.first_search import prepare_search; prepare_search()'
 	touch $@
 
-quickstart: $(VENV)/ready
+$(VENV)/ready: $(VENV)/run
+	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+quickstart: $(VENV)/run
 	$(BIN)/realgraph quickstart
 
 test: $(VENV)/ready
@@ -52,11 +56,11 @@ format: $(VENV)/ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(VENV)/ready
+docs: $(VENV)/run
 	$(BIN)/realgraph schema --out-dir docs
 
 bench: $(VENV)/ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt '.[bench]'
+	$(PIP) --constraint constraints.txt --editable '.[bench]'
 	for name in scheduler data_plane generation vs_trl quickstart planner planner_bounds planner_large predictions \
 		bad_inputs chaos crash_points; do \
 		OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.$$name || exit 1; done
