@@ -212,12 +212,12 @@ def test_a_peer_that_is_not_configured_yet_is_waited_for() -> None:
 
 def test_routes_follow_hosts() -> None:
     with planes(2) as (reader, owner):
-        owner._store.put("a", [0], [torch.ones(3)])
+        owner._store.put("a", [0], [torch.arange(3)])
         assert owner.peer.host == host_id()
-        reader.gather_now([Want(1, "a", (0,))])
+        assert torch.equal(reader.gather_now([Want(1, "a", (0,))])["a"][0], torch.arange(3))
         assert [way for (_, way), idle in reader._idle.items() if idle] == ["local"]
         reader.connect([msgspec.structs.replace(owner.peer, host="elsewhere", local="@nowhere")])
-        reader.gather_now([Want(1, "a", (0,))])
+        assert torch.equal(reader.gather_now([Want(1, "a", (0,))])["a"][0], torch.arange(3))
         assert {way for (_, way), idle in reader._idle.items() if idle} == {"local", "tcp"}
 
 
@@ -319,7 +319,7 @@ def test_an_owner_killed_in_the_middle_of_gathers_is_an_error(route: Route) -> N
 def test_an_owner_that_stops_answering_is_an_error_at_the_deadline(route: Route) -> None:
     with owner_process() as (reader, pid):
         wants = [Want(1, "w", (0,))]
-        reader.gather_now(wants, route=route)
+        before = reader.gather_now(wants, route=route)["w"][0]
         os.kill(pid, signal.SIGSTOP)
         while not all(state == "T" for state in _states(pid)):
             time.sleep(0.01)
@@ -328,7 +328,8 @@ def test_an_owner_that_stops_answering_is_an_error_at_the_deadline(route: Route)
             reader.gather_now(wants, route=route, deadline_seconds=0.5)
         assert 0.4 < time.monotonic() - start < 5
         os.kill(pid, signal.SIGCONT)
-        assert reader.gather_now(wants, route=route)["w"][0].min() == 1
+        assert torch.equal(reader.gather_now(wants, route=route)["w"][0], before)
+        assert before.min() == before.max() == 1
 
 
 def _gather_for_ever(reader: DataPlane, route: Route) -> None:
@@ -369,17 +370,18 @@ def test_a_closed_plane_leaves_nothing_behind() -> None:
     before, threads = len(os.listdir("/dev/fd")), threading.active_count()
     with planes(3) as made:
         for plane in made:
-            plane._store.put("a", [0], [torch.ones(3)])
+            plane._store.put("a", [plane.peer.worker], [torch.full((3,), plane.peer.worker)])
         for route in ROUTES:
-            made[0].gather_now([Want(w, "a", (0,)) for w in (1, 2)], route=route)
-            made[0].gather_now([Want(1, "a", (0,))], copy=False)
+            values = made[0].gather_now([Want(w, "a", (w,)) for w in (1, 2)], route=route)
+            values["a"][3] = made[0].gather_now([Want(1, "a", (1,))], copy=False)["a"][1].clone()
+            assert {id: value.tolist() for id, value in values["a"].items()} == {1: [1] * 3, 2: [2] * 3, 3: [1] * 3}
         names = [plane.peer.local for plane in made]
         addresses = [plane.peer.address for plane in made]
     while made[1:]:
         made.pop()._store.close()
     made[0]._store.close()
     with pytest.raises(TransferError, match="this data plane is closed"):
-        made[0].gather_now([Want(1, "a", (0,))])
+        made[0].gather_now([Want(1, "a", (1,))])
     for name in names:
         with pytest.raises(OSError):
             connect_local(name)
