@@ -109,7 +109,7 @@ def test_an_interrupt_while_starting_ends_the_run(own: Path) -> None:
 
 
 # Seconds: of silence until a connection is given up and until a worker of another host ends.
-SHORT = {"curve.PING_SECONDS": 1, "curve.SILENT_SECONDS": 1, "worker.MASTER_LOST_SECONDS": 0.5}
+SHORT = {"wire.curve.PING_SECONDS": 1, "wire.curve.SILENT_SECONDS": 1, "worker.worker.MASTER_LOST_SECONDS": 0.5}
 
 
 @pytest.mark.parametrize("stopped", ["master", "master and worker 1", "all"])
