@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from realgraph.runtime.engine import Completion, Request
 from realgraph.runtime.generate.cached_model import CachedModel
 from realgraph.runtime.generate.sampling import SettingsTable, draw
-from realgraph.runtime.generate.slots import InWork, Told, fill_gaps
+from realgraph.runtime.generate.slots import RunningSequence, Told, fill_gaps
 
 _ROUND = 64  # cache lengths are multiples of it; on a CPU, where memory is what bounds short sequences, of a quarter
 _BLOCK = 32  # slots are kept in order of length by blocks, so that a decode step can read each block to its own length
@@ -70,8 +70,8 @@ class TorchRolloutEngine:
         self._model = CachedModel(module, self._limits.cuda_graphs)
         self._decode_text = decode
         self._max_length = self._limits.max_length or self._model.max_length
-        self._waiting: deque[InWork] = deque()
-        self._running: list[InWork] = []  # by slot: the live ones are always the first
+        self._waiting: deque[RunningSequence] = deque()
+        self._running: list[RunningSequence] = []  # by slot: the live ones are always the first
         self._ids: set[int] = set()
         self._on_cpu = self._model.device.type == "cpu"
         slots = self._most_slots = self._limits.max_running or (256 if self._on_cpu else 128)
@@ -94,7 +94,7 @@ class TorchRolloutEngine:
             problem = self._problem(request)
             if problem:
                 raise ValueError(f"request {request.id}: {problem}")
-        self._waiting.extend(InWork(r, list(r.prompt), hash(r.prompt)) for r in requests)
+        self._waiting.extend(RunningSequence(r, list(r.prompt), hash(r.prompt)) for r in requests)
         self._ids.update(ids)
 
     def abort(self, ids: Sequence[int]) -> None:
@@ -391,7 +391,7 @@ class TorchRolloutEngine:
         self._remove(free)
         return done
 
-    def _says_stop(self, sequence: InWork) -> bool:
+    def _says_stop(self, sequence: RunningSequence) -> bool:
         """Whether the newest text holds a stop string. A character may take four tokens, so the tail is cut wide."""
         assert self._decode_text is not None
         longest = max(map(len, sequence.request.stop_strings))

@@ -11,8 +11,8 @@ from realgraph.runtime.engine import Completion, Request
 
 
 @dataclass(eq=False, slots=True)
-class InWork:
-    """A request in work. tokens: prompt, then what was drawn. cached: tokens with valid keys, from the first on."""
+class RunningSequence:
+    """A request that runs or waits. tokens: prompt, then what was drawn. cached: tokens with valid keys, from the first on."""
 
     request: Request
     tokens: list[int]
