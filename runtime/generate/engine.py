@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from realgraph.runtime.engine import Completion, Request
 from realgraph.runtime.generate.cached_model import CachedModel
 from realgraph.runtime.generate.sampling import SettingsTable, draw
-from realgraph.runtime.generate.slots import RunningSequence, Told, fill_gaps
+from realgraph.runtime.generate.slots import RunningSequence, PrefillLogits, fill_gaps
 
 _ROUND = 64  # cache lengths are multiples of it; on a CPU, where memory is what bounds short sequences, of a quarter
 _BLOCK = 32  # slots are kept in order of length by blocks, so that a decode step can read each block to its own length
@@ -284,12 +284,12 @@ class TorchRolloutEngine:
     # --- forward passes -----------------------------------------------------------------------------------------------
 
     def _logits(self) -> Tensor:
-        """[n, V] for the next token of each slot: decoded, or told by the prefill."""
-        told = self._prefill()
-        n = self._ready if told is not None else len(self._running)
+        """[n, V] for the next token of each slot: decoded, or given by the prefill."""
+        prefilled = self._prefill()
+        n = self._ready if prefilled is not None else len(self._running)
         columns = self._newest[:n], self._position[:n], self._state[:n]
         parts = [self._model.decode(*columns)] if n else []
-        return torch.cat([*parts, told]) if told is not None else parts[0]
+        return torch.cat([*parts, prefilled]) if prefilled is not None else parts[0]
 
     def _prefill(self) -> Tensor | None:
         """Bring every slot to where it can decode. The first sequence of each prompt goes ahead; the others copy.
@@ -308,31 +308,31 @@ class TorchRolloutEngine:
                 followers.append(slot)
             else:
                 leaders.append(slot)
-        told = Told()
-        self._forward(leaders, told)
+        prefilled = PrefillLogits()
+        self._forward(leaders, prefilled)
         copies: dict[int, tuple[list[int], list[int]]] = {}  # by length: slots, donors
         for slot in followers:
             sequence, donor = self._running[slot], donors[self._running[slot].key]
             most = min(len(sequence.request.prompt), len(sequence.tokens) - 1)
-            if donor in told.at and self._running[donor].tokens == sequence.tokens:
-                told.at[slot], most = told.at[donor], len(sequence.tokens)
+            if donor in prefilled.at and self._running[donor].tokens == sequence.tokens:
+                prefilled.at[slot], most = prefilled.at[donor], len(sequence.tokens)
             sequence.cached = min(most, self._running[donor].cached)
             for column, number in zip(copies.setdefault(sequence.cached, ([], [])), (slot, donor), strict=True):
                 column.append(number)
         for length, (slots, sources) in copies.items():
             self._model.cache.copy(slots, sources, length)
-        self._forward([slot for slot in followers if slot not in told.at], told)
-        return torch.cat(told.logits)[[told.at[slot] for slot in pending]] if self._model.tells else None
+        self._forward([slot for slot in followers if slot not in prefilled.at], prefilled)
+        return torch.cat(prefilled.logits)[[prefilled.at[slot] for slot in pending]] if self._model.tells else None
 
     def _shares(self, donor: int, slot: int) -> bool:
         """Whether `slot` can copy its prompt from `donor` (the hash alone could lie)."""
         return donor != slot and self._running[donor].request.prompt == self._running[slot].request.prompt
 
     def _missing(self, slot: int) -> int:
-        """Tokens to prefill before the slot can decode, or has told its logits."""
+        """Tokens to prefill before the slot can decode, or has its logits."""
         return len(self._running[slot].tokens) - self._running[slot].cached - (not self._model.tells)
 
-    def _forward(self, slots: Sequence[int], told: Told) -> None:
+    def _forward(self, slots: Sequence[int], prefilled: PrefillLogits) -> None:
         """Prefill these slots: batches of similar length, long ones in chunks, never over `prefill_tokens` at once."""
         budget = self._limits.prefill_tokens
         pending = [slot for slot in slots if self._missing(slot)]
@@ -346,10 +346,10 @@ class TorchRolloutEngine:
                 if (not self._running[slot].cached) != fresh or self._missing(slot) * 4 < width * 3 - 32:
                     break
                 batch.append(slot)
-            self._forward_batch(batch, width, told)
+            self._forward_batch(batch, width, prefilled)
             pending = [slot for slot in pending if self._missing(slot)]
 
-    def _forward_batch(self, slots: Sequence[int], width: int, told: Told) -> None:
+    def _forward_batch(self, slots: Sequence[int], width: int, prefilled: PrefillLogits) -> None:
         sequences = [self._running[slot] for slot in slots]
         starts = [s.cached for s in sequences]
         rows = [
@@ -359,9 +359,9 @@ class TorchRolloutEngine:
             sequence.cached += len(row)
         logits = self._model.prefill(slots, starts, rows)
         if logits is not None:
-            first = sum(map(len, told.logits))
-            told.at |= {slot: first + i for i, slot in enumerate(slots)}  # of a chunk: until the next one
-            told.logits.append(logits)
+            first = sum(map(len, prefilled.logits))
+            prefilled.at |= {slot: first + i for i, slot in enumerate(slots)}  # of a chunk: until the next one
+            prefilled.logits.append(logits)
 
     def _collect(self, tokens: list[int], logprobs: list[float]) -> list[Completion]:
         """Append what was drawn; take out what has ended."""

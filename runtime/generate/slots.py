@@ -27,8 +27,8 @@ class RunningSequence:
 
 
 @dataclass
-class Told:
-    """Logits [*, V] that prefills told, one after the other, and the row of each slot among them."""
+class PrefillLogits:
+    """Logits [*, V] that prefills returned, one after the other, and the row of each slot among them."""
 
     logits: list[Tensor] = field(default_factory=list)
     at: dict[int, int] = field(default_factory=dict)
