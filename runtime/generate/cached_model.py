@@ -120,13 +120,13 @@ class CachedModel:
             self._graphs.drop()
 
     @property
-    def tells(self) -> bool:
-        """Whether `prefill` gives logits; it may change with the weights."""
+    def prefill_returns_logits(self) -> bool:
+        """`prefill` gives logits; it may change with the weights."""
         return self._lean is not None
 
     def prefill(self, slots: Sequence[int], starts: Sequence[int], rows: Sequence[Sequence[int]]) -> Tensor | None:
         """Store the keys and values of tokens `rows[i]` from position `starts[i]` on of slot `slots[i]`. Returns the
-        logits [n, V] after the last token of each row, where the model tells them."""
+        logits [n, V] after the last token of each row, where `prefill_returns_logits`."""
         counts = [len(row) for row in rows]
         widest = max(counts)
         tokens = torch.tensor([[*row, *[row[-1]] * (widest - len(row))] for row in rows], device=self.device)

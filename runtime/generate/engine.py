@@ -5,8 +5,9 @@ language model does the forward passes, and is left as it was found.
 
 The invariant of a slot: the cache holds every token but the newest, which the next decode step reads. Samples of one
 prompt copy what the first of them stored, and a request that lost its cache (new weights, no memory) is prefilled as a
-longer prompt. A walk that tells logits (`CachedModel.tells`) prefills the newest token, too, so that the first draw of
-all samples of a prompt needs no decode step; another prefills up to it. Slots without a valid cache are the last ones.
+longer prompt. A walk whose prefill returns logits (`CachedModel.prefill_returns_logits`) prefills the newest token, too,
+so that the first draw of all samples of a prompt needs no decode step; another prefills up to it. Slots without a valid
+cache are the last ones.
 """
 
 import math
@@ -294,7 +295,7 @@ class TorchRolloutEngine:
     def _prefill(self) -> Tensor | None:
         """Bring every slot to where it can decode. The first sequence of each prompt goes ahead; the others copy.
 
-        Returns the logits [k, V] of the slots that had no valid cache, where the model tells them, else None.
+        Returns the logits [k, V] of the slots that had no valid cache, where prefills return them, else None.
         """
         pending = range(self._ready, len(self._running))
         if not pending:
@@ -322,7 +323,11 @@ class TorchRolloutEngine:
         for length, (slots, sources) in copies.items():
             self._model.cache.copy(slots, sources, length)
         self._forward([slot for slot in followers if slot not in prefilled.at], prefilled)
-        return torch.cat(prefilled.logits)[[prefilled.at[slot] for slot in pending]] if self._model.tells else None
+        return (
+            torch.cat(prefilled.logits)[[prefilled.at[slot] for slot in pending]]
+            if self._model.prefill_returns_logits
+            else None
+        )
 
     def _shares(self, donor: int, slot: int) -> bool:
         """Whether `slot` can copy its prompt from `donor` (the hash alone could lie)."""
@@ -330,7 +335,7 @@ class TorchRolloutEngine:
 
     def _missing(self, slot: int) -> int:
         """Tokens to prefill before the slot can decode, or has its logits."""
-        return len(self._running[slot].tokens) - self._running[slot].cached - (not self._model.tells)
+        return len(self._running[slot].tokens) - self._running[slot].cached - (not self._model.prefill_returns_logits)
 
     def _forward(self, slots: Sequence[int], prefilled: PrefillLogits) -> None:
         """Prefill these slots: batches of similar length, long ones in chunks, never over `prefill_tokens` at once."""
