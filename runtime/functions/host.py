@@ -12,7 +12,7 @@ from types import TracebackType
 
 from realgraph.graphs.spec import Function
 from realgraph.runtime.functions.functions import Unit, UnitResult, check_output, error_output, keyword_names
-from realgraph.runtime.functions.pool import FunctionPool, Outcome, Work
+from realgraph.runtime.functions.pool import FunctionPool, Outcome, PoolCall
 from realgraph.runtime.functions.process import Bounds
 from realgraph.runtime.functions.rewards import FUNCTIONS, INLINE
 
@@ -139,7 +139,7 @@ class FunctionHost:
             return lambda outcome: batch.take(position, outcome)
 
         works = [
-            Work(call.fn, unit.kwargs | call.args, call.timeout_seconds, taker(i), batch.wanted, probe, call.env)
+            PoolCall(call.fn, unit.kwargs | call.args, call.timeout_seconds, taker(i), batch.wanted, probe, call.env)
             for i, unit in enumerate(batch.units)
         ]
         with self._lock:

@@ -44,7 +44,7 @@ class Outcome:
 
 
 @dataclass(eq=False)
-class Work:
+class PoolCall:
     """One call to make. `done` is called once, from the pool's thread; `wanted` may turn false while it waits."""
 
     fn: str
@@ -65,12 +65,12 @@ class _Process:
     own: FunctionProcess
     env: frozenset[str]
     asynchronous: dict[str, bool] = field(default_factory=dict)
-    held: dict[int, Work] = field(default_factory=dict)
+    held: dict[int, PoolCall] = field(default_factory=dict)
     incoming: bytearray = field(default_factory=bytearray)
     outgoing: bytearray = field(default_factory=bytearray)
     retiring: bool = False
 
-    def takes(self, work: Work) -> bool:
+    def takes(self, work: PoolCall) -> bool:
         """Whether `work` may start here now: alone, or beside coroutines if it is known to be one itself."""
         if self.retiring or self.env != frozenset(work.env):
             return False
@@ -89,9 +89,9 @@ class FunctionPool:
         self._user_dir, self._n_processes = user_dir, processes
         self._bounds, self._start_seconds = bounds, start_seconds
         self._processes: list[_Process] = []
-        self._queue: deque[Work] = deque()
+        self._queue: deque[PoolCall] = deque()
         self._lock = threading.Lock()
-        self._inbox: list[Work] = []
+        self._inbox: list[PoolCall] = []
         self._closing = False
         self._number = 0
         self._selector = selectors.DefaultSelector()
@@ -102,7 +102,7 @@ class FunctionPool:
         self._thread = threading.Thread(target=self._serve, name="functions", daemon=True)
         self._thread.start()
 
-    def submit(self, works: Sequence[Work]) -> None:
+    def submit(self, works: Sequence[PoolCall]) -> None:
         """Queue work; thread-safe. Raises RuntimeError once the pool is closed."""
         with self._lock:
             if self._closing:
@@ -170,7 +170,7 @@ class FunctionPool:
                 return
             self._start(process, self._queue.popleft())
 
-    def _place(self, work: Work) -> _Process | None:
+    def _place(self, work: PoolCall) -> _Process | None:
         """An idle process that has the function, else an idle one, else a new one, else one that runs coroutines."""
         fit = [process for process in self._processes if process.takes(work)]
         idle = [process for process in fit if not process.held]
@@ -186,7 +186,7 @@ class FunctionPool:
         self._selector.register(process.own.calls, selectors.EVENT_READ, process)
         return process
 
-    def _start(self, process: _Process, work: Work) -> None:
+    def _start(self, process: _Process, work: PoolCall) -> None:
         self._number += 1
         number = self._number
         try:
@@ -200,7 +200,7 @@ class FunctionPool:
         process.outgoing += message
         self._flush(process)
 
-    def _limit(self, process: _Process, work: Work) -> float:
+    def _limit(self, process: _Process, work: PoolCall) -> float:
         return work.timeout_seconds + (GRACE_SECONDS if process.asynchronous.get(work.fn) else 0.0)
 
     def _wait(self) -> None:
