@@ -25,7 +25,7 @@ HOME = ""  # owner of what a group's home worker holds
 KEEP = "keep"  # the group-level key that filters
 SHARED = -1  # the lengths of the tokens that were sampled
 
-Work = Literal["generate", "stream", "late", "whole", "inference", "train"]
+CallKind = Literal["generate", "stream", "late", "whole", "inference", "train"]
 
 
 class CallPlan(Struct, frozen=True):
@@ -40,7 +40,7 @@ class CallPlan(Struct, frozen=True):
     """
 
     name: str
-    work: Work
+    work: CallKind
     role: str
     reads: dict[str, tuple[str, ...]]
     after: tuple[str, ...]
@@ -135,7 +135,7 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
     return Program(calls, generate, stream, batched, trains, homes, graph.samples_per_group)
 
 
-def _holds(work: Work) -> bool:
+def _holds(work: CallKind) -> bool:
     return work in ("generate", "inference", "train")
 
 
@@ -145,8 +145,8 @@ def _producers(graph: Graph, name: str) -> list[str]:
     return list(dict.fromkeys(key.producer for key in keys if key.producer not in (INPUT, name)))
 
 
-def _works(graph: Graph) -> dict[str, Work]:
-    works: dict[str, Work] = {}
+def _works(graph: Graph) -> dict[str, CallKind]:
+    works: dict[str, CallKind] = {}
     for name, call in graph.calls.items():
         match call:
             case Generate():
@@ -165,7 +165,7 @@ def _works(graph: Graph) -> dict[str, Work]:
     return works
 
 
-def _reads(graph: Graph, works: Mapping[str, Work], name: str) -> dict[str, tuple[str, ...]]:
+def _reads(graph: Graph, works: Mapping[str, CallKind], name: str) -> dict[str, tuple[str, ...]]:
     owners: dict[str, list[str]] = {}
     for key in dict.fromkeys(graph.reads[name]):
         if key not in graph.keys:
@@ -178,7 +178,7 @@ def _reads(graph: Graph, works: Mapping[str, Work], name: str) -> dict[str, tupl
     return {owner: tuple(keys) for owner, keys in owners.items()}
 
 
-def _after(graph: Graph, works: Mapping[str, Work], name: str) -> tuple[str, ...]:
+def _after(graph: Graph, works: Mapping[str, CallKind], name: str) -> tuple[str, ...]:
     """Producers of the batch, and for train: what still needs the role's weights as they are in this step."""
     after = [producer for producer in _producers(graph, name) if works[producer] not in ("generate", "stream")]
     if works[name] == "train":
@@ -214,7 +214,7 @@ def _places(
     return homes, batch.mesh.first if batch is not None else workers[0]
 
 
-def _check(graph: Graph, plan: Plan, works: Mapping[str, Work], workers: Sequence[int]) -> None:
+def _check(graph: Graph, plan: Plan, works: Mapping[str, CallKind], workers: Sequence[int]) -> None:
     late = [name for name in works if KEEP in graph.writes[name] and works[name] != "stream"]
     if late:
         raise ConfigError(
