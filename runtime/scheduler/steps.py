@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from realgraph.planner.costs.lengths import quantiles
 from realgraph.runtime.commands.actions import Action, Checkpointed, Send, StepEnded
 from realgraph.runtime.commands.tally import Tally
-from realgraph.runtime.commands.tasks import Task, Tasks, Work
+from realgraph.runtime.commands.tasks import Task, Tasks, TaskKind
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.placement import Batch
 from realgraph.runtime.scheduler.program import CallPlan, Program
@@ -45,7 +45,7 @@ class Steps:
         runtime = self._job.runtime
         return max(runtime.min_deadline_seconds, runtime.deadline_factor * predicted_seconds)
 
-    def open(self, work: Work, call: str, step: int) -> Task:
+    def open(self, work: TaskKind, call: str, step: int) -> Task:
         """A task that belongs to no step in hand."""
         return self.tasks.open(work, call, step, Tally())
 
