@@ -5,9 +5,9 @@ language model does the forward passes, and is left as it was found.
 
 The invariant of a slot: the cache holds every token but the newest, which the next decode step reads. Samples of one
 prompt copy what the first of them stored, and a request that lost its cache (new weights, no memory) is prefilled as a
-longer prompt. A walk whose prefill returns logits (`CachedModel.prefill_returns_logits`) prefills the newest token, too,
-so that the first draw of all samples of a prompt needs no decode step; another prefills up to it. Slots without a valid
-cache are the last ones.
+longer prompt. Where a walk's prefill returns logits (`CachedModel.prefill_returns_logits`), it takes in the newest
+token, too, so that the first draw of all samples of a prompt needs no decode step; another prefills up to it. Slots
+without a valid cache are the last ones.
 """
 
 import math
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from realgraph.runtime.engine import Completion, Request
 from realgraph.runtime.generate.cached_model import CachedModel
 from realgraph.runtime.generate.sampling import SettingsTable, draw
-from realgraph.runtime.generate.slots import RunningSequence, PrefillLogits, fill_gaps
+from realgraph.runtime.generate.slots import PrefillLogits, RunningSequence, fill_gaps
 
 _ROUND = 64  # cache lengths are multiples of it; on a CPU, where memory is what bounds short sequences, of a quarter
 _BLOCK = 32  # slots are kept in order of length by blocks, so that a decode step can read each block to its own length

@@ -12,7 +12,7 @@ from realgraph.runtime.engine import Completion, Request
 
 @dataclass(eq=False, slots=True)
 class RunningSequence:
-    """A request that runs or waits. tokens: prompt, then what was drawn. cached: tokens with valid keys, from the first on."""
+    """A request that runs or waits. tokens: prompt, then what was drawn. cached: tokens with valid keys, from the first."""
 
     request: Request
     tokens: list[int]

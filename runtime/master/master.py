@@ -40,7 +40,7 @@ from realgraph.runtime.master.observer import (
     StepRecord,
     Transcript,
 )
-from realgraph.runtime.master.startup import WorkerGroup, StartError, ready_worker_group, start_worker_group
+from realgraph.runtime.master.startup import StartError, WorkerGroup, ready_worker_group, start_worker_group
 from realgraph.runtime.master.step_metrics import flatten
 from realgraph.runtime.processes.interrupts import Interrupted, Interrupts, unless
 from realgraph.runtime.processes.launch import LaunchError

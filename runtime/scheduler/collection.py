@@ -30,8 +30,8 @@ class Collection:
         self._all = (1 << len(program.stream)) - 1
         self._leaving: dict[int, Group] = {}  # discarded, but a function still reads them
         self._aborted: set[int] = set()
-        self._open = dict.fromkeys(program.homes, 0)  # groups to be made, per worker
-        self._lightest = [(0, worker) for worker in program.homes]  # heap; outdated entries are skipped
+        self._open = dict.fromkeys(program.owner_workers, 0)  # groups to be made, per worker
+        self._lightest = [(0, worker) for worker in program.owner_workers]  # heap; outdated entries are skipped
         heapq.heapify(self._lightest)
         self._busy_until: dict[int, float] = {}  # worker -> when its queue of functions ends at the latest
         self._n_functions: dict[int, int] = {}  # worker -> tasks of streaming functions in flight
@@ -171,7 +171,7 @@ class Collection:
         return [group]
 
     def drop(self, groups: Iterable[Group]) -> None:
-        """Tell the homes of `groups` to forget them."""
+        """Tell the owner workers of `groups` to forget them."""
         by_home: dict[int, list[int]] = {}
         for group in groups:
             by_home.setdefault(group.home, []).append(group.id)

@@ -45,8 +45,8 @@ class Batch:
         n_own = min((len(sample.own_tokens) for sample in samples), default=0)
         self._own = [[sample.own_tokens[i] for sample in samples] for i in range(n_own)]
         assert len(self.n_tokens) == len(self.ids)
-        homes = [group.home for group in groups for _ in range(samples_per_group)]
-        self._workers = [homes]  # place -> worker of every position; calls that lie alike share one
+        owner_workers = [group.home for group in groups for _ in range(samples_per_group)]
+        self._workers = [owner_workers]  # place -> worker of every position; calls that lie alike share one
         self._cuts: list[Cut] = [((), False, SHARED)]  # place -> how it is cut
         self._place: dict[str, Place] = {HOME: 0}  # of what a call wrote
         self._parts: dict[Shape, list[list[int]]] = {}
@@ -157,10 +157,10 @@ class Batch:
 
     def by_home(self) -> dict[int, list[int]]:
         """Home worker -> positions of the samples it holds."""
-        homes: dict[int, list[int]] = {}
+        owner_workers: dict[int, list[int]] = {}
         for position, worker in enumerate(self._workers[0]):
-            homes.setdefault(worker, []).append(position)
-        return homes
+            owner_workers.setdefault(worker, []).append(position)
+        return owner_workers
 
     def units(self, positions: Sequence[int], per_group: bool) -> tuple[tuple[int, ...], ...]:
         """Shares of a function: one per sample, or one per group (whole groups lie at one home)."""

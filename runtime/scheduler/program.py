@@ -32,7 +32,7 @@ class CallPlan(Struct, frozen=True):
     """One call. `work`: late = a function per sample or group that needs a batch-wide call; whole = over the batch.
 
     reads: owner (HOME, or the call whose workers hold the keys) -> keys. after: calls of the same step that come first.
-    workers: all that run it (of stream and late: the groups' homes); ranks: its data-parallel ranks' workers.
+    workers: all that run it (of stream and late: the groups' owners); ranks: its data-parallel ranks' workers.
     needs: bit set of the streaming functions that come before this streaming function. ordinal, of train: how many
     train calls of the role come before it in a step. trainer, owners: the call that trains this call's role and its
     workers, where this call runs on another copy of the weights and so needs reallocations; else empty. own: whose
@@ -62,7 +62,7 @@ class CallPlan(Struct, frozen=True):
 class Program(Struct, frozen=True):
     """stream: in an order that respects their keys. batched: every other call but generate, likewise.
 
-    trains: role -> train calls a step. homes: the workers that make or load groups.
+    trains: role -> train calls a step. owner_workers: the workers that make or load groups.
     """
 
     calls: dict[str, CallPlan]
@@ -70,7 +70,7 @@ class Program(Struct, frozen=True):
     stream: tuple[str, ...]
     batched: tuple[str, ...]
     trains: dict[str, int]
-    homes: tuple[int, ...]
+    owner_workers: tuple[int, ...]
     samples_per_group: int
 
     @property
@@ -100,14 +100,14 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
     works = _works(graph)
     _check(graph, plan, works, workers)
     layouts = {name: plan.allocations[name].layout for name, work in works.items() if _holds(work)}
-    homes, batch_worker = _places(graph, generates, layouts, workers)
+    owner_workers, batch_worker = _places(graph, generates, layouts, workers)
     stream = tuple(name for name, work in works.items() if work == "stream")
     calls: dict[str, CallPlan] = {}
     trains: dict[str, int] = {}
     for name, work in works.items():
         call, role = graph.calls[name], graph.role(name)
         layout = layouts.get(name)
-        where = tuple(layout.mesh.devices) if layout else (batch_worker,) if work == "whole" else homes
+        where = tuple(layout.mesh.devices) if layout else (batch_worker,) if work == "whole" else owner_workers
         calls[name] = CallPlan(
             name=name,
             work=work,
@@ -132,7 +132,7 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
             trains[role] = trains.get(role, 0) + 1
     batched = tuple(name for name, work in works.items() if work not in ("stream", "generate"))
     generate = generates[0] if generates else ""
-    return Program(calls, generate, stream, batched, trains, homes, graph.samples_per_group)
+    return Program(calls, generate, stream, batched, trains, owner_workers, graph.samples_per_group)
 
 
 def _holds(work: CallKind) -> bool:
@@ -208,10 +208,10 @@ def _places(
     trains = [name for name in layouts if isinstance(graph.calls[name], Train)]
     batch = layouts.get(next(iter([*trains, *generates, *layouts]), ""))
     source = layouts.get(next(iter([*generates, *trains, *layouts]), ""))
-    homes = tuple(workers)
+    owner_workers = tuple(workers)
     if source is not None:
-        homes = tuple(rank[0] for rank in ranks_of(source)) if generates else tuple(source.mesh.devices)
-    return homes, batch.mesh.first if batch is not None else workers[0]
+        owner_workers = tuple(rank[0] for rank in ranks_of(source)) if generates else tuple(source.mesh.devices)
+    return owner_workers, batch.mesh.first if batch is not None else workers[0]
 
 
 def _check(graph: Graph, plan: Plan, works: Mapping[str, CallKind], workers: Sequence[int]) -> None:

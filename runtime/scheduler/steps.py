@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from realgraph.planner.costs.lengths import quantiles
 from realgraph.runtime.commands.actions import Action, Checkpointed, Send, StepEnded
 from realgraph.runtime.commands.tally import Tally
-from realgraph.runtime.commands.tasks import Task, Tasks, TaskKind
+from realgraph.runtime.commands.tasks import Task, TaskKind, Tasks
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.placement import Batch
 from realgraph.runtime.scheduler.program import CallPlan, Program
@@ -121,7 +121,7 @@ class Steps:
                 parts = _parts_of_mesh(call, step.batch)
                 seconds = self.limit(call.predicted_seconds)
             case "late":
-                parts = _parts_at_homes(call, step.batch)
+                parts = _parts_at_owners(call, step.batch)
                 most = max(len(shares) for _, shares, _ in parts)
                 queue = call.timeout_seconds * math.ceil(most / self._job.runtime.function_processes)
                 seconds = queue + self._job.runtime.min_deadline_seconds
@@ -162,7 +162,7 @@ def _parts_of_mesh(call: CallPlan, batch: Batch) -> list[Part]:
     return mesh
 
 
-def _parts_at_homes(call: CallPlan, batch: Batch) -> list[Part]:
+def _parts_at_owners(call: CallPlan, batch: Batch) -> list[Part]:
     """One part per home: the groups that it holds."""
     return [
         ((home,), batch.units(positions, call.per_group), batch.sources(call, positions))
