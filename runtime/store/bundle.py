@@ -41,8 +41,8 @@ class Extent(Struct, frozen=True, array_like=True):
     parts: tuple[int, ...] = ()
 
 
-class Ask(Struct, frozen=True, tag=True):
-    """Show these values; they stay as they are until `Release`, the next `Ask`, or the end of the connection."""
+class FetchRequest(Struct, frozen=True, tag=True):
+    """Show these values; they stay as they are until `Release`, the next `FetchRequest`, or the end of the connection."""
 
     items: tuple[Item, ...]
 
@@ -85,7 +85,7 @@ class Missing(Struct, frozen=True, tag=True):
     id: int
 
 
-Request = Ask | Release | Fetch | Credit
+Request = FetchRequest | Release | Fetch | Credit
 Answer = Segments | Bundle | Missing
 encode = msgspec.msgpack.Encoder().encode
 _REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

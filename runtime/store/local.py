@@ -22,7 +22,16 @@ import numpy as np
 from torch import Tensor
 
 from realgraph.runtime.store import bundle
-from realgraph.runtime.store.bundle import Ask, Deadline, Extent, Item, Missing, PeerLostError, Release, Segments
+from realgraph.runtime.store.bundle import (
+    Deadline,
+    Extent,
+    FetchRequest,
+    Item,
+    Missing,
+    PeerLostError,
+    Release,
+    Segments,
+)
 from realgraph.runtime.store.memory import Bytes, aligned, map_bytes
 from realgraph.runtime.store.store import Entry, MissingValueError, Store
 from realgraph.runtime.wire.frames import LENGTH_BYTES, framed
@@ -188,7 +197,7 @@ class _Reader:
 
     def answer(self, request: bundle.Request) -> None:
         match request:
-            case Ask(items=items):
+            case FetchRequest(items=items):
                 self._held = []
                 try:
                     self._held = bundle.find(self._store, items)
@@ -258,7 +267,7 @@ class LocalChannel:
     def ask(self, items: Sequence[Item], deadline: Deadline) -> None:
         try:
             self._connection.settimeout(deadline.left())
-            _send(self._connection, Ask(tuple(items)))
+            _send(self._connection, FetchRequest(tuple(items)))
         except TimeoutError:
             raise deadline.slow(self._worker, "take a request") from None
         except OSError as error:
