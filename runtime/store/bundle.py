@@ -65,7 +65,7 @@ class Credit(Struct, frozen=True, tag=True):
     frames: int
 
 
-class Segments(Struct, frozen=True, tag=True):
+class NewSegments(Struct, frozen=True, tag=True):
     """Segments, as (id, bytes), whose descriptors come with this message; `retired` ones will not be used again."""
 
     new: tuple[tuple[int, int], ...]
@@ -86,7 +86,7 @@ class Missing(Struct, frozen=True, tag=True):
 
 
 Request = FetchRequest | Release | Fetch | Credit
-Answer = Segments | Bundle | Missing
+Answer = NewSegments | Bundle | Missing
 encode = msgspec.msgpack.Encoder().encode
 _REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

@@ -28,9 +28,9 @@ from realgraph.runtime.store.bundle import (
     FetchRequest,
     Item,
     Missing,
+    NewSegments,
     PeerLostError,
     Release,
-    Segments,
 )
 from realgraph.runtime.store.memory import Bytes, aligned, map_bytes
 from realgraph.runtime.store.store import Entry, MissingValueError, Store
@@ -221,9 +221,9 @@ class _Reader:
             some = new[start : start + _MAX_DESCRIPTORS]
             found = [arena.descriptor(segment) for segment in some]  # live: we hold a block of each
             sizes = tuple((segment, nbytes) for segment, (_, nbytes) in zip(some, found, strict=True))
-            _send(self._connection, Segments(sizes), [fd for fd, _ in found])
+            _send(self._connection, NewSegments(sizes), [fd for fd, _ in found])
         if retired:
-            _send(self._connection, Segments((), tuple(sorted(retired))))
+            _send(self._connection, NewSegments((), tuple(sorted(retired))))
 
 
 class _Loan:
@@ -302,7 +302,7 @@ class LocalChannel:
             raise self._lost(error) from None
         try:
             answer = bundle.decode_answer(body)
-            if isinstance(answer, Segments):
+            if isinstance(answer, NewSegments):
                 for (segment, nbytes), fd in zip(answer.new, descriptors, strict=True):
                     self._mapped[segment] = map_bytes(fd, nbytes, writable=False)
                 for segment in answer.retired:
