@@ -35,7 +35,7 @@ class Row(Struct, frozen=True):
     raw: RawRow = field(default_factory=dict)
 
 
-class Asked(NamedTuple):
+class PromptConversation(NamedTuple):
     """A prompt as a conversation, for tokenizers other than the one that cut it. tools: of the chat template."""
 
     conversation: Conversation
@@ -134,11 +134,11 @@ class DataSet:
             return TooLong(index, overflow.n_tokens, self._spec.max_prompt_tokens)
         return Row(index, group, samples, raw)
 
-    def asked(self, row: Row, name: str) -> Asked:
+    def asked(self, row: Row, name: str) -> PromptConversation:
         """The conversation of the prompt `name` of a row, before it became tokens, and the tools that belong to it."""
         value, template = row.raw[self._column(name)], self._template(row.index, row.raw)
         text = str(self._tokenizer.decode(value, skip_special_tokens=True)) if _is_ids(value) else None
-        return Asked(
+        return PromptConversation(
             self._at(row.index, name, row.raw, self._chats.of_prompt) if text is None else text, template.tools
         )
 

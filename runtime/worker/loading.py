@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.keys import TOKENS
-from realgraph.runtime.data.data import Asked, DataSet, Row, TooLong, tokenizer_source
+from realgraph.runtime.data.data import DataSet, PromptConversation, Row, TooLong, tokenizer_source
 from realgraph.runtime.data.own_tokens import open_own_tokens
 from realgraph.runtime.data.tokenize import Tokenizer, load_tokenizer
 from realgraph.runtime.job.cursor import row_of
@@ -73,7 +73,7 @@ class Loading:
 
     def load_prompts(
         self, groups: Sequence[int], assembler: Assembler, prompt_key: str
-    ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...], dict[int, Asked]]:
+    ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...], dict[int, PromptConversation]]:
         """Put the inputs of groups into the store: (group -> prompt tokens, groups whose prompt is too long, group ->
         the prompt for roles with tokenizers of their own)."""
         rows, skipped = self._load(groups, assembler)
