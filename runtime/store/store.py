@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from realgraph.runtime.store.memory import SEGMENT_BYTES, Arena, Block, aligned
+from realgraph.runtime.store.memory import SEGMENT_BYTES, Arena, SharedBlock, aligned
 
 _SHARED_BYTES = 64 << 10  # of a block for several small values: what one of them can at most keep from reuse
 _DTYPES = (
@@ -37,7 +37,7 @@ class Entry(NamedTuple):
     """A stored value and where its bytes lie: `start` in a block, which small neighbours share. Empty: no block."""
 
     tensor: Tensor
-    block: Block | None
+    block: SharedBlock | None
     start: int
     nbytes: int
 
