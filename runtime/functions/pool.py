@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from realgraph.runtime.functions.messages import (
     Answer,
-    Call,
     ForeignBytesError,
+    FunctionRequest,
     Loaded,
     Raised,
     Returned,
@@ -190,7 +190,7 @@ class FunctionPool:
         self._number += 1
         number = self._number
         try:
-            message = frame(Call(number, work.fn, work.timeout_seconds, work.kwargs, work.probe))
+            message = frame(FunctionRequest(number, work.fn, work.timeout_seconds, work.kwargs, work.probe))
         except (TypeError, OverflowError, ValueError) as error:
             work.done(Outcome("error", text=f"its inputs can't be sent to a subprocess: {error}"))
             return
