@@ -25,8 +25,8 @@ from realgraph.runtime.functions.functions import load_function, refuse_keywords
 from realgraph.runtime.functions.messages import (
     MAX_RESULT_BYTES,
     Answer,
+    FunctionLoaded,
     FunctionRequest,
-    Loaded,
     Raised,
     Returned,
     frame,
@@ -67,7 +67,7 @@ class Child:
         is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 - the method itself is asked for, not whether it is there
         )
-        self._send(Loaded(call.number, is_async))
+        self._send(FunctionLoaded(call.number, is_async))
         if call.probe:
             self._send(Returned(call.number, None, 0.0))
         elif is_async:

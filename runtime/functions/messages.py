@@ -29,7 +29,7 @@ class FunctionRequest(Struct, frozen=True, tag=True):
     probe: bool = False
 
 
-class Loaded(Struct, frozen=True, tag=True):
+class FunctionLoaded(Struct, frozen=True, tag=True):
     """The function of call `number` is there and starts now."""
 
     number: int
@@ -54,7 +54,7 @@ class Raised(Struct, frozen=True, tag=True):
     detail: str = ""
 
 
-Answer = Loaded | Returned | Raised
+Answer = FunctionLoaded | Returned | Raised
 _encode = msgspec.msgpack.Encoder().encode
 _decode_call = msgspec.msgpack.Decoder(FunctionRequest).decode
 _ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

@@ -19,8 +19,8 @@ from typing import Any, Literal
 from realgraph.runtime.functions.messages import (
     Answer,
     ForeignBytesError,
+    FunctionLoaded,
     FunctionRequest,
-    Loaded,
     Raised,
     Returned,
     frame,
@@ -257,7 +257,7 @@ class FunctionPool:
         if work is None:
             return
         match answer:
-            case Loaded(is_async=is_async):
+            case FunctionLoaded(is_async=is_async):
                 process.asynchronous[work.fn] = is_async
                 work.deadline = time.monotonic() + self._limit(process, work)
             case Raised(kind=kind, text=text, detail=detail):
