@@ -33,7 +33,7 @@ GRACE_SECONDS = 1.0  # after its limit a coroutine is cancelled inside its proce
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FunctionOutcome:
     """How a piece of work ended; `load`: the function can't be had or called at all."""
 
     kind: Literal["ok", "load", "error", "timeout", "died", "skipped"]
@@ -50,7 +50,7 @@ class PoolCall:
     fn: str
     kwargs: dict[str, Any]
     timeout_seconds: float
-    done: Callable[[Outcome], None]
+    done: Callable[[FunctionOutcome], None]
     wanted: Callable[[], bool]
     probe: bool = False
     env: tuple[str, ...] = ()  # names of variables that its process gets
@@ -148,7 +148,7 @@ class FunctionPool:
             left += process.held.values()
             self._kill(process)
         for work in left:
-            work.done(Outcome("skipped", text=why))
+            work.done(FunctionOutcome("skipped", text=why))
         self._selector.close()
         self._woken.close()
         self._waker.close()
@@ -158,13 +158,13 @@ class FunctionPool:
         while self._queue:
             work = self._queue[0]
             if not work.wanted():
-                self._queue.popleft().done(Outcome("skipped", text="not run"))
+                self._queue.popleft().done(FunctionOutcome("skipped", text="not run"))
                 continue
             try:
                 process = self._place(work)
             except OSError as error:  # no such folder, no process left, no memory
                 text = f"can't start a process for functions in {self._user_dir}: {error}"
-                self._queue.popleft().done(Outcome("load", text=text))
+                self._queue.popleft().done(FunctionOutcome("load", text=text))
                 continue
             if process is None:
                 return
@@ -192,7 +192,7 @@ class FunctionPool:
         try:
             message = frame(FunctionRequest(number, work.fn, work.timeout_seconds, work.kwargs, work.probe))
         except (TypeError, OverflowError, ValueError) as error:
-            work.done(Outcome("error", text=f"its inputs can't be sent to a subprocess: {error}"))
+            work.done(FunctionOutcome("error", text=f"its inputs can't be sent to a subprocess: {error}"))
             return
         loading = work.fn not in process.asynchronous
         work.deadline = time.monotonic() + (self._start_seconds if loading else self._limit(process, work))
@@ -247,7 +247,7 @@ class FunctionPool:
         except ForeignBytesError as error:
             self._kill(process)
             text = f"wrote {error} to the socket that carries its answers, and its process was killed"
-            self._blame(process, Outcome("died", text=f"{text}; what it prints belongs to standard output"))
+            self._blame(process, FunctionOutcome("died", text=f"{text}; what it prints belongs to standard output"))
             return
         if process.retiring and not process.held:
             self._kill(process)
@@ -262,12 +262,12 @@ class FunctionPool:
                 work.deadline = time.monotonic() + self._limit(process, work)
             case Raised(kind=kind, text=text, detail=detail):
                 del process.held[answer.number]
-                work.done(Outcome(kind, text=text, detail=detail))
+                work.done(FunctionOutcome(kind, text=text, detail=detail))
             case Returned(value=value, seconds=seconds, held_bytes=held_bytes):
                 del process.held[answer.number]
                 # A process that has grown to half of what it may have is replaced before it runs out.
                 process.retiring = process.retiring or held_bytes > self._bounds.memory_bytes // 2
-                work.done(Outcome("ok", value=value, seconds=seconds))
+                work.done(FunctionOutcome("ok", value=value, seconds=seconds))
 
     def _kill_overdue(self) -> None:
         now = time.monotonic()
@@ -278,13 +278,13 @@ class FunctionPool:
                 kind: Literal["load", "timeout"] = "load" if loading else "timeout"
                 text = f"importing {late[0].fn!r} took more than {self._start_seconds:g} s" if loading else ""
                 self._kill(process)
-                self._blame(process, Outcome(kind, text=text))
+                self._blame(process, FunctionOutcome(kind, text=text))
 
     def _died(self, process: _Process) -> None:
         self._forget(process)
-        self._blame(process, Outcome("died", text=process.own.died()))
+        self._blame(process, FunctionOutcome("died", text=process.own.died()))
 
-    def _blame(self, process: _Process, outcome: Outcome) -> None:
+    def _blame(self, process: _Process, outcome: FunctionOutcome) -> None:
         """The one work that the process held has failed; of several, each is run again alone."""
         works = list(process.held.values())
         process.held.clear()
