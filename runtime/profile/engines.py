@@ -31,7 +31,7 @@ PREFILL_TOKENS = 4096  # that enter the cache in one step
 LR = 1e-9
 
 
-class Engines:
+class ProfiledEngines:
     """The engines of one worker, by model."""
 
     def __init__(self, dtype: DType, ranks: Ranks, folder: Path) -> None:

@@ -20,7 +20,7 @@ from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.runtime.models.models import DTYPES
 from realgraph.runtime.parallel.groups import Collectives, Member
 from realgraph.runtime.processes.launch import WorkerBoot
-from realgraph.runtime.profile.engines import Engines
+from realgraph.runtime.profile.engines import ProfiledEngines
 from realgraph.runtime.profile.files import read_task, rendezvous_file, write_points
 from realgraph.runtime.profile.kernels import collective, kernel
 from realgraph.runtime.worker.resources import pick_device
@@ -59,7 +59,7 @@ class Bench:
         self._task, self._collectives = task, collectives
         self._device = collectives.member.device
         self._all = collectives.ranks(DeviceMesh(0, collectives.member.n_workers))
-        self._engines = Engines(task.dtype, self._all, folder)
+        self._engines = ProfiledEngines(task.dtype, self._all, folder)
 
     def run(self) -> list[Measured]:
         """Round by round, so that what disturbs the machine for a while disturbs all cases alike; the first round
