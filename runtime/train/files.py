@@ -19,9 +19,9 @@ from msgspec import Struct
 from torch import Tensor
 
 from realgraph.runtime.models.checkpoint_files import (
-    Entry,
     Reader,
     Target,
+    TensorEntry,
     copy_file,
     sync_folder,
     write,
@@ -143,7 +143,7 @@ def _write_model(contents: Contents, tensors: Iterator[tuple[str, Tensor]], fold
     folder.mkdir(parents=True, exist_ok=True)
     model = contents.model
     named = model.network.named_parameters()
-    entries = [Entry(name, contents.dtype, tuple(parameter.shape)) for name, parameter in named]
+    entries = [TensorEntry(name, contents.dtype, tuple(parameter.shape)) for name, parameter in named]
     write(Target(folder, "model"), entries, tensors)
     config = model.config.to_diff_dict()
     config["dtype"] = str(contents.dtype).removeprefix("torch.")
@@ -154,12 +154,12 @@ def _write_model(contents: Contents, tensors: Iterator[tuple[str, Tensor]], fold
                 copy_file(model.source / name, folder / name)
 
 
-def _state_entries(contents: Contents) -> Sequence[Entry]:
+def _state_entries(contents: Contents) -> Sequence[TensorEntry]:
     masters = contents.masters
     assert masters is not None
     prefixes = (*(MOMENTS if contents.adam else ()), *(("master",) if contents.wide else ()))
     return [
-        Entry(f"{prefix}.{name}", masters.dtype, tuple(parameter.shape))
+        TensorEntry(f"{prefix}.{name}", masters.dtype, tuple(parameter.shape))
         for prefix in prefixes
         for name, parameter in zip(masters.names, masters.parameters, strict=True)
     ]
