@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from realgraph.graphs.spec import Optimizer
-from realgraph.runtime.models.checkpoint_files import Reader, Target, TensorEntry, write
+from realgraph.runtime.models.checkpoint_files import CheckpointTarget, Reader, TensorEntry, write
 from realgraph.runtime.train.optimizer import LossScale, lr_factor
 
 
@@ -62,7 +62,7 @@ def test_files_give_back_what_was_written(tmp_path: Path, seed: int) -> None:
         for i in range(12)
     ]
     entries = [TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
-    write(Target(tmp_path, "x", rng.choice([100, 10**9])), entries, tensors)
+    write(CheckpointTarget(tmp_path, "x", rng.choice([100, 10**9])), entries, tensors)
     with Reader(tmp_path, "x") as reader:
         assert reader.names == {name for name, _ in tensors}
         for name, tensor in tensors:

@@ -47,7 +47,7 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
-class Target:
+class CheckpointTarget:
     """Files `<stem>.safetensors`, or `<stem>-00001-of-0000N` with an index where one would exceed `shard_bytes`."""
 
     folder: Path
@@ -55,7 +55,7 @@ class Target:
     shard_bytes: int = SHARD_BYTES
 
 
-def write(target: Target, entries: Sequence[TensorEntry], tensors: Iterable[tuple[str, Tensor]]) -> None:
+def write(target: CheckpointTarget, entries: Sequence[TensorEntry], tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write `tensors`, which come in the order of `entries`. Raises OSError where the disk refuses."""
     shards = _shards(entries, target.shard_bytes)
     names = _file_names(target.stem, len(shards))

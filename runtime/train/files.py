@@ -19,8 +19,8 @@ from msgspec import Struct
 from torch import Tensor
 
 from realgraph.runtime.models.checkpoint_files import (
+    CheckpointTarget,
     Reader,
-    Target,
     TensorEntry,
     copy_file,
     sync_folder,
@@ -75,7 +75,9 @@ def save(contents: Contents, counters: Counters, folder: Path) -> None:
     ]
     if contents.adam is not None or contents.wide:
         entries = _state_entries(contents)
-        steps.append((_state_tensors(contents), lambda found: write(Target(folder, OPTIMIZER), entries, found)))
+        steps.append(
+            (_state_tensors(contents), lambda found: write(CheckpointTarget(folder, OPTIMIZER), entries, found))
+        )
     problem: OSError | None = None
     for tensors, task in steps:
         problem = _drain(tensors, task if contents.ranks.rank == 0 and problem is None else None) or problem
@@ -109,7 +111,7 @@ class Snapshot:
         """Write what `save` would have written. From any thread; not collective. Raises OSError."""
         _write_model(self.contents, iter(self.weights), folder)
         if self.state:
-            write(Target(folder, OPTIMIZER), _state_entries(self.contents), iter(self.state))
+            write(CheckpointTarget(folder, OPTIMIZER), _state_entries(self.contents), iter(self.state))
         write_json(folder / STATE, msgspec.to_builtins(self.counters))
         sync_folder(folder)
 
@@ -144,7 +146,7 @@ def _write_model(contents: Contents, tensors: Iterator[tuple[str, Tensor]], fold
     model = contents.model
     named = model.network.named_parameters()
     entries = [TensorEntry(name, contents.dtype, tuple(parameter.shape)) for name, parameter in named]
-    write(Target(folder, "model"), entries, tensors)
+    write(CheckpointTarget(folder, "model"), entries, tensors)
     config = model.config.to_diff_dict()
     config["dtype"] = str(contents.dtype).removeprefix("torch.")
     write_json(folder / "config.json", config)
