@@ -14,7 +14,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from realgraph.runtime.store.memory import ALIGN, Bytes, aligned
-from realgraph.runtime.store.store import DTYPE_NAMES, DTYPES, Entry, Store
+from realgraph.runtime.store.store import DTYPE_NAMES, DTYPES, Store, StoredValue
 
 FRAME_BYTES = 4 << 20
 _ALONE_BYTES = 256 << 10  # values from this size on are sent from where they lie; smaller ones are joined first
@@ -165,12 +165,12 @@ class Channel(Protocol):
     def close(self) -> None: ...
 
 
-def find(store: Store, items: Sequence[Item]) -> list[Entry]:
+def find(store: Store, items: Sequence[Item]) -> list[StoredValue]:
     """The entries asked for, in order. Raises MissingValueError."""
     return [entry for item in items for entry in store.entries(item.key, item.ids)]
 
 
-def _runs(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
+def _runs(entries: Sequence[StoredValue]) -> Iterator[Sequence[StoredValue]]:
     """The entries in order; those that lie one after another as values of one dim and type, together."""
     first = 0
     for at in range(1, len(entries) + 1):
@@ -187,12 +187,12 @@ def _runs(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
         first = at
 
 
-def extents(entries: Sequence[Entry]) -> tuple[Extent, ...]:
+def extents(entries: Sequence[StoredValue]) -> tuple[Extent, ...]:
     """What the other side is told of values."""
     return tuple(_extent(run) for run in _runs(entries)) if entries else ()
 
 
-def _extent(run: Sequence[Entry]) -> Extent:
+def _extent(run: Sequence[StoredValue]) -> Extent:
     first, block = run[0], run[0].block
     name, shape = DTYPE_NAMES[first.tensor.dtype], tuple(first.tensor.shape)
     if block is None:
@@ -240,7 +240,7 @@ def cut(value: Tensor, extent: Extent) -> Sequence[Tensor]:
     return torch.split(value, list(extent.parts))
 
 
-def frames(entries: Sequence[Entry], frame_bytes: int = FRAME_BYTES) -> Iterator[bytes | memoryview]:
+def frames(entries: Sequence[StoredValue], frame_bytes: int = FRAME_BYTES) -> Iterator[bytes | memoryview]:
     """The bytes of a bundle in pieces of at most `frame_bytes`: large values uncopied, small ones joined."""
     joined = bytearray()
     for run in _runs(entries) if entries else ():

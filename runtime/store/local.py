@@ -33,7 +33,7 @@ from realgraph.runtime.store.bundle import (
     Release,
 )
 from realgraph.runtime.store.memory import Bytes, aligned, map_bytes
-from realgraph.runtime.store.store import Entry, MissingValueError, Store
+from realgraph.runtime.store.store import MissingValueError, Store, StoredValue
 from realgraph.runtime.wire.frames import LENGTH_BYTES, framed
 from realgraph.runtime.wire.protocol import Peer
 
@@ -193,7 +193,7 @@ class _Reader:
         self._connection = connection
         self._store = store
         self._given: set[int] = set()
-        self._held: list[Entry] = []
+        self._held: list[StoredValue] = []
 
     def answer(self, request: bundle.Request) -> None:
         match request:
