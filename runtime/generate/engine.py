@@ -34,7 +34,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True)
-class Limits:
+class RolloutLimits:
     """Bounds of one engine. Lengths and tokens count prompt and response.
 
     max_running: default: 128, on a CPU 256. max_length: of a sequence; default: the model's positions.
@@ -61,13 +61,13 @@ class TorchRolloutEngine:
     def __init__(
         self,
         module: nn.Module,
-        limits: Limits | None = None,
+        limits: RolloutLimits | None = None,
         *,
         decode: Decode | None = None,
         version: int = 0,
     ) -> None:
         self.version = version
-        self._limits = limits or Limits()
+        self._limits = limits or RolloutLimits()
         self._model = CachedModel(module, self._limits.cuda_graphs)
         self._decode_text = decode
         self._max_length = self._limits.max_length or self._model.max_length

@@ -19,7 +19,7 @@ from realgraph.planner.costs.memory.memory import DType
 from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.engine import Request
-from realgraph.runtime.generate.engine import Limits, TorchRolloutEngine
+from realgraph.runtime.generate.engine import RolloutLimits, TorchRolloutEngine
 from realgraph.runtime.models.models import PackedModel, Start, build
 from realgraph.runtime.parallel.groups import Ranks
 from realgraph.runtime.profile.files import model_folder
@@ -100,7 +100,7 @@ class ProfiledEngines:
 
     def _engine(self, model: ModelSpec, running: int) -> TorchRolloutEngine:
         return TorchRolloutEngine(
-            self._model(model).network, Limits(max_running=running, prefill_tokens=PREFILL_TOKENS)
+            self._model(model).network, RolloutLimits(max_running=running, prefill_tokens=PREFILL_TOKENS)
         )
 
     def _decode(self, case: DecodeCase) -> Callable[[], float]:

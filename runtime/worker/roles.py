@@ -19,7 +19,7 @@ from realgraph.graphs.spec import Generate, ModelRole, Train
 from realgraph.planner.plan.residency import Copy, copies
 from realgraph.runtime.engine import RolloutEngine
 from realgraph.runtime.functions.functions import load_applied
-from realgraph.runtime.generate.engine import Decode, Limits, TorchRolloutEngine
+from realgraph.runtime.generate.engine import Decode, RolloutLimits, TorchRolloutEngine
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.parallel.groups import Collectives
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
@@ -75,7 +75,7 @@ class Roles:
         for name in copy.calls:
             self.engines[name] = engine
             if isinstance(job.graph.calls[name], Generate):
-                limits = Limits(
+                limits = RolloutLimits(
                     max_running=job.batch.max_running,
                     max_cache_tokens=job.plan.allocations[name].max_tokens_per_microbatch,
                 )
