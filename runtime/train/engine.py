@@ -22,7 +22,7 @@ from realgraph.runtime.parallel.groups import Ranks, shard
 from realgraph.runtime.train import files as train_files
 from realgraph.runtime.train.files import Contents, Counters, Snapshot
 from realgraph.runtime.train.optimizer import Adam, LossScale, Masters, lr_factor
-from realgraph.runtime.train.passes import Aim, Part, Passes, Settings, Tally, numerics_error
+from realgraph.runtime.train.passes import Aim, Passes, Settings, StepShare, Tally, numerics_error
 from realgraph.runtime.wire.protocol import Mean, Metric
 
 FIRST_SCALE = 2.0**16  # of float16 losses
@@ -101,7 +101,7 @@ class TorchTrainEngine:
         self.version += 1
         return {**tally.metrics, **self._counts(parts, call.epochs)}
 
-    def _step(self, call: Train, part: Part, *, first: bool) -> dict[str, Metric]:
+    def _step(self, call: Train, part: StepShare, *, first: bool) -> dict[str, Metric]:
         """One optimizer step. In float16 an overflow halves the loss scale and does the passes again."""
         adam = self.adam
         if adam is None or self.settings.optimizer is None:
@@ -148,7 +148,7 @@ class TorchTrainEngine:
         """The step that the next train call belongs to."""
         return self.version // self.settings.trains
 
-    def _counts(self, parts: Sequence[Part], epochs: int) -> dict[str, Metric]:
+    def _counts(self, parts: Sequence[StepShare], epochs: int) -> dict[str, Metric]:
         """This rank's share of what is known without a pass."""
         lead = 1.0 if self.ranks.rank == 0 else 0.0
         n_tokens, n_samples, n_sampled, n_fresh = (

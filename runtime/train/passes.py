@@ -62,7 +62,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Part:
+class StepShare:
     """This rank's share of one optimizer step: its samples with work to do, how they are cut, and the whole step's
     denominator. n_passes: as many as every other rank makes, where they have to be equal.
 
@@ -155,7 +155,7 @@ class Passes:
         zeros = torch.zeros(2, dtype=torch.int64, device=self.ranks.device)
         return Packed(zeros, (2,), zeros.bool())
 
-    def parts(self, loss: Loss, minibatches: Sequence[Packed], version: int) -> list[Part]:
+    def parts(self, loss: Loss, minibatches: Sequence[Packed], version: int) -> list[StepShare]:
         """Each mini-batch's work, cut and denominator; one collective for all of them. version: of the weights."""
         if not minibatches:
             raise ValueError("train was called without a mini-batch")
@@ -177,7 +177,7 @@ class Passes:
             for i, draft in enumerate(drafts)
         ]
 
-    def _draft(self, loss: Loss, batch: Packed, version: int) -> Part:
+    def _draft(self, loss: Loss, batch: Packed, version: int) -> StepShare:
         """This rank's share of a mini-batch, with its own denominator and passes only."""
         fresh = self._fresh(loss, batch, version)
         share = losses.denominator(loss, fresh) if fresh.n_samples else torch.zeros(())
@@ -190,7 +190,7 @@ class Passes:
         sizes = (batch.n_tokens, fresh.n_samples, n_sampled, n_fresh)
         left_out = float(share - losses.denominator(loss, work)) if work is not fresh else 0.0
         n_counted = fresh.n_samples if losses.needs(loss).scores else n_fresh
-        return Part(work, cuts, len(cuts), share, sizes, float(n_counted), left_out)
+        return StepShare(work, cuts, len(cuts), share, sizes, float(n_counted), left_out)
 
     def _fresh(self, loss: Loss, batch: Packed, version: int) -> Packed:
         """The batch without what is over the age bound: its tokens masked, or in a loss that compares whole samples of
@@ -205,7 +205,7 @@ class Passes:
         late = set(batch.sample_index()[overdue].tolist())
         return batch.select([i for unit in units(batch, True) if late.isdisjoint(unit) for i in unit])
 
-    def with_proximal(self, parts: Sequence[Part], temperature: float) -> list[Part]:
+    def with_proximal(self, parts: Sequence[StepShare], temperature: float) -> list[StepShare]:
         """The same parts with the log-probabilities (of masked tokens) of the weights before the first step.
 
         A sample that comes again in a later epoch is computed once.
@@ -231,7 +231,7 @@ class Passes:
             found.append(replace(part, batch=replace(part.batch, token_keys=keys)))
         return found
 
-    def accumulate(self, aim: Aim, part: Part, masters: Masters) -> Tally:
+    def accumulate(self, aim: Aim, part: StepShare, masters: Masters) -> Tally:
         """Forward and backward passes over this rank's micro-batches; gradients add up in the masters."""
         tally = Tally()
         if part.idle:
