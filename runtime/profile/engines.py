@@ -24,7 +24,7 @@ from realgraph.runtime.models.models import PackedModel, Start, build
 from realgraph.runtime.parallel.groups import Ranks
 from realgraph.runtime.profile.files import model_folder
 from realgraph.runtime.train.engine import TorchTrainEngine
-from realgraph.runtime.train.passes import Passes, Settings
+from realgraph.runtime.train.passes import ModelPasses, Settings
 
 DECODE_STEPS = 4  # timed in each round
 PREFILL_TOKENS = 4096  # that enter the cache in one step
@@ -79,7 +79,7 @@ class ProfiledEngines:
         tokens = case.samples * case.length // case.microbatches
         settings = Settings(max_tokens_per_microbatch=tokens, optimizer=Optimizer())
         engine = self._trained(case.model)
-        passes = Passes(self._role, engine.model, self._ranks, settings)
+        passes = ModelPasses(self._role, engine.model, self._ranks, settings)
         batch = random_batch(case, self._ranks.device)
         call = Train(model="actor", lr=LR, loss=Loss(terms={"policy": PolicyGradient()}))
 

@@ -22,7 +22,7 @@ from realgraph.runtime.parallel.groups import Ranks, shard
 from realgraph.runtime.train import files as train_files
 from realgraph.runtime.train.files import Contents, Counters, Snapshot
 from realgraph.runtime.train.optimizer import Adam, LossScale, Masters, lr_factor
-from realgraph.runtime.train.passes import Aim, Passes, Settings, StepShare, Tally, numerics_error
+from realgraph.runtime.train.passes import Aim, ModelPasses, Settings, StepShare, Tally, numerics_error
 from realgraph.runtime.wire.protocol import Mean, Metric
 
 FIRST_SCALE = 2.0**16  # of float16 losses
@@ -58,7 +58,7 @@ class TorchTrainEngine:
         self.ranks = ranks
         self.optimizer_steps = 0
         self.gate_passed = False
-        self.passes = Passes(role, model, ranks, settings)
+        self.passes = ModelPasses(role, model, ranks, settings)
         self.sharded = self.passes.sharded
         self.dtype = DTYPES[role.dtype]
         self.masters: Masters | None = None

@@ -120,7 +120,7 @@ class Aim:
     gap_version: int | None = None
 
 
-class Passes:
+class ModelPasses:
     """A role's model on one rank, with its ranks and, where it is trained, its masters."""
 
     def __init__(self, role: ModelRole, model: PackedModel, ranks: Ranks, settings: Settings) -> None:
