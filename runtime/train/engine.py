@@ -22,7 +22,7 @@ from realgraph.runtime.parallel.groups import Ranks, shard
 from realgraph.runtime.train import files as train_files
 from realgraph.runtime.train.files import Contents, Counters, Snapshot
 from realgraph.runtime.train.optimizer import Adam, LossScale, Masters, lr_factor
-from realgraph.runtime.train.passes import Aim, ModelPasses, Settings, StepShare, Tally, numerics_error
+from realgraph.runtime.train.passes import Aim, ModelPasses, PassTotals, Settings, StepShare, numerics_error
 from realgraph.runtime.wire.protocol import Mean, Metric
 
 FIRST_SCALE = 2.0**16  # of float16 losses
@@ -95,7 +95,7 @@ class TorchTrainEngine:
         parts = self.passes.parts(call.loss, minibatches, self.version)
         if losses.needs(call.loss).proximal and len(parts) > 1:
             parts = self.passes.with_proximal(parts, call.temperature)
-        tally = Tally()
+        tally = PassTotals()
         for step, part in enumerate(parts):
             tally.add(self._step(call, part, first=step == 0))
         self.version += 1

@@ -86,7 +86,7 @@ class StepShare:
 
 
 @dataclass
-class Tally:
+class PassTotals:
     """What the passes of one optimizer step add up on this rank. blamed: samples with outputs that are not finite."""
 
     loss: float = 0.0
@@ -231,9 +231,9 @@ class ModelPasses:
             found.append(replace(part, batch=replace(part.batch, token_keys=keys)))
         return found
 
-    def accumulate(self, aim: Aim, part: StepShare, masters: Masters) -> Tally:
+    def accumulate(self, aim: Aim, part: StepShare, masters: Masters) -> PassTotals:
         """Forward and backward passes over this rank's micro-batches; gradients add up in the masters."""
-        tally = Tally()
+        tally = PassTotals()
         if part.idle:
             tally.add({f"{name}_loss": Mean(0.0, part.idle) for name in aim.call.loss.terms})
         wants = self._wants(aim.call)
