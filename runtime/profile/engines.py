@@ -24,7 +24,7 @@ from realgraph.runtime.models.models import PackedModel, Start, build
 from realgraph.runtime.parallel.groups import Ranks
 from realgraph.runtime.profile.files import model_folder
 from realgraph.runtime.train.engine import TorchTrainEngine
-from realgraph.runtime.train.passes import ModelPasses, Settings
+from realgraph.runtime.train.passes import ModelPasses, TrainSettings
 
 DECODE_STEPS = 4  # timed in each round
 PREFILL_TOKENS = 4096  # that enter the cache in one step
@@ -65,7 +65,7 @@ class ProfiledEngines:
     def _trained(self, model: ModelSpec) -> TorchTrainEngine:
         """One engine a model: its masters and moments are several times the model."""
         if model not in self._engines:
-            settings = Settings(optimizer=Optimizer())
+            settings = TrainSettings(optimizer=Optimizer())
             self._engines[model] = TorchTrainEngine(self._role, self._model(model), self._ranks, settings)
         return self._engines[model]
 
@@ -77,7 +77,7 @@ class ProfiledEngines:
 
     def _pass(self, case: Pass) -> Callable[[], float]:
         tokens = case.samples * case.length // case.microbatches
-        settings = Settings(max_tokens_per_microbatch=tokens, optimizer=Optimizer())
+        settings = TrainSettings(max_tokens_per_microbatch=tokens, optimizer=Optimizer())
         engine = self._trained(case.model)
         passes = ModelPasses(self._role, engine.model, self._ranks, settings)
         batch = random_batch(case, self._ranks.device)

@@ -22,7 +22,7 @@ from realgraph.runtime.parallel.groups import Ranks, shard
 from realgraph.runtime.train import files as train_files
 from realgraph.runtime.train.files import Contents, Counters, Snapshot
 from realgraph.runtime.train.optimizer import Adam, LossScale, Masters, lr_factor
-from realgraph.runtime.train.passes import Aim, ModelPasses, PassTotals, Settings, StepShare, numerics_error
+from realgraph.runtime.train.passes import Aim, ModelPasses, PassTotals, StepShare, TrainSettings, numerics_error
 from realgraph.runtime.wire.protocol import Mean, Metric
 
 FIRST_SCALE = 2.0**16  # of float16 losses
@@ -50,7 +50,7 @@ class TorchTrainEngine:
     know alike (loss, grad_norm, lr, optimizer_steps) comes from rank 0 alone.
     """
 
-    def __init__(self, role: ModelRole, model: PackedModel, ranks: Ranks, settings: Settings) -> None:
+    def __init__(self, role: ModelRole, model: PackedModel, ranks: Ranks, settings: TrainSettings) -> None:
         self.version = 0
         self.role = role
         self.model = model
@@ -240,7 +240,7 @@ def master_dtype(role: ModelRole) -> torch.dtype:
     return torch.float64 if role.dtype == "float64" else torch.float32
 
 
-def open_engine(role: ModelRole, path: str, layout: Layout, ranks: Ranks, settings: Settings) -> TorchTrainEngine:
+def open_engine(role: ModelRole, path: str, layout: Layout, ranks: Ranks, settings: TrainSettings) -> TorchTrainEngine:
     """Build a role's model from `path`, shard it by `layout`, and put an engine round it. Collective over `ranks`.
 
     Raises ConfigError for what this engine can't do (`check_layout`) and for files it can't take (`models.build`).

@@ -37,7 +37,7 @@ class NumericsError(FloatingPointError):
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainSettings:
     """What an engine is told besides its model.
 
     optimizer: None for a frozen role. total_steps: optimizer steps of the whole run, for the schedule.
@@ -123,7 +123,7 @@ class Aim:
 class ModelPasses:
     """A role's model on one rank, with its ranks and, where it is trained, its masters."""
 
-    def __init__(self, role: ModelRole, model: PackedModel, ranks: Ranks, settings: Settings) -> None:
+    def __init__(self, role: ModelRole, model: PackedModel, ranks: Ranks, settings: TrainSettings) -> None:
         self.role = role
         self.model = model
         self.ranks = ranks

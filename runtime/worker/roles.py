@@ -24,7 +24,7 @@ from realgraph.runtime.job.job import Job
 from realgraph.runtime.parallel.groups import Collectives
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from realgraph.runtime.train.files import Snapshot
-from realgraph.runtime.train.passes import Settings
+from realgraph.runtime.train.passes import TrainSettings
 
 MAX_LOGPROB_GAP = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.05, "float16": 0.02}  # mean nats a sampled token
 
@@ -69,7 +69,7 @@ class Roles:
         job, role = self._job, self._job.graph.models[copy.role]
         packed = [name for name in copy.calls if not isinstance(job.graph.calls[name], Generate)]
         tokens = min((job.plan.allocations[name].max_tokens_per_microbatch for name in packed), default=None)
-        settings = self._settings(copy, tokens) if copy.trained else Settings(max_tokens_per_microbatch=tokens)
+        settings = self._settings(copy, tokens) if copy.trained else TrainSettings(max_tokens_per_microbatch=tokens)
         path = role_path(job.graph.models, copy.role)
         engine = open_engine(role, path, copy.layout, self._collectives.ranks(copy.layout.mesh), settings)
         for name in copy.calls:
@@ -89,7 +89,7 @@ class Roles:
             self._averaged.setdefault(role.init, []).append(engine)
             self.saved[copy.role] = engine
 
-    def _settings(self, copy: Copy, tokens: int | None) -> Settings:
+    def _settings(self, copy: Copy, tokens: int | None) -> TrainSettings:
         job = self._job
         calls = {name: call for name, call in job.graph.calls.items() if isinstance(call, Train)}
         trains = [call for call in calls.values() if call.model == copy.role]
@@ -100,7 +100,7 @@ class Roles:
         samples = copy.role == generator and any(BEHAVIOUR_LOGPROBS in job.graph.reads[name] for name in copy.calls)
         own = {name: call for name, call in calls.items() if call.model == copy.role}
         applied = {f"{entry.path}.fn": entry.fn for entry in applied_of(own)}
-        return Settings(
+        return TrainSettings(
             max_tokens_per_microbatch=tokens,
             optimizer=trains[0].optimizer,
             total_steps=job.steps * sum(call.minibatches * call.epochs for call in trains),
