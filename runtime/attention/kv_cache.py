@@ -145,7 +145,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, head: Head) 
     return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ value
 
 
-class Pass(Protocol):
+class RolloutPass(Protocol):
     """One forward call's dealings with the cache."""
 
     def attend(self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], head: Head) -> Tensor:
