@@ -25,7 +25,7 @@ SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 4, 8, 256  # of a probe, at most: far below
 
 
 @dataclass(frozen=True)
-class Probe:
+class GateProbe:
     """Samples of one prompt. tokens: [SAMPLES, prompt + new] int64; logprobs: [SAMPLES, new] float64, as drawn."""
 
     tokens: Tensor
@@ -71,7 +71,7 @@ class UpdateGate:
             probes += [self._receive(engine.ranks.device, worker) for worker in receivers if worker not in owners]
         return self._compare(engine, [one for one in probes if one is not None])
 
-    def _draw(self) -> Probe | None:
+    def _draw(self) -> GateProbe | None:
         """By the generator, for the newest prompt that it was given; None before the first."""
         rollouts = self._rollouts
         if rollouts is None or not rollouts.newest_prompt:
@@ -82,12 +82,12 @@ class UpdateGate:
         sampling = replace(plain, max_new_tokens=n_new, stops=Stops())
         version = rollouts.engine.version
         done = rollouts.complete([sampling.request(i, prompt, sample_seed(version, i)) for i in range(SAMPLES)])
-        return Probe(
+        return GateProbe(
             torch.tensor([[*prompt, *one.tokens] for one in done]),
             torch.tensor([one.logprobs for one in done], dtype=torch.float64),
         )
 
-    def _send(self, probe: Probe | None, owner: int) -> None:
+    def _send(self, probe: GateProbe | None, owner: int) -> None:
         device = self._roles.engines[self._call].ranks.device
         sizes = [probe.tokens.shape[1], probe.logprobs.shape[1]] if probe is not None else [0, 0]
         dist.send(torch.tensor(sizes, device=device), owner)
@@ -96,7 +96,7 @@ class UpdateGate:
             dist.send(probe.logprobs.to(device), owner)
 
     @staticmethod
-    def _receive(device: torch.device, worker: int) -> Probe | None:
+    def _receive(device: torch.device, worker: int) -> GateProbe | None:
         sizes = torch.zeros(2, dtype=torch.int64, device=device)
         dist.recv(sizes, worker)
         length, n_new = sizes.tolist()
@@ -106,9 +106,9 @@ class UpdateGate:
         logprobs = torch.zeros((SAMPLES, n_new), dtype=torch.float64, device=device)
         dist.recv(tokens, worker)
         dist.recv(logprobs, worker)
-        return Probe(tokens.cpu(), logprobs.cpu())
+        return GateProbe(tokens.cpu(), logprobs.cpu())
 
-    def _compare(self, engine: TorchTrainEngine, probes: list[Probe]) -> dict[str, Metric]:
+    def _compare(self, engine: TorchTrainEngine, probes: list[GateProbe]) -> dict[str, Metric]:
         """The gap as a metric. Called by all ranks where the weights are sharded, with probes or without."""
         lengths = tuple(probe.tokens.shape[1] for probe in probes for _ in range(SAMPLES))
         tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(probe.tokens.flatten() for probe in probes)])
