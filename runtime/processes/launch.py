@@ -92,7 +92,7 @@ def describe_exit(status: int) -> str:
         return f"was killed by signal {-status}"
 
 
-class Server(Protocol):
+class ForkServer(Protocol):
     """The fork server's process, as its owner sees it."""
 
     def wait(self, timeout: float | None = None) -> int: ...
@@ -102,7 +102,7 @@ class Server(Protocol):
     def send_signal(self, sig: int) -> None: ...
 
 
-def open_server(pipe: socket.socket, modules: Sequence[str], threads: int) -> Server:
+def open_server(pipe: socket.socket, modules: Sequence[str], threads: int) -> ForkServer:
     """A fork server on the other end of `pipe`, a process with an interpreter of its own. Raises OSError."""
     with processes.end_signals_blocked():
         return subprocess.Popen(
@@ -117,7 +117,7 @@ def open_server(pipe: socket.socket, modules: Sequence[str], threads: int) -> Se
 class Fleet:
     """The workers of this host. Made by `start_workers`; to be ended by `terminate` in every case."""
 
-    def __init__(self, server: Server, pipe: socket.socket, boots: Sequence[WorkerBoot]) -> None:
+    def __init__(self, server: ForkServer, pipe: socket.socket, boots: Sequence[WorkerBoot]) -> None:
         self._server = server
         self._pipe = pipe
         self._boots = {boot.worker: boot for boot in boots}
