@@ -30,7 +30,7 @@ from benchmarks.machine import describe
 from realgraph.runtime.store.bundle import FRAME_BYTES, Route
 from realgraph.runtime.store.remote import WINDOW
 from realgraph.runtime.store.store import Store
-from realgraph.runtime.store.transfer import DataPlane, Want
+from realgraph.runtime.store.transfer import DataPlane, GatherRequest
 from realgraph.runtime.wire.curve import KeyPair, bound_address, make_keys, secure_client, secure_server
 from realgraph.runtime.wire.protocol import Peer
 
@@ -133,10 +133,10 @@ def gather_turns(plane: DataPlane) -> dict[str, Turn]:
     reused = {name: np.empty(n, dtype=np.uint8) for name, n in SIZES.items()}
 
     def copied(route: Route) -> Turn:
-        return lambda size: plane.gather_now([Want(1, size, (0,))], route=route)[size][0]
+        return lambda size: plane.gather_now([GatherRequest(1, size, (0,))], route=route)[size][0]
 
     def views(size: str) -> None:
-        np.copyto(reused[size], plane.gather_now([Want(1, size, (0,))], copy=False)[size][0].numpy())
+        np.copyto(reused[size], plane.gather_now([GatherRequest(1, size, (0,))], copy=False)[size][0].numpy())
 
     return {"gather local": copied("local"), "gather tcp": copied("tcp"), "gather local views": views}
 
