@@ -13,7 +13,7 @@ from realgraph.runtime.commands.tasks import Task, Tasks
 from realgraph.runtime.job.job import RuntimeSpec
 from realgraph.runtime.scheduler.ledger import Group, Ledger, State
 from realgraph.runtime.scheduler.program import HOME, Program
-from realgraph.runtime.wire.protocol import Abort, Drop, Execute, Generated, Load, Loaded, Sample, Source, Submit
+from realgraph.runtime.wire.protocol import Abort, Drop, Execute, Generated, Load, Loaded, Sample, SampleSource, Submit
 
 BARREN_BATCHES = 20  # batches of groups in a row that all were left out: the run gives up
 
@@ -206,7 +206,7 @@ class Collection:
             group.launched |= bit
             group.running += 1
         seconds = self._function_seconds(home, call.timeout_seconds, len(shares), now)
-        sources = (Source(home, keys, ids),) if keys else ()
+        sources = (SampleSource(home, keys, ids),) if keys else ()
         command = Execute(task.number, name, self.step, shares, sources, deadline_seconds=seconds)
         self.out.append(Send(home, command))
         self._tasks.fly(task, (home,), now, seconds)

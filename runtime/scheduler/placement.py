@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from realgraph.runtime.job.cursor import minibatch_groups
 from realgraph.runtime.scheduler.ledger import Group
 from realgraph.runtime.scheduler.program import HOME, SHARED, CallPlan
-from realgraph.runtime.wire.protocol import Source
+from realgraph.runtime.wire.protocol import SampleSource
 
 Place = int  # a number of one way in which the batch lies over workers
 Shape = tuple[int, bool, int]  # ranks, whole groups, whose lengths balance them
@@ -131,17 +131,17 @@ class Batch:
                 held.append(ids[position])
         return [(worker, tuple(held)) for worker, held in by_worker.items()]
 
-    def sources(self, call: CallPlan, positions: Sequence[int]) -> tuple[Source, ...]:
+    def sources(self, call: CallPlan, positions: Sequence[int]) -> tuple[SampleSource, ...]:
         """Where `call` finds what it reads of the samples at these positions."""
         return tuple(
             [
-                Source(worker, keys, ids)
+                SampleSource(worker, keys, ids)
                 for place, keys in self._places(call).items()
                 for worker, ids in self._holders(place, positions)
             ]
         )
 
-    def sources_of_ranks(self, call: CallPlan) -> list[tuple[Source, ...]]:
+    def sources_of_ranks(self, call: CallPlan) -> list[tuple[SampleSource, ...]]:
         """`sources` of each rank's part of the whole batch; the look-up is shared by the step's calls."""
         shape = _shape(call)
         found = []
@@ -151,7 +151,7 @@ class Batch:
                 self._held[key] = [self._holders(place, part) for part in self.whole(*shape)]
             found.append((keys, self._held[key]))
         return [
-            tuple([Source(worker, keys, ids) for keys, held in found for worker, ids in held[rank]])
+            tuple([SampleSource(worker, keys, ids) for keys, held in found for worker, ids in held[rank]])
             for rank in range(len(call.ranks))
         ]
 

@@ -10,9 +10,9 @@ from realgraph.runtime.commands.tasks import Task, TaskKind, Tasks
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.placement import Batch
 from realgraph.runtime.scheduler.program import CallPlan, Program
-from realgraph.runtime.wire.protocol import Execute, Mean, Source
+from realgraph.runtime.wire.protocol import Execute, Mean, SampleSource
 
-Part = tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[Source, ...]]  # (workers, shares, sources)
+Part = tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[SampleSource, ...]]  # (workers, shares, sources)
 
 SHOWN_LENGTHS = 32  # quantiles that a step tells of its samples' lengths
 
