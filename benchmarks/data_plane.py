@@ -28,7 +28,7 @@ import zmq
 
 from benchmarks.machine import describe
 from realgraph.runtime.store.bundle import FRAME_BYTES, Route
-from realgraph.runtime.store.remote import WINDOW
+from realgraph.runtime.store.remote import WINDOW_FRAMES
 from realgraph.runtime.store.store import Store
 from realgraph.runtime.store.transfer import DataPlane, GatherRequest
 from realgraph.runtime.wire.curve import KeyPair, bound_address, make_keys, secure_client, secure_server
@@ -106,7 +106,7 @@ def _serve_bare(socket: "zmq.Socket[bytes]", held: dict[str, torch.Tensor]) -> N
         if not request.isdigit():
             data = held[request.decode()].numpy().data
             waiting[reader] = iter([data[i : i + FRAME_BYTES] for i in range(0, len(data), FRAME_BYTES)])
-        for _ in range(int(request) if request.isdigit() else WINDOW):
+        for _ in range(int(request) if request.isdigit() else WINDOW_FRAMES):
             if (frame := next(waiting[reader], None)) is None:
                 break
             socket.send_multipart([reader, frame], copy=False)
@@ -154,7 +154,7 @@ def bare_turn(addresses: Addresses, context: "zmq.Context[zmq.Socket[bytes]]") -
             piece = np.frombuffer(socket.recv(copy=False).buffer, dtype=np.uint8)
             landed[filled : filled + piece.nbytes] = piece
             filled, credit = filled + piece.nbytes, credit + 1
-            if credit == WINDOW // 2 and filled < SIZES[size]:
+            if credit == WINDOW_FRAMES // 2 and filled < SIZES[size]:
                 socket.send(b"%d" % credit)
                 credit = 0
         return landed

@@ -36,7 +36,7 @@ from realgraph.runtime.functions.user_errors import error_text, unicode_text
 from realgraph.runtime.processes.processes import END_SIGNALS, die_with_parent
 from realgraph.runtime.processes.titles import set_title
 
-MAX_DETAIL = 8_000  # characters of a traceback
+MAX_DETAIL_CHARACTERS = 8_000  # characters of a traceback
 LINGER_SECONDS = 60.0
 
 
@@ -184,7 +184,7 @@ def _raised(call: FunctionRequest, kind: Literal["load", "error"], what: str, er
     except Exception as failed:  # an exception of the user's may do anything where it is looked at
         detail = f"the traceback can't be written: {type(failed).__name__}"
     text = f"{what + ': ' if what else ''}{error_text(error)}"
-    return Raised(call.number, kind, unicode_text(text), unicode_text(detail)[-MAX_DETAIL:])
+    return Raised(call.number, kind, unicode_text(text), unicode_text(detail)[-MAX_DETAIL_CHARACTERS:])
 
 
 def _limit(memory_bytes: int) -> None:

@@ -24,7 +24,7 @@ from realgraph.runtime.attention.kv_cache import (
 from realgraph.runtime.cpu.decode import LeanDecoder, lean_applies
 from realgraph.runtime.generate.decode_graph import DecodeGraphs, decode_logits
 
-_BLOCK = 16  # slots that share a segment at least
+_MIN_SEGMENT_SLOTS = 16  # slots that share a segment at least
 _SEGMENT_BYTES = 150_000  # reading this much costs about as much as one more attention call (CPU, 14 GB/s and 10 us)
 
 
@@ -35,8 +35,8 @@ def segments(lengths: NDArray[np.int64], spare: int) -> list[tuple[int, int, int
     apart. Covers every slot once, in order.
     """
     runs: list[tuple[int, int, int]] = []
-    for low in range(0, len(lengths), _BLOCK):
-        high = min(low + _BLOCK, len(lengths))
+    for low in range(0, len(lengths), _MIN_SEGMENT_SLOTS):
+        high = min(low + _MIN_SEGMENT_SLOTS, len(lengths))
         longest = int(lengths[low:high].max())
         if runs:
             first, _, other = runs[-1]

@@ -26,9 +26,13 @@ from realgraph.runtime.generate.cached_model import CachedModel
 from realgraph.runtime.generate.sampling import SettingsTable, draw
 from realgraph.runtime.generate.slots import PrefillLogits, RunningSequence, fill_gaps
 
-_ROUND = 64  # cache lengths are multiples of it; on a CPU, where memory is what bounds short sequences, of a quarter
-_BLOCK = 32  # slots are kept in order of length by blocks, so that a decode step can read each block to its own length
-_SHORT = 64  # a cache of this length is read as a whole: no order is worth a move
+_LENGTH_MULTIPLE = (
+    64  # cache lengths are multiples of it; on a CPU, where memory is what bounds short sequences, of a quarter
+)
+_SLOTS_PER_BLOCK = (
+    32  # slots are kept in order of length by blocks, so that a decode step can read each block to its own length
+)
+_UNORDERED_LENGTH = 64  # a cache of this length is read as a whole: no order is worth a move
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -76,7 +80,7 @@ class TorchRolloutEngine:
         self._ids: set[int] = set()
         self._on_cpu = self._model.device.type == "cpu"
         slots = self._most_slots = self._limits.max_running or (256 if self._on_cpu else 128)
-        self._round = _ROUND // 4 if self._on_cpu else _ROUND
+        self._round = _LENGTH_MULTIPLE // 4 if self._on_cpu else _LENGTH_MULTIPLE
         self._ready = 0  # slots with a valid cache: these, from the first on
         self._settings = SettingsTable(slots, self._model.device)
         self._newest: NDArray[np.int64] = np.zeros(slots, np.int64)  # token a slot reads next
@@ -263,9 +267,9 @@ class TorchRolloutEngine:
     def _remove(self, slots: Sequence[int]) -> None:
         """Free these slots; live ones move into the gaps."""
         # a GPU reads all slots to one length: there any live slot may fill a gap
-        ordered = self._on_cpu and self._model.cache.length > _SHORT
+        ordered = self._on_cpu and self._model.cache.length > _UNORDERED_LENGTH
         end = len(self._running) - len(slots)
-        held = fill_gaps(self._position[: len(self._running)], slots, _BLOCK if ordered else None)
+        held = fill_gaps(self._position[: len(self._running)], slots, _SLOTS_PER_BLOCK if ordered else None)
         self._move([slot for slot in range(end) if held[slot] != slot], held)
         del self._running[end:]
         self._ready = min(self._ready, end)

@@ -12,12 +12,12 @@ from realgraph.runtime.engine import Completion, Request
 
 @dataclass(eq=False, slots=True)
 class RunningSequence:
-    """A request that runs or waits. tokens: prompt, then what was drawn. cached: tokens with valid keys, from the first."""
+    """A request that runs or waits."""
 
     request: Request
-    tokens: list[int]
+    tokens: list[int]  # prompt, then what was drawn
     key: int  # hash of the prompt, once computed
-    cached: int = 0
+    cached: int = 0  # tokens with valid keys, from the first on
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 

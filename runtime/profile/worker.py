@@ -27,8 +27,8 @@ from realgraph.runtime.worker.resources import pick_device
 
 DEADLINE_SECONDS = 120.0  # of one case: the others wait that long for a worker
 KERNEL_SECONDS = 0.02  # of repeats of one small case in a round
-MOST_REPEATS = 20
-SETTLED, SETTLED_ROUNDS = 0.05, 3  # relative; of the last rounds
+MAX_REPEATS = 20
+STEADY_CHANGE, STEADY_ROUNDS = 0.05, 3  # relative; of the last rounds
 
 
 def main(boot: WorkerBoot) -> None:
@@ -111,7 +111,7 @@ class Bench:
         found = [run()]
         if once:
             return found[0]
-        repeats = min(MOST_REPEATS, max(1, int(KERNEL_SECONDS / max(found[0], 1e-6))))
+        repeats = min(MAX_REPEATS, max(1, int(KERNEL_SECONDS / max(found[0], 1e-6))))
         repeats = int(self._all.collect(torch.tensor([repeats])).min())
         found += [run() for _ in range(repeats)]
         return min(found)
@@ -119,8 +119,8 @@ class Bench:
 
 def still_falls(seconds: Sequence[float]) -> bool:
     """Whether the last rounds have brought the least seconds down by more than next to nothing."""
-    before = seconds[:-SETTLED_ROUNDS]
-    return bool(before) and min(seconds) < (1 - SETTLED) * min(before)
+    before = seconds[:-STEADY_ROUNDS]
+    return bool(before) and min(seconds) < (1 - STEADY_CHANGE) * min(before)
 
 
 def _measured(case: Case, seconds: Sequence[float]) -> Measured:

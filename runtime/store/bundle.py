@@ -13,7 +13,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from realgraph.runtime.store.memory import ALIGN, Bytes, aligned
+from realgraph.runtime.store.memory import ALIGN_BYTES, Bytes, aligned
 from realgraph.runtime.store.store import DTYPE_NAMES, DTYPES, Store, StoredValue
 
 FRAME_BYTES = 4 << 20
@@ -42,7 +42,7 @@ class Extent(Struct, frozen=True, array_like=True):
 
 
 class FetchRequest(Struct, frozen=True, tag=True):
-    """Show these values; they stay as they are until `Release`, the next `FetchRequest`, or the end of the connection."""
+    """Show these values; they stay as they are until `Release`, the next request, or the end of the connection."""
 
     items: tuple[Item, ...]
 
@@ -254,7 +254,7 @@ def frames(entries: Sequence[StoredValue], frame_bytes: int = FRAME_BYTES) -> It
                 yield data[start : start + frame_bytes]
         else:
             joined += data
-        joined += bytes(-len(data) % ALIGN)
+        joined += bytes(-len(data) % ALIGN_BYTES)
         if len(joined) >= frame_bytes:
             yield from _pieces(joined, frame_bytes)
             joined.clear()

@@ -20,14 +20,14 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 ALIGN_ORDER = 6  # blocks start on multiples of 64 bytes, a cache line, which also fits every dtype
-ALIGN = 1 << ALIGN_ORDER
+ALIGN_BYTES = 1 << ALIGN_ORDER
 SEGMENT_BYTES = 1 << 30
 _DEDICATED = -1  # the order of a block that is a whole segment of its own
 
 
 def aligned(nbytes: int) -> int:
     """`nbytes`, rounded up to the alignment of blocks."""
-    return -(-nbytes // ALIGN) * ALIGN
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def open_anonymous(nbytes: int) -> int:

@@ -25,7 +25,7 @@ from realgraph.runtime.train.optimizer import Adam, LossScale, Masters, lr_facto
 from realgraph.runtime.train.passes import Aim, ModelPasses, PassTotals, StepShare, TrainSettings, numerics_error
 from realgraph.runtime.wire.protocol import Mean, Metric
 
-FIRST_SCALE = 2.0**16  # of float16 losses
+FIRST_LOSS_SCALE = 2.0**16  # of float16 losses
 
 
 class LogprobGap(ArithmeticError):
@@ -71,7 +71,7 @@ class TorchTrainEngine:
         if settings.optimizer is not None and self.masters is not None:
             self.adam = Adam(self.masters, settings.optimizer)
             if self.dtype == torch.float16:
-                self.scale = LossScale(FIRST_SCALE, dynamic=True)
+                self.scale = LossScale(FIRST_LOSS_SCALE, dynamic=True)
             if role.gradient_checkpointing:
                 how = {"use_reentrant": False, "preserve_rng_state": False}
                 model.network.activation_checkpointing_enable(how)

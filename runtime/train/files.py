@@ -30,7 +30,7 @@ from realgraph.runtime.models.checkpoint_files import (
 from realgraph.runtime.models.models import PackedModel
 from realgraph.runtime.models.weights import COPIED, full_tensors, read_into
 from realgraph.runtime.parallel.groups import CollectiveError, Ranks
-from realgraph.runtime.train.optimizer import MOMENTS, Adam, Masters
+from realgraph.runtime.train.optimizer import MOMENT_NAMES, Adam, Masters
 
 FORMAT = 1
 STATE = "train_state.json"
@@ -159,7 +159,7 @@ def _write_model(contents: Contents, tensors: Iterator[tuple[str, Tensor]], fold
 def _state_entries(contents: Contents) -> Sequence[TensorEntry]:
     masters = contents.masters
     assert masters is not None
-    prefixes = (*(MOMENTS if contents.adam else ()), *(("master",) if contents.wide else ()))
+    prefixes = (*(MOMENT_NAMES if contents.adam else ()), *(("master",) if contents.wide else ()))
     return [
         TensorEntry(f"{prefix}.{name}", masters.dtype, tuple(parameter.shape))
         for prefix in prefixes
@@ -171,7 +171,7 @@ def _state_tensors(contents: Contents) -> Iterator[tuple[str, Tensor]]:
     """In the order of `_state_entries`; collective where sharded."""
     masters, adam = contents.masters, contents.adam
     assert masters is not None
-    for moment in MOMENTS if adam is not None else ():
+    for moment in MOMENT_NAMES if adam is not None else ():
         for i, name in enumerate(masters.names):
             assert adam is not None
             yield f"{moment}.{name}", masters.whole(i, adam.moment(i, moment))
@@ -199,12 +199,12 @@ def load(contents: Contents, folder: Path) -> Counters:
     with Reader(folder, OPTIMIZER) as reader:
         for i, name in enumerate(masters.names):
             part = masters.part(i)
-            needed = [f"{prefix}.{name}" for prefix in (MOMENTS if adam else ())]
+            needed = [f"{prefix}.{name}" for prefix in (MOMENT_NAMES if adam else ())]
             needed += [f"master.{name}"] if contents.wide else []
             if not reader.names.issuperset(needed):
                 raise ValueError(f"{folder} lacks {sorted(set(needed) - reader.names)[0]!r}: was it another dtype?")
             if adam is not None:
-                moments = {moment: reader.part(f"{moment}.{name}", part) for moment in MOMENTS}
+                moments = {moment: reader.part(f"{moment}.{name}", part) for moment in MOMENT_NAMES}
                 adam.restore(i, moments, counters.optimizer_steps)
             if contents.wide:
                 masters.tensors[i].copy_(reader.part(f"master.{name}", part))

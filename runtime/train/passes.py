@@ -24,7 +24,7 @@ from realgraph.runtime.train.optimizer import Masters
 from realgraph.runtime.wire.protocol import Mean, Metric, merge
 
 PROXIMAL_LOGPROBS = "proximal_logprobs"
-_NORM_CHUNK = 1024
+_NORM_CHUNK_ELEMENTS = 1024
 
 
 class NumericsError(FloatingPointError):
@@ -289,8 +289,8 @@ class ModelPasses:
 
 def _square_sum(flat: Tensor) -> Tensor:
     """The sum of squares, float64: of chunks in their own dtype first, as a float64 copy of all would cost more."""
-    n = flat.numel() // _NORM_CHUNK * _NORM_CHUNK
-    chunks = torch.linalg.vector_norm(flat[:n].view(-1, _NORM_CHUNK), dim=1).double()
+    n = flat.numel() // _NORM_CHUNK_ELEMENTS * _NORM_CHUNK_ELEMENTS
+    chunks = torch.linalg.vector_norm(flat[:n].view(-1, _NORM_CHUNK_ELEMENTS), dim=1).double()
     rest: Tensor = torch.linalg.vector_norm(flat[n:], dtype=torch.float64)
     return rest.square_().add_(chunks.square().sum())
 

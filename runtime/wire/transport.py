@@ -26,7 +26,7 @@ from realgraph.runtime.wire.curve import ZAP_ENDPOINT as ZAP
 
 log = logging.getLogger(__name__)
 
-HIGH_WATER = 10_000  # messages queued for one peer before a send waits
+MAX_QUEUED_MESSAGES = 10_000  # messages queued for one peer before a send waits
 MAX_MESSAGE_BYTES = 256 << 20  # more than any job or batch of ids; what is longer is refused by the socket
 LINGER_MS = 1_000  # how long a closing socket still tries to send its last messages
 
@@ -210,7 +210,7 @@ class WorkerSocket:
 
 
 def _set_limits(socket: zmq.asyncio.Socket) -> None:
-    socket.set_hwm(HIGH_WATER)
+    socket.set_hwm(MAX_QUEUED_MESSAGES)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
 

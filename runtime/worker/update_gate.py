@@ -21,15 +21,15 @@ from realgraph.runtime.train.engine import TorchTrainEngine, check_gap
 from realgraph.runtime.wire.protocol import Mean, Metric
 from realgraph.runtime.worker.roles import Roles, logprob_limit
 
-SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 4, 8, 256  # of a probe, at most: far below what any batch has
+PROBE_SAMPLES, PROBE_NEW_TOKENS, PROBE_PROMPT_TOKENS = 4, 8, 256  # of a probe, at most: far below what any batch has
 
 
 @dataclass(frozen=True)
 class GateProbe:
-    """Samples of one prompt. tokens: [SAMPLES, prompt + new] int64; logprobs: [SAMPLES, new] float64, as drawn."""
+    """Samples of one prompt."""
 
-    tokens: Tensor
-    logprobs: Tensor
+    tokens: Tensor  # [PROBE_SAMPLES, prompt + new] int64
+    logprobs: Tensor  # [PROBE_SAMPLES, new] float64, as drawn
 
 
 class UpdateGate:
@@ -76,12 +76,12 @@ class UpdateGate:
         rollouts = self._rollouts
         if rollouts is None or not rollouts.newest_prompt:
             return None
-        prompt = rollouts.newest_prompt[-PROMPT_TOKENS:]
-        n_new = min(NEW_TOKENS, rollouts.sampling.max_new_tokens)
-        plain = rollouts.sampling.at(SAMPLES, self._temperature)
+        prompt = rollouts.newest_prompt[-PROBE_PROMPT_TOKENS:]
+        n_new = min(PROBE_NEW_TOKENS, rollouts.sampling.max_new_tokens)
+        plain = rollouts.sampling.at(PROBE_SAMPLES, self._temperature)
         sampling = replace(plain, max_new_tokens=n_new, stops=Stops())
         version = rollouts.engine.version
-        done = rollouts.complete([sampling.request(i, prompt, sample_seed(version, i)) for i in range(SAMPLES)])
+        done = rollouts.complete([sampling.request(i, prompt, sample_seed(version, i)) for i in range(PROBE_SAMPLES)])
         return GateProbe(
             torch.tensor([[*prompt, *one.tokens] for one in done]),
             torch.tensor([one.logprobs for one in done], dtype=torch.float64),
@@ -102,15 +102,15 @@ class UpdateGate:
         length, n_new = sizes.tolist()
         if not length:
             return None
-        tokens = torch.zeros((SAMPLES, length), dtype=torch.int64, device=device)
-        logprobs = torch.zeros((SAMPLES, n_new), dtype=torch.float64, device=device)
+        tokens = torch.zeros((PROBE_SAMPLES, length), dtype=torch.int64, device=device)
+        logprobs = torch.zeros((PROBE_SAMPLES, n_new), dtype=torch.float64, device=device)
         dist.recv(tokens, worker)
         dist.recv(logprobs, worker)
         return GateProbe(tokens.cpu(), logprobs.cpu())
 
     def _compare(self, engine: TorchTrainEngine, probes: list[GateProbe]) -> dict[str, Metric]:
         """The gap as a metric. Called by all ranks where the weights are sharded, with probes or without."""
-        lengths = tuple(probe.tokens.shape[1] for probe in probes for _ in range(SAMPLES))
+        lengths = tuple(probe.tokens.shape[1] for probe in probes for _ in range(PROBE_SAMPLES))
         tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(probe.tokens.flatten() for probe in probes)])
         batch = Packed(tokens, lengths, torch.ones_like(tokens, dtype=torch.bool))
         found = engine.inference(batch, "logprobs", self._temperature).double()
