@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from realgraph.runtime.processes import processes
-from realgraph.runtime.processes.launch import Fleet, LaunchError, WorkerBoot, describe_exit, open_server, start_workers
+from realgraph.runtime.processes.local import (
+    LaunchError,
+    LocalFleet,
+    WorkerBoot,
+    describe_exit,
+    open_server,
+    start_workers,
+)
 from realgraph.runtime.processes.processes import die_with_parent
 from realgraph.runtime.wire.curve import make_keys
 from realgraph.runtime.wire.frames import cut
@@ -73,7 +80,7 @@ def _boots(folder: Path, n: int, threads: int = 1) -> list[WorkerBoot]:
     ]
 
 
-async def _start(folder: Path, n: int, entry: str, threads: int = 1) -> Fleet:
+async def _start(folder: Path, n: int, entry: str, threads: int = 1) -> LocalFleet:
     fleet = await start_workers(_boots(folder, n, threads), f"{__name__}:{entry}", preload=(), deadline_seconds=60)
     if entry in ("sleep", "stubborn", "quitting"):
         await _until(lambda: all((folder / "logs" / f"{i}.ready").exists() for i in range(n)))

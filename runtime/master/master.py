@@ -43,7 +43,7 @@ from realgraph.runtime.master.observer import (
 from realgraph.runtime.master.startup import StartError, WorkerGroup, ready_worker_group, start_worker_group
 from realgraph.runtime.master.step_metrics import flatten
 from realgraph.runtime.processes.interrupts import Interrupted, Interrupts, unless
-from realgraph.runtime.processes.launch import LaunchError
+from realgraph.runtime.processes.local import LaunchError
 from realgraph.runtime.scheduler.scheduler import Scheduler
 from realgraph.runtime.wire.protocol import Done, Failed, Generated
 from realgraph.runtime.wire.transport import TransportError

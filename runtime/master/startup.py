@@ -11,7 +11,7 @@ from realgraph.runtime.commands.failures import workers_text
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.processes.clock import time_limit
-from realgraph.runtime.processes.launch import Fleet, WorkerBoot, describe_exit, start_workers
+from realgraph.runtime.processes.local import LocalFleet, WorkerBoot, describe_exit, start_workers
 from realgraph.runtime.wire.curve import make_keys
 from realgraph.runtime.wire.protocol import Configure, Failed, Heartbeat, Hello, Ready, Shutdown
 from realgraph.runtime.wire.transport import MasterSocket, TransportError
@@ -33,7 +33,7 @@ class StartError(Exception):
 class WorkerGroup:
     """The workers of a run with the socket that reaches them. `close` ends both, whatever happened before."""
 
-    def __init__(self, fleet: Fleet, socket: MasterSocket) -> None:
+    def __init__(self, fleet: LocalFleet, socket: MasterSocket) -> None:
         self.fleet, self.socket = fleet, socket
         self.fork_seconds = 0.0  # until the processes ran, their modules loaded
         self.ready: dict[int, Ready] = {}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.planner.costs.calibrate.measurements import Measured, ProfileTask, merged
-from realgraph.runtime.processes.launch import Fleet, LaunchError, WorkerBoot, describe_exit, start_workers
+from realgraph.runtime.processes.local import LaunchError, LocalFleet, WorkerBoot, describe_exit, start_workers
 from realgraph.runtime.processes.open_files import allow_open_files
 from realgraph.runtime.profile.files import read_points, write_task
 from realgraph.runtime.wire.curve import make_keys
@@ -55,7 +55,7 @@ async def _run(folder: Path, task: ProfileTask, threads: int) -> None:
         await fleet.terminate(0)
 
 
-async def _wait(fleet: Fleet, n_workers: int) -> None:
+async def _wait(fleet: LocalFleet, n_workers: int) -> None:
     """Until every worker has ended well. Raises ConfigError with the end of the log of one that has not."""
     for _ in range(n_workers):
         worker, status = await fleet.wait_exit()

@@ -114,7 +114,7 @@ def open_server(pipe: socket.socket, modules: Sequence[str], threads: int) -> Fo
         )
 
 
-class Fleet:
+class LocalFleet:
     """The workers of this host. Made by `start_workers`; to be ended by `terminate` in every case."""
 
     def __init__(self, server: ForkServer, pipe: socket.socket, boots: Sequence[WorkerBoot]) -> None:
@@ -244,7 +244,7 @@ async def start_workers(
     entry: str = ENTRY,
     preload: Sequence[str] = PRELOAD,
     deadline_seconds: float = 180.0,
-) -> Fleet:
+) -> LocalFleet:
     """Start one process per boot, all with the threads of the first, and return once each has its process.
 
     entry: `module:function`, called with its WorkerBoot in the worker's process. preload: modules that the fork server
@@ -259,7 +259,7 @@ async def start_workers(
     modules = tuple(dict.fromkeys((*preload, entry.partition(":")[0])))
     with theirs:
         server = open_server(theirs, modules, boots[0].threads)
-    fleet = Fleet(server, ours, boots)
+    fleet = LocalFleet(server, ours, boots)
     try:
         async with time_limit(deadline_seconds):
             await fleet.start(entry)
