@@ -27,6 +27,7 @@ import torch
 import zmq
 
 from benchmarks.machine import describe
+from realgraph.runtime.processes.local import LOOPBACK
 from realgraph.runtime.store.bundle import FRAME_BYTES, Route
 from realgraph.runtime.store.remote import WINDOW_FRAMES
 from realgraph.runtime.store.store import Store
@@ -89,7 +90,7 @@ def own(reader: KeyPair, pipe: Connection) -> None:
         threading.Thread(
             target=_serve_bare if socket is bare else _serve_pickled, args=(socket, held), daemon=True
         ).start()
-    with DataPlane(1, store, make_keys()) as plane:
+    with DataPlane(1, store, make_keys(), LOOPBACK) as plane:
         plane.connect([Peer(0, "", "", "", reader.public)])
         pipe.send_bytes(
             msgspec.msgpack.encode(Addresses(plane.peer, bound_address(bare), keys.public, bound_address(pickled)))
@@ -266,7 +267,7 @@ def main() -> None:
     assert here.poll(120), "the owner process did not start"
     addresses = msgspec.msgpack.decode(here.recv_bytes(), type=Addresses)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with DataPlane(0, Store(), keys) as plane, ray_turns() as ray:
+    with DataPlane(0, Store(), keys, LOOPBACK) as plane, ray_turns() as ray:
         plane.connect([addresses.peer])
         turns = memcpy_turns() | gather_turns(plane)
         turns |= {"bare zmq curve": bare_turn(addresses, context), "pickle over zmq": pickle_turn(addresses, context)}

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from realgraph.runtime.processes.local import LOOPBACK
 from realgraph.runtime.store import bundle
 from realgraph.runtime.store.bundle import AbsentError, Extent, PeerLostError, Route, SlowPeerError, TransferError
 from realgraph.runtime.store.local import connect_local
@@ -37,7 +38,7 @@ ROUTES: tuple[Route, ...] = ("local", "tcp")
 def planes(n: int, segment_bytes: int = 1 << 16) -> Iterator[list[DataPlane]]:
     """`n` connected data planes in this process."""
     with contextlib.ExitStack() as stack:
-        made = [stack.enter_context(DataPlane(i, Store(segment_bytes), make_keys())) for i in range(n)]
+        made = [stack.enter_context(DataPlane(i, Store(segment_bytes), make_keys(), LOOPBACK)) for i in range(n)]
         for plane in made:
             plane.connect([other.peer for other in made])
         yield made
@@ -185,7 +186,7 @@ def test_strangers_get_nothing(four: list[DataPlane]) -> None:
     """TCP: only keys of peers. Unix socket: malformed requests end the connection, and nothing else."""
     owner = four[1]
     owner._store.put("s", [0], [torch.ones(3)])
-    with DataPlane(7, Store(1 << 16), make_keys()) as stranger:
+    with DataPlane(7, Store(1 << 16), make_keys(), LOOPBACK) as stranger:
         stranger.connect([owner.peer])
         with pytest.raises(PeerLostError, match="did not accept this worker: its key was refused"):
             stranger.gather_now([GatherRequest(1, "s", (0,))], route="tcp", deadline_seconds=60)
@@ -201,7 +202,10 @@ def test_strangers_get_nothing(four: list[DataPlane]) -> None:
 
 
 def test_a_peer_that_is_not_configured_yet_is_waited_for() -> None:
-    with DataPlane(0, Store(1 << 16), make_keys()) as reader, DataPlane(1, Store(1 << 16), make_keys()) as owner:
+    with (
+        DataPlane(0, Store(1 << 16), make_keys(), LOOPBACK) as reader,
+        DataPlane(1, Store(1 << 16), make_keys(), LOOPBACK) as owner,
+    ):
         owner._store.put("a", [0], [torch.ones(3)])
         reader.connect([owner.peer])
         timer = threading.Timer(0.3, owner.connect, ([reader.peer],))
@@ -251,7 +255,7 @@ def own(keys: KeyPair, peers: list[KeyPair], pipe: Connection) -> None:
     store = Store()
     store.put("w", [0], [torch.ones(10_000_000)])
     store.put("s", [0], [torch.ones(2)])
-    with DataPlane(1, store, keys) as plane:
+    with DataPlane(1, store, keys, LOOPBACK) as plane:
         plane.connect([Peer(i, "", "", "", pair.public) for i, pair in enumerate(peers)])
         pipe.send_bytes(msgspec.msgpack.encode(plane.peer))
         pipe.poll(100)
@@ -259,7 +263,7 @@ def own(keys: KeyPair, peers: list[KeyPair], pipe: Connection) -> None:
 
 def read(peer: Peer, pipe: Connection) -> None:
     """A reader that borrows and holds on."""
-    with DataPlane(2, Store(1 << 16), make_keys()) as plane:
+    with DataPlane(2, Store(1 << 16), make_keys(), LOOPBACK) as plane:
         plane.connect([peer])
         views = plane.gather_now([GatherRequest(0, "w", (0,))], copy=False)
         pipe.send_bytes(b"borrowed")
@@ -280,7 +284,7 @@ def owner_process() -> Iterator[tuple[DataPlane, int]]:
     try:
         assert here.poll(60)
         peer = msgspec.msgpack.decode(here.recv_bytes(), type=Peer)
-        with DataPlane(0, Store(1 << 16), keys) as reader:
+        with DataPlane(0, Store(1 << 16), keys, LOOPBACK) as reader:
             reader.connect([peer])
             yield reader, process.pid
     finally:
@@ -349,7 +353,7 @@ def test_what_a_killed_reader_borrowed_comes_back() -> None:
     store = Store()
     store.put("w", [0], [torch.ones(1_000_000)])
     here, there = context.Pipe()
-    with DataPlane(0, store, make_keys()) as owner:
+    with DataPlane(0, store, make_keys(), LOOPBACK) as owner:
         process = context.Process(target=read, args=(owner.peer, there))
         process.start()
         assert here.poll(60)

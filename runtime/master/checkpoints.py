@@ -20,7 +20,7 @@ from realgraph.runtime.job.run_folder import CHECKPOINT_STATE, RunFolder, disk_t
 from realgraph.runtime.master.checkpoint_folders import NotRemoved, commit_folder, point_best, prune, recover
 from realgraph.runtime.master.inbox import Exit, Inbox
 from realgraph.runtime.master.startup import WorkerGroup
-from realgraph.runtime.processes.local import describe_exit
+from realgraph.runtime.processes.launcher import describe_exit
 from realgraph.runtime.wire.protocol import RESCUE_CALL, Done, Failed, Rescue
 from realgraph.runtime.wire.transport import TransportError
 

@@ -10,7 +10,7 @@ from realgraph.runtime.commands.actions import StopRequested, Tick, WorkerLost
 from realgraph.runtime.job.job import RuntimeSpec
 from realgraph.runtime.master.startup import EXPLAIN_SECONDS, WorkerGroup
 from realgraph.runtime.processes.clock import Clock
-from realgraph.runtime.processes.local import describe_exit
+from realgraph.runtime.processes.launcher import describe_exit
 from realgraph.runtime.wire.protocol import Failed, Reply
 
 

@@ -43,7 +43,8 @@ from realgraph.runtime.master.observer import (
 from realgraph.runtime.master.startup import StartError, WorkerGroup, ready_worker_group, start_worker_group
 from realgraph.runtime.master.step_metrics import flatten
 from realgraph.runtime.processes.interrupts import Interrupted, Interrupts, unless
-from realgraph.runtime.processes.local import LaunchError
+from realgraph.runtime.processes.launcher import Launcher, LaunchError
+from realgraph.runtime.processes.local import LocalLauncher
 from realgraph.runtime.scheduler.scheduler import Scheduler
 from realgraph.runtime.wire.protocol import Done, Failed, Generated
 from realgraph.runtime.wire.transport import TransportError
@@ -71,8 +72,16 @@ class Outcome(Struct, frozen=True):
 class Master:
     """One run, from the start of its workers to their end. `run` is called once, in the main thread."""
 
-    def __init__(self, job: Job, folder: RunFolder, observers: Observers, resume: Path | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        folder: RunFolder,
+        observers: Observers,
+        resume: Path | None = None,
+        launcher: Launcher = LocalLauncher(),
+    ) -> None:
         self._job, self._folder, self._observers, self._resume = job, folder, observers, resume
+        self._launcher = launcher
         self._checkpoints = Checkpoints(folder, job.checkpoint.keep)
         self._interrupts = Interrupts(self._interrupted)
         self._inbox: Inbox | None = None
@@ -111,7 +120,7 @@ class Master:
         """Everything between the first process and the last. Raises Interrupted."""
         began = time.monotonic()
         try:
-            workers = await unless(self._interrupts.first, start_worker_group(self._job, self._folder))
+            workers = await unless(self._interrupts.first, start_worker_group(self._job, self._folder, self._launcher))
         except LaunchError as error:
             return Failed(-1, "", str(error), "start")
         try:

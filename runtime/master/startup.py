@@ -1,7 +1,6 @@
 """From nothing to a fleet of ready workers: keys, processes, hand-shakes. Every wait has a deadline. Master side."""
 
 import asyncio
-import os
 import time
 from pathlib import Path
 
@@ -11,14 +10,12 @@ from realgraph.runtime.commands.failures import workers_text
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.processes.clock import time_limit
-from realgraph.runtime.processes.local import LocalFleet, WorkerBoot, describe_exit, start_workers
+from realgraph.runtime.processes.launcher import Fleet, Launcher, WorkerBoot, WorkerProgram, describe_exit
 from realgraph.runtime.wire.curve import make_keys
 from realgraph.runtime.wire.protocol import Configure, Failed, Heartbeat, Hello, Ready, Shutdown
 from realgraph.runtime.wire.transport import MasterSocket, TransportError
 
-PRELOAD = ("torch", "transformers", "realgraph.runtime.worker.worker")
-
-
+PROGRAM = WorkerProgram("realgraph.runtime.worker.worker:main", ("torch", "transformers"))
 EXPLAIN_SECONDS = 2.0  # how long a failure that may be another one's echo waits for it
 
 
@@ -33,7 +30,7 @@ class StartError(Exception):
 class WorkerGroup:
     """The workers of a run with the socket that reaches them. `close` ends both, whatever happened before."""
 
-    def __init__(self, fleet: LocalFleet, socket: MasterSocket) -> None:
+    def __init__(self, fleet: Fleet, socket: MasterSocket) -> None:
         self.fleet, self.socket = fleet, socket
         self.fork_seconds = 0.0  # until the processes ran, their modules loaded
         self.ready: dict[int, Ready] = {}
@@ -56,11 +53,11 @@ class WorkerGroup:
                 await self.fleet.kill(worker)
 
 
-async def start_worker_group(job: Job, folder: RunFolder) -> WorkerGroup:
-    """Start one worker process per device of this host. Raises LaunchError."""
+async def start_worker_group(job: Job, folder: RunFolder, launcher: Launcher) -> WorkerGroup:
+    """Start one worker process per device, where the launcher says. Raises LaunchError."""
     n_workers = job.cluster.n_devices
     master, keys = make_keys(), {worker: make_keys() for worker in range(n_workers)}
-    socket = MasterSocket(master, {worker: pair.public for worker, pair in keys.items()})
+    socket = MasterSocket(master, {worker: pair.public for worker, pair in keys.items()}, launcher.interface)
     boots = [
         WorkerBoot(
             worker=worker,
@@ -71,13 +68,12 @@ async def start_worker_group(job: Job, folder: RunFolder) -> WorkerGroup:
             threads=job.runtime.threads,
             n_workers=n_workers,
             cpu=job.cluster.is_cpu,
-            master_pid=os.getpid(),
         )
         for worker in range(n_workers)
     ]
     began = time.monotonic()
     try:
-        fleet = await start_workers(boots, preload=PRELOAD, deadline_seconds=job.runtime.start_seconds)
+        fleet = await launcher.start(boots, PROGRAM, job.runtime.start_seconds)
     except BaseException:
         await socket.close()
         raise
@@ -91,7 +87,7 @@ async def ready_worker_group(workers: WorkerGroup, job: Job, resume: Path | None
 
     Raises StartError naming the worker that failed, ended, or is late.
     """
-    missing = set(workers.fleet.handles)
+    missing = set(workers.fleet.workers)
     waiting = asyncio.create_task(_shake_hands(workers, job, resume, missing))
     ended = asyncio.create_task(workers.fleet.wait_exit())
     try:
@@ -101,7 +97,7 @@ async def ready_worker_group(workers: WorkerGroup, job: Job, resume: Path | None
             waiting.result()
             return
         worker, status = ended.result()
-        log = workers.fleet.handles[worker].last_lines()
+        log = workers.fleet.last_lines(worker)
         text = f"worker {worker} {describe_exit(status)} before it was ready"
         raise StartError(Failed(worker, "", text, "start", detail=log))
     except TimeoutError:
@@ -121,7 +117,7 @@ async def _shake_hands(workers: WorkerGroup, job: Job, resume: Path | None, miss
         match reply:
             case Hello():
                 hellos[worker] = reply
-                if len(hellos) == len(workers.fleet.handles):
+                if len(hellos) == len(workers.fleet.workers):
                     await _configure(workers, job, resume, hellos)
             case Ready():
                 workers.ready[worker] = reply

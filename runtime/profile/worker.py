@@ -19,7 +19,7 @@ from realgraph.planner.costs.calibrate.measurements import Case, Collective, Mea
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.runtime.models.models import DTYPES
 from realgraph.runtime.parallel.groups import Collectives, Member
-from realgraph.runtime.processes.local import WorkerBoot
+from realgraph.runtime.processes.launcher import WorkerBoot
 from realgraph.runtime.profile.engines import ProfiledEngines
 from realgraph.runtime.profile.files import read_task, rendezvous_file, write_points
 from realgraph.runtime.profile.kernels import collective, kernel

@@ -70,9 +70,7 @@ class DataPlane:
     keys: this worker's, as a server and as a client. interface: the address that peers on other hosts reach us by.
     """
 
-    def __init__(
-        self, worker: int, store: Store, keys: KeyPair, interface: str = "127.0.0.1", host: str | None = None
-    ) -> None:
+    def __init__(self, worker: int, store: Store, keys: KeyPair, interface: str, host: str | None = None) -> None:
         self._worker = worker
         self._store = store
         self._keys = keys

@@ -42,7 +42,7 @@ class MasterSocket:
     logged, counted in `refused`, and goes no further.
     """
 
-    def __init__(self, keys: KeyPair, workers: Mapping[int, str], interface: str = "127.0.0.1") -> None:
+    def __init__(self, keys: KeyPair, workers: Mapping[int, str], interface: str) -> None:
         self._workers = dict(workers)
         self._allowed = frozenset(workers.values())
         self.refused = 0
