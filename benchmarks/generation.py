@@ -28,8 +28,8 @@ from transformers import (
 )
 
 from benchmarks.machine import describe
-from realgraph.runtime.engine import Request
-from realgraph.runtime.generate.engine import RolloutLimits, TorchRolloutEngine
+from realgraph.runtime.engine import Request, RolloutLimits
+from realgraph.runtime.generate.engine import TorchRolloutEngine
 
 ROUNDS = 1
 LONGEST = 256

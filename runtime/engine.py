@@ -1,16 +1,67 @@
 """The two small interfaces behind which engines live. Worker side; owns no process and no socket."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
 from torch import Tensor
 
-from realgraph.graphs.spec import Train
+from realgraph.graphs.spec import Optimizer, Train
 from realgraph.runtime.batch import Packed
-from realgraph.runtime.wire.protocol import Metric
+from realgraph.runtime.wire.protocol import Mean, Metric
+
+Decode = Callable[[Sequence[int]], str]  # token ids to text
+
+
+class NumericsError(FloatingPointError):
+    """A loss or gradient norm is not finite. The weights are those before the step. samples: whose outputs are to
+    blame, as far as this rank knows (empty on ranks that held others)."""
+
+    def __init__(self, text: str, samples: tuple[int, ...] = ()) -> None:
+        super().__init__(text)
+        self.samples = samples
+
+
+class LogprobGap(ArithmeticError):
+    """Generator and trainer disagree about the probability of the sampled tokens: no ratio can be trusted."""
+
+
+def check_gap(gap: Mean, limit: float, when: str, temperature: float, *, agreed: bool) -> None:
+    """Raises LogprobGap for a mean difference over `limit`, both in nats. agreed: they did before, in this run."""
+    if not gap.value <= limit:
+        differs = f"weights, temperature ({temperature:g}) or precision differ"
+        reason = "they agreed before, so a weight update of the generator has failed" if agreed else differs
+        raise LogprobGap(
+            f"{when} the generator's log-probabilities are {gap.value:.3g} nats away from the trainer's on "
+            f"average, {limit:.3g} are allowed: {reason}"
+        )
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """What an engine is told besides its model.
+
+    optimizer: None for a frozen role. total_steps: optimizer steps of the whole run, for the schedule.
+    max_logprob_gap: mean |behaviour - recomputed| in nats of the tokens that a train call's own version sampled; None:
+    no such gate. max_age: tokens sampled more than this many steps ago have no part in a loss; None: all have one.
+    trains: train calls a step of this role; generator_trains: of the role that samples. skip_idle: leave out samples
+    whose loss and gradient are exactly zero (`microbatch.idle`); they still count in the losses, in no other metric.
+    entropy_metric: measure the entropy in the first micro-batch of each step, where the loss does not need it anyway.
+    functions: of `apply` terms.
+    """
+
+    max_tokens_per_microbatch: int | None = None
+    optimizer: Optimizer | None = None
+    total_steps: int = 1
+    max_logprob_gap: float | None = None
+    max_age: int | None = None
+    trains: int = 1
+    generator_trains: int = 1
+    skip_idle: bool = True
+    entropy_metric: bool = True
+    functions: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
 
 
 class TrainEngine(Protocol):
@@ -71,6 +122,23 @@ class Completion:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finished: bool  # ended by a stop token or string, not by max_new_tokens
+
+
+@dataclass(frozen=True)
+class RolloutLimits:
+    """Bounds of one engine. Lengths and tokens count prompt and response.
+
+    max_running: default: 128, on a CPU 256. max_length: of a sequence; default: the model's positions.
+    max_cache_tokens: slots x length of the cache; default: only bounded by max_running. prefill_tokens: of one forward
+    pass, padding included, and of the new prompts that one step takes in. cuda_graphs: replay decode steps on a GPU;
+    without effect on a CPU.
+    """
+
+    max_running: int | None = None
+    max_length: int | None = None
+    max_cache_tokens: int | None = None
+    prefill_tokens: int = 4096
+    cuda_graphs: bool = True
 
 
 class RolloutEngine(Protocol):

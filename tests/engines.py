@@ -10,8 +10,9 @@ from torch import Tensor
 from realgraph.graphs.maths import Loss, PolicyGradient, TokenMean
 from realgraph.graphs.spec import ModelRole, Optimizer, Train
 from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.runtime.engine import TrainSettings
 from realgraph.runtime.parallel.groups import Ranks
-from realgraph.runtime.train.engine import TorchTrainEngine, TrainSettings, open_engine
+from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from tests import tiny
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from realgraph.runtime.cpu.decode import LeanDecoder, lean_applies
-from realgraph.runtime.engine import Completion, Request
-from realgraph.runtime.generate.engine import RolloutLimits, TorchRolloutEngine
+from realgraph.runtime.engine import Completion, Request, RolloutLimits
+from realgraph.runtime.generate.engine import TorchRolloutEngine
 from tests import tiny
 
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]

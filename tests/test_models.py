@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.spec import ModelRole, Optimizer
 from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.runtime.engine import TrainSettings
 from realgraph.runtime.models.models import PackedModel, Start, Wants, build
 from realgraph.runtime.parallel.groups import Ranks
-from realgraph.runtime.train.engine import TorchTrainEngine, TrainSettings, open_engine
+from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from tests import tiny
 
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ from realgraph.graphs.maths import KL, Decoupled, Entropy, Loss, PolicyGradient,
 from realgraph.graphs.spec import ModelRole, Optimizer, Train
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.batch import Packed
+from realgraph.runtime.engine import LogprobGap, NumericsError, TrainSettings
 from realgraph.runtime.parallel.groups import CollectiveError, Ranks
-from realgraph.runtime.train.engine import LogprobGap, TorchTrainEngine, TrainSettings, open_engine
-from realgraph.runtime.train.passes import NumericsError
+from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from realgraph.runtime.wire.protocol import Metric, merge
 from tests import tiny
 from tests.ranks import RankProcesses, joined

@@ -11,7 +11,7 @@ from realgraph.planner.costs.memory.memory import DType, Recompute, Running
 from realgraph.planner.costs.memory.terms import PREFILL_TOKENS
 from realgraph.planner.inputs.model_spec import LatentAttention, ModelSpec
 from realgraph.planner.plan.layout import DeviceMesh, Layout
-from realgraph.runtime.generate.engine import RolloutLimits
+from realgraph.runtime.engine import RolloutLimits
 from tests.planner_cases import cluster, known
 
 BF16 = ModelRole(trainable=True, dtype="bfloat16")

@@ -24,9 +24,10 @@ from realgraph.graphs.maths import (
 )
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.runtime.engine import TrainSettings
 from realgraph.runtime.models.models import Wants
 from realgraph.runtime.parallel.groups import Ranks
-from realgraph.runtime.train.engine import TrainSettings, open_engine
+from realgraph.runtime.train.engine import open_engine
 from realgraph.runtime.train.optimizer import LossScale
 from realgraph.runtime.wire.protocol import Metric
 from tests import tiny

@@ -12,16 +12,15 @@ without a valid cache are the last ones.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from realgraph.runtime.engine import Completion, Request
+from realgraph.runtime.engine import Completion, Decode, Request, RolloutLimits
 from realgraph.runtime.generate.cached_model import CachedModel
 from realgraph.runtime.generate.sampling import SettingsTable, draw
 from realgraph.runtime.generate.slots import PrefillLogits, RunningSequence, fill_gaps
@@ -33,25 +32,6 @@ _SLOTS_PER_BLOCK = (
     32  # slots are kept in order of length by blocks, so that a decode step can read each block to its own length
 )
 _UNORDERED_LENGTH = 64  # a cache of this length is read as a whole: no order is worth a move
-
-Decode = Callable[[Sequence[int]], str]
-
-
-@dataclass(frozen=True)
-class RolloutLimits:
-    """Bounds of one engine. Lengths and tokens count prompt and response.
-
-    max_running: default: 128, on a CPU 256. max_length: of a sequence; default: the model's positions.
-    max_cache_tokens: slots x length of the cache; default: only bounded by max_running. prefill_tokens: of one forward
-    pass, padding included, and of the new prompts that one step takes in. cuda_graphs: replay decode steps on a GPU;
-    without effect on a CPU.
-    """
-
-    max_running: int | None = None
-    max_length: int | None = None
-    max_cache_tokens: int | None = None
-    prefill_tokens: int = 4096
-    cuda_graphs: bool = True
 
 
 class TorchRolloutEngine:

@@ -18,13 +18,13 @@ from realgraph.planner.costs.calibrate.measurements import Case, DecodeCase, Pas
 from realgraph.planner.costs.memory.memory import DType
 from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.runtime.batch import Packed
-from realgraph.runtime.engine import Request
-from realgraph.runtime.generate.engine import RolloutLimits, TorchRolloutEngine
+from realgraph.runtime.engine import Request, RolloutLimits, TrainSettings
+from realgraph.runtime.generate.engine import TorchRolloutEngine
 from realgraph.runtime.models.models import PackedModel, Start, build
 from realgraph.runtime.parallel.groups import Ranks
 from realgraph.runtime.profile.files import model_folder
 from realgraph.runtime.train.engine import TorchTrainEngine
-from realgraph.runtime.train.passes import ModelPasses, TrainSettings
+from realgraph.runtime.train.passes import ModelPasses
 
 DECODE_STEPS = 4  # timed in each round
 PREFILL_TOKENS = 4096  # that enter the cache in one step

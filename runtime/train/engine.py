@@ -16,31 +16,17 @@ from realgraph.graphs.spec import ModelRole, Train
 from realgraph.planner.plan.layout import Layout
 from realgraph.runtime.algorithms import losses
 from realgraph.runtime.batch import Packed
+from realgraph.runtime.engine import TrainSettings, check_gap
 from realgraph.runtime.models.models import DTYPES, PackedModel, Start, Wants, build
 from realgraph.runtime.models.weights import full_tensors, own_part
 from realgraph.runtime.parallel.groups import Ranks, shard
 from realgraph.runtime.train import files as train_files
 from realgraph.runtime.train.files import Contents, Counters, Snapshot
 from realgraph.runtime.train.optimizer import Adam, LossScale, Masters, lr_factor
-from realgraph.runtime.train.passes import Aim, ModelPasses, PassTotals, StepShare, TrainSettings, numerics_error
+from realgraph.runtime.train.passes import Aim, ModelPasses, PassTotals, StepShare, numerics_error
 from realgraph.runtime.wire.protocol import Mean, Metric
 
 FIRST_LOSS_SCALE = 2.0**16  # of float16 losses
-
-
-class LogprobGap(ArithmeticError):
-    """Generator and trainer disagree about the probability of the sampled tokens: no ratio can be trusted."""
-
-
-def check_gap(gap: Mean, limit: float, when: str, temperature: float, *, agreed: bool) -> None:
-    """Raises LogprobGap for a mean difference over `limit`, both in nats. agreed: they did before, in this run."""
-    if not gap.value <= limit:
-        differs = f"weights, temperature ({temperature:g}) or precision differ"
-        reason = "they agreed before, so a weight update of the generator has failed" if agreed else differs
-        raise LogprobGap(
-            f"{when} the generator's log-probabilities are {gap.value:.3g} nats away from the trainer's on "
-            f"average, {limit:.3g} are allowed: {reason}"
-        )
 
 
 class TorchTrainEngine:

@@ -5,7 +5,7 @@ Losses carry global denominators, so gradients only ever add: over micro-batches
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,9 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS, VERSIONS
 from realgraph.graphs.maths import Loss
-from realgraph.graphs.spec import ModelRole, Optimizer, Train
+from realgraph.graphs.spec import ModelRole, Train
 from realgraph.runtime.algorithms import losses
 from realgraph.runtime.batch import Outputs, Packed
+from realgraph.runtime.engine import NumericsError, TrainSettings
 from realgraph.runtime.models.models import PackedModel, Wants
 from realgraph.runtime.parallel.groups import Ranks
 from realgraph.runtime.train.microbatch import cut, idle, needs_whole_groups, rejoin, units
@@ -25,40 +26,6 @@ from realgraph.runtime.wire.protocol import Mean, Metric, merge
 
 PROXIMAL_LOGPROBS = "proximal_logprobs"
 _NORM_CHUNK_ELEMENTS = 1024
-
-
-class NumericsError(FloatingPointError):
-    """A loss or gradient norm is not finite. The weights are those before the step. samples: whose outputs are to
-    blame, as far as this rank knows (empty on ranks that held others)."""
-
-    def __init__(self, text: str, samples: tuple[int, ...] = ()) -> None:
-        super().__init__(text)
-        self.samples = samples
-
-
-@dataclass(frozen=True)
-class TrainSettings:
-    """What an engine is told besides its model.
-
-    optimizer: None for a frozen role. total_steps: optimizer steps of the whole run, for the schedule.
-    max_logprob_gap: mean |behaviour - recomputed| in nats of the tokens that a train call's own version sampled; None:
-    no such gate. max_age: tokens sampled more than this many steps ago have no part in a loss; None: all have one.
-    trains: train calls a step of this role; generator_trains: of the role that samples. skip_idle: leave out samples
-    whose loss and gradient are exactly zero (`microbatch.idle`); they still count in the losses, in no other metric.
-    entropy_metric: measure the entropy in the first micro-batch of each step, where the loss does not need it anyway.
-    functions: of `apply` terms.
-    """
-
-    max_tokens_per_microbatch: int | None = None
-    optimizer: Optimizer | None = None
-    total_steps: int = 1
-    max_logprob_gap: float | None = None
-    max_age: int | None = None
-    trains: int = 1
-    generator_trains: int = 1
-    skip_idle: bool = True
-    entropy_metric: bool = True
-    functions: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,13 @@ from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS
 from realgraph.graphs.spec import Generate, ModelRole, Train
 from realgraph.planner.plan.residency import Copy, copies
-from realgraph.runtime.engine import RolloutEngine
+from realgraph.runtime.engine import Decode, RolloutEngine, RolloutLimits, TrainSettings
 from realgraph.runtime.functions.functions import load_applied
-from realgraph.runtime.generate.engine import Decode, RolloutLimits, TorchRolloutEngine
+from realgraph.runtime.generate.engine import TorchRolloutEngine
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.parallel.groups import Collectives
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from realgraph.runtime.train.files import Snapshot
-from realgraph.runtime.train.passes import TrainSettings
 
 MAX_LOGPROB_GAP = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.05, "float16": 0.02}  # mean nats a sampled token
 

@@ -15,9 +15,10 @@ from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS
 from realgraph.graphs.spec import Generate, Train
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.data.stops import Stops
+from realgraph.runtime.engine import check_gap
 from realgraph.runtime.generate.rollouts import Rollouts, sample_seed
 from realgraph.runtime.job.job import Job
-from realgraph.runtime.train.engine import TorchTrainEngine, check_gap
+from realgraph.runtime.train.engine import TorchTrainEngine
 from realgraph.runtime.wire.protocol import Mean, Metric
 from realgraph.runtime.worker.roles import Roles, logprob_limit
 
