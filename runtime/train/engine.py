@@ -18,10 +18,11 @@ from realgraph.runtime.algorithms import losses
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.engine import TrainSettings, check_gap
 from realgraph.runtime.models.models import DTYPES, PackedModel, Start, Wants, build
+from realgraph.runtime.models.train_state import Counters
 from realgraph.runtime.models.weights import full_tensors, own_part
 from realgraph.runtime.parallel.groups import Ranks, shard
 from realgraph.runtime.train import files as train_files
-from realgraph.runtime.train.files import Contents, Counters, Snapshot
+from realgraph.runtime.train.files import Contents, Snapshot
 from realgraph.runtime.train.optimizer import Adam, LossScale, Masters, lr_factor
 from realgraph.runtime.train.passes import Aim, ModelPasses, PassTotals, StepShare, numerics_error
 from realgraph.runtime.wire.protocol import Mean, Metric

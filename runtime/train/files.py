@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 import torch
-from msgspec import Struct
 from torch import Tensor
 
 from realgraph.runtime.models.checkpoint_files import (
@@ -28,24 +27,12 @@ from realgraph.runtime.models.checkpoint_files import (
     write_json,
 )
 from realgraph.runtime.models.models import PackedModel
+from realgraph.runtime.models.train_state import STATE, Counters, read_counters
 from realgraph.runtime.models.weights import COPIED, full_tensors, read_into
 from realgraph.runtime.parallel.groups import CollectiveError, Ranks
 from realgraph.runtime.train.optimizer import MOMENT_NAMES, Adam, Masters
 
-FORMAT = 1
-STATE = "train_state.json"
 OPTIMIZER = "optimizer"
-
-
-class Counters(Struct, frozen=True, forbid_unknown_fields=True):
-    """What an engine has to remember besides tensors."""
-
-    version: int = 0
-    optimizer_steps: int = 0
-    loss_scale: float = 1.0
-    good_steps: int = 0
-    gate_passed: bool = False
-    format: int = FORMAT
 
 
 @dataclass(frozen=True)
@@ -186,9 +173,7 @@ def load(contents: Contents, folder: Path) -> Counters:
 
     Raises FileNotFoundError, or ValueError for one of another format or without the optimizer state that is needed.
     """
-    counters = msgspec.json.decode((folder / STATE).read_bytes(), type=Counters)
-    if counters.format != FORMAT:
-        raise ValueError(f"{folder / STATE} has format {counters.format}, this version reads {FORMAT}")
+    counters = read_counters(folder)
     read_into(contents.model.network, folder, contents.model.head)
     masters, adam = contents.masters, contents.adam
     if masters is None:
