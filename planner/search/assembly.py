@@ -93,7 +93,7 @@ def scope_of(prepared: Prepared) -> str:
     rows = sum(len(table) for table in problem.tables)
     context = f"cp from {CONTEXT_TOKENS:,} tokens of a sample a rank on"
     free = f"dp, tp, pp, ep, {context}, recomputation and pipeline schedules"
-    what = "dp only, as this version's engines run" if request.engine == "installed" else free
+    what = "dp only, as this version's engines run" if not request.engine.axes else free
     meshes = len(problem.meshes)
     where = f"{meshes:,} mesh{'es' * (meshes != 1)} (aligned blocks and runs of nodes)"
     turns = ", generation in turns with the calls that share its devices" if request.workload.staleness else ""
