@@ -1,14 +1,16 @@
-"""The two small interfaces behind which engines live. Worker side; owns no process and no socket."""
+"""The two interfaces behind which engines live, and all that passes through them. Worker side; owns no process and no
+socket. `runtime/worker/engines.py` names the engines there are."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from realgraph.graphs.spec import Optimizer, Train
+from realgraph.graphs.spec import ModelRole, Optimizer, Train
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.wire.protocol import Mean, Metric
 
@@ -64,10 +66,89 @@ class TrainSettings:
     functions: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
 
 
-class TrainEngine(Protocol):
+class WeightSpec(NamedTuple):
+    """A weight as it travels: whole, under its Hugging Face name, in the role's dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+Weights = Iterator[tuple[str, Tensor]]  # by Hugging Face names, in the order of `weight_specs`
+
+
+@dataclass(frozen=True)
+class OwnWeights:
+    """A rollout engine reads its first weights itself, and later ones are sent to it."""
+
+    path: str  # a Hugging Face folder or Hub id
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class SharedWeights:
+    """A rollout engine reads the tensors of an engine of this process in place: not a byte is copied, and what that
+    engine changes is changed for both."""
+
+    folder: Path  # of config.json
+    tensors: Mapping[str, Tensor]  # every parameter by its name, whole, detached
+
+
+WeightSource = OwnWeights | SharedWeights
+
+
+class Snapshot(Protocol):
+    """A whole trained state apart from the engine's own."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights."""
+        ...
+
+    def write(self, folder: Path) -> None:
+        """Write what `TrainEngine.save` would have written. From any thread; not collective. Raises OSError."""
+        ...
+
+
+class Receiver(Protocol):
+    """An engine that is sent weights."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights lie."""
+        ...
+
+    def weight_specs(self) -> Sequence[WeightSpec]:
+        """All of its weights, in the order in which they are sent."""
+        ...
+
+    def load_weights(self, weights: Weights, version: int) -> None:
+        """Take weights in place, one at a time. Raises ValueError for another set of names or shapes."""
+        ...
+
+
+class TrainEngine(Receiver, Protocol):
     """One role's weights on one data-parallel rank. Runs one call at a time; every rank of the mesh calls it alike."""
 
+    role: ModelRole
     version: int  # completed train calls
+    optimizer_steps: int
+    gate_passed: bool  # its log-probabilities and the generator's have agreed before
+
+    @property
+    def step(self) -> int:
+        """The step that the next train call belongs to."""
+        ...
+
+    @property
+    def source(self) -> Path | None:
+        """The folder that its model came from, which may hold a generation config."""
+        ...
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens that a sample may have."""
+        ...
 
     def inference(self, batch: Packed, output: Literal["logprobs", "values", "scores"], temperature: float) -> Tensor:
         """[T] for logprobs and values, [N] for scores; micro-batched inside; float32, on the CPU."""
@@ -77,12 +158,20 @@ class TrainEngine(Protocol):
         """One optimizer step a mini-batch (this rank's shares, all epochs; any may be empty). Adds one to `version`."""
         ...
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors by their Hugging Face names, in a fixed order. Collective where the layout shards."""
+    def weights(self) -> Weights:
+        """Full tensors. Collective where the layout shards."""
         ...
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Take weights in place."""
+    def average_weights(self, weights: Weights, rate: float, version: int) -> None:
+        """Move weights towards others: own + rate x (other - own), in the optimizer's precision."""
+        ...
+
+    def shared_weights(self) -> SharedWeights:
+        """The live parameters, for a rollout engine beside this one. Raises ValueError where the layout shards them."""
+        ...
+
+    def snapshot(self) -> Snapshot | None:
+        """A copy of the state in host memory; None where the layout shards it, so that one rank can't have it whole."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -141,10 +230,15 @@ class RolloutLimits:
     cuda_graphs: bool = True
 
 
-class RolloutEngine(Protocol):
+class RolloutEngine(Receiver, Protocol):
     """Takes requests while others run. `step` is one decode step of all that runs: the worker's thread calls it."""
 
     version: int
+
+    @property
+    def source(self) -> Path | None:
+        """The folder that its model came from, which may hold a generation config."""
+        ...
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. Raises ValueError for one that can never run (longer than the model's positions)."""
@@ -168,7 +262,11 @@ class RolloutEngine(Protocol):
         """Nothing runs and nothing waits."""
         ...
 
-    def update(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
-        """Weights changed (None: in place, the module is shared). Running requests go on under the new ones, their
-        caches recomputed; tokens from here on carry `version`."""
+    def weights_changed(self, version: int) -> None:
+        """Shared weights changed in place. Here and after `load_weights` running requests go on under the new weights,
+        their caches recomputed; tokens from here on carry `version`."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Take the weights that `TrainEngine.save` wrote, and their version; for weights of its own."""
         ...

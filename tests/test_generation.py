@@ -109,7 +109,7 @@ def test_slots_of_equal_tokens_are_one_row_of_the_walk(name: str, monkeypatch: p
         for step in range(300):
             done |= {c.id: c for c in engine.step()}
             if step % 7 == 6:
-                engine.update(None, engine.version + 1)
+                engine.weights_changed(engine.version + 1)
         assert len(done) == len(wanted)
         for request in wanted:
             if request.temperature:
@@ -204,9 +204,9 @@ def test_after_an_update_each_token_is_of_the_version_that_drew_it(name: str, sh
             version += 1
             if shared:
                 module.load_state_dict(versions[version].state_dict())
-                engine.update(None, version)
+                engine.weights_changed(version)
             else:
-                engine.update(dict(versions[version].state_dict()), version)
+                engine.load_weights(versions[version].named_parameters(), version)
         done |= {c.id: c for c in engine.step()}
         if engine.idle:
             break
@@ -256,7 +256,7 @@ def test_random_schedules_lose_and_repeat_nothing(
                 live = [i for i in live if i not in gone]
                 aborted |= set(gone)
             case "update":
-                engine.update(None, engine.version + 1)
+                engine.weights_changed(engine.version + 1)
             case "release":
                 engine.release()
                 assert engine.cache_bytes == 0
@@ -318,17 +318,18 @@ def test_a_request_that_can_never_run_is_refused_by_name(change: dict[str, objec
         engine.submit([good])
 
 
-def test_update_refuses_foreign_weights_before_touching_anything() -> None:
+def test_an_update_refuses_foreign_missing_and_misshapen_weights() -> None:
     module = model("llama")
-    before = {k: v.clone() for k, v in module.state_dict().items()}
     engine = TorchRolloutEngine(module)
-    good = {"lm_head.weight": torch.zeros_like(before["lm_head.weight"])}
-    with pytest.raises(ValueError, match=r"does not have: nothing\.weight"):
-        engine.update(good | {"nothing.weight": torch.zeros(1)}, 1)
-    with pytest.raises(ValueError, match=r"model\.norm\.weight: got shape \(3,\)"):
-        engine.update(good | {"model.norm.weight": torch.zeros(3)}, 1)
+    own = dict(module.named_parameters())
+    assert [spec.name for spec in engine.weight_specs()] == list(own)
+    with pytest.raises(ValueError, match=r"'nothing\.weight' is unknown"):
+        engine.load_weights(iter({"nothing.weight": torch.zeros(1)}.items()), 1)
+    with pytest.raises(ValueError, match=r"'model\.norm\.weight' is \(3,\)"):
+        engine.load_weights(iter({"model.norm.weight": torch.zeros(3)}.items()), 1)
+    with pytest.raises(ValueError, match=r"missing: \['model\.norm\.weight'\]"):
+        engine.load_weights(((k, v) for k, v in own.items() if k != "model.norm.weight"), 1)
     assert engine.version == 0
-    assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
 
 
 def test_a_shared_module_is_left_as_it_was_and_can_train() -> None:
@@ -398,7 +399,7 @@ def test_cuda_graphs_change_nothing(name: str) -> None:
     done: dict[int, Completion] = {}
     while not engine.idle:
         done |= {c.id: c for c in engine.step()}
-        engine.update(None, 0)  # caches recomputed in place under the captured addresses
+        engine.weights_changed(0)  # caches recomputed in place under the captured addresses
     reference = module.cpu()
     for request in wanted:
         assert_exact(reference, request, done[request.id], 1e-3)

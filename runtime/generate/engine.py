@@ -12,18 +12,22 @@ without a valid cache are the last ones.
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from realgraph.runtime.engine import Completion, Decode, Request, RolloutLimits
+from realgraph.planner.request.engine_support import TORCH
+from realgraph.runtime.engine import Completion, Decode, Request, RolloutLimits, Weights, WeightSpec
 from realgraph.runtime.generate.cached_model import CachedModel
 from realgraph.runtime.generate.sampling import SettingsTable, draw
 from realgraph.runtime.generate.slots import PrefillLogits, RunningSequence, fill_gaps
+from realgraph.runtime.models.train_state import read_counters
+from realgraph.runtime.models.weights import read_into, take_weights, weight_specs
 
 _LENGTH_MULTIPLE = (
     64  # cache lengths are multiples of it; on a CPU, where memory is what bounds short sequences, of a quarter
@@ -49,20 +53,22 @@ class TorchRolloutEngine:
         *,
         decode: Decode | None = None,
         version: int = 0,
+        source: Path | None = None,
     ) -> None:
-        self.version = version
+        self.version, self.source = version, source
         self._limits = limits or RolloutLimits()
         self._model = CachedModel(module, self._limits.cuda_graphs)
+        self.device = self._model.device
         self._decode_text = decode
         self._max_length = self._limits.max_length or self._model.max_length
         self._waiting: deque[RunningSequence] = deque()
         self._running: list[RunningSequence] = []  # by slot: the live ones are always the first
         self._ids: set[int] = set()
-        self._on_cpu = self._model.device.type == "cpu"
-        slots = self._most_slots = self._limits.max_running or (256 if self._on_cpu else 128)
+        self._on_cpu = self.device.type == "cpu"
+        slots = self._most_slots = self._limits.max_running or TORCH.running(cpu=self._on_cpu)
         self._round = _LENGTH_MULTIPLE // 4 if self._on_cpu else _LENGTH_MULTIPLE
         self._ready = 0  # slots with a valid cache: these, from the first on
-        self._settings = SettingsTable(slots, self._model.device)
+        self._settings = SettingsTable(slots, self.device)
         self._newest: NDArray[np.int64] = np.zeros(slots, np.int64)  # token a slot reads next
         self._position: NDArray[np.int64] = np.zeros(slots, np.int64)  # of that token
         self._state: NDArray[np.int64] = np.zeros(slots, np.int64)  # equal numbers: equal tokens
@@ -103,7 +109,7 @@ class TorchRolloutEngine:
             self._make_room()
             self._admit()
             logits, n = self._logits(), len(self._running)
-            positions = torch.from_numpy(self._position[:n] + 1).to(self._model.device)
+            positions = torch.from_numpy(self._position[:n] + 1).to(self.device)
             tokens, logprobs = draw(logits, self._settings.view(n), positions)
             return self._collect(tokens.tolist(), logprobs.tolist())
 
@@ -133,11 +139,22 @@ class TorchRolloutEngine:
         """What the key-value cache occupies on the device."""
         return self._model.cache.nbytes
 
-    def update(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
-        """See RolloutEngine. Weights come by the module's own names and are copied in place; a tied weight may be left
-        out. Raises ValueError, before anything is changed, for names or shapes that the module does not have."""
-        if weights is not None:
-            self._model.take(weights)
+    def weight_specs(self) -> tuple[WeightSpec, ...]:
+        """See RolloutEngine."""
+        return weight_specs(self._model.module)
+
+    def load_weights(self, weights: Weights, version: int) -> None:
+        """See RolloutEngine."""
+        take_weights(self._model.module, weights, lambda own, new: own.copy_(new))
+        self.weights_changed(version)
+
+    def load(self, folder: Path) -> None:
+        """See RolloutEngine."""
+        read_into(self._model.module, folder, "lm")
+        self.weights_changed(read_counters(folder).version)
+
+    def weights_changed(self, version: int) -> None:
+        """See RolloutEngine."""
         self._forget()
         self._model.weights_changed()
         self.version = version
@@ -235,7 +252,7 @@ class TorchRolloutEngine:
         if length > cache.length:
             most = max((len(s.request.prompt) + s.request.max_new_tokens for s in self._running), default=0)
             # a graph is lost with the cache it was captured on: a GPU takes the last size at once
-            roomy = cache.length * 3 // 2 if self._model.device.type == "cpu" else most
+            roomy = cache.length * 3 // 2 if self.device.type == "cpu" else most
             roomy = max(length, self._round_up(min(roomy, most) + 1))
             length = roomy if self._allowed(roomy) >= n else length
         elif self._allowed(cache.length) >= n:
@@ -372,18 +389,10 @@ class TorchRolloutEngine:
             sequence.logprobs.append(logprob)
             sequence.versions.append(version)
             request = sequence.request
-            stopped = token in request.stop_tokens or (bool(request.stop_strings) and self._says_stop(sequence))
+            stopped = token in request.stop_tokens or sequence.says_stop(self._decode_text)
             if stopped or len(sequence.versions) == request.max_new_tokens:
                 done.append(sequence.completion(stopped))
                 free.append(slot)
                 self._ids.discard(request.id)
         self._remove(free)
         return done
-
-    def _says_stop(self, sequence: RunningSequence) -> bool:
-        """Whether the newest text holds a stop string. A character may take four tokens, so the tail is cut wide."""
-        assert self._decode_text is not None
-        longest = max(map(len, sequence.request.stop_strings))
-        new = sequence.tokens[max(len(sequence.request.prompt), len(sequence.tokens) - 4 * longest - 8) :]
-        text = self._decode_text(new)
-        return any(stop in text for stop in sequence.request.stop_strings)

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from realgraph.runtime.engine import Completion, Request
+from realgraph.runtime.engine import Completion, Decode, Request
 
 
 @dataclass(eq=False, slots=True)
@@ -20,6 +20,16 @@ class RunningSequence:
     cached: int = 0  # tokens with valid keys, from the first on
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+
+    def says_stop(self, decode: Decode | None) -> bool:
+        """The newest text holds a stop string. A character may take four tokens, so the tail is cut wide."""
+        stops = self.request.stop_strings
+        if not stops:
+            return False
+        assert decode is not None, "stop strings were let in without a decoder"
+        longest = max(map(len, stops))
+        text = decode(self.tokens[max(len(self.request.prompt), len(self.tokens) - 4 * longest - 8) :])
+        return any(stop in text for stop in stops)
 
     def completion(self, finished: bool) -> Completion:
         new = tuple(self.tokens[len(self.request.prompt) :])

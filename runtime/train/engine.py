@@ -4,7 +4,7 @@ Every decision that ends a step (a loss that is not finite, a log-probability ga
 share, so that they stop together; the passes themselves are `train_passes`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -14,12 +14,13 @@ from torch import Tensor
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import ModelRole, Train
 from realgraph.planner.plan.layout import Layout
+from realgraph.planner.request.engine_support import TORCH, Axis
 from realgraph.runtime.algorithms import losses
 from realgraph.runtime.batch import Packed
-from realgraph.runtime.engine import TrainSettings, check_gap
+from realgraph.runtime.engine import SharedWeights, TrainSettings, Weights, WeightSpec, check_gap
 from realgraph.runtime.models.models import DTYPES, PackedModel, Start, Wants, build
 from realgraph.runtime.models.train_state import Counters
-from realgraph.runtime.models.weights import full_tensors, own_part
+from realgraph.runtime.models.weights import full_tensors, take_weights, weight_specs
 from realgraph.runtime.parallel.groups import Ranks, shard
 from realgraph.runtime.train import files as train_files
 from realgraph.runtime.train.files import Contents, Snapshot
@@ -155,47 +156,53 @@ class TorchTrainEngine:
             counts["loss_scale"] = Mean(lead * self.scale.value, lead)
         return counts
 
+    @property
+    def device(self) -> torch.device:
+        """Where its weights lie."""
+        return self.ranks.device
+
+    @property
+    def source(self) -> Path | None:
+        """The folder that its model came from."""
+        return self.model.source
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens that a sample may have."""
+        return int(self.model.config.max_position_embeddings)
+
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> Weights:
         """Full tensors of the role's dtype by their Hugging Face names, in a fixed order. Collective where sharded."""
         return full_tensors(self.model.network, self.dtype)
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+    def weight_specs(self) -> tuple[WeightSpec, ...]:
+        """Names, shapes and dtype of `weights`."""
+        return weight_specs(self.model.network, self.dtype)
+
+    def shared_weights(self) -> SharedWeights:
+        """See TrainEngine. Everything here changes parameters in place, so that who shares them sees each change."""
+        if self.sharded or self.model.source is None:
+            raise ValueError("sharded weights, or such of no folder, can't be read in place")
+        named = self.model.network.named_parameters()
+        return SharedWeights(self.model.source, {name: parameter.detach() for name, parameter in named})
+
+    def load_weights(self, weights: Weights, version: int) -> None:
         """Take weights in place; moments stay. Raises ValueError for another set of names or shapes."""
-        self._take(weights, lambda own, new: own.copy_(new))
+        take_weights(self.model.network, weights, lambda own, new: own.copy_(new))
         if self.masters is not None:
             self.masters.refresh()
         self.version = version
 
-    def average_weights(self, weights: Iterator[tuple[str, Tensor]], rate: float, version: int) -> None:
+    def average_weights(self, weights: Weights, rate: float, version: int) -> None:
         """Move weights towards others: own + rate x (other - own), in the masters' precision (a reference's EMA)."""
         if self.masters is None:
             raise ValueError("this role was opened without `ema_rate`")
         masters = dict(zip(self.masters.names, self.masters.tensors, strict=True))
-        self._take(weights, lambda own, new: own.lerp_(new.to(own), rate), masters)
+        take_weights(self.model.network, weights, lambda own, new: own.lerp_(new.to(own), rate), masters)
         self.masters.publish()
         self.version = version
-
-    @torch.no_grad()
-    def _take(
-        self,
-        weights: Iterator[tuple[str, Tensor]],
-        change: Callable[[Tensor, Tensor], object],
-        targets: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        parameters = dict(self.model.network.named_parameters())
-        left = set(parameters)
-        for name, tensor in weights:
-            if name not in left:
-                raise ValueError(f"weight {name!r} is unknown or came twice")
-            if tensor.shape != parameters[name].shape:
-                raise ValueError(f"weight {name!r} is {tuple(tensor.shape)}, not {tuple(parameters[name].shape)}")
-            own, part = own_part(parameters[name])
-            change(own if targets is None else targets[name], tensor[part])
-            left.discard(name)
-        if left:
-            raise ValueError(f"weights are missing: {sorted(left)[:3]}")
 
     def save(self, folder: Path) -> None:
         """Write `folder` as `train_files` says; collective, rank 0 writes. Raises OSError on all ranks."""
@@ -248,7 +255,8 @@ def open_engine(role: ModelRole, path: str, layout: Layout, ranks: Ranks, settin
 
 def check_layout(layout: Layout) -> None:
     """Raises ConfigError for axes of parallelism that this engine does not have."""
-    for axis in ("tp", "pp", "ep", "cp"):
-        if getattr(layout, axis) != 1:
+    axes: tuple[Axis, ...] = ("tp", "pp", "ep", "cp")
+    for axis in axes:
+        if getattr(layout, axis) != 1 and axis not in TORCH.axes:
             text = f"the train engine has data parallelism only; the layout asks for {axis} = {getattr(layout, axis)}"
             raise ConfigError([Problem(Where(path=f"$.layout.{axis}"), text, f"set {axis} to 1", "layout")])

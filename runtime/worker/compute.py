@@ -111,8 +111,7 @@ class Compute:
         for name, engine in self.roles.rollouts.items():
             call = graph.calls[name]
             assert isinstance(call, Generate)
-            folder = self.roles.engines[name].model.source
-            stops = stops_of(name, call, self.job.data, self._loading.tokenizer, folder)
+            stops = stops_of(name, call, self.job.data, self._loading.tokenizer, engine.source)
             sampling = Sampling.of(call, self.job.batch.max_new_tokens, stops)
             mask_unfinished = self.job.data.truncated == "mask"
             texts = Texts(self._loading.decode, self._loading.own_tokens)

@@ -1,6 +1,6 @@
 """After a weight update has reached the generator: do generator and trainer still agree about the model? Worker side.
 
-A train call sees it for nothing in the samples of its own version (`TorchTrainEngine`). Where there may be none, since
+A train call sees it for nothing in the samples of its own version (`TrainEngine`). Where there may be none, since
 generation runs ahead of training or the loss reads no behaviour log-probabilities, the generator draws a few tokens
 under the weights that it has just got, and the trainer, which stands at the same version, recomputes them.
 """
@@ -15,10 +15,9 @@ from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS
 from realgraph.graphs.spec import Generate, Train
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.data.stops import Stops
-from realgraph.runtime.engine import check_gap
+from realgraph.runtime.engine import TrainEngine, check_gap
 from realgraph.runtime.generate.rollouts import Rollouts, sample_seed
 from realgraph.runtime.job.job import Job
-from realgraph.runtime.train.engine import TorchTrainEngine
 from realgraph.runtime.wire.protocol import Mean, Metric
 from realgraph.runtime.worker.roles import Roles, logprob_limit
 
@@ -49,7 +48,7 @@ class UpdateGate:
     def after_training(self, role: str) -> dict[str, Metric]:
         """Where the generator reads the trained weights in place. Raises LogprobGap."""
         engine = self._roles.trained[role]
-        if not self._needed or role != self._role or self._roles.engines.get(self._call) is not engine:
+        if not self._needed or role != self._role or not self._roles.reads_in_place(self._call, engine):
             return {}
         probe = self._draw()
         return self._compare(engine, [probe] if probe is not None else [])
@@ -69,7 +68,7 @@ class UpdateGate:
         engine = self._roles.trained[self._role]
         probes = [probe]
         if self._worker == owners[0]:
-            probes += [self._receive(engine.ranks.device, worker) for worker in receivers if worker not in owners]
+            probes += [self._receive(engine.device, worker) for worker in receivers if worker not in owners]
         return self._compare(engine, [one for one in probes if one is not None])
 
     def _draw(self) -> GateProbe | None:
@@ -89,7 +88,7 @@ class UpdateGate:
         )
 
     def _send(self, probe: GateProbe | None, owner: int) -> None:
-        device = self._roles.engines[self._call].ranks.device
+        device = self._roles.rollouts[self._call].device
         sizes = [probe.tokens.shape[1], probe.logprobs.shape[1]] if probe is not None else [0, 0]
         dist.send(torch.tensor(sizes, device=device), owner)
         if probe is not None:
@@ -109,7 +108,7 @@ class UpdateGate:
         dist.recv(logprobs, worker)
         return GateProbe(tokens.cpu(), logprobs.cpu())
 
-    def _compare(self, engine: TorchTrainEngine, probes: list[GateProbe]) -> dict[str, Metric]:
+    def _compare(self, engine: TrainEngine, probes: list[GateProbe]) -> dict[str, Metric]:
         """The gap as a metric. Called by all ranks where the weights are sharded, with probes or without."""
         lengths = tuple(probe.tokens.shape[1] for probe in probes for _ in range(PROBE_SAMPLES))
         tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(probe.tokens.flatten() for probe in probes)])
