@@ -389,7 +389,9 @@ class TorchRolloutEngine:
             sequence.logprobs.append(logprob)
             sequence.versions.append(version)
             request = sequence.request
-            stopped = token in request.stop_tokens or sequence.says_stop(self._decode_text)
+            stopped = token in request.stop_tokens or bool(
+                request.stop_strings and sequence.says_stop(self._decode_text)
+            )
             if stopped or len(sequence.versions) == request.max_new_tokens:
                 done.append(sequence.completion(stopped))
                 free.append(slot)

@@ -23,10 +23,8 @@ class RunningSequence:
 
     def says_stop(self, decode: Decode | None) -> bool:
         """The newest text holds a stop string. A character may take four tokens, so the tail is cut wide."""
-        stops = self.request.stop_strings
-        if not stops:
-            return False
         assert decode is not None, "stop strings were let in without a decoder"
+        stops = self.request.stop_strings
         longest = max(map(len, stops))
         text = decode(self.tokens[max(len(self.request.prompt), len(self.tokens) - 4 * longest - 8) :])
         return any(stop in text for stop in stops)
