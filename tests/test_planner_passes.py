@@ -27,7 +27,7 @@ from realgraph.planner.request.engine_support import TORCH
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.search import Infeasible, reprice, search
-from tests.planner_cases import cluster, graph, known, ppo, request
+from tests.planner_cases import ENGINES, cluster, graph, known, ppo, request
 
 BF16 = ModelRole(trainable=True, dtype="bfloat16")
 QUICK = Limits(gap=0.01, seconds=20.0)
@@ -38,7 +38,7 @@ STAGES: dict[str, Pin] = {"actor_train": Pin(tp=4, pp=2), "critic_train": Pin(tp
 
 def pinned(engine: Literal["installed", "any"] = "any", **fields: object) -> PlanRequest:
     """The request with the actor's training pinned to these fields."""
-    return replace(PPO, engine=engine, pins={"actor_train": replace(Pin(), **fields)})
+    return replace(PPO, engine=ENGINES[engine], pins={"actor_train": replace(Pin(), **fields)})
 
 
 def refused(asked: PlanRequest) -> str:

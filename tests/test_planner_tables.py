@@ -152,7 +152,7 @@ PPO_16 = request(ppo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), workload=WO
 @pytest.mark.parametrize("engine", ["installed", "any"])
 @pytest.mark.parametrize("n_devices", [1, 4, 8, 16])
 def test_candidates_use_the_whole_mesh_once(engine: str, n_devices: int) -> None:
-    asked = replace(PPO_16, engine=engine)
+    asked = replace(PPO_16, engine=ENGINES[engine])
     for call in asked.mesh_calls:
         found = list(candidates(asked, call, DeviceMesh(0, n_devices), asked.cluster))
         assert found
@@ -219,7 +219,7 @@ def test_interleaved_stages_have_whole_turns_of_samples_and_layers_for_each_chun
 
 @pytest.mark.parametrize("engine", ["installed", "any"])
 def test_tables_hold_what_fits_and_prices_rise_with_nothing_else(engine: str) -> None:
-    prepared = problem_of(replace(PPO_16, engine=engine))
+    prepared = problem_of(replace(PPO_16, engine=ENGINES[engine]))
     problem = prepared.problem
     for task in problem.tasks:
         assert task.tables
