@@ -27,10 +27,11 @@ import torch
 import zmq
 
 from benchmarks.machine import describe
+from realgraph.runtime.processes.local import LOOPBACK
 from realgraph.runtime.store.bundle import FRAME_BYTES, Route
-from realgraph.runtime.store.remote import WINDOW
+from realgraph.runtime.store.remote import WINDOW_FRAMES
 from realgraph.runtime.store.store import Store
-from realgraph.runtime.store.transfer import DataPlane, Want
+from realgraph.runtime.store.transfer import DataPlane, GatherRequest
 from realgraph.runtime.wire.curve import KeyPair, bound_address, make_keys, secure_client, secure_server
 from realgraph.runtime.wire.protocol import Peer
 
@@ -89,7 +90,7 @@ def own(reader: KeyPair, pipe: Connection) -> None:
         threading.Thread(
             target=_serve_bare if socket is bare else _serve_pickled, args=(socket, held), daemon=True
         ).start()
-    with DataPlane(1, store, make_keys()) as plane:
+    with DataPlane(1, store, make_keys(), LOOPBACK) as plane:
         plane.connect([Peer(0, "", "", "", reader.public)])
         pipe.send_bytes(
             msgspec.msgpack.encode(Addresses(plane.peer, bound_address(bare), keys.public, bound_address(pickled)))
@@ -106,7 +107,7 @@ def _serve_bare(socket: "zmq.Socket[bytes]", held: dict[str, torch.Tensor]) -> N
         if not request.isdigit():
             data = held[request.decode()].numpy().data
             waiting[reader] = iter([data[i : i + FRAME_BYTES] for i in range(0, len(data), FRAME_BYTES)])
-        for _ in range(int(request) if request.isdigit() else WINDOW):
+        for _ in range(int(request) if request.isdigit() else WINDOW_FRAMES):
             if (frame := next(waiting[reader], None)) is None:
                 break
             socket.send_multipart([reader, frame], copy=False)
@@ -133,10 +134,10 @@ def gather_turns(plane: DataPlane) -> dict[str, Turn]:
     reused = {name: np.empty(n, dtype=np.uint8) for name, n in SIZES.items()}
 
     def copied(route: Route) -> Turn:
-        return lambda size: plane.gather_now([Want(1, size, (0,))], route=route)[size][0]
+        return lambda size: plane.gather_now([GatherRequest(1, size, (0,))], route=route)[size][0]
 
     def views(size: str) -> None:
-        np.copyto(reused[size], plane.gather_now([Want(1, size, (0,))], copy=False)[size][0].numpy())
+        np.copyto(reused[size], plane.gather_now([GatherRequest(1, size, (0,))], copy=False)[size][0].numpy())
 
     return {"gather local": copied("local"), "gather tcp": copied("tcp"), "gather local views": views}
 
@@ -154,7 +155,7 @@ def bare_turn(addresses: Addresses, context: "zmq.Context[zmq.Socket[bytes]]") -
             piece = np.frombuffer(socket.recv(copy=False).buffer, dtype=np.uint8)
             landed[filled : filled + piece.nbytes] = piece
             filled, credit = filled + piece.nbytes, credit + 1
-            if credit == WINDOW // 2 and filled < SIZES[size]:
+            if credit == WINDOW_FRAMES // 2 and filled < SIZES[size]:
                 socket.send(b"%d" % credit)
                 credit = 0
         return landed
@@ -266,7 +267,7 @@ def main() -> None:
     assert here.poll(120), "the owner process did not start"
     addresses = msgspec.msgpack.decode(here.recv_bytes(), type=Addresses)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with DataPlane(0, Store(), keys) as plane, ray_turns() as ray:
+    with DataPlane(0, Store(), keys, LOOPBACK) as plane, ray_turns() as ray:
         plane.connect([addresses.peer])
         turns = memcpy_turns() | gather_turns(plane)
         turns |= {"bare zmq curve": bare_turn(addresses, context), "pickle over zmq": pickle_turn(addresses, context)}

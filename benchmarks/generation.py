@@ -28,8 +28,8 @@ from transformers import (
 )
 
 from benchmarks.machine import describe
-from realgraph.runtime.engine import Request
-from realgraph.runtime.generate.engine import Limits, TorchRolloutEngine
+from realgraph.runtime.engine import Request, RolloutLimits
+from realgraph.runtime.generate.engine import TorchRolloutEngine
 
 ROUNDS = 1
 LONGEST = 256
@@ -83,7 +83,7 @@ def make_requests(n: int, vocabulary: int) -> list[Request]:
 def embedded(model: Any, requests: Sequence[Request], batch: int) -> float:
     """Seconds of this project's engine with `batch` slots."""
     start = time.process_time()
-    engine = TorchRolloutEngine(model, Limits(max_running=batch))
+    engine = TorchRolloutEngine(model, RolloutLimits(max_running=batch))
     engine.submit(requests)
     lengths = {}
     while not engine.idle:

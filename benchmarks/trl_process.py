@@ -27,7 +27,7 @@ def trl_main(task: dict[str, Any]) -> None:
         lengths.extend(map(len, completion_ids))
         return [score(text) for text in completions]
 
-    class Clock(TrainerCallback):  # type: ignore[misc]
+    class StepClock(TrainerCallback):  # type: ignore[misc]
         """The first step's begin and all steps' ends; all ranks stop together."""
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: object) -> None:
@@ -49,7 +49,7 @@ def trl_main(task: dict[str, Any]) -> None:
         args=trl_config(task, out),
         train_dataset=Dataset.from_list([json.loads(line) for line in lines]),
         processing_class=AutoTokenizer.from_pretrained(home / "model"),
-        callbacks=[Clock()],
+        callbacks=[StepClock()],
     )
     trainer.train()
     report = {"ends": ends[warm_up(ends, task["seconds"]) :], "lengths": lengths}

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.keys import parse_key_type
-from realgraph.runtime.data.data import DataSet, Row
+from realgraph.runtime.data.data import DataRow, DataSet
 from realgraph.runtime.data.tokenize import Tokenizer
 
 CORPUS = ["what is 12+34? the answer is 46. hello world, so it goes; you and I know it well.\n\n"] * 20
@@ -93,9 +93,9 @@ def write(path: Path, rows: list[Any]) -> str:
     return str(path)
 
 
-def row(data: DataSet, index: int) -> Row:
+def row(data: DataSet, index: int) -> DataRow:
     found = data.row(index)
-    assert isinstance(found, Row)
+    assert isinstance(found, DataRow)
     return found
 
 

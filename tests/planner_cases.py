@@ -13,6 +13,7 @@ from realgraph.planner.inputs.cluster import Cluster, ClusterSpec, NodesSpec
 from realgraph.planner.inputs.detect import Probe, resolve
 from realgraph.planner.inputs.model_spec import ModelSpec, known_models, spec_from_config
 from realgraph.planner.inputs.workload import Workload
+from realgraph.planner.request.engine_support import EVERY, TORCH
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
 
@@ -92,6 +93,9 @@ def grpo(dtype: DType = "bfloat16") -> Graph:
     )
 
 
+ENGINES = {"installed": TORCH, "any": EVERY}
+
+
 def request(
     algorithm: Graph,
     model: str = "Qwen/Qwen3-1.7B",
@@ -106,5 +110,5 @@ def request(
         cluster=machine or cluster(),
         models=dict.fromkeys(algorithm.models, known(model)),
         pins=pins or {},
-        engine=engine,
+        engine=ENGINES[engine],
     )

@@ -227,7 +227,7 @@ PLAIN = Special()
 def _enter(argv: list[str], folder: Path, output: str, special: Special) -> None:
     """In the process of a run: what the console script does."""
     from realgraph.__main__ import main
-    from realgraph.runtime.processes import launch
+    from realgraph.runtime.processes import local
 
     os.setsid()
     out = os.open(special.terminal or output, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -238,7 +238,7 @@ def _enter(argv: list[str], folder: Path, output: str, special: Special) -> None
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(folder.parent)
-    launch.open_server = _fork_server
+    local.open_server = _fork_server
     sys.argv = ["realgraph", *argv]
     special.apply(folder)
     main()
@@ -341,9 +341,9 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    from realgraph.runtime.processes import launch
+    from realgraph.runtime.processes import local
 
-    launch.open_server = _fork_server
+    local.open_server = _fork_server
     try:
         pipe.send((True, function(*arguments)))
     except ConfigError as error:

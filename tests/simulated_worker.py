@@ -11,7 +11,7 @@ from realgraph.runtime.wire.protocol import Evaluate, Execute, Reallocate, Submi
 
 
 @dataclass
-class Worker:
+class SimulatedWorker:
     """One fake worker: keys of its store by sample, weights of its copies, groups still to make."""
 
     store: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
@@ -46,7 +46,7 @@ class Workers:
         }
         # all copies are loaded from the checkpoint
         loaded = {name: versions[self.graph.role(name)] for name in self.trainer}
-        self.all = {number: Worker(copies=dict(loaded)) for number in range(n_workers)}
+        self.all = {number: SimulatedWorker(copies=dict(loaded)) for number in range(n_workers)}
         self.generate = next((name for name, call in self.graph.calls.items() if isinstance(call, Generate)), "")
         self.engines = {rank[0] for rank in ranks_of(self.layouts[self.generate])} if self.generate else set()
 

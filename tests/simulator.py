@@ -36,7 +36,7 @@ from realgraph.runtime.wire.protocol import (
     Submit,
 )
 from tests.shapes import Shape, assert_balanced, job_of
-from tests.simulated_worker import Worker, Workers
+from tests.simulated_worker import SimulatedWorker, Workers
 
 
 @dataclass(order=True)
@@ -314,7 +314,7 @@ class Simulator:
         self.batches.setdefault((command.step, command.call), []).append(command.shares)
         assert all(share == tuple(sorted(share)) for share in command.shares)
 
-    def drop(self, worker: Worker, group: int) -> None:
+    def drop(self, worker: SimulatedWorker, group: int) -> None:
         """The worker forgets a group: it was left out, or its step is about to end."""
         if self.final.setdefault(group, "trained") == "trained":
             self.leaving.add(group)

@@ -109,12 +109,12 @@ def spoil(batch, outputs, run, how):
     """A loss term of 0 that makes every later weight update of this process fail in silence."""
     if (HERE / f"{run}-break").exists():
         from realgraph.runtime.worker.roles import Roles
-        from realgraph.runtime.train.engine import TorchTrainEngine
+        from realgraph.runtime.generate.engine import TorchRolloutEngine
 
         send = Roles._send
 
         def forget(engine, weights, version):
-            engine.version = version + 0 * sum(1 for _ in weights)
+            engine.weights_changed(version + 0 * sum(1 for _ in weights))
 
         def wrong(weights, receivers):
             yield from send(((name, tensor * 1.2) for name, tensor in weights), receivers)
@@ -122,7 +122,7 @@ def spoil(batch, outputs, run, how):
         if how == "send":
             Roles._send = staticmethod(wrong)
         else:
-            TorchTrainEngine.load_weights = forget
+            TorchRolloutEngine.load_weights = forget
     return outputs.logprobs * 0.0
 '''
 SHARDED = {"train": {"sharding": "fsdp", "devices": 2}}

@@ -16,7 +16,8 @@ import pytest
 from realgraph.graphs.spec import Function
 from realgraph.runtime.functions.functions import Unit
 from realgraph.runtime.functions.host import FunctionHost
-from realgraph.runtime.processes.launch import Fleet, WorkerBoot, start_workers
+from realgraph.runtime.processes.launcher import WorkerBoot, WorkerProgram
+from realgraph.runtime.processes.local import LocalFleet, LocalLauncher
 from realgraph.runtime.wire.curve import make_keys
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere daemons are out of reach")
@@ -186,9 +187,9 @@ def work(boot: WorkerBoot) -> None:
         host.run("r", call("daemon", 120.0), unit("hang"))
 
 
-async def start(folder: str) -> Fleet:
+async def start(folder: str) -> LocalFleet:
     boot = WorkerBoot(0, "tcp://127.0.0.1:9", make_keys().public, make_keys(), str(Path(folder) / "0.log"))
-    return await start_workers([boot], f"{__name__}:work", preload=(), deadline_seconds=60)
+    return await LocalLauncher().start([boot], WorkerProgram(f"{__name__}:work"), 60)
 
 
 MASTER = """

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from realgraph.runtime.cpu.decode import LeanDecoder, lean_applies
-from realgraph.runtime.engine import Completion, Request
-from realgraph.runtime.generate.engine import Limits, TorchRolloutEngine
+from realgraph.runtime.engine import Completion, Request, RolloutLimits
+from realgraph.runtime.generate.engine import TorchRolloutEngine
 from tests import tiny
 
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -72,7 +72,7 @@ def assert_exact(module: Any, request: Request, completion: Completion, within: 
 def test_behaviour_logprobs_equal_a_full_forward(name: str) -> None:
     module = model(name)
     wanted = [replace(r, temperature=1.0 if r.id % 3 else 0.8) for r in requests(random.Random(7), 14, groups_of=2)]
-    done = run(TorchRolloutEngine(module, Limits(max_running=5, prefill_tokens=16)), wanted)
+    done = run(TorchRolloutEngine(module, RolloutLimits(max_running=5, prefill_tokens=16)), wanted)
     for request in wanted:
         assert len(done[request.id].tokens) == request.max_new_tokens
         assert not done[request.id].finished
@@ -83,7 +83,7 @@ def test_behaviour_logprobs_equal_a_full_forward(name: str) -> None:
 def test_greedy_equals_transformers_generate(name: str) -> None:
     module = model(name)
     wanted = [replace(r, temperature=0.0) for r in requests(random.Random(3), 6, longest=24)]
-    done = run(TorchRolloutEngine(module, Limits(max_running=3)), wanted)
+    done = run(TorchRolloutEngine(module, RolloutLimits(max_running=3)), wanted)
     for request in wanted:
         ids = torch.tensor([request.prompt])
         expected = module.generate(
@@ -98,7 +98,10 @@ def test_slots_of_equal_tokens_are_one_row_of_the_walk(name: str, monkeypatch: p
     """Samples that go the same way for a while, over preemption and updates: their probabilities are their own."""
     module, rows = model(name), []
     monkeypatch.setattr(LeanDecoder, "logits", lambda *a: rows.append(len(a[1])) or LOGITS(*a))
-    for limits in (Limits(max_running=24), Limits(max_running=10, max_cache_tokens=256, prefill_tokens=16)):
+    for limits in (
+        RolloutLimits(max_running=24),
+        RolloutLimits(max_running=10, max_cache_tokens=256, prefill_tokens=16),
+    ):
         engine = TorchRolloutEngine(module, limits)
         wanted = [replace(r, temperature=0.25 * (r.id % 2)) for r in requests(random.Random(3), 24, 30, groups_of=6)]
         engine.submit(wanted)
@@ -106,7 +109,7 @@ def test_slots_of_equal_tokens_are_one_row_of_the_walk(name: str, monkeypatch: p
         for step in range(300):
             done |= {c.id: c for c in engine.step()}
             if step % 7 == 6:
-                engine.update(None, engine.version + 1)
+                engine.weights_changed(engine.version + 1)
         assert len(done) == len(wanted)
         for request in wanted:
             if request.temperature:
@@ -125,16 +128,16 @@ def test_a_sample_depends_on_its_seed_alone(seed: int) -> None:
     """Arrival, slots, cache size, prefill chunks and aborted neighbours change no token."""
     rng, module = random.Random(seed), model("qwen3")
     wanted = requests(rng, 12, groups_of=3)
-    expected = run(TorchRolloutEngine(module, Limits(max_running=12)), wanted)
+    expected = run(TorchRolloutEngine(module, RolloutLimits(max_running=12)), wanted)
     for limits in (
-        Limits(max_running=1),
-        Limits(max_running=5, prefill_tokens=8),
-        Limits(max_running=12, max_cache_tokens=256),
+        RolloutLimits(max_running=1),
+        RolloutLimits(max_running=5, prefill_tokens=8),
+        RolloutLimits(max_running=12, max_cache_tokens=256),
     ):
         shuffled = rng.sample(wanted, len(wanted))
         done = run(TorchRolloutEngine(module, limits), shuffled)
         assert {i: c.tokens for i, c in done.items()} == {i: c.tokens for i, c in expected.items()}
-    engine = TorchRolloutEngine(module, Limits(max_running=4))
+    engine = TorchRolloutEngine(module, RolloutLimits(max_running=4))
     noise = [replace(r, id=r.id + 100, seed=r.seed + 1) for r in wanted]
     engine.submit(noise)
     got: dict[int, Completion] = {}
@@ -155,8 +158,10 @@ def test_what_is_set_aside_goes_on_as_if_nothing_had_been(seed: int) -> None:
     """Also where other requests have the same ids, are left unfinished, or fail."""
     rng, module = random.Random(seed), model("qwen3")
     wanted, others = requests(rng, 9, groups_of=3), requests(rng, 7, groups_of=2)
-    expected, alone = (run(TorchRolloutEngine(module, Limits(max_running=12)), some) for some in (wanted, others))
-    engine = TorchRolloutEngine(module, Limits(max_running=4, prefill_tokens=rng.choice([16, 4096])))
+    expected, alone = (
+        run(TorchRolloutEngine(module, RolloutLimits(max_running=12)), some) for some in (wanted, others)
+    )
+    engine = TorchRolloutEngine(module, RolloutLimits(max_running=4, prefill_tokens=rng.choice([16, 4096])))
     engine.submit(wanted)
     done: dict[int, Completion] = {}
 
@@ -189,7 +194,7 @@ def test_what_is_set_aside_goes_on_as_if_nothing_had_been(seed: int) -> None:
 @pytest.mark.parametrize("shared", [True, False])
 def test_after_an_update_each_token_is_of_the_version_that_drew_it(name: str, shared: bool) -> None:
     module, versions = model(name), [model(name, seed) for seed in range(4)]
-    engine = TorchRolloutEngine(module, Limits(max_running=6, prefill_tokens=32))
+    engine = TorchRolloutEngine(module, RolloutLimits(max_running=6, prefill_tokens=32))
     wanted = requests(random.Random(11), 10, longest=45, groups_of=2)
     engine.submit(wanted)
     done: dict[int, Completion] = {}
@@ -199,9 +204,9 @@ def test_after_an_update_each_token_is_of_the_version_that_drew_it(name: str, sh
             version += 1
             if shared:
                 module.load_state_dict(versions[version].state_dict())
-                engine.update(None, version)
+                engine.weights_changed(version)
             else:
-                engine.update(dict(versions[version].state_dict()), version)
+                engine.load_weights(versions[version].named_parameters(), version)
         done |= {c.id: c for c in engine.step()}
         if engine.idle:
             break
@@ -220,7 +225,7 @@ ACTIONS = st.lists(
     max_size=60,
 )
 LIMITS = st.builds(
-    Limits,
+    RolloutLimits,
     st.integers(1, 6),
     max_cache_tokens=st.sampled_from([None, 128, 200]),
     prefill_tokens=st.sampled_from([4, 64]),
@@ -230,7 +235,7 @@ LIMITS = st.builds(
 @settings(max_examples=40, deadline=None)
 @given(ACTIONS, LIMITS, st.integers(0, 5), st.integers(1, 4))
 def test_random_schedules_lose_and_repeat_nothing(
-    actions: list[tuple[str, int]], limits: Limits, seed: int, groups_of: int
+    actions: list[tuple[str, int]], limits: RolloutLimits, seed: int, groups_of: int
 ) -> None:
     """Submits, aborts, updates, releases and steps in any order: each request ends once, or was aborted."""
     engine = TorchRolloutEngine(SMALL, limits)
@@ -251,7 +256,7 @@ def test_random_schedules_lose_and_repeat_nothing(
                 live = [i for i in live if i not in gone]
                 aborted |= set(gone)
             case "update":
-                engine.update(None, engine.version + 1)
+                engine.weights_changed(engine.version + 1)
             case "release":
                 engine.release()
                 assert engine.cache_bytes == 0
@@ -271,7 +276,7 @@ def test_random_schedules_lose_and_repeat_nothing(
 
 def test_a_stop_token_ends_a_sample_and_belongs_to_it() -> None:
     wanted = [replace(r, stop_tokens=frozenset(range(20))) for r in requests(random.Random(1), 20)]
-    for completion in run(TorchRolloutEngine(SMALL, Limits(max_running=4)), wanted).values():
+    for completion in run(TorchRolloutEngine(SMALL, RolloutLimits(max_running=4)), wanted).values():
         new = completion.tokens
         assert all(token >= 20 for token in new[:-1])
         assert completion.finished == (new[-1] < 20)
@@ -283,7 +288,7 @@ def test_a_stop_string_ends_a_sample_at_the_token_that_completes_it() -> None:
         return "".join("ab!"[token % 3] for token in tokens)
 
     wanted = [replace(r, stop_strings=("a!b", "bbb")) for r in requests(random.Random(2), 20)]
-    for completion in run(TorchRolloutEngine(SMALL, Limits(max_running=4), decode=text), wanted).values():
+    for completion in run(TorchRolloutEngine(SMALL, RolloutLimits(max_running=4), decode=text), wanted).values():
         said = text(completion.tokens)
         assert completion.finished == said.endswith(("a!b", "bbb"))
         assert not any(stop in said[:-1] for stop in ("a!b", "bbb"))
@@ -302,7 +307,7 @@ def test_a_stop_string_ends_a_sample_at_the_token_that_completes_it() -> None:
     ],
 )
 def test_a_request_that_can_never_run_is_refused_by_name(change: dict[str, object], says: str) -> None:
-    engine = TorchRolloutEngine(SMALL, Limits(max_cache_tokens=64))
+    engine = TorchRolloutEngine(SMALL, RolloutLimits(max_cache_tokens=64))
     good = Request(4, (1, 2, 3), 5, seed=0)
     with pytest.raises(ValueError, match=says.replace("+", r"\+")) as raised:
         engine.submit([good, replace(good, id=5, **change)])
@@ -313,17 +318,18 @@ def test_a_request_that_can_never_run_is_refused_by_name(change: dict[str, objec
         engine.submit([good])
 
 
-def test_update_refuses_foreign_weights_before_touching_anything() -> None:
+def test_an_update_refuses_foreign_missing_and_misshapen_weights() -> None:
     module = model("llama")
-    before = {k: v.clone() for k, v in module.state_dict().items()}
     engine = TorchRolloutEngine(module)
-    good = {"lm_head.weight": torch.zeros_like(before["lm_head.weight"])}
-    with pytest.raises(ValueError, match=r"does not have: nothing\.weight"):
-        engine.update(good | {"nothing.weight": torch.zeros(1)}, 1)
-    with pytest.raises(ValueError, match=r"model\.norm\.weight: got shape \(3,\)"):
-        engine.update(good | {"model.norm.weight": torch.zeros(3)}, 1)
+    own = dict(module.named_parameters())
+    assert [spec.name for spec in engine.weight_specs()] == list(own)
+    with pytest.raises(ValueError, match=r"'nothing\.weight' is unknown"):
+        engine.load_weights(iter({"nothing.weight": torch.zeros(1)}.items()), 1)
+    with pytest.raises(ValueError, match=r"'model\.norm\.weight' is \(3,\)"):
+        engine.load_weights(iter({"model.norm.weight": torch.zeros(3)}.items()), 1)
+    with pytest.raises(ValueError, match=r"missing: \['model\.norm\.weight'\]"):
+        engine.load_weights(((k, v) for k, v in own.items() if k != "model.norm.weight"), 1)
     assert engine.version == 0
-    assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
 
 
 def test_a_shared_module_is_left_as_it_was_and_can_train() -> None:
@@ -332,7 +338,7 @@ def test_a_shared_module_is_left_as_it_was_and_can_train() -> None:
     attention = module.config._attn_implementation
     flags = [m.training for m in module.modules()]
     names = sorted(dict(module.named_buffers()))
-    engine = TorchRolloutEngine(module, Limits(max_running=2))
+    engine = TorchRolloutEngine(module, RolloutLimits(max_running=2))
     run(engine, requests(random.Random(0), 5, longest=5))
     assert [m.training for m in module.modules()] == flags
     assert module.config._attn_implementation == attention
@@ -348,19 +354,19 @@ def test_a_shared_module_is_left_as_it_was_and_can_train() -> None:
 def test_bfloat16_modules_give_float32_logprobs_of_their_own_logits() -> None:
     module = model("qwen3").bfloat16()
     wanted = requests(random.Random(5), 8)
-    for completion in run(TorchRolloutEngine(module, Limits(max_running=3)), wanted).values():
+    for completion in run(TorchRolloutEngine(module, RolloutLimits(max_running=3)), wanted).values():
         expected = full_logprobs(module, wanted[completion.id], completion.tokens)
         assert (torch.tensor(completion.logprobs) - expected).abs().mean() < 0.1
 
 
 def test_memory_stays_within_the_cache_limit_and_small_for_short_work() -> None:
-    engine = TorchRolloutEngine(SMALL, Limits(max_running=64, max_cache_tokens=256))
+    engine = TorchRolloutEngine(SMALL, RolloutLimits(max_running=64, max_cache_tokens=256))
     per_token = 2 * 3 * 2 * 16 * 4
     engine.submit(requests(random.Random(6), 30, longest=60))
     while not engine.idle:
         engine.step()
         assert engine.cache_bytes <= 256 * per_token
-    short = TorchRolloutEngine(SMALL, Limits(max_running=512))
+    short = TorchRolloutEngine(SMALL, RolloutLimits(max_running=512))
     run(short, [Request(0, (1, 2), 4, seed=0)])
     assert short.cache_bytes <= 8 * 64 * per_token
 
@@ -369,10 +375,10 @@ def test_memory_stays_within_the_cache_limit_and_small_for_short_work() -> None:
 def test_the_lean_walk_is_taken_where_it_is_known_and_changes_no_token(name: str) -> None:
     module, wanted = model(name), requests(random.Random(4), 6, longest=12, groups_of=2)
     assert lean_applies(module) == ("gemma" not in name)
-    done = run(TorchRolloutEngine(module, Limits(max_running=3)), wanted)
+    done = run(TorchRolloutEngine(module, RolloutLimits(max_running=3)), wanted)
     handle = module.model.layers[1].mlp.register_forward_hook(lambda *_: None)  # a hook must see its calls
     assert not lean_applies(module)
-    engine = TorchRolloutEngine(module, Limits(max_running=3))
+    engine = TorchRolloutEngine(module, RolloutLimits(max_running=3))
     by_forward = run(engine, wanted)
     handle.remove()
     for request in wanted:
@@ -387,13 +393,13 @@ def test_the_lean_walk_is_taken_where_it_is_known_and_changes_no_token(name: str
 def test_cuda_graphs_change_nothing(name: str) -> None:
     module = model(name).cuda()
     wanted = requests(random.Random(8), 20, groups_of=4)
-    plain = run(TorchRolloutEngine(module, Limits(max_running=6, cuda_graphs=False)), wanted)
-    engine = TorchRolloutEngine(module, Limits(max_running=6))
+    plain = run(TorchRolloutEngine(module, RolloutLimits(max_running=6, cuda_graphs=False)), wanted)
+    engine = TorchRolloutEngine(module, RolloutLimits(max_running=6))
     engine.submit(wanted)
     done: dict[int, Completion] = {}
     while not engine.idle:
         done |= {c.id: c for c in engine.step()}
-        engine.update(None, 0)  # caches recomputed in place under the captured addresses
+        engine.weights_changed(0)  # caches recomputed in place under the captured addresses
     reference = module.cpu()
     for request in wanted:
         assert_exact(reference, request, done[request.id], 1e-3)

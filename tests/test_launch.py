@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from realgraph.runtime.processes import processes
-from realgraph.runtime.processes.launch import Fleet, LaunchError, WorkerBoot, describe_exit, open_server, start_workers
+from realgraph.runtime.processes.launcher import LaunchError, WorkerBoot, WorkerProgram, describe_exit
+from realgraph.runtime.processes.local import LocalFleet, LocalLauncher, open_server
 from realgraph.runtime.processes.processes import die_with_parent
 from realgraph.runtime.wire.curve import make_keys
 from realgraph.runtime.wire.frames import cut
@@ -73,8 +74,8 @@ def _boots(folder: Path, n: int, threads: int = 1) -> list[WorkerBoot]:
     ]
 
 
-async def _start(folder: Path, n: int, entry: str, threads: int = 1) -> Fleet:
-    fleet = await start_workers(_boots(folder, n, threads), f"{__name__}:{entry}", preload=(), deadline_seconds=60)
+async def _start(folder: Path, n: int, entry: str, threads: int = 1) -> LocalFleet:
+    fleet = await LocalLauncher().start(_boots(folder, n, threads), WorkerProgram(f"{__name__}:{entry}"), 60)
     if entry in ("sleep", "stubborn", "quitting"):
         await _until(lambda: all((folder / "logs" / f"{i}.ready").exists() for i in range(n)))
     return fleet
@@ -268,9 +269,9 @@ def test_a_wrong_entry_point_is_said(tmp_path: Path, entry: str) -> None:
     async def run() -> None:
         if entry.startswith("no_such"):
             with pytest.raises(LaunchError, match="No module named 'no_such_module_at_all'"):
-                await start_workers(_boots(tmp_path, 1), entry, preload=())
+                await LocalLauncher().start(_boots(tmp_path, 1), WorkerProgram(entry))
             return
-        fleet = await start_workers(_boots(tmp_path, 1), entry, preload=())
+        fleet = await LocalLauncher().start(_boots(tmp_path, 1), WorkerProgram(entry))
         assert await asyncio.wait_for(fleet.wait_exit(), 20) == (0, 1)
         assert "no_such_function" in fleet.handles[0].last_lines()
         await fleet.terminate(1)
@@ -282,8 +283,9 @@ def test_a_start_that_takes_too_long_is_given_up_and_leaves_nothing(tmp_path: Pa
     (tmp_path / "slow_to_import_7.py").write_text("import time; time.sleep(1000)")
 
     async def run() -> None:
+        program = WorkerProgram(f"{__name__}:sleep", ("slow_to_import_7",))
         with pytest.raises(LaunchError, match=r"not started within 0\.5 s"):
-            await start_workers(_boots(tmp_path, 1), f"{__name__}:sleep", ("slow_to_import_7",), deadline_seconds=0.5)
+            await LocalLauncher().start(_boots(tmp_path, 1), program, deadline_seconds=0.5)
         assert not [pid for pid in _alive("realgraph fork server") if _parent(pid) == os.getpid()]
 
     sys.path.insert(0, str(tmp_path))

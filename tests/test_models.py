@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.spec import ModelRole, Optimizer
 from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.runtime.engine import TrainSettings
 from realgraph.runtime.models.models import PackedModel, Start, Wants, build
 from realgraph.runtime.parallel.groups import Ranks
-from realgraph.runtime.train.engine import Settings, TorchTrainEngine, open_engine
+from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from tests import tiny
 
 CPU = torch.device("cpu")
@@ -43,7 +44,7 @@ def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_one(folder: Path, role: ModelRole, **settings: Any) -> TorchTrainEngine:
-    return open_engine(role, str(folder), Layout(DeviceMesh(0, 1)), Ranks(CPU), Settings(**settings))
+    return open_engine(role, str(folder), Layout(DeviceMesh(0, 1)), Ranks(CPU), TrainSettings(**settings))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -201,7 +202,7 @@ def test_a_score_head_that_nobody_trained_is_refused(folder: Path) -> None:
 
 def test_other_parallelism_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tp = 2"):
-        open_engine(ModelRole(), str(tmp_path), Layout(DeviceMesh(0, 2), tp=2), Ranks(CPU), Settings())
+        open_engine(ModelRole(), str(tmp_path), Layout(DeviceMesh(0, 2), tp=2), Ranks(CPU), TrainSettings())
 
 
 def test_the_generators_attention_is_put_back(tmp_path: Path) -> None:

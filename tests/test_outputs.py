@@ -20,7 +20,7 @@ from realgraph.runtime.master.observer import EvalRecord, Note, RunEnded, RunSta
 from realgraph.runtime.master.records import MetricsFile, TraceFile, TranscriptsFile
 from realgraph.runtime.master.step_metrics import queue_seconds
 from realgraph.runtime.master.trackers import make_trackers
-from realgraph.runtime.processes.launch import WorkerHandle
+from realgraph.runtime.processes.local import WorkerHandle
 from realgraph.runtime.worker.evaluation import pass_at_k
 from realgraph.screen.console import LiveScreen, PlainLines, sparkline, summary
 from realgraph.screen.terminal import Terminal

@@ -11,9 +11,9 @@ from realgraph.graphs.maths import KL, Decoupled, Entropy, Loss, PolicyGradient,
 from realgraph.graphs.spec import ModelRole, Optimizer, Train
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.batch import Packed
+from realgraph.runtime.engine import LogprobGap, NumericsError, TrainSettings
 from realgraph.runtime.parallel.groups import CollectiveError, Ranks
-from realgraph.runtime.train.engine import LogprobGap, Settings, TorchTrainEngine, open_engine
-from realgraph.runtime.train.passes import NumericsError
+from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from realgraph.runtime.wire.protocol import Metric, merge
 from tests import tiny
 from tests.ranks import RankProcesses, joined
@@ -82,7 +82,7 @@ def shares(batches: list[Packed], ranks: Ranks, step: int) -> list[Packed]:
 
 
 def engine(ranks: Ranks, folder: Path, role: ModelRole, sharding: Sharding, **changes: Any) -> TorchTrainEngine:
-    settings = Settings(**{"max_tokens_per_microbatch": 40, "optimizer": OPTIMIZER, "total_steps": 12, **changes})
+    settings = TrainSettings(**{"max_tokens_per_microbatch": 40, "optimizer": OPTIMIZER, "total_steps": 12, **changes})
     return open_engine(
         role, str(folder), Layout(DeviceMesh(0, ranks.size), dp=ranks.size, sharding=sharding), ranks, settings
     )

@@ -10,6 +10,7 @@ from realgraph.planner.options.holdings import candidate_of, group_for
 from realgraph.planner.options.pricing import candidate_stream
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.plan.problem import Limits
+from realgraph.planner.request.engine_support import EVERY
 from realgraph.planner.request.request import PlanRequest, kept_by
 from realgraph.planner.search.assembly import events_of
 from realgraph.planner.search.search import search
@@ -38,7 +39,7 @@ CASES = [  # 8 to 128 devices; colocated, apart, and calls that pause a stream
 def planned(config: str, *overrides: str) -> tuple[PlanRequest, Plan, Job]:
     """A plan over the whole space of layouts, and the job that would run it: without evaluation and checkpoints."""
     checked = check_run(ROOT / config, [f"steps={STEPS}", "eval=null", *overrides])
-    request = replace(request_for(checked), engine="any")
+    request = replace(request_for(checked), engine=EVERY)
     plan = search(request, Limits(seconds=20.0))
     run = checked.run
     job = Job(

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from realgraph.planner.inputs.workload import Workload
 from realgraph.planner.options.tables import problem_of
 from realgraph.planner.plan.problem import Choice, SearchProblem
+from realgraph.planner.request.engine_support import EVERY
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.search.assembly import plan_of
 from realgraph.planner.search.baselines import Baseline, baselines_of, colocated, megatron, real_heuristic, symmetric
@@ -96,7 +97,7 @@ def test_no_rule_beats_the_optimum(seed: int) -> None:
 def test_rules_on_a_real_request(algorithm: str) -> None:
     graph = ppo() if algorithm == "ppo" else grpo()
     workload = Workload(128, 8, 512, 2048, 800.0)
-    asked = replace(request(graph, "Qwen/Qwen3-8B", cluster(nodes=2), workload=workload), engine="any")
+    asked = replace(request(graph, "Qwen/Qwen3-8B", cluster(nodes=2), workload=workload), engine=EVERY)
     prepared, best = solved(asked)
     rules = baselines_of(prepared)
     for found in (rules.symmetric, rules.colocated, rules.megatron, rules.real):
@@ -126,7 +127,7 @@ def test_rules_are_judged_by_what_their_streams_come_to() -> None:
 def test_in_a_mixed_cluster_rules_use_the_devices_of_one_kind() -> None:
     """As on these devices alone: the rules' places and layouts are those of 16 A100s, whatever stands beside them."""
     a100 = cluster("A100-80", nodes=2)
-    mixed = replace(request(grpo(), "Qwen/Qwen3-1.7B", replace(cluster(), more=(a100,))), engine="any")
+    mixed = replace(request(grpo(), "Qwen/Qwen3-1.7B", replace(cluster(), more=(a100,))), engine=EVERY)
     whole = whole_problem(problem_of(mixed))
     assert whole is not None
     assert (whole.prepared.problem.meshes[0].first, whole.prepared.problem.meshes[0].n_devices) == (8, 16)

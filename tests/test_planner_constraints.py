@@ -18,7 +18,7 @@ from realgraph.planner.request.constraints import Constraints
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.search import Infeasible, search
-from tests.planner_cases import cluster, grpo, ppo, request
+from tests.planner_cases import ENGINES, cluster, grpo, ppo, request
 
 replace = msgspec.structs.replace
 QUICK = Limits(gap=0.2, seconds=10.0)
@@ -258,7 +258,9 @@ def twice() -> Graph:
 
 @pytest.mark.parametrize("engine", ["installed", "any"])
 def test_two_train_calls_of_a_role_have_one_layout(engine: str) -> None:
-    asked = replace(PPO, graph=twice(), engine=engine, models=dict.fromkeys(PPO.models, request(grpo()).model("train")))
+    asked = replace(
+        PPO, graph=twice(), engine=ENGINES[engine], models=dict.fromkeys(PPO.models, request(grpo()).model("train"))
+    )
     plan = search(asked, QUICK)
     assert validate(plan, asked) == ()
     assert plan.allocations["actor_train"].layout == plan.allocations["actor_again"].layout

@@ -11,7 +11,7 @@ from realgraph.planner.costs.memory.memory import DType, Recompute, Running
 from realgraph.planner.costs.memory.terms import PREFILL_TOKENS
 from realgraph.planner.inputs.model_spec import LatentAttention, ModelSpec
 from realgraph.planner.plan.layout import DeviceMesh, Layout
-from realgraph.runtime.generate.engine import Limits
+from realgraph.runtime.engine import RolloutLimits
 from tests.planner_cases import cluster, known
 
 BF16 = ModelRole(trainable=True, dtype="bfloat16")
@@ -139,7 +139,7 @@ def test_a_prompt_enters_the_cache_as_its_seconds_are_counted() -> None:
     assert (
         held[0] == held[1] == held[2] == memory.forward_activations(model, BF16, layout(), PREFILL_TOKENS).activations
     )
-    assert Limits(max_running=1).prefill_tokens <= PREFILL_TOKENS
+    assert RolloutLimits(max_running=1).prefill_tokens <= PREFILL_TOKENS
 
 
 def test_the_first_stage_keeps_more_micro_batches_than_the_last() -> None:

@@ -23,10 +23,11 @@ from realgraph.planner.options.pricing import holding
 from realgraph.planner.plan.layout import DeviceMesh, Layout, Recompute, Schedule
 from realgraph.planner.plan.problem import Limits
 from realgraph.planner.request.constraints import Constraints
+from realgraph.planner.request.engine_support import TORCH
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.search import Infeasible, reprice, search
-from tests.planner_cases import cluster, graph, known, ppo, request
+from tests.planner_cases import ENGINES, cluster, graph, known, ppo, request
 
 BF16 = ModelRole(trainable=True, dtype="bfloat16")
 QUICK = Limits(gap=0.01, seconds=20.0)
@@ -37,7 +38,7 @@ STAGES: dict[str, Pin] = {"actor_train": Pin(tp=4, pp=2), "critic_train": Pin(tp
 
 def pinned(engine: Literal["installed", "any"] = "any", **fields: object) -> PlanRequest:
     """The request with the actor's training pinned to these fields."""
-    return replace(PPO, engine=engine, pins={"actor_train": replace(Pin(), **fields)})
+    return replace(PPO, engine=ENGINES[engine], pins={"actor_train": replace(Pin(), **fields)})
 
 
 def refused(asked: PlanRequest) -> str:
@@ -161,7 +162,7 @@ def test_an_edited_plan_with_passes_that_can_not_be_is_refused(call: str, fields
 
 
 def test_installed_engines_refuse_what_they_do_not_run() -> None:
-    asked = replace(PPO, engine="installed", models=dict.fromkeys(PPO.models, known("Qwen/Qwen3-0.6B")))
+    asked = replace(PPO, engine=TORCH, models=dict.fromkeys(PPO.models, known("Qwen/Qwen3-0.6B")))
     plan = search(asked, QUICK)
     told = {}
     for recompute in ("selective", "full"):
@@ -248,9 +249,7 @@ def test_a_narrow_cache_is_planned_where_it_is_asked_for() -> None:
 
 
 def test_caches_that_no_engine_keeps_are_refused() -> None:
-    assert "in the dtype of the role" in refused(
-        replace(PPO, engine="installed", pins={"generate": Pin(kv_cache="float8")})
-    )
+    assert "in the dtype of the role" in refused(replace(PPO, engine=TORCH, pins={"generate": Pin(kv_cache="float8")}))
     assert "belongs to generate calls" in refused(replace(PPO, pins={"ref": Pin(kv_cache="float8")}))
     plan = search(PPO, QUICK)
     edited = {
@@ -259,7 +258,7 @@ def test_caches_that_no_engine_keeps_are_refused() -> None:
     }
     assert validate(edited["generate"], PPO) == ()
     assert "$.allocations.ref.kv_cache" in {problem.where.path for problem in validate(edited["ref"], PPO)}
-    told = " ".join(problem.text for problem in validate(edited["generate"], replace(PPO, engine="installed")))
+    told = " ".join(problem.text for problem in validate(edited["generate"], replace(PPO, engine=TORCH)))
     assert "in the dtype of the role" in told
 
 

@@ -26,7 +26,7 @@ from realgraph.planner.request.request import hashes
 from realgraph.planner.search.search import Infeasible, events_of, reprice, search, solved
 from realgraph.planner.solve.solver import evaluate
 from realgraph.run.planning import with_lengths
-from tests.planner_cases import cluster, grpo, ppo, request
+from tests.planner_cases import ENGINES, cluster, grpo, ppo, request
 from tests.planner_oracles import every_choice, fits
 from tests.planner_problems import problem_of_seed
 
@@ -45,7 +45,7 @@ def best() -> Plan:
 
 @cache
 def best_of_one_model(engine: Literal["installed", "any"]) -> Plan:
-    return search(replace(ONE_MODEL, engine=engine), QUICK)
+    return search(replace(ONE_MODEL, engine=ENGINES[engine]), QUICK)
 
 
 @pytest.mark.parametrize("engine", ["installed", "any"])
@@ -53,7 +53,7 @@ def best_of_one_model(engine: Literal["installed", "any"]) -> Plan:
 def test_no_alternative_beats_the_plan_by_more_than_the_gap_and_each_says_why(
     call: str, engine: Literal["installed", "any"]
 ) -> None:
-    asked, plan = replace(ONE_MODEL, engine=engine), best_of_one_model(engine)
+    asked, plan = replace(ONE_MODEL, engine=ENGINES[engine]), best_of_one_model(engine)
     found = alternatives(asked, plan, call)
     assert len(found) >= 3
     own = plan.allocations[call].layout

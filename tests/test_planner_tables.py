@@ -27,10 +27,11 @@ from realgraph.planner.plan.plan import Hashes, Plan
 from realgraph.planner.plan.problem import Limits, OptionTable, Solution
 from realgraph.planner.request.constraints import Constraints
 from realgraph.planner.request.cost_table import CostTable, PhaseFactor
+from realgraph.planner.request.engine_support import EVERY, TORCH
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.solve.solver import solve
-from tests.planner_cases import MIXED, cluster, graph, grpo, ppo, request
+from tests.planner_cases import ENGINES, MIXED, cluster, graph, grpo, ppo, request
 
 replace = msgspec.structs.replace
 
@@ -151,7 +152,7 @@ PPO_16 = request(ppo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), workload=WO
 @pytest.mark.parametrize("engine", ["installed", "any"])
 @pytest.mark.parametrize("n_devices", [1, 4, 8, 16])
 def test_candidates_use_the_whole_mesh_once(engine: str, n_devices: int) -> None:
-    asked = replace(PPO_16, engine=engine)
+    asked = replace(PPO_16, engine=ENGINES[engine])
     for call in asked.mesh_calls:
         found = list(candidates(asked, call, DeviceMesh(0, n_devices), asked.cluster))
         assert found
@@ -218,7 +219,7 @@ def test_interleaved_stages_have_whole_turns_of_samples_and_layers_for_each_chun
 
 @pytest.mark.parametrize("engine", ["installed", "any"])
 def test_tables_hold_what_fits_and_prices_rise_with_nothing_else(engine: str) -> None:
-    prepared = problem_of(replace(PPO_16, engine=engine))
+    prepared = problem_of(replace(PPO_16, engine=ENGINES[engine]))
     problem = prepared.problem
     for task in problem.tasks:
         assert task.tables
@@ -318,7 +319,7 @@ def test_what_is_pruned_is_not_missed(call: str, engine: str) -> None:
     for memory_gb in (None, 40.0):
         models = dict.fromkeys(PPO_16.models, request(grpo()).model("train"))
         constraints = Constraints(memory_gb=memory_gb)
-        asked = replace(PPO_16, engine=engine, cluster=cluster(), models=models, constraints=constraints)
+        asked = replace(PPO_16, engine=ENGINES[engine], cluster=cluster(), models=models, constraints=constraints)
         few, all_of = (solve(problem_of(asked, whole).problem, EXACT) for whole in ("", call))
         assert isinstance(few, Solution)
         assert isinstance(all_of, Solution)
@@ -334,7 +335,7 @@ def drawn(seed: int) -> tuple[PlanRequest, str]:
     asked = replace(
         request(algorithm, "Qwen/Qwen3-0.6B", cluster(rng.choice(["A100-40", "H100-SXM"]), rng.choice([2, 4, 8]))),
         workload=replace(work, staleness=rng.choice([0, 0, 1])),
-        engine=rng.choice(["installed", "any"]),
+        engine=rng.choice([TORCH, EVERY]),
         models={name: request(grpo(), rng.choice(SMALL_MODELS)).model("train") for name in algorithm.models},
         constraints=Constraints(memory_gb=rng.choice([None, rng.uniform(12, 40)]), offload=rng.random() < 0.7),
     )

@@ -8,6 +8,7 @@ from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.plan.plan import Plan, Turn
 from realgraph.planner.request.constraints import Constraints
 from realgraph.planner.request.cost_table import CostTable, PhaseFactor
+from realgraph.planner.request.engine_support import TORCH
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import at_staleness, hashes
 from realgraph.planner.search.search import reprice, search
@@ -191,7 +192,7 @@ def test_the_wide_space_validates_what_installed_engines_refuse() -> None:
     wide = request(grpo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), engine="any", pins={"train": Pin(tp=4, pp=2)})
     plan = search(wide)
     assert validate(plan, wide) == ()
-    problems = validate(plan, replace(wide, engine="installed"), "plan.json")
+    problems = validate(plan, replace(wide, engine=TORCH), "plan.json")
     assert {"$.allocations.train.layout.tp", "$.allocations.train.layout.pp"} <= {p.where.path for p in problems}
     full = replace(plan.allocations["train"], residency="offloaded")
     tiny = replace(wide, constraints=Constraints(host_memory_gb=1.0))

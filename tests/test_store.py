@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from realgraph.runtime.store.memory import ALIGN, Arena
+from realgraph.runtime.store.memory import ALIGN_BYTES, Arena
 from realgraph.runtime.store.store import DTYPES, MissingValueError, Store
 
 
@@ -113,7 +113,7 @@ def test_blocks_never_overlap_and_all_memory_comes_back(seed: int) -> None:
         else:
             blocks.append(arena.allocate(rng.choice([1, 63, 64, 65, 4096, rng.randint(1, 40_000)])))
         spans = sorted((b.segment, b.offset, b.offset + b.nbytes) for b in blocks)
-        assert all(b.offset % ALIGN == 0 for b in blocks)
+        assert all(b.offset % ALIGN_BYTES == 0 for b in blocks)
         assert all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(spans))
         assert arena.live_bytes >= sum(b.nbytes for b in blocks)
     blocks.clear()

@@ -24,8 +24,8 @@ from realgraph.graphs.maths import (
     Value,
 )
 from realgraph.runtime.batch import Packed
-from realgraph.runtime.train.engine import LogprobGap, TorchTrainEngine
-from realgraph.runtime.train.passes import NumericsError
+from realgraph.runtime.engine import LogprobGap, NumericsError
+from realgraph.runtime.train.engine import TorchTrainEngine
 from tests import tiny
 from tests.engines import call, engine, folder, optimizer, same, weights_of
 

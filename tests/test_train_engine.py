@@ -24,9 +24,10 @@ from realgraph.graphs.maths import (
 )
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.runtime.engine import TrainSettings
 from realgraph.runtime.models.models import Wants
 from realgraph.runtime.parallel.groups import Ranks
-from realgraph.runtime.train.engine import Settings, open_engine
+from realgraph.runtime.train.engine import open_engine
 from realgraph.runtime.train.optimizer import LossScale
 from realgraph.runtime.wire.protocol import Metric
 from tests import tiny
@@ -248,7 +249,7 @@ def test_a_gpu_computes_what_a_cpu_does(tmp_path: Path, kind: str, dtype: Any) -
     role, layout = ModelRole(trainable=True, dtype=dtype), Layout(DeviceMesh(0, 1))
     found = []
     for device in (CPU, torch.device("cuda", 0)):
-        one = open_engine(role, str(folder), layout, Ranks(device), Settings(optimizer=OPTIMIZER))
+        one = open_engine(role, str(folder), layout, Ranks(device), TrainSettings(optimizer=OPTIMIZER))
         logprobs = one.inference(batch, "logprobs", 1.0)
         found.append((logprobs, one.train(call(Loss({"ce": CrossEntropy()})), [batch])))
     tolerance = 1e-3 if dtype == "float32" else 0.1

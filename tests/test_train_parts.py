@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from realgraph.graphs.spec import Optimizer
-from realgraph.runtime.models.checkpoint_files import Entry, Reader, Target, write
+from realgraph.runtime.models.checkpoint_files import CheckpointTarget, Reader, TensorEntry, write
 from realgraph.runtime.train.optimizer import LossScale, lr_factor
 
 
@@ -61,8 +61,8 @@ def test_files_give_back_what_was_written(tmp_path: Path, seed: int) -> None:
         (f"t{i}", torch.randn([rng.randint(0, 5) for _ in range(rng.randint(0, 3))]).to(rng.choice(dtypes)))
         for i in range(12)
     ]
-    entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
-    write(Target(tmp_path, "x", rng.choice([100, 10**9])), entries, tensors)
+    entries = [TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
+    write(CheckpointTarget(tmp_path, "x", rng.choice([100, 10**9])), entries, tensors)
     with Reader(tmp_path, "x") as reader:
         assert reader.names == {name for name, _ in tensors}
         for name, tensor in tensors:

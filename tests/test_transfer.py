@@ -21,11 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from realgraph.runtime.processes.local import LOOPBACK
 from realgraph.runtime.store import bundle
 from realgraph.runtime.store.bundle import AbsentError, Extent, PeerLostError, Route, SlowPeerError, TransferError
 from realgraph.runtime.store.local import connect_local
 from realgraph.runtime.store.store import Store
-from realgraph.runtime.store.transfer import DataPlane, Values, Want, host_id
+from realgraph.runtime.store.transfer import DataPlane, GatherRequest, Values, host_id
 from realgraph.runtime.wire.curve import KeyPair, make_keys
 from realgraph.runtime.wire.protocol import Peer
 from tests.test_store import random_value, same
@@ -37,7 +38,7 @@ ROUTES: tuple[Route, ...] = ("local", "tcp")
 def planes(n: int, segment_bytes: int = 1 << 16) -> Iterator[list[DataPlane]]:
     """`n` connected data planes in this process."""
     with contextlib.ExitStack() as stack:
-        made = [stack.enter_context(DataPlane(i, Store(segment_bytes), make_keys())) for i in range(n)]
+        made = [stack.enter_context(DataPlane(i, Store(segment_bytes), make_keys(), LOOPBACK)) for i in range(n)]
         for plane in made:
             plane.connect([other.peer for other in made])
         yield made
@@ -69,11 +70,11 @@ def test_a_gather_equals_a_lookup_in_dicts(four: list[DataPlane], route: Route |
             values = [random_value(rng, 40_000) for _ in ids]
             plane._store.put(key, ids, values)
             truth[plane.peer.worker, key] = {id: v.clone() for id, v in zip(ids, values, strict=True)}
-    wants, expected = list[Want](), dict[str, dict[int, Tensor]]()
+    wants, expected = list[GatherRequest](), dict[str, dict[int, Tensor]]()
     for (worker, key), held in truth.items():
         if rng.random() < 0.8:
             ids = tuple(rng.sample(sorted(held), rng.randint(0, len(held))))
-            wants.append(Want(worker, key, ids))
+            wants.append(GatherRequest(worker, key, ids))
             expected.setdefault(key, {}).update({id: held[id] for id in ids})
     reader = rng.choice(four)
     values = reader.gather_now(wants, route=route, deadline_seconds=20)
@@ -92,7 +93,7 @@ def test_gathers_at_once_do_not_mix(four: list[DataPlane], route: Route) -> None
         plane._store.put("x", range(50), [torch.full((1000,), 100 * worker + i) for i in range(50)])
 
     async def one(rng: random.Random) -> None:
-        wants = [Want(w, "x", tuple(range(10 * w, 10 * w + rng.randint(1, 10)))) for w in range(4)]
+        wants = [GatherRequest(w, "x", tuple(range(10 * w, 10 * w + rng.randint(1, 10)))) for w in range(4)]
         values = await rng.choice(four).gather(wants, route=route, copy=rng.random() < 0.5)
         assert len(values["x"]) == sum(len(want.ids) for want in wants)
         for want in wants:
@@ -116,9 +117,9 @@ def test_a_large_value_and_many_small_ones(route: Route) -> None:
         owner._store.put("own segment", range(150), [torch.full((9_000,), i) for i in range(150)])
         owner._store.put("small", range(2000), [torch.tensor([float(i)]) for i in range(2000)])
         wants = [
-            Want(1, "large", (0,)),
-            Want(1, "own segment", tuple(range(150))),
-            Want(1, "small", tuple(range(2000))),
+            GatherRequest(1, "large", (0,)),
+            GatherRequest(1, "own segment", tuple(range(150))),
+            GatherRequest(1, "small", tuple(range(2000))),
         ]
         for _ in range(2):
             values = reader.gather_now(wants, route=route)
@@ -131,7 +132,7 @@ def test_lent_views_keep_their_bytes_and_then_give_the_memory_back() -> None:
     with planes(2, segment_bytes=1 << 20) as (reader, owner):
         for step in range(60):
             owner._store.put("w", [0, 1], [torch.full((50_000,), step), torch.full((10,), step)])
-            views = reader.gather_now([Want(1, "w", (0, 1))], copy=False)["w"]
+            views = reader.gather_now([GatherRequest(1, "w", (0, 1))], copy=False)["w"]
             owner._store.drop(["w"], [0, 1])
             owner._store.put("other", [0], [torch.zeros(50_000)])
             assert torch.equal(views[0], torch.full((50_000,), step))
@@ -152,13 +153,13 @@ def test_a_missing_value_is_named_and_the_next_gather_works(four: list[DataPlane
     four[1]._store.put("y", [1], [torch.ones(3)])
     for _ in range(3):
         with pytest.raises(AbsentError, match="worker 1 holds no 'y' of id 77") as caught:
-            four[0].gather_now([Want(1, "y", (1, 77))], route=route)
+            four[0].gather_now([GatherRequest(1, "y", (1, 77))], route=route)
         assert (caught.value.worker, caught.value.key, caught.value.id) == (1, "y", 77)
-    assert torch.equal(four[0].gather_now([Want(1, "y", (1,))], route=route)["y"][1], torch.ones(3))
+    assert torch.equal(four[0].gather_now([GatherRequest(1, "y", (1,))], route=route)["y"][1], torch.ones(3))
     with pytest.raises(AbsentError, match="worker 0 holds no 'y' of id 5"):
-        four[0].gather_now([Want(0, "y", (5,))])
+        four[0].gather_now([GatherRequest(0, "y", (5,))])
     with pytest.raises(TransferError, match=r"worker 9 is not among the known peers \(0, 1, 2, 3\)"):
-        four[0].gather_now([Want(9, "y", (5,))])
+        four[0].gather_now([GatherRequest(9, "y", (5,))])
 
 
 def test_peers_are_served_while_the_compute_thread_is_busy(four: list[DataPlane]) -> None:
@@ -175,7 +176,7 @@ def test_peers_are_served_while_the_compute_thread_is_busy(four: list[DataPlane]
     try:
         for route in ROUTES:
             for _ in range(5):
-                four[0].gather_now([Want(1, "z", (1,))], route=route, deadline_seconds=5)
+                four[0].gather_now([GatherRequest(1, "z", (1,))], route=route, deadline_seconds=5)
     finally:
         stop.set()
         thread.join()
@@ -185,10 +186,10 @@ def test_strangers_get_nothing(four: list[DataPlane]) -> None:
     """TCP: only keys of peers. Unix socket: malformed requests end the connection, and nothing else."""
     owner = four[1]
     owner._store.put("s", [0], [torch.ones(3)])
-    with DataPlane(7, Store(1 << 16), make_keys()) as stranger:
+    with DataPlane(7, Store(1 << 16), make_keys(), LOOPBACK) as stranger:
         stranger.connect([owner.peer])
         with pytest.raises(PeerLostError, match="did not accept this worker: its key was refused"):
-            stranger.gather_now([Want(1, "s", (0,))], route="tcp", deadline_seconds=60)
+            stranger.gather_now([GatherRequest(1, "s", (0,))], route="tcp", deadline_seconds=60)
     body = bundle.encode(bundle.Fetch((), 1, 1.0))
     for junk in (b"\0\0\0\1\xc1", b"\xff" * 100, len(body).to_bytes(4, "big") + body):
         connection = connect_local(owner.peer.local)
@@ -197,16 +198,19 @@ def test_strangers_get_nothing(four: list[DataPlane]) -> None:
         with contextlib.suppress(ConnectionResetError):
             assert connection.recv(100) == b""
         connection.close()
-    assert torch.equal(four[0].gather_now([Want(1, "s", (0,))])["s"][0], torch.ones(3))
+    assert torch.equal(four[0].gather_now([GatherRequest(1, "s", (0,))])["s"][0], torch.ones(3))
 
 
 def test_a_peer_that_is_not_configured_yet_is_waited_for() -> None:
-    with DataPlane(0, Store(1 << 16), make_keys()) as reader, DataPlane(1, Store(1 << 16), make_keys()) as owner:
+    with (
+        DataPlane(0, Store(1 << 16), make_keys(), LOOPBACK) as reader,
+        DataPlane(1, Store(1 << 16), make_keys(), LOOPBACK) as owner,
+    ):
         owner._store.put("a", [0], [torch.ones(3)])
         reader.connect([owner.peer])
         timer = threading.Timer(0.3, owner.connect, ([reader.peer],))
         timer.start()
-        assert torch.equal(reader.gather_now([Want(1, "a", (0,))], route="tcp")["a"][0], torch.ones(3))
+        assert torch.equal(reader.gather_now([GatherRequest(1, "a", (0,))], route="tcp")["a"][0], torch.ones(3))
         timer.join()
 
 
@@ -214,10 +218,10 @@ def test_routes_follow_hosts() -> None:
     with planes(2) as (reader, owner):
         owner._store.put("a", [0], [torch.arange(3)])
         assert owner.peer.host == host_id()
-        assert torch.equal(reader.gather_now([Want(1, "a", (0,))])["a"][0], torch.arange(3))
+        assert torch.equal(reader.gather_now([GatherRequest(1, "a", (0,))])["a"][0], torch.arange(3))
         assert [way for (_, way), idle in reader._idle.items() if idle] == ["local"]
         reader.connect([msgspec.structs.replace(owner.peer, host="elsewhere", local="@nowhere")])
-        assert torch.equal(reader.gather_now([Want(1, "a", (0,))])["a"][0], torch.arange(3))
+        assert torch.equal(reader.gather_now([GatherRequest(1, "a", (0,))])["a"][0], torch.arange(3))
         assert {way for (_, way), idle in reader._idle.items() if idle} == {"local", "tcp"}
 
 
@@ -251,7 +255,7 @@ def own(keys: KeyPair, peers: list[KeyPair], pipe: Connection) -> None:
     store = Store()
     store.put("w", [0], [torch.ones(10_000_000)])
     store.put("s", [0], [torch.ones(2)])
-    with DataPlane(1, store, keys) as plane:
+    with DataPlane(1, store, keys, LOOPBACK) as plane:
         plane.connect([Peer(i, "", "", "", pair.public) for i, pair in enumerate(peers)])
         pipe.send_bytes(msgspec.msgpack.encode(plane.peer))
         pipe.poll(100)
@@ -259,9 +263,9 @@ def own(keys: KeyPair, peers: list[KeyPair], pipe: Connection) -> None:
 
 def read(peer: Peer, pipe: Connection) -> None:
     """A reader that borrows and holds on."""
-    with DataPlane(2, Store(1 << 16), make_keys()) as plane:
+    with DataPlane(2, Store(1 << 16), make_keys(), LOOPBACK) as plane:
         plane.connect([peer])
-        views = plane.gather_now([Want(0, "w", (0,))], copy=False)
+        views = plane.gather_now([GatherRequest(0, "w", (0,))], copy=False)
         pipe.send_bytes(b"borrowed")
         pipe.poll(100)
         del views
@@ -280,7 +284,7 @@ def owner_process() -> Iterator[tuple[DataPlane, int]]:
     try:
         assert here.poll(60)
         peer = msgspec.msgpack.decode(here.recv_bytes(), type=Peer)
-        with DataPlane(0, Store(1 << 16), keys) as reader:
+        with DataPlane(0, Store(1 << 16), keys, LOOPBACK) as reader:
             reader.connect([peer])
             yield reader, process.pid
     finally:
@@ -292,9 +296,9 @@ def owner_process() -> Iterator[tuple[DataPlane, int]]:
 def test_a_killed_owner_is_an_error_that_names_it_at_once(route: Route) -> None:
     segments = os.listdir("/dev/shm")
     with owner_process() as (reader, pid):
-        small = [Want(1, "s", (0,))]
+        small = [GatherRequest(1, "s", (0,))]
         assert torch.equal(reader.gather_now(small, route=route)["s"][0], torch.ones(2))
-        views = reader.gather_now([Want(1, "w", (0,))], copy=False)["w"] if route == "local" else {}
+        views = reader.gather_now([GatherRequest(1, "w", (0,))], copy=False)["w"] if route == "local" else {}
         os.kill(pid, signal.SIGKILL)
         start = time.monotonic()
         for _ in range(2):
@@ -318,7 +322,7 @@ def test_an_owner_killed_in_the_middle_of_gathers_is_an_error(route: Route) -> N
 @pytest.mark.parametrize("route", ROUTES)
 def test_an_owner_that_stops_answering_is_an_error_at_the_deadline(route: Route) -> None:
     with owner_process() as (reader, pid):
-        wants = [Want(1, "w", (0,))]
+        wants = [GatherRequest(1, "w", (0,))]
         before = reader.gather_now(wants, route=route)["w"][0]
         os.kill(pid, signal.SIGSTOP)
         while not all(state == "T" for state in _states(pid)):
@@ -334,7 +338,7 @@ def test_an_owner_that_stops_answering_is_an_error_at_the_deadline(route: Route)
 
 def _gather_for_ever(reader: DataPlane, route: Route) -> None:
     while True:
-        values = reader.gather_now([Want(1, "w", (0,))], route=route, deadline_seconds=20)
+        values = reader.gather_now([GatherRequest(1, "w", (0,))], route=route, deadline_seconds=20)
         assert values["w"][0][-1] == 1
 
 
@@ -350,7 +354,7 @@ def test_what_a_killed_reader_borrowed_comes_back() -> None:
     store = Store()
     store.put("w", [0], [torch.ones(1_000_000)])
     here, there = context.Pipe()
-    with DataPlane(0, store, make_keys()) as owner:
+    with DataPlane(0, store, make_keys(), LOOPBACK) as owner:
         process = context.Process(target=read, args=(owner.peer, there))
         process.start()
         assert here.poll(60)
@@ -372,8 +376,8 @@ def test_a_closed_plane_leaves_nothing_behind() -> None:
         for plane in made:
             plane._store.put("a", [plane.peer.worker], [torch.full((3,), plane.peer.worker)])
         for route in ROUTES:
-            values = made[0].gather_now([Want(w, "a", (w,)) for w in (1, 2)], route=route)
-            values["a"][3] = made[0].gather_now([Want(1, "a", (1,))], copy=False)["a"][1].clone()
+            values = made[0].gather_now([GatherRequest(w, "a", (w,)) for w in (1, 2)], route=route)
+            values["a"][3] = made[0].gather_now([GatherRequest(1, "a", (1,))], copy=False)["a"][1].clone()
             assert {id: value.tolist() for id, value in values["a"].items()} == {1: [1] * 3, 2: [2] * 3, 3: [1] * 3}
         names = [plane.peer.local for plane in made]
         addresses = [plane.peer.address for plane in made]
@@ -381,7 +385,7 @@ def test_a_closed_plane_leaves_nothing_behind() -> None:
         made.pop()._store.close()
     made[0]._store.close()
     with pytest.raises(TransferError, match="this data plane is closed"):
-        made[0].gather_now([Want(1, "a", (1,))])
+        made[0].gather_now([GatherRequest(1, "a", (1,))])
     for name in names:
         with pytest.raises(OSError):
             connect_local(name)

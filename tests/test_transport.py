@@ -7,6 +7,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from realgraph.runtime.processes.local import LOOPBACK
 from realgraph.runtime.wire import protocol
 from realgraph.runtime.wire.curve import KeyPair, answer_zap, make_keys, secure_client
 from realgraph.runtime.wire.transport import MasterSocket, TransportError, WorkerSocket
@@ -24,7 +25,7 @@ async def _dial(socket: WorkerSocket, worker: int) -> None:
 def test_every_message_arrives_once_and_in_order(n_workers: int) -> None:
     async def run() -> None:
         keys, clients = make_keys(), [make_keys() for _ in range(n_workers)]
-        master = MasterSocket(keys, {i: pair.public for i, pair in enumerate(clients)})
+        master = MasterSocket(keys, {i: pair.public for i, pair in enumerate(clients)}, LOOPBACK)
         workers = [WorkerSocket(i, master.address, pair, keys.public) for i, pair in enumerate(clients)]
         for i, worker in enumerate(workers):
             await _dial(worker, i)
@@ -49,7 +50,7 @@ def test_every_message_arrives_once_and_in_order(n_workers: int) -> None:
 
 def test_a_message_to_a_worker_that_is_not_there_is_an_error() -> None:
     async def run() -> None:
-        master = MasterSocket(make_keys(), {0: make_keys().public})
+        master = MasterSocket(make_keys(), {0: make_keys().public}, LOOPBACK)
         with pytest.raises(TransportError, match="worker 0 is not connected"):
             await master.send(0, protocol.Shutdown())
         await master.close()
@@ -70,7 +71,7 @@ def test_what_is_malformed_or_in_a_wrong_name_is_refused_and_nothing_breaks() ->
 
     async def run() -> None:
         keys, first, second = make_keys(), make_keys(), make_keys()
-        master = MasterSocket(keys, {0: first.public, 1: second.public})
+        master = MasterSocket(keys, {0: first.public, 1: second.public}, LOOPBACK)
         context = zmq.asyncio.Context()
         hello = protocol.encode(_hello(0))
         cases: list[tuple[bytes, KeyPair, list[bytes]]] = [
@@ -107,7 +108,7 @@ def test_what_is_malformed_or_in_a_wrong_name_is_refused_and_nothing_breaks() ->
 def test_without_the_runs_keys_nobody_gets_in(case: str, caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         keys, client = make_keys(), make_keys()
-        master = MasterSocket(keys, {0: client.public})
+        master = MasterSocket(keys, {0: client.public}, LOOPBACK)
         receiving = asyncio.create_task(master.receive())
         if case == "unknown client":
             worker = WorkerSocket(0, master.address, make_keys(), keys.public)
@@ -137,7 +138,7 @@ def test_without_the_runs_keys_nobody_gets_in(case: str, caplog: pytest.LogCaptu
 def test_a_worker_sees_that_the_master_is_gone_and_finds_it_again() -> None:
     async def run() -> None:
         keys, client = make_keys(), make_keys()
-        master = MasterSocket(keys, {0: client.public})
+        master = MasterSocket(keys, {0: client.public}, LOOPBACK)
         worker = WorkerSocket(0, master.address, client, keys.public)
         await _dial(worker, 0)
         await asyncio.wait_for(master.receive(), 10)

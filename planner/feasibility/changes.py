@@ -83,8 +83,8 @@ def _halves(size: int | None, least: int) -> list[int]:
 
 
 def _recomputation(request: PlanRequest) -> Series:
-    """Only where the planner may not choose it: the installed engines follow the model's setting."""
-    if request.engine == "any":
+    """Only where the planner may not choose it: the engines follow the model's setting."""
+    if len(request.engine.recompute) > 1:
         return ()
     trained = [name for name in request.graph.models if is_trained(request, name)]
     off = [name for name in trained if not request.graph.models[name].gradient_checkpointing]
@@ -97,7 +97,7 @@ def _recomputation(request: PlanRequest) -> Series:
 def _pinned_passes(request: PlanRequest) -> Iterator[Series]:
     """What pins keep of activations, less of it; stages whose schedule keeps more than zero-bubble's do."""
     for call, pin in request.pins.items():
-        if pin.recompute is not None and request.engine == "any":
+        if pin.recompute is not None and len(request.engine.recompute) > 1:
             ways = WAYS[:-1] if pin.schedule == "zero_bubble" else WAYS
             yield tuple(_pinned(request, call, "recompute", way) for way in ways[WAYS.index(pin.recompute) + 1 :])
         if pin.schedule == "interleaved":
@@ -119,7 +119,7 @@ def _sharding(request: PlanRequest) -> Iterator[Series]:
 
 
 def _offload(request: PlanRequest) -> Series:
-    if request.engine == "installed" or request.constraints.offload:
+    if not request.engine.offload or request.constraints.offload:
         return ()
     constraints = replace(request.constraints, offload=True)
     return (Change("set constraints.offload: true", replace(request, constraints=constraints)),)

@@ -9,7 +9,13 @@ from realgraph.graphs.spec import Generate, Train
 from realgraph.planner.feasibility.diagnose import shown_bytes
 from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.planner.options.calls import sample_tokens
-from realgraph.planner.options.constraints import CACHE_DTYPE, engine_lacks, shape_faults
+from realgraph.planner.options.constraints import (
+    FEATURES,
+    lacking_axis,
+    lacking_cache,
+    lacking_offload,
+    shape_faults,
+)
 from realgraph.planner.options.couplings import ties_of
 from realgraph.planner.options.holdings import candidate_of, group_for, offloading, peak_of
 from realgraph.planner.options.meshes import mesh_fault
@@ -25,6 +31,7 @@ from realgraph.planner.plan.events import (
 )
 from realgraph.planner.plan.layout import Layout
 from realgraph.planner.plan.plan import PLAN_FORMAT, Hashes, Plan
+from realgraph.planner.request.engine_support import EngineSupport
 from realgraph.planner.request.request import PlanRequest, hashes, kept_by
 
 HASHED = {  # parts of `Hashes` in words
@@ -132,20 +139,18 @@ def _engine_problems(plan: Plan, request: PlanRequest, name: str, file: str) -> 
         yield Problem(_at(file, f"{place}.running"), text, hint, "plan_engine")
     candidate = candidate_of(request, plan.allocations, name)
     yield from plan_problems(request, name, candidate, _at(file, place))
-    if request.engine == "installed":
-        yield from _lacking(plan, name, file)
+    yield from _lacking(plan, request.engine, name, file)
 
 
-def _lacking(plan: Plan, name: str, file: str) -> Iterator[Problem]:
-    """What the engines of this version can't do."""
+def _lacking(plan: Plan, support: EngineSupport, name: str, file: str) -> Iterator[Problem]:
+    """What the engines can't do."""
     allocation, place = plan.allocations[name], f"$.allocations.{name}"
-    for axis in ("tp", "pp", "ep", "cp"):
-        if getattr(allocation.layout, axis) > 1:
-            yield Problem(_at(file, f"{place}.layout.{axis}"), engine_lacks(axis), "", "plan_engine")
-    if allocation.kv_cache == "float8":
-        yield Problem(_at(file, f"{place}.kv_cache"), CACHE_DTYPE, "set it to role", "plan_engine")
-    if allocation.residency == "offloaded":
-        text = "the engines of this version can't offload weights to the host"
+    for axis in FEATURES:
+        if text := lacking_axis(support, axis, getattr(allocation.layout, axis)):
+            yield Problem(_at(file, f"{place}.layout.{axis}"), text, "", "plan_engine")
+    if text := lacking_cache(support, allocation.kv_cache):
+        yield Problem(_at(file, f"{place}.kv_cache"), text, "set it to role", "plan_engine")
+    if allocation.residency == "offloaded" and (text := lacking_offload(support)):
         yield Problem(_at(file, f"{place}.residency"), text, "set it to resident", "plan_engine")
 
 

@@ -22,9 +22,6 @@ from realgraph.planner.inputs.workload import Workload
 from realgraph.planner.plan.layout import Cache, Layout, Recompute, Schedule
 from realgraph.planner.request.request import PlanRequest
 
-MAX_RUNNING = 128  # sequences that decode at once on a GPU: the embedded engine's own bound
-MAX_RUNNING_CPU = 256  # on a CPU
-MAX_RUNNING_SERVER = 1024  # of one replica of a generation server
 CACHE_STEP = 64  # positions: the cache of a GPU grows in such steps
 CACHE_STEP_CPU = 16
 FUNCTION_SECONDS = 1e-4  # of one sample, in one of the workers' subprocesses
@@ -214,7 +211,7 @@ def running_sequences(request: PlanRequest, layout: Layout, kv_tokens: int) -> i
     The embedded engine's cache grows in whole steps; a server's is paged.
     """
     share = sequences_in_flight(request, layout.dp)
-    if request.engine == "any":
+    if request.engine.paged_cache:
         return max(1, min(share, most_running(request), int(kv_tokens / tokens_in_flight(request) + 1e-9)))
     return max(1, min(share, most_running(request), kv_tokens // slot_tokens(request, mean_tokens(request))))
 
@@ -226,13 +223,7 @@ def sequences_in_flight(request: PlanRequest, replicas: int) -> int:
 
 def most_running(request: PlanRequest) -> int:
     """Sequences that may decode at once on one replica."""
-    most = _engine_running(request.cluster) if request.engine == "installed" else MAX_RUNNING_SERVER
-    return request.workload.max_running or most
-
-
-def _engine_running(cluster: Cluster) -> int:
-    """Sequences that the embedded engine decodes at once."""
-    return MAX_RUNNING_CPU if cluster.is_cpu else MAX_RUNNING
+    return request.workload.max_running or request.engine.running(cpu=request.cluster.is_cpu)
 
 
 def slot_tokens(request: PlanRequest, tokens: float) -> int:

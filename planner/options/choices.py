@@ -1,7 +1,7 @@
 """What a call may be on a mesh of a given size: layouts, micro-batches, recomputation, residency. Prices nothing.
 
-Two worlds. `installed`: what this version's engines run, data parallelism with whole or FSDP-sharded weights, every
-copy of a role's weights kept. `any`: all axes, copies that are dropped after use, states in host memory.
+What engines can do (`EngineSupport`) bounds it: this version's run data parallelism with whole or FSDP-sharded weights,
+every copy of a role's weights kept; others have more axes, drop copies after use, and keep states in host memory.
 """
 
 import math
@@ -52,7 +52,7 @@ def candidates(
     pin, forbidden = request.pins.get(call, Pin()), request.constraints.forbid.get(call, ())
     free = pin == Pin() and not forbidden
     reads = is_trained(request, request.graph.role(call)) and not isinstance(request.graph.calls[call], Train)
-    away = request.engine == "any" and request.constraints.offload and not shared_states(request, call)
+    away = request.engine.offload and request.constraints.offload and not shared_states(request, call)
     for layout in _layouts(request, call, mesh, cluster):
         if not agrees(layout, pin) or any(bars(layout, other) for other in forbidden) or not fits(layout):
             continue
@@ -99,7 +99,7 @@ def _barred(candidate: Candidate, pin: Pin) -> bool:
 
 
 def _layouts(request: PlanRequest, call: str, mesh: DeviceMesh, cluster: Cluster) -> Iterator[Layout]:
-    if request.engine == "installed":
+    if not request.engine.axes:
         yield Layout(mesh, dp=mesh.n_devices)
         asked = request.pins.get(call, Pin()).sharding == "fsdp"
         if (mesh.n_devices > 1 or asked) and not isinstance(request.graph.calls[call], Generate):
@@ -116,6 +116,8 @@ def _layouts(request: PlanRequest, call: str, mesh: DeviceMesh, cluster: Cluster
 
 def _tensor_ranks(request: PlanRequest, call: str, mesh: DeviceMesh, cluster: Cluster) -> list[int]:
     """Divisors of a node's devices that divide the heads, and KV heads evenly or into equal copies."""
+    if "tp" not in request.engine.axes:
+        return [1]
     model, pinned = request.model(call), request.pins.get(call, Pin()).tp
     widest = min(mesh.n_devices, cluster.devices_per_node)
     if isinstance(request.graph.calls[call], Generate):
@@ -137,6 +139,8 @@ def _tensor_ranks(request: PlanRequest, call: str, mesh: DeviceMesh, cluster: Cl
 
 def _stages(request: PlanRequest, call: str, devices: int) -> list[int]:
     """Pipeline stages: divisors of the devices that are left, never more than layers."""
+    if "pp" not in request.engine.axes:
+        return [1]
     kind, pinned = request.graph.calls[call], request.pins.get(call, Pin()).pp
     if pinned:
         return [pinned] if devices % pinned == 0 else []
@@ -146,6 +150,8 @@ def _stages(request: PlanRequest, call: str, devices: int) -> list[int]:
 
 def _context_ranks(request: PlanRequest, call: str, devices: int) -> list[int]:
     """Context parallelism pays only where a sample is long."""
+    if "cp" not in request.engine.axes:
+        return [1]
     pinned = request.pins.get(call, Pin()).cp
     if pinned:
         return [pinned] if devices % pinned == 0 else []
@@ -158,7 +164,7 @@ def _context_ranks(request: PlanRequest, call: str, devices: int) -> list[int]:
 def _with_experts(request: PlanRequest, call: str, layout: Layout) -> Iterator[Layout]:
     """The layout, its expert-parallel kin, and its sharded one; experts are spread over data-parallel ranks."""
     model, pinned = request.model(call), request.pins.get(call, Pin()).ep
-    sizes = (pinned,) if pinned else EXPERT_RANKS
+    sizes = (pinned,) if pinned else EXPERT_RANKS if "ep" in request.engine.axes else (1,)
     for ep in sizes:
         if ep == 1 or (model.experts and model.experts % ep == 0 and layout.dp % ep == 0):
             yield Layout(layout.mesh, dp=layout.dp, tp=layout.tp, pp=layout.pp, ep=ep, cp=layout.cp)
@@ -191,7 +197,7 @@ def token_ladder(request: PlanRequest, call: str, layout: Layout, cluster: Clust
 def _ladder(request: PlanRequest, call: str, cluster: Cluster) -> tuple[int, ...]:
     if cluster.is_cpu:
         return LADDER_CPU
-    wide = request.engine == "any" and isinstance(request.graph.calls[call], Inference)
+    wide = request.engine.axes and isinstance(request.graph.calls[call], Inference)
     return FORWARD_LADDER if wide else LADDER_GPU
 
 
@@ -203,7 +209,7 @@ def _cache_ladder(request: PlanRequest, in_flight: int) -> tuple[int, ...]:
     running = min(in_flight, most_running(request))
     longest = slot_tokens(request, sample_tokens(request))
     rungs = [running >> i for i in range(running.bit_length())]
-    if request.engine == "installed":
+    if not request.engine.paged_cache:
         return tuple(longest * rung for rung in rungs)
     each = tokens_in_flight(request)
     return tuple(dict.fromkeys(max(longest, math.ceil(each * rung)) for rung in rungs[:CACHE_RUNGS]))
@@ -224,7 +230,7 @@ def _ways(
     reads, offloads = kept
     if reads:
         yield Candidate(*size, residency="reallocated", cache=cache)
-        if request.engine == "installed" and (not isinstance(kind, Generate) or size[0].sharding == "replicated"):
+        if not request.engine.drops_copies and (not isinstance(kind, Generate) or size[0].sharding == "replicated"):
             yield Candidate(*size, home=True, cache=cache)
         return
     for passes in passes_for(request, call, size, cluster) if isinstance(kind, Train) else (PLAIN,):

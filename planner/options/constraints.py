@@ -10,12 +10,12 @@ from realgraph.planner.options.calls import is_trained, sample_tokens
 from realgraph.planner.options.couplings import train_calls
 from realgraph.planner.options.meshes import family, mesh_fault
 from realgraph.planner.options.passes import pin_problems
-from realgraph.planner.plan.layout import DeviceMesh
+from realgraph.planner.plan.layout import Cache, DeviceMesh
+from realgraph.planner.request.engine_support import Axis, EngineSupport
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
 
-CACHE_DTYPE = "the engines of this version keep keys and values in the dtype of the role"
-FEATURES = {
+FEATURES: dict[Axis, str] = {
     "tp": "tensor parallelism: layers cut over devices",
     "pp": "pipeline parallelism: stages with ragged micro-batches",
     "ep": "expert parallelism: experts spread over devices",
@@ -28,9 +28,21 @@ def wish_problems(request: PlanRequest) -> tuple[Problem, ...]:
     return (*_pins(request), *_constraints(request))
 
 
-def engine_lacks(axis: str) -> str:
-    """Why an axis of parallelism can't be used yet."""
-    return f"{axis} > 1 needs {FEATURES[axis]}; the engines of this version run dp only"
+def lacking_axis(support: EngineSupport, axis: Axis, size: int) -> str:
+    """Why engines can't run so many ranks of an axis, '' where they can."""
+    if size == 1 or axis in support.axes:
+        return ""
+    return f"{axis} > 1 needs {FEATURES[axis]}; {support.name} run {' and '.join(('dp', *support.axes))} only"
+
+
+def lacking_cache(support: EngineSupport, dtype: Cache) -> str:
+    """Why engines can't keep keys and values so, '' where they can."""
+    return "" if dtype in support.cache_dtypes else f"{support.name} keep keys and values in the dtype of the role"
+
+
+def lacking_offload(support: EngineSupport) -> str:
+    """Why weights can't wait in the host's memory, '' where they can."""
+    return "" if support.offload else f"{support.name} can't offload weights to the host"
 
 
 def named_meshes(request: PlanRequest) -> tuple[DeviceMesh, ...]:
@@ -78,9 +90,9 @@ def _pin(request: PlanRequest, name: str, pin: Pin, where: Where) -> Iterator[Pr
         yield Problem(_field(where, "kv_cache"), text, "leave it out", "pin")
     if isinstance(request.graph.calls[name], Generate):
         yield from _generate_pin(request, pin, where)
-    elif pin.sharding == "fsdp" and request.engine == "any":
+    elif pin.sharding == "fsdp" and request.engine.axes:
         yield from _sharded(pin, where)
-    if pin.residency == "offloaded" and request.engine == "any":
+    if pin.residency == "offloaded" and request.engine.offload:
         yield from _offloaded(request, name, _field(where, "residency"))
 
 
@@ -114,17 +126,14 @@ def _offloaded(request: PlanRequest, name: str, where: Where) -> Iterator[Proble
 
 
 def _lacking(request: PlanRequest, pin: Pin, where: Where) -> Iterator[Problem]:
-    """What the installed engines can't do."""
-    if request.engine == "any":
-        return
+    """What the engines can't do."""
     for axis in FEATURES:
-        if (getattr(pin, axis) or 1) > 1:
+        if text := lacking_axis(request.engine, axis, getattr(pin, axis) or 1):
             hint = "use dp, and sharding: fsdp for models that don't fit; `realgraph plan --engine any` plans with it"
-            yield Problem(_field(where, axis), engine_lacks(axis), hint, "pin")
-    if pin.kv_cache == "float8":
-        yield Problem(_field(where, "kv_cache"), CACHE_DTYPE, "leave kv_cache out", "pin")
-    if pin.residency == "offloaded":
-        text = "the engines of this version can't offload weights to the host"
+            yield Problem(_field(where, axis), text, hint, "pin")
+    if text := lacking_cache(request.engine, pin.kv_cache or "role"):
+        yield Problem(_field(where, "kv_cache"), text, "leave kv_cache out", "pin")
+    if pin.residency == "offloaded" and (text := lacking_offload(request.engine)):
         yield Problem(_field(where, "residency"), text, "leave residency out", "pin")
 
 
@@ -157,7 +166,7 @@ def _product(request: PlanRequest, pin: Pin, where: Where) -> Iterator[Problem]:
     """The ranks that are set fill the mesh that is, or divide the devices of one that there may be."""
     axes = {axis: getattr(pin, axis) for axis in ("dp", "tp", "pp", "cp") if getattr(pin, axis) is not None}
     product, shown = math.prod(axes.values()), " x ".join(axes)
-    dp_only = pin.dp is not None and request.engine == "installed"
+    dp_only = pin.dp is not None and not request.engine.axes
     if pin.devices is not None:
         if pin.devices % product or (dp_only and product != pin.devices):
             devices = f"{pin.devices} device{'s' * (pin.devices != 1)}"

@@ -90,7 +90,7 @@ def longest_moves(request: PlanRequest, call: str, place: Place) -> Floats:
         layout = replace(option.candidate.layout, mesh=place.mesh)
         setting = Setting(model, request.role(call), layout, cluster, factors_of(request, cluster))
         seconds[i] = reallocation_seconds(setting, serves)
-        if request.engine == "any":
+        if request.engine.offload:
             seconds[i] += offload_seconds(cluster, device_bytes(setting, layout, serves), setting.costs)
         if request.cluster.nodes > 1 or request.cluster.more:
             seconds[i] += setting.element * params / senders / (cluster.nic_bytes_per_s * setting.costs.nic)

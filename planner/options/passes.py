@@ -24,19 +24,20 @@ def passes_for(request: PlanRequest, call: str, size: tuple[Layout, int], cluste
 
     The CPU engine repeats whole layers or nothing. Zero-bubble stages would have to keep what is recomputed.
     """
-    ways: tuple[Recompute, ...] = ("none", "full") if cluster.is_cpu else ("none", "selective", "full")
+    support = request.engine
+    known: tuple[Recompute, ...] = ("none", "full") if cluster.is_cpu else ("none", "selective", "full")
+    ways = tuple(way for way in known if way in support.recompute)
     if request.role(call).gradient_checkpointing:
         ways = ("full",)
-    elif request.engine == "installed":
-        ways = ("none",)
     piped, chunks = size[0].pp > 1, _chunks(request, call, size, cluster)
-    plain = not piped or _wants_plain(request, call)
+    zero_bubble = piped and "zero_bubble" in support.schedules
+    plain = not zero_bubble or _wants_plain(request, call)
     for recompute in ways:
         if plain or recompute == "full":
             yield Passes(recompute)
-        if piped and recompute != "full":
+        if zero_bubble and recompute != "full":
             yield Passes(recompute, "zero_bubble")
-        if chunks:
+        if chunks and "interleaved" in support.schedules:
             yield Passes(recompute, "interleaved", chunks)
 
 
@@ -95,8 +96,9 @@ def pin_problems(request: PlanRequest, call: str, pin: Pin, where: Where) -> Ite
     fault = schedule_fault(passes, stages, request.model(call).layers) or _shared_fault(request, call, passes)
     if fault:
         yield Problem(where, fault, "leave schedule and chunks out", "pin")
-    elif piped and request.engine == "installed":
-        text = "the engines of this version run no pipeline stages"
+    elif piped and passes.schedule not in request.engine.schedules:
+        what = f"no {passes.schedule}" if "pp" in request.engine.axes else "no"
+        text = f"{request.engine.name} run {what} pipeline stages"
         yield Problem(
             where, text, "leave schedule and chunks out; `realgraph plan --engine any` plans with them", "pin"
         )
@@ -148,15 +150,15 @@ def schedule_fault(passes: Passes, stages: int, layers: int) -> str:
 
 
 def _recompute_problems(request: PlanRequest, call: str, recompute: Recompute, where: Where) -> Iterator[Problem]:
-    """Where the model's own setting, or what the installed engines can do, says otherwise."""
+    """Where the model's own setting, or what the engines can do, says otherwise."""
     setting = f"models.{request.graph.role(call)}.gradient_checkpointing"
     if request.role(call).gradient_checkpointing:
         if recompute != "full":
             yield Problem(
                 where, f"recompute is {recompute}, but {setting} is true", f"set {setting} to false", "recompute"
             )
-    elif request.engine == "installed" and recompute == "full":
+    elif recompute == "full" and recompute not in request.engine.recompute:
         yield Problem(where, f"recompute is full, but {setting} is false", f"set {setting} to true", "recompute")
-    elif request.engine == "installed" and recompute == "selective":
-        text = "the engines of this version compute whole layers again, or nothing: recompute can't be selective"
+    elif recompute not in request.engine.recompute:
+        text = f"{request.engine.name} compute whole layers again, or nothing: recompute can't be selective"
         yield Problem(where, text, f"set it to none; or to full, with {setting}", "recompute")

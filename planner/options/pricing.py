@@ -192,7 +192,7 @@ def _holding(request: PlanRequest, candidate: Candidate, copy: Footprint, active
         return Holding(Footprint(), active)
     if candidate.residency == "offloaded":
         return Holding(Footprint(), active + copy, host=copy.total)
-    if request.engine == "any" and candidate.residency == "reallocated":
+    if request.engine.drops_copies and candidate.residency == "reallocated":
         return Holding(Footprint(), active + copy, shared=copy.weights)
     return Holding(copy, active)
 

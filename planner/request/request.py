@@ -1,7 +1,6 @@
 """All that a plan depends on, in one value, and the hashes that tie a plan to it. Searches nothing."""
 
 import hashlib
-from typing import Literal
 
 import msgspec
 from msgspec import Struct, field
@@ -15,13 +14,14 @@ from realgraph.planner.inputs.workload import Workload
 from realgraph.planner.plan.plan import Hashes, Plan
 from realgraph.planner.request.constraints import Constraints
 from realgraph.planner.request.cost_table import CostTable
+from realgraph.planner.request.engine_support import TORCH, EngineSupport
 from realgraph.planner.request.pins import Pin
 
 
 class PlanRequest(Struct, frozen=True):
     """What to plan: the graph on the cluster. `models` has every role of the graph, `pins` some of its calls.
 
-    engine: `installed` keeps to what this version's engines can run, `any` searches the whole space. costs: measured.
+    engine: what the engines can run that the plan is for. costs: measured.
     """
 
     graph: Graph
@@ -29,7 +29,7 @@ class PlanRequest(Struct, frozen=True):
     cluster: Cluster
     models: dict[str, ModelSpec]
     pins: dict[str, Pin] = field(default_factory=dict)
-    engine: Literal["installed", "any"] = "installed"
+    engine: EngineSupport = TORCH
     costs: CostTable = CostTable()
     constraints: Constraints = Constraints()
 

@@ -92,8 +92,9 @@ def scope_of(prepared: Prepared) -> str:
     request, problem = prepared.request, prepared.problem
     rows = sum(len(table) for table in problem.tables)
     context = f"cp from {CONTEXT_TOKENS:,} tokens of a sample a rank on"
-    free = f"dp, tp, pp, ep, {context}, recomputation and pipeline schedules"
-    what = "dp only, as this version's engines run" if request.engine == "installed" else free
+    axes = ", ".join(context if axis == "cp" else axis for axis in ("dp", *request.engine.axes))
+    free = f"{axes}, recomputation and pipeline schedules"
+    what = free if request.engine.axes else "dp only, as this version's engines run"
     meshes = len(problem.meshes)
     where = f"{meshes:,} mesh{'es' * (meshes != 1)} (aligned blocks and runs of nodes)"
     turns = ", generation in turns with the calls that share its devices" if request.workload.staleness else ""

@@ -49,7 +49,7 @@ def choices_of(prepared: Prepared, plan: Plan) -> dict[str, Choice] | None:
     for task in prepared.problem.tasks:
         allocation = plan.allocations[task.name]
         candidate = candidate_of(prepared.request, plan.allocations, task.name)
-        if candidate.home and prepared.request.engine == "any":
+        if candidate.home and prepared.request.engine.drops_copies:
             candidate = replace(candidate, home=False, residency="reallocated")  # one row for both, told by `shared`
         for mesh, table in task.tables.items():
             if prepared.problem.meshes[mesh] == allocation.layout.mesh:

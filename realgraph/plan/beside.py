@@ -13,6 +13,7 @@ from realgraph.planner.plan.plan import Plan
 from realgraph.planner.report.content import Comparison
 from realgraph.planner.report.format import change_text, gap_text, seconds_text
 from realgraph.planner.request.constraints import Constraints
+from realgraph.planner.request.engine_support import installed
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.baselines import baselines_of
 from realgraph.planner.search.levels import best_level, levels_up_to
@@ -76,9 +77,9 @@ def other_plans(session: Session, request: PlanRequest, judged: bool) -> Iterato
     if pinned:
         free = replace(request, pins={}, constraints=Constraints())
         yield _searched(FREE, "without the run file's allocation and constraints", session, free)
-    if request.engine == "any":
-        installed = replace(request, engine="installed")
-        yield _searched("installed engines", "what `realgraph run` of this version plans with", session, installed)
+    if request.engine != installed():
+        own = replace(request, engine=installed())
+        yield _searched("installed engines", "what `realgraph run` of this version plans with", session, own)
 
 
 def _searched(name: str, note: str, session: Session, request: PlanRequest) -> Comparison:

@@ -21,6 +21,7 @@ from realgraph.planner.inputs.workload import Workload
 from realgraph.planner.plan.codec import plan_from_json
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.request.cost_table import CostTable
+from realgraph.planner.request.engine_support import EVERY, installed
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.search import Infeasible, reprice, search
 from realgraph.run_file.compose import Checked
@@ -75,14 +76,14 @@ def request_for(checked: Checked, hub_cache: Path | None = None, asked: Asked = 
     if problems:
         raise ConfigError(problems)
     pins = {name: pin for name, pin in checked.run.allocation.items() if name in checked.graph.calls}
-    auto: Literal["installed", "any"] = "installed" if cluster.is_cpu else "any"
+    whole = asked.engine == "any" or (asked.engine == "auto" and not cluster.is_cpu)
     return PlanRequest(
         graph=checked.graph,
         workload=workload,
         cluster=cluster,
         models=models,
         pins=pins,
-        engine=auto if asked.engine == "auto" else asked.engine,
+        engine=EVERY if whole else installed(),
         costs=_costs_for(cluster, asked, checked.where("$.cluster.kind")),
         constraints=checked.run.constraints,
     )

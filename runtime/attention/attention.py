@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 from realgraph.runtime.attention.segments import Segments
 
 PACKED = "realgraph_packed"  # the name under which transformers knows `packed_attention`
-MAX_SCORES = 1 << 24  # entries of an explicit [rows, heads, width, width] score matrix at a time
+MAX_SCORE_ENTRIES = 1 << 24  # entries of an explicit [rows, heads, width, width] score matrix at a time
 
 
 class _Fill(torch.autograd.Function):
@@ -125,7 +125,7 @@ def _rectangle(rows: Rows, scaling: float, shape: Shape, seen: Tensor | None) ->
         return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling)
     if seen is None:
         seen = _band(width, width, query.device)
-    n = max(1, MAX_SCORES // (query.shape[1] * width * width))
+    n = max(1, MAX_SCORE_ENTRIES // (query.shape[1] * width * width))
     seen = seen.expand(len(query), 1, width, width)
     pieces = [
         _softcapped(q, k, v, (scaling, softcap, mask))

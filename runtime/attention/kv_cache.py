@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig
 
 CACHED_ATTENTION = "realgraph_cached"
-_MOST_ALIKE = 0.8  # share of slots computed above which finding their rows costs what it saves
+_MAX_DISTINCT_SHARE = 0.8  # share of slots computed above which finding their rows costs what it saves
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, head: Head) 
     return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ value
 
 
-class Pass(Protocol):
+class RolloutPass(Protocol):
     """One forward call's dealings with the cache."""
 
     def attend(self, layer: int, qkv: tuple[Tensor, Tensor, Tensor], head: Head) -> Tensor:
@@ -166,7 +166,7 @@ class Alike:
     def of(states: NDArray[np.int64]) -> "Alike | None":
         """states: [n], equal numbers for equal tokens. None where too few are equal to gain by it."""
         found, first, place = np.unique(states, return_index=True, return_inverse=True)
-        if len(found) > _MOST_ALIKE * len(states):
+        if len(found) > _MAX_DISTINCT_SHARE * len(states):
             return None
         return Alike(torch.from_numpy(first), torch.from_numpy(place))
 

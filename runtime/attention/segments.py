@@ -14,8 +14,10 @@ from torch import Tensor
 
 from realgraph.runtime.attention.sharing import Shared
 
-MAX_WASTE = 1.25  # padded / real tokens of a bucket: above this, one more kernel call costs less than the padding
-MAX_TREE_SCORES = 1 << 22  # entries of all trees' masks: what a pass may hold of them
+MAX_PADDED_RATIO = (
+    1.25  # padded / real tokens of a bucket: above this, one more kernel call costs less than the padding
+)
+MAX_TREE_SCORE_ENTRIES = 1 << 22  # entries of all trees' masks: what a pass may hold of them
 
 Ints = NDArray[np.int64]
 
@@ -59,7 +61,7 @@ class Segments:
         slots = _rows(needed, place[tokens], self.n_rows)
         if shared is not None and shared.groups:
             trees = _trees(needed, place[tokens], np.array(shared.groups), self.n_rows)
-            slots = slots if trees is None or _scores(trees) > min(_scores(slots), MAX_TREE_SCORES) else trees
+            slots = slots if trees is None or _scores(trees) > min(_scores(slots), MAX_TREE_SCORE_ENTRIES) else trees
         self.buckets = slots.buckets
         self.fill: Tensor | None = None
         self.back: Tensor | None = None
@@ -105,7 +107,7 @@ def _bucket(sizes: Ints) -> list[Ints]:
     buckets: list[Ints] = []
     first = 0
     for at, size in enumerate(sizes[order].tolist()):
-        if size * MAX_WASTE < sizes[order[first]]:
+        if size * MAX_PADDED_RATIO < sizes[order[first]]:
             buckets.append(order[first:at])
             first = at
     return [*buckets, order[first:]]
@@ -157,7 +159,7 @@ def _trees(needed: Ints, place: Ints, groups: Ints, n_run: int) -> _Slots | None
     shapes, taken, slot_of, bucket_of = _rectangles(sizes)
     fill, back, again = _laid(found % n_run, taken, slot_of, n_run)
     slots = _Slots(shapes, fill, back, again)
-    if _scores(slots) > MAX_TREE_SCORES:
+    if _scores(slots) > MAX_TREE_SCORE_ENTRIES:
         return slots  # too much to be of use, and to be made
     depth = (_tokens(np.zeros(len(needed), np.int64), needed))[first]  # of each token in its samples
     # every token with each that it follows, itself included: those stand before it in its sample

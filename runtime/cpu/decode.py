@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from realgraph.runtime.attention.kv_cache import Head, Pass
+from realgraph.runtime.attention.kv_cache import Head, RolloutPass
 
 # the four are line by line the same decoder but for query and key norms, biases and windows
 _KNOWN = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
@@ -117,14 +117,14 @@ class LeanDecoder:
         self._final_norm = _norm(module.model.norm)
         self._head: nn.Linear = module.lm_head
 
-    def logits(self, tokens: Tensor, positions: Tensor, rollout_pass: Pass, at: Tensor | None = None) -> Tensor:
+    def logits(self, tokens: Tensor, positions: Tensor, rollout_pass: RolloutPass, at: Tensor | None = None) -> Tensor:
         """Logits [n x q, V] after q tokens of each of n slots, or after those that `at` names (places in n x q);
         tokens and positions [n, q]. Equal to the module's own but for the order of float32 sums."""
         x = self.hidden(tokens, positions, rollout_pass)
         x = self._final_norm(x if at is None else x[at])
         return linear(x, self._head.weight, self._head.bias)
 
-    def hidden(self, tokens: Tensor, positions: Tensor, rollout_pass: Pass) -> Tensor:
+    def hidden(self, tokens: Tensor, positions: Tensor, rollout_pass: RolloutPass) -> Tensor:
         """The last layer's output [n x q, hidden] for q tokens of each of n slots: tokens and positions [n, q]."""
         n, q = tokens.shape
         x: Tensor = self._embed(tokens.reshape(-1))
@@ -140,7 +140,7 @@ class LeanDecoder:
         return x
 
     @staticmethod
-    def _attention(layer: Layer, x: Tensor, tables: tuple[int, Tensor, Tensor], rollout_pass: Pass) -> Tensor:
+    def _attention(layer: Layer, x: Tensor, tables: tuple[int, Tensor, Tensor], rollout_pass: RolloutPass) -> Tensor:
         t, dim = x.shape[0], layer.head_dim
         n, cos, signed = tables
         y = layer.norm(x)

@@ -27,7 +27,7 @@ _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template that says itse
 _ASSISTANT = "assistant"
 
 
-class Turn(NamedTuple):
+class AssistantTurn(NamedTuple):
     """Places in a rendered chat: where an assistant's words begin, and where its turn ends."""
 
     start: int
@@ -100,7 +100,7 @@ def _says(message: Message) -> bool:
     return bool(message.get("content") or message.get("tool_calls") or message.get("reasoning_content"))
 
 
-def _turn(whole: str, messages: Sequence[Message], k: int, by: _By) -> Turn:
+def _turn(whole: str, messages: Sequence[Message], k: int, by: _By) -> AssistantTurn:
     """Where message `k` stands in the rendered chat. Its tool calls are part of its turn."""
     changed = [{**message, "content": _STAND_IN} if i == k else message for i, message in enumerate(messages)]
     other = by.render(changed)
@@ -116,7 +116,7 @@ def _turn(whole: str, messages: Sequence[Message], k: int, by: _By) -> Turn:
     asked = prompt_text(messages[:k], by.tokenizer, by.template) if k > 0 else ""
     if k > 0 and whole.startswith(asked) and len(asked) < shared:
         shared = len(asked)
-    return Turn(shared, end)
+    return AssistantTurn(shared, end)
 
 
 def _ending(message: Message, by: _By) -> str:

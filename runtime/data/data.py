@@ -22,7 +22,7 @@ PROMPT, RESPONSE, MESSAGES, CHOSEN, REJECTED = "prompt", "response", "messages",
 TOOLS = "tools"
 
 
-class Row(Struct, frozen=True):
+class DataRow(Struct, frozen=True):
     """One data row: a prompt group. group: key -> value, of the inputs of level group (token ids, text, numbers, JSON).
 
     samples: for graphs whose samples come from the data (SFT, reward models, DPO), the keys of each sample: `tokens`,
@@ -35,7 +35,7 @@ class Row(Struct, frozen=True):
     raw: RawRow = field(default_factory=dict)
 
 
-class Asked(NamedTuple):
+class PromptConversation(NamedTuple):
     """A prompt as a conversation, for tokenizers other than the one that cut it. tools: of the chat template."""
 
     conversation: Conversation
@@ -119,7 +119,7 @@ class DataSet:
         """The place of a row in the user's files."""
         return self._rows.where(index)
 
-    def row(self, index: int) -> Row | TooLong:
+    def row(self, index: int) -> DataRow | TooLong:
         """Row `index`, from 0 to len - 1, tokenised. Raises ConfigError naming the file, line and column at fault."""
         raw = self._rows.read(index)
         template = self._template(index, raw)
@@ -132,13 +132,13 @@ class DataSet:
             samples = self._samples(index, raw, template) if self._from_data else ()
         except _Overflow as overflow:
             return TooLong(index, overflow.n_tokens, self._spec.max_prompt_tokens)
-        return Row(index, group, samples, raw)
+        return DataRow(index, group, samples, raw)
 
-    def asked(self, row: Row, name: str) -> Asked:
+    def asked(self, row: DataRow, name: str) -> PromptConversation:
         """The conversation of the prompt `name` of a row, before it became tokens, and the tools that belong to it."""
         value, template = row.raw[self._column(name)], self._template(row.index, row.raw)
         text = str(self._tokenizer.decode(value, skip_special_tokens=True)) if _is_ids(value) else None
-        return Asked(
+        return PromptConversation(
             self._at(row.index, name, row.raw, self._chats.of_prompt) if text is None else text, template.tools
         )
 

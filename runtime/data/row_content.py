@@ -26,7 +26,7 @@ FORMS: dict[str, Form] = {
     ".parquet": "parquet",
 }
 COMPRESSED = (".gz", ".zst")  # of JSON lines and CSV; parquet compresses by itself
-_CHUNK = 1 << 20
+_CHUNK_BYTES = 1 << 20
 
 
 def form_of(file: Path) -> Form | None:
@@ -54,7 +54,7 @@ def unpacked(file: Path) -> Iterator[BinaryIO]:
             import pyarrow  # late: only these files need it
 
             with pyarrow.input_stream(str(file), compression="zstd") as packed:
-                yield cast(BinaryIO, io.BufferedReader(packed, _CHUNK))  # it has no lines of its own
+                yield cast(BinaryIO, io.BufferedReader(packed, _CHUNK_BYTES))  # it has no lines of its own
         else:
             with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as stream:
                 yield cast(BinaryIO, stream)
@@ -77,7 +77,7 @@ class Content:
         if file.suffix in COMPRESSED:
             self._held = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115 (it lives as long as the rows do)
             with unpacked(file) as stream:
-                while chunk := stream.read(_CHUNK):
+                while chunk := stream.read(_CHUNK_BYTES):
                     self._held.write(chunk)
 
     @contextmanager

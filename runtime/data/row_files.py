@@ -23,7 +23,7 @@ CACHED_BYTES = 512 * 2**20  # of decoded parquet row groups
 RawRow = dict[str, Any]
 
 
-class Rows(Protocol):
+class RowReader(Protocol):
     """Rows by number. `where` is the place of a row in the user's files. Reading is thread-safe.
 
     all_text: every value is a text, whatever it stands for (CSV has no types).
@@ -41,10 +41,10 @@ class Rows(Protocol):
     def where(self, index: int) -> Where: ...
 
 
-def open_rows(spec: DataSpec) -> Rows:
+def open_rows(spec: DataSpec) -> RowReader:
     """The rows that `spec` names, its first `limit`. Raises ConfigError for what is missing, empty or unreadable."""
     files = data_files(spec)
-    rows: Rows
+    rows: RowReader
     if not files:
         rows = HubRows(spec)
     else:

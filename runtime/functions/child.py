@@ -25,8 +25,8 @@ from realgraph.runtime.functions.functions import load_function, refuse_keywords
 from realgraph.runtime.functions.messages import (
     MAX_RESULT_BYTES,
     Answer,
-    Call,
-    Loaded,
+    FunctionLoaded,
+    FunctionRequest,
     Raised,
     Returned,
     frame,
@@ -36,7 +36,7 @@ from realgraph.runtime.functions.user_errors import error_text, unicode_text
 from realgraph.runtime.processes.processes import END_SIGNALS, die_with_parent
 from realgraph.runtime.processes.titles import set_title
 
-MAX_DETAIL = 8_000  # characters of a traceback
+MAX_DETAIL_CHARACTERS = 8_000  # characters of a traceback
 LINGER_SECONDS = 60.0
 
 
@@ -59,7 +59,7 @@ class Child:
             while (call := next_call(buffer)) is not None:
                 self._begin(call)
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self, call: FunctionRequest) -> None:
         function = self._load(call)
         if function is None:
             return
@@ -67,7 +67,7 @@ class Child:
         is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 - the method itself is asked for, not whether it is there
         )
-        self._send(Loaded(call.number, is_async))
+        self._send(FunctionLoaded(call.number, is_async))
         if call.probe:
             self._send(Returned(call.number, None, 0.0))
         elif is_async:
@@ -75,7 +75,7 @@ class Child:
         else:
             self._run(call, function)
 
-    def _load(self, call: Call) -> Callable[..., Any] | None:
+    def _load(self, call: FunctionRequest) -> Callable[..., Any] | None:
         if call.fn not in self._functions:
             try:
                 self._functions[call.fn] = load_function(call.fn, self._user_dir)
@@ -88,7 +88,7 @@ class Child:
             return None
         return self._functions[call.fn]
 
-    def _run(self, call: Call, function: Callable[..., Any]) -> None:
+    def _run(self, call: FunctionRequest, function: Callable[..., Any]) -> None:
         started = time.perf_counter()
         try:
             value = function(**call.kwargs)
@@ -97,7 +97,7 @@ class Child:
             return
         self._answer(call, value, time.perf_counter() - started)
 
-    async def _run_async(self, call: Call, function: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+    async def _run_async(self, call: FunctionRequest, function: Callable[..., Coroutine[Any, Any, Any]]) -> None:
         started = time.perf_counter()
         limit = asyncio.timeout(call.timeout_seconds)
         try:
@@ -119,7 +119,7 @@ class Child:
             threading.Thread(target=self._loop.run_forever, name="coroutines", daemon=True).start()
         return self._loop
 
-    def _answer(self, call: Call, value: object, seconds: float) -> None:
+    def _answer(self, call: FunctionRequest, value: object, seconds: float) -> None:
         try:
             message = frame(Returned(call.number, plain(value), seconds, held_bytes()))
         except Exception as error:  # whatever a user's object does when it is asked for its value
@@ -177,14 +177,14 @@ def held_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _raised(call: Call, kind: Literal["load", "error"], what: str, error: BaseException) -> Raised:
+def _raised(call: FunctionRequest, kind: Literal["load", "error"], what: str, error: BaseException) -> Raised:
     """One line with the place in the user's code, and the traceback below our own frames."""
     try:
         detail = "".join(traceback.format_exception(error))
     except Exception as failed:  # an exception of the user's may do anything where it is looked at
         detail = f"the traceback can't be written: {type(failed).__name__}"
     text = f"{what + ': ' if what else ''}{error_text(error)}"
-    return Raised(call.number, kind, unicode_text(text), unicode_text(detail)[-MAX_DETAIL:])
+    return Raised(call.number, kind, unicode_text(text), unicode_text(detail)[-MAX_DETAIL_CHARACTERS:])
 
 
 def _limit(memory_bytes: int) -> None:

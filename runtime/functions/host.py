@@ -12,7 +12,7 @@ from types import TracebackType
 
 from realgraph.graphs.spec import Function
 from realgraph.runtime.functions.functions import Unit, UnitResult, check_output, error_output, keyword_names
-from realgraph.runtime.functions.pool import FunctionPool, Outcome, Work
+from realgraph.runtime.functions.pool import FunctionOutcome, FunctionPool, PoolCall
 from realgraph.runtime.functions.process import Bounds
 from realgraph.runtime.functions.rewards import FUNCTIONS, INLINE
 
@@ -37,7 +37,7 @@ class _Batch:
         self._left = len(units)
         self._lock = threading.Lock()
 
-    def take(self, position: int, outcome: Outcome) -> None:
+    def take(self, position: int, outcome: FunctionOutcome) -> None:
         """One unit has ended. The first failure ends a batch that may not go on with errors."""
         result = judge(self.name, self.call, self.units[position], outcome)
         with self._lock:
@@ -135,11 +135,11 @@ class FunctionHost:
     def _submit(self, batch: _Batch, probe: bool = False) -> None:
         call = batch.call
 
-        def taker(position: int) -> Callable[[Outcome], None]:
+        def taker(position: int) -> Callable[[FunctionOutcome], None]:
             return lambda outcome: batch.take(position, outcome)
 
         works = [
-            Work(call.fn, unit.kwargs | call.args, call.timeout_seconds, taker(i), batch.wanted, probe, call.env)
+            PoolCall(call.fn, unit.kwargs | call.args, call.timeout_seconds, taker(i), batch.wanted, probe, call.env)
             for i, unit in enumerate(batch.units)
         ]
         with self._lock:
@@ -168,16 +168,16 @@ def _run_inline(name: str, call: Function, units: Sequence[Unit]) -> list[UnitRe
         started = time.perf_counter()
         try:
             value = FUNCTIONS[call.fn](**{**unit.kwargs, **call.args})
-            outcome = Outcome("ok", value=value, seconds=time.perf_counter() - started)
+            outcome = FunctionOutcome("ok", value=value, seconds=time.perf_counter() - started)
         except Exception as error:  # a row that the function can't read: reported with its sample
-            outcome = Outcome("error", text=f"{type(error).__name__}: {error}", detail=traceback.format_exc())
+            outcome = FunctionOutcome("error", text=f"{type(error).__name__}: {error}", detail=traceback.format_exc())
         results.append(judge(name, call, unit, outcome))
         if results[-1].error and call.on_error == "fail":
             return results + [UnitResult()] * (len(units) - len(results))
     return results
 
 
-def judge(name: str, call: Function, unit: Unit, outcome: Outcome) -> UnitResult:
+def judge(name: str, call: Function, unit: Unit, outcome: FunctionOutcome) -> UnitResult:
     """A unit's result from how its call ended, its value checked against the types that `call` writes."""
     text, detail = outcome.text, outcome.detail
     match outcome.kind:

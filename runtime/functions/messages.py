@@ -19,7 +19,7 @@ class ForeignBytesError(ValueError):
     """What came over the socket is no message of ours."""
 
 
-class Call(Struct, frozen=True, tag=True):
+class FunctionRequest(Struct, frozen=True, tag=True):
     """Run `fn` once with `kwargs`; with `probe`, only load it and see whether it takes keywords of these names."""
 
     number: int
@@ -29,7 +29,7 @@ class Call(Struct, frozen=True, tag=True):
     probe: bool = False
 
 
-class Loaded(Struct, frozen=True, tag=True):
+class FunctionLoaded(Struct, frozen=True, tag=True):
     """The function of call `number` is there and starts now."""
 
     number: int
@@ -54,18 +54,18 @@ class Raised(Struct, frozen=True, tag=True):
     detail: str = ""
 
 
-Answer = Loaded | Returned | Raised
+Answer = FunctionLoaded | Returned | Raised
 _encode = msgspec.msgpack.Encoder().encode
-_decode_call = msgspec.msgpack.Decoder(Call).decode
+_decode_call = msgspec.msgpack.Decoder(FunctionRequest).decode
 _ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
-def frame(message: Call | Answer) -> bytes:
+def frame(message: FunctionRequest | Answer) -> bytes:
     """A message as it goes over the socket. Raises what msgspec does for values that have no form there."""
     return framed(_encode(message), _MARK)
 
 
-def next_call(buffer: bytearray) -> Call | None:
+def next_call(buffer: bytearray) -> FunctionRequest | None:
     """Take the first whole call out of `buffer`; None where it is not there yet. Raises ForeignBytesError."""
     body = _cut(buffer, 2**32)
     return None if body is None else _decode_call(body)

@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 from realgraph.runtime.functions.messages import (
     Answer,
-    Call,
     ForeignBytesError,
-    Loaded,
+    FunctionLoaded,
+    FunctionRequest,
     Raised,
     Returned,
     frame,
@@ -33,7 +33,7 @@ GRACE_SECONDS = 1.0  # after its limit a coroutine is cancelled inside its proce
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FunctionOutcome:
     """How a piece of work ended; `load`: the function can't be had or called at all."""
 
     kind: Literal["ok", "load", "error", "timeout", "died", "skipped"]
@@ -44,13 +44,13 @@ class Outcome:
 
 
 @dataclass(eq=False)
-class Work:
+class PoolCall:
     """One call to make. `done` is called once, from the pool's thread; `wanted` may turn false while it waits."""
 
     fn: str
     kwargs: dict[str, Any]
     timeout_seconds: float
-    done: Callable[[Outcome], None]
+    done: Callable[[FunctionOutcome], None]
     wanted: Callable[[], bool]
     probe: bool = False
     env: tuple[str, ...] = ()  # names of variables that its process gets
@@ -65,12 +65,12 @@ class _Process:
     own: FunctionProcess
     env: frozenset[str]
     asynchronous: dict[str, bool] = field(default_factory=dict)
-    held: dict[int, Work] = field(default_factory=dict)
+    held: dict[int, PoolCall] = field(default_factory=dict)
     incoming: bytearray = field(default_factory=bytearray)
     outgoing: bytearray = field(default_factory=bytearray)
     retiring: bool = False
 
-    def takes(self, work: Work) -> bool:
+    def takes(self, work: PoolCall) -> bool:
         """Whether `work` may start here now: alone, or beside coroutines if it is known to be one itself."""
         if self.retiring or self.env != frozenset(work.env):
             return False
@@ -89,9 +89,9 @@ class FunctionPool:
         self._user_dir, self._n_processes = user_dir, processes
         self._bounds, self._start_seconds = bounds, start_seconds
         self._processes: list[_Process] = []
-        self._queue: deque[Work] = deque()
+        self._queue: deque[PoolCall] = deque()
         self._lock = threading.Lock()
-        self._inbox: list[Work] = []
+        self._inbox: list[PoolCall] = []
         self._closing = False
         self._number = 0
         self._selector = selectors.DefaultSelector()
@@ -102,7 +102,7 @@ class FunctionPool:
         self._thread = threading.Thread(target=self._serve, name="functions", daemon=True)
         self._thread.start()
 
-    def submit(self, works: Sequence[Work]) -> None:
+    def submit(self, works: Sequence[PoolCall]) -> None:
         """Queue work; thread-safe. Raises RuntimeError once the pool is closed."""
         with self._lock:
             if self._closing:
@@ -148,7 +148,7 @@ class FunctionPool:
             left += process.held.values()
             self._kill(process)
         for work in left:
-            work.done(Outcome("skipped", text=why))
+            work.done(FunctionOutcome("skipped", text=why))
         self._selector.close()
         self._woken.close()
         self._waker.close()
@@ -158,19 +158,19 @@ class FunctionPool:
         while self._queue:
             work = self._queue[0]
             if not work.wanted():
-                self._queue.popleft().done(Outcome("skipped", text="not run"))
+                self._queue.popleft().done(FunctionOutcome("skipped", text="not run"))
                 continue
             try:
                 process = self._place(work)
             except OSError as error:  # no such folder, no process left, no memory
                 text = f"can't start a process for functions in {self._user_dir}: {error}"
-                self._queue.popleft().done(Outcome("load", text=text))
+                self._queue.popleft().done(FunctionOutcome("load", text=text))
                 continue
             if process is None:
                 return
             self._start(process, self._queue.popleft())
 
-    def _place(self, work: Work) -> _Process | None:
+    def _place(self, work: PoolCall) -> _Process | None:
         """An idle process that has the function, else an idle one, else a new one, else one that runs coroutines."""
         fit = [process for process in self._processes if process.takes(work)]
         idle = [process for process in fit if not process.held]
@@ -186,13 +186,13 @@ class FunctionPool:
         self._selector.register(process.own.calls, selectors.EVENT_READ, process)
         return process
 
-    def _start(self, process: _Process, work: Work) -> None:
+    def _start(self, process: _Process, work: PoolCall) -> None:
         self._number += 1
         number = self._number
         try:
-            message = frame(Call(number, work.fn, work.timeout_seconds, work.kwargs, work.probe))
+            message = frame(FunctionRequest(number, work.fn, work.timeout_seconds, work.kwargs, work.probe))
         except (TypeError, OverflowError, ValueError) as error:
-            work.done(Outcome("error", text=f"its inputs can't be sent to a subprocess: {error}"))
+            work.done(FunctionOutcome("error", text=f"its inputs can't be sent to a subprocess: {error}"))
             return
         loading = work.fn not in process.asynchronous
         work.deadline = time.monotonic() + (self._start_seconds if loading else self._limit(process, work))
@@ -200,7 +200,7 @@ class FunctionPool:
         process.outgoing += message
         self._flush(process)
 
-    def _limit(self, process: _Process, work: Work) -> float:
+    def _limit(self, process: _Process, work: PoolCall) -> float:
         return work.timeout_seconds + (GRACE_SECONDS if process.asynchronous.get(work.fn) else 0.0)
 
     def _wait(self) -> None:
@@ -247,7 +247,7 @@ class FunctionPool:
         except ForeignBytesError as error:
             self._kill(process)
             text = f"wrote {error} to the socket that carries its answers, and its process was killed"
-            self._blame(process, Outcome("died", text=f"{text}; what it prints belongs to standard output"))
+            self._blame(process, FunctionOutcome("died", text=f"{text}; what it prints belongs to standard output"))
             return
         if process.retiring and not process.held:
             self._kill(process)
@@ -257,17 +257,17 @@ class FunctionPool:
         if work is None:
             return
         match answer:
-            case Loaded(is_async=is_async):
+            case FunctionLoaded(is_async=is_async):
                 process.asynchronous[work.fn] = is_async
                 work.deadline = time.monotonic() + self._limit(process, work)
             case Raised(kind=kind, text=text, detail=detail):
                 del process.held[answer.number]
-                work.done(Outcome(kind, text=text, detail=detail))
+                work.done(FunctionOutcome(kind, text=text, detail=detail))
             case Returned(value=value, seconds=seconds, held_bytes=held_bytes):
                 del process.held[answer.number]
                 # A process that has grown to half of what it may have is replaced before it runs out.
                 process.retiring = process.retiring or held_bytes > self._bounds.memory_bytes // 2
-                work.done(Outcome("ok", value=value, seconds=seconds))
+                work.done(FunctionOutcome("ok", value=value, seconds=seconds))
 
     def _kill_overdue(self) -> None:
         now = time.monotonic()
@@ -278,13 +278,13 @@ class FunctionPool:
                 kind: Literal["load", "timeout"] = "load" if loading else "timeout"
                 text = f"importing {late[0].fn!r} took more than {self._start_seconds:g} s" if loading else ""
                 self._kill(process)
-                self._blame(process, Outcome(kind, text=text))
+                self._blame(process, FunctionOutcome(kind, text=text))
 
     def _died(self, process: _Process) -> None:
         self._forget(process)
-        self._blame(process, Outcome("died", text=process.own.died()))
+        self._blame(process, FunctionOutcome("died", text=process.own.died()))
 
-    def _blame(self, process: _Process, outcome: Outcome) -> None:
+    def _blame(self, process: _Process, outcome: FunctionOutcome) -> None:
         """The one work that the process held has failed; of several, each is run again alone."""
         works = list(process.held.values())
         process.held.clear()

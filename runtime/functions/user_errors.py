@@ -7,13 +7,13 @@ from pathlib import Path
 
 _OWN = str(Path(__file__).resolve().parents[1])  # of the runtime
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-MAX_TEXT = 500  # characters of a message
+MAX_TEXT_CHARACTERS = 500  # characters of a message
 
 
 def error_text(error: BaseException) -> str:
     """`KeyError: 'reward' (my_maths.py:14)`: the kind, the first line of the message, and the user's own line."""
     message = unicode_text(_message(error)).splitlines()
-    text = f"{type(error).__name__}: {message[0][:MAX_TEXT]}" if message else type(error).__name__
+    text = f"{type(error).__name__}: {message[0][:MAX_TEXT_CHARACTERS]}" if message else type(error).__name__
     place = user_place(error)
     return f"{text} ({place})" if place else text
 

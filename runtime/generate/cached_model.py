@@ -3,7 +3,7 @@
 The module may belong to a train engine: its attention function and training flags are ours only inside `borrowed`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -24,7 +24,7 @@ from realgraph.runtime.attention.kv_cache import (
 from realgraph.runtime.cpu.decode import LeanDecoder, lean_applies
 from realgraph.runtime.generate.decode_graph import DecodeGraphs, decode_logits
 
-_BLOCK = 16  # slots that share a segment at least
+_MIN_SEGMENT_SLOTS = 16  # slots that share a segment at least
 _SEGMENT_BYTES = 150_000  # reading this much costs about as much as one more attention call (CPU, 14 GB/s and 10 us)
 
 
@@ -35,8 +35,8 @@ def segments(lengths: NDArray[np.int64], spare: int) -> list[tuple[int, int, int
     apart. Covers every slot once, in order.
     """
     runs: list[tuple[int, int, int]] = []
-    for low in range(0, len(lengths), _BLOCK):
-        high = min(low + _BLOCK, len(lengths))
+    for low in range(0, len(lengths), _MIN_SEGMENT_SLOTS):
+        high = min(low + _MIN_SEGMENT_SLOTS, len(lengths))
         longest = int(lengths[low:high].max())
         if runs:
             first, _, other = runs[-1]
@@ -63,9 +63,9 @@ class CachedModel:
         self.max_length: int = config.max_position_embeddings
         self.vocabulary: int = config.vocab_size
         self.cache = KVCache(cache_shape(config, weight.dtype, weight.device))
-        self._module = module
+        self.module = module
         self._config = config
-        self._modules = list(module.modules())
+        self.modules = list(module.modules())
         # dynamic rotary tables look at the positions on the host, which no graph can do
         rope = str(getattr(config, "rope_parameters", ""))
         replay = cuda_graphs and self.device.type == "cuda" and "dynamic" not in rope and "longrope" not in rope
@@ -75,13 +75,13 @@ class CachedModel:
         self._spare_tokens = _SEGMENT_BYTES * shape.layers // shape.bytes_per_token
 
     def _lean_decoder(self) -> LeanDecoder | None:
-        return LeanDecoder(self._module) if self.device.type == "cpu" and lean_applies(self._module) else None
+        return LeanDecoder(self.module) if self.device.type == "cpu" and lean_applies(self.module) else None
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
         """The module with our attention, in evaluation mode and without gradients; afterwards as it was."""
         attention = self._config._attn_implementation
-        training = [module for module in self._modules if module.training]
+        training = [module for module in self.modules if module.training]
         self._config._attn_implementation = CACHED_ATTENTION
         for module in training:
             module.training = False
@@ -92,20 +92,6 @@ class CachedModel:
             self._config._attn_implementation = attention
             for module in training:
                 module.training = True
-
-    def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy weights in place, by the module's own names. Raises ValueError, before anything is changed, for names
-        or shapes that the module does not have."""
-        own = self._module.state_dict()
-        unknown = sorted(set(weights) - set(own))
-        if unknown:
-            raise ValueError(f"weights that the model does not have: {', '.join(unknown[:3])} ({len(unknown)} in all)")
-        for name, tensor in weights.items():
-            if tensor.shape != own[name].shape:
-                raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, the model has {tuple(own[name].shape)}")
-        with torch.no_grad():
-            for name, tensor in weights.items():
-                own[name].copy_(tensor)
 
     def weights_changed(self) -> None:
         """To be called after every change of weights, in place or not."""
@@ -120,13 +106,13 @@ class CachedModel:
             self._graphs.drop()
 
     @property
-    def tells(self) -> bool:
-        """Whether `prefill` gives logits; it may change with the weights."""
+    def prefill_returns_logits(self) -> bool:
+        """`prefill` gives logits; it may change with the weights."""
         return self._lean is not None
 
     def prefill(self, slots: Sequence[int], starts: Sequence[int], rows: Sequence[Sequence[int]]) -> Tensor | None:
         """Store the keys and values of tokens `rows[i]` from position `starts[i]` on of slot `slots[i]`. Returns the
-        logits [n, V] after the last token of each row, where the model tells them."""
+        logits [n, V] after the last token of each row, where `prefill_returns_logits`."""
         counts = [len(row) for row in rows]
         widest = max(counts)
         tokens = torch.tensor([[*row, *[row[-1]] * (widest - len(row))] for row in rows], device=self.device)
@@ -135,7 +121,7 @@ class CachedModel:
             last = torch.tensor([i * widest + count - 1 for i, count in enumerate(counts)], device=self.device)
             return self._lean.logits(tokens, rollout_pass.positions, rollout_pass, last)
         # no position is asked for logits: only the keys and values matter
-        self._module(
+        self.module(
             input_ids=tokens,
             position_ids=rollout_pass.positions,
             use_cache=False,
@@ -164,4 +150,4 @@ class CachedModel:
             rollout_pass.alike = alike
             rows = alike.first
             return self._lean.logits(newest[rows, None], on_device[rows, None], rollout_pass)[alike.place]
-        return decode_logits(self._module, newest, on_device, rollout_pass)
+        return decode_logits(self.module, newest, on_device, rollout_pass)

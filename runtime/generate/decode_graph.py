@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from realgraph.runtime.attention.kv_cache import DecodePass, KVCache
 
-_WARMUPS = 2  # before capture: lets cuBLAS and the allocator settle, as torch.cuda.graph asks for
+_WARMUP_STEPS = 2  # before capture: lets cuBLAS and the allocator settle, as torch.cuda.graph asks for
 _SMALLEST_LENGTH = 64
 
 
@@ -118,7 +118,7 @@ class DecodeGraphs:
         side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            for _ in range(_WARMUPS - 1):
+            for _ in range(_WARMUP_STEPS - 1):
                 step()
             logits = step()
         torch.cuda.current_stream(device).wait_stream(side)

@@ -5,48 +5,37 @@ language model does the forward passes, and is left as it was found.
 
 The invariant of a slot: the cache holds every token but the newest, which the next decode step reads. Samples of one
 prompt copy what the first of them stored, and a request that lost its cache (new weights, no memory) is prefilled as a
-longer prompt. A walk that tells logits (`CachedModel.tells`) prefills the newest token, too, so that the first draw of
-all samples of a prompt needs no decode step; another prefills up to it. Slots without a valid cache are the last ones.
+longer prompt. Where a walk's prefill returns logits (`CachedModel.prefill_returns_logits`), it takes in the newest
+token, too, so that the first draw of all samples of a prompt needs no decode step; another prefills up to it. Slots
+without a valid cache are the last ones.
 """
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from realgraph.runtime.engine import Completion, Request
+from realgraph.planner.request.engine_support import TORCH
+from realgraph.runtime.engine import Completion, Decode, Request, RolloutLimits, Weights, WeightSpec
 from realgraph.runtime.generate.cached_model import CachedModel
 from realgraph.runtime.generate.sampling import SettingsTable, draw
-from realgraph.runtime.generate.slots import InWork, Told, fill_gaps
+from realgraph.runtime.generate.slots import PrefillLogits, RunningSequence, fill_gaps
+from realgraph.runtime.models.train_state import read_counters
+from realgraph.runtime.models.weights import read_into, take_weights, weight_specs
 
-_ROUND = 64  # cache lengths are multiples of it; on a CPU, where memory is what bounds short sequences, of a quarter
-_BLOCK = 32  # slots are kept in order of length by blocks, so that a decode step can read each block to its own length
-_SHORT = 64  # a cache of this length is read as a whole: no order is worth a move
-
-Decode = Callable[[Sequence[int]], str]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of one engine. Lengths and tokens count prompt and response.
-
-    max_running: default: 128, on a CPU 256. max_length: of a sequence; default: the model's positions.
-    max_cache_tokens: slots x length of the cache; default: only bounded by max_running. prefill_tokens: of one forward
-    pass, padding included, and of the new prompts that one step takes in. cuda_graphs: replay decode steps on a GPU;
-    without effect on a CPU.
-    """
-
-    max_running: int | None = None
-    max_length: int | None = None
-    max_cache_tokens: int | None = None
-    prefill_tokens: int = 4096
-    cuda_graphs: bool = True
+_LENGTH_MULTIPLE = (
+    64  # cache lengths are multiples of it; on a CPU, where memory is what bounds short sequences, of a quarter
+)
+_SLOTS_PER_BLOCK = (
+    32  # slots are kept in order of length by blocks, so that a decode step can read each block to its own length
+)
+_UNORDERED_LENGTH = 64  # a cache of this length is read as a whole: no order is worth a move
 
 
 class TorchRolloutEngine:
@@ -60,24 +49,26 @@ class TorchRolloutEngine:
     def __init__(
         self,
         module: nn.Module,
-        limits: Limits | None = None,
+        limits: RolloutLimits | None = None,
         *,
         decode: Decode | None = None,
         version: int = 0,
+        source: Path | None = None,
     ) -> None:
-        self.version = version
-        self._limits = limits or Limits()
+        self.version, self.source = version, source
+        self._limits = limits or RolloutLimits()
         self._model = CachedModel(module, self._limits.cuda_graphs)
+        self.device = self._model.device
         self._decode_text = decode
         self._max_length = self._limits.max_length or self._model.max_length
-        self._waiting: deque[InWork] = deque()
-        self._running: list[InWork] = []  # by slot: the live ones are always the first
+        self._waiting: deque[RunningSequence] = deque()
+        self._running: list[RunningSequence] = []  # by slot: the live ones are always the first
         self._ids: set[int] = set()
-        self._on_cpu = self._model.device.type == "cpu"
-        slots = self._most_slots = self._limits.max_running or (256 if self._on_cpu else 128)
-        self._round = _ROUND // 4 if self._on_cpu else _ROUND
+        self._on_cpu = self.device.type == "cpu"
+        slots = self._most_slots = self._limits.max_running or TORCH.running(cpu=self._on_cpu)
+        self._round = _LENGTH_MULTIPLE // 4 if self._on_cpu else _LENGTH_MULTIPLE
         self._ready = 0  # slots with a valid cache: these, from the first on
-        self._settings = SettingsTable(slots, self._model.device)
+        self._settings = SettingsTable(slots, self.device)
         self._newest: NDArray[np.int64] = np.zeros(slots, np.int64)  # token a slot reads next
         self._position: NDArray[np.int64] = np.zeros(slots, np.int64)  # of that token
         self._state: NDArray[np.int64] = np.zeros(slots, np.int64)  # equal numbers: equal tokens
@@ -94,7 +85,7 @@ class TorchRolloutEngine:
             problem = self._problem(request)
             if problem:
                 raise ValueError(f"request {request.id}: {problem}")
-        self._waiting.extend(InWork(r, list(r.prompt), hash(r.prompt)) for r in requests)
+        self._waiting.extend(RunningSequence(r, list(r.prompt), hash(r.prompt)) for r in requests)
         self._ids.update(ids)
 
     def abort(self, ids: Sequence[int]) -> None:
@@ -118,7 +109,7 @@ class TorchRolloutEngine:
             self._make_room()
             self._admit()
             logits, n = self._logits(), len(self._running)
-            positions = torch.from_numpy(self._position[:n] + 1).to(self._model.device)
+            positions = torch.from_numpy(self._position[:n] + 1).to(self.device)
             tokens, logprobs = draw(logits, self._settings.view(n), positions)
             return self._collect(tokens.tolist(), logprobs.tolist())
 
@@ -148,11 +139,22 @@ class TorchRolloutEngine:
         """What the key-value cache occupies on the device."""
         return self._model.cache.nbytes
 
-    def update(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
-        """See RolloutEngine. Weights come by the module's own names and are copied in place; a tied weight may be left
-        out. Raises ValueError, before anything is changed, for names or shapes that the module does not have."""
-        if weights is not None:
-            self._model.take(weights)
+    def weight_specs(self) -> tuple[WeightSpec, ...]:
+        """See RolloutEngine."""
+        return weight_specs(self._model.module)
+
+    def load_weights(self, weights: Weights, version: int) -> None:
+        """See RolloutEngine."""
+        take_weights(self._model.module, weights, lambda own, new: own.copy_(new))
+        self.weights_changed(version)
+
+    def load(self, folder: Path) -> None:
+        """See RolloutEngine."""
+        read_into(self._model.module, folder, "lm")
+        self.weights_changed(read_counters(folder).version)
+
+    def weights_changed(self, version: int) -> None:
+        """See RolloutEngine."""
         self._forget()
         self._model.weights_changed()
         self.version = version
@@ -250,7 +252,7 @@ class TorchRolloutEngine:
         if length > cache.length:
             most = max((len(s.request.prompt) + s.request.max_new_tokens for s in self._running), default=0)
             # a graph is lost with the cache it was captured on: a GPU takes the last size at once
-            roomy = cache.length * 3 // 2 if self._model.device.type == "cpu" else most
+            roomy = cache.length * 3 // 2 if self.device.type == "cpu" else most
             roomy = max(length, self._round_up(min(roomy, most) + 1))
             length = roomy if self._allowed(roomy) >= n else length
         elif self._allowed(cache.length) >= n:
@@ -262,9 +264,9 @@ class TorchRolloutEngine:
     def _remove(self, slots: Sequence[int]) -> None:
         """Free these slots; live ones move into the gaps."""
         # a GPU reads all slots to one length: there any live slot may fill a gap
-        ordered = self._on_cpu and self._model.cache.length > _SHORT
+        ordered = self._on_cpu and self._model.cache.length > _UNORDERED_LENGTH
         end = len(self._running) - len(slots)
-        held = fill_gaps(self._position[: len(self._running)], slots, _BLOCK if ordered else None)
+        held = fill_gaps(self._position[: len(self._running)], slots, _SLOTS_PER_BLOCK if ordered else None)
         self._move([slot for slot in range(end) if held[slot] != slot], held)
         del self._running[end:]
         self._ready = min(self._ready, end)
@@ -284,17 +286,17 @@ class TorchRolloutEngine:
     # --- forward passes -----------------------------------------------------------------------------------------------
 
     def _logits(self) -> Tensor:
-        """[n, V] for the next token of each slot: decoded, or told by the prefill."""
-        told = self._prefill()
-        n = self._ready if told is not None else len(self._running)
+        """[n, V] for the next token of each slot: decoded, or given by the prefill."""
+        prefilled = self._prefill()
+        n = self._ready if prefilled is not None else len(self._running)
         columns = self._newest[:n], self._position[:n], self._state[:n]
         parts = [self._model.decode(*columns)] if n else []
-        return torch.cat([*parts, told]) if told is not None else parts[0]
+        return torch.cat([*parts, prefilled]) if prefilled is not None else parts[0]
 
     def _prefill(self) -> Tensor | None:
         """Bring every slot to where it can decode. The first sequence of each prompt goes ahead; the others copy.
 
-        Returns the logits [k, V] of the slots that had no valid cache, where the model tells them, else None.
+        Returns the logits [k, V] of the slots that had no valid cache, where prefills return them, else None.
         """
         pending = range(self._ready, len(self._running))
         if not pending:
@@ -308,31 +310,35 @@ class TorchRolloutEngine:
                 followers.append(slot)
             else:
                 leaders.append(slot)
-        told = Told()
-        self._forward(leaders, told)
+        prefilled = PrefillLogits()
+        self._forward(leaders, prefilled)
         copies: dict[int, tuple[list[int], list[int]]] = {}  # by length: slots, donors
         for slot in followers:
             sequence, donor = self._running[slot], donors[self._running[slot].key]
             most = min(len(sequence.request.prompt), len(sequence.tokens) - 1)
-            if donor in told.at and self._running[donor].tokens == sequence.tokens:
-                told.at[slot], most = told.at[donor], len(sequence.tokens)
+            if donor in prefilled.at and self._running[donor].tokens == sequence.tokens:
+                prefilled.at[slot], most = prefilled.at[donor], len(sequence.tokens)
             sequence.cached = min(most, self._running[donor].cached)
             for column, number in zip(copies.setdefault(sequence.cached, ([], [])), (slot, donor), strict=True):
                 column.append(number)
         for length, (slots, sources) in copies.items():
             self._model.cache.copy(slots, sources, length)
-        self._forward([slot for slot in followers if slot not in told.at], told)
-        return torch.cat(told.logits)[[told.at[slot] for slot in pending]] if self._model.tells else None
+        self._forward([slot for slot in followers if slot not in prefilled.at], prefilled)
+        return (
+            torch.cat(prefilled.logits)[[prefilled.at[slot] for slot in pending]]
+            if self._model.prefill_returns_logits
+            else None
+        )
 
     def _shares(self, donor: int, slot: int) -> bool:
         """Whether `slot` can copy its prompt from `donor` (the hash alone could lie)."""
         return donor != slot and self._running[donor].request.prompt == self._running[slot].request.prompt
 
     def _missing(self, slot: int) -> int:
-        """Tokens to prefill before the slot can decode, or has told its logits."""
-        return len(self._running[slot].tokens) - self._running[slot].cached - (not self._model.tells)
+        """Tokens to prefill before the slot can decode, or has its logits."""
+        return len(self._running[slot].tokens) - self._running[slot].cached - (not self._model.prefill_returns_logits)
 
-    def _forward(self, slots: Sequence[int], told: Told) -> None:
+    def _forward(self, slots: Sequence[int], prefilled: PrefillLogits) -> None:
         """Prefill these slots: batches of similar length, long ones in chunks, never over `prefill_tokens` at once."""
         budget = self._limits.prefill_tokens
         pending = [slot for slot in slots if self._missing(slot)]
@@ -346,10 +352,10 @@ class TorchRolloutEngine:
                 if (not self._running[slot].cached) != fresh or self._missing(slot) * 4 < width * 3 - 32:
                     break
                 batch.append(slot)
-            self._forward_batch(batch, width, told)
+            self._forward_batch(batch, width, prefilled)
             pending = [slot for slot in pending if self._missing(slot)]
 
-    def _forward_batch(self, slots: Sequence[int], width: int, told: Told) -> None:
+    def _forward_batch(self, slots: Sequence[int], width: int, prefilled: PrefillLogits) -> None:
         sequences = [self._running[slot] for slot in slots]
         starts = [s.cached for s in sequences]
         rows = [
@@ -359,9 +365,9 @@ class TorchRolloutEngine:
             sequence.cached += len(row)
         logits = self._model.prefill(slots, starts, rows)
         if logits is not None:
-            first = sum(map(len, told.logits))
-            told.at |= {slot: first + i for i, slot in enumerate(slots)}  # of a chunk: until the next one
-            told.logits.append(logits)
+            first = sum(map(len, prefilled.logits))
+            prefilled.at |= {slot: first + i for i, slot in enumerate(slots)}  # of a chunk: until the next one
+            prefilled.logits.append(logits)
 
     def _collect(self, tokens: list[int], logprobs: list[float]) -> list[Completion]:
         """Append what was drawn; take out what has ended."""
@@ -383,18 +389,12 @@ class TorchRolloutEngine:
             sequence.logprobs.append(logprob)
             sequence.versions.append(version)
             request = sequence.request
-            stopped = token in request.stop_tokens or (bool(request.stop_strings) and self._says_stop(sequence))
+            stopped = token in request.stop_tokens or bool(
+                request.stop_strings and sequence.says_stop(self._decode_text)
+            )
             if stopped or len(sequence.versions) == request.max_new_tokens:
                 done.append(sequence.completion(stopped))
                 free.append(slot)
                 self._ids.discard(request.id)
         self._remove(free)
         return done
-
-    def _says_stop(self, sequence: InWork) -> bool:
-        """Whether the newest text holds a stop string. A character may take four tokens, so the tail is cut wide."""
-        assert self._decode_text is not None
-        longest = max(map(len, sequence.request.stop_strings))
-        new = sequence.tokens[max(len(sequence.request.prompt), len(sequence.tokens) - 4 * longest - 8) :]
-        text = self._decode_text(new)
-        return any(stop in text for stop in sequence.request.stop_strings)

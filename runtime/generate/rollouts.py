@@ -8,7 +8,7 @@ from typing import Any
 
 from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS, FINISHED, GENERATED, MASK, TEXT, TOKENS, VERSIONS
 from realgraph.graphs.spec import Generate
-from realgraph.runtime.data.data import Asked
+from realgraph.runtime.data.data import PromptConversation
 from realgraph.runtime.data.own_tokens import OwnTokens
 from realgraph.runtime.data.stops import Stops
 from realgraph.runtime.engine import Completion, Request, RolloutEngine
@@ -85,7 +85,7 @@ class _Group:
     id: int
     prompt: Sequence[int]
     started: float
-    asked: Asked | None = None
+    asked: PromptConversation | None = None
     completions: dict[int, Completion] = field(default_factory=dict)
 
 
@@ -123,7 +123,9 @@ class Rollouts:
                 done += self.engine.step()
         return done
 
-    def submit(self, prompts: Mapping[int, Sequence[int]], seed: int, asked: Mapping[int, Asked] | None = None) -> None:
+    def submit(
+        self, prompts: Mapping[int, Sequence[int]], seed: int, asked: Mapping[int, PromptConversation] | None = None
+    ) -> None:
         """Queue the samples of groups, each given its prompt's tokens; `asked`: the prompts for other tokenizers."""
         requests = []
         for group, prompt in prompts.items():

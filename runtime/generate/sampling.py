@@ -55,7 +55,7 @@ def uniform(streams: Tensor, positions: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Settings:
+class SamplingSettings:
     """Sampling settings of n rows. temperature, top_p: [n] float32; top_k, streams: [n] int64.
 
     The flags say what any row asks for, so that the common case skips the rest: scaled (a temperature other than 1),
@@ -70,10 +70,10 @@ class Settings:
     greedy: bool
     truncated: bool
 
-    def rows(self, start: int, stop: int) -> "Settings":
+    def rows(self, start: int, stop: int) -> "SamplingSettings":
         """The settings of rows start to stop - 1."""
         part = slice(start, stop)
-        return Settings(
+        return SamplingSettings(
             self.temperature[part],
             self.top_p[part],
             self.top_k[part],
@@ -93,7 +93,7 @@ class SettingsTable:
         self._top_p: NDArray[np.float32] = np.ones(slots, np.float32)
         self._top_k: NDArray[np.int64] = np.zeros(slots, np.int64)
         self._streams: NDArray[np.int64] = np.zeros(slots, np.int64)
-        self._view: tuple[int, Settings] | None = None
+        self._view: tuple[int, SamplingSettings] | None = None
 
     def put(self, slot: int, request: Request) -> None:
         """Give `slot` the settings of `request`."""
@@ -110,11 +110,11 @@ class SettingsTable:
             column[into] = column[start]
         self._view = None
 
-    def view(self, n: int) -> Settings:
+    def view(self, n: int) -> SamplingSettings:
         """Settings of slots 0 to n - 1; made anew only after a change."""
         if self._view is None or self._view[0] != n:
             temperature, top_p, top_k = self._temperature[:n], self._top_p[:n], self._top_k[:n]
-            settings = Settings(
+            settings = SamplingSettings(
                 temperature=torch.from_numpy(temperature.copy()).to(self._device),
                 top_p=torch.from_numpy(top_p.copy()).to(self._device),
                 top_k=torch.from_numpy(top_k.copy()).to(self._device),
@@ -145,7 +145,7 @@ def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return torch.empty_like(logits).scatter_(-1, order, ranked)
 
 
-def distribution(logits: Tensor, settings: Settings) -> Tensor:
+def distribution(logits: Tensor, settings: SamplingSettings) -> Tensor:
     """Log-probabilities [n, V] float32 that a row is drawn from; rows at temperature 0 come back as at temperature 1.
 
     Raises nothing: rows with NaN stay NaN, and the caller sees them in the drawn log-probability.
@@ -160,7 +160,7 @@ def distribution(logits: Tensor, settings: Settings) -> Tensor:
     return logits.log_softmax(-1)
 
 
-def _draw(logits: Tensor, settings: Settings, positions: Tensor) -> tuple[Tensor, Tensor]:
+def _draw(logits: Tensor, settings: SamplingSettings, positions: Tensor) -> tuple[Tensor, Tensor]:
     logprobs = distribution(logits, settings)
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     # the first entry whose cumulated probability exceeds the target: entries of probability 0 can't be hit
@@ -175,7 +175,7 @@ def _draw(logits: Tensor, settings: Settings, positions: Tensor) -> tuple[Tensor
     return tokens, drawn
 
 
-def draw(logits: Tensor, settings: Settings, positions: Tensor) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, settings: SamplingSettings, positions: Tensor) -> tuple[Tensor, Tensor]:
     """One token per row and its log-probability under the distribution it was drawn from.
 
     logits: [n, V], any float type (the maths is float32, the inverse of the cumulated probabilities float64);

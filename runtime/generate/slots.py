@@ -7,19 +7,27 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from realgraph.runtime.engine import Completion, Request
+from realgraph.runtime.engine import Completion, Decode, Request
 
 
 @dataclass(eq=False, slots=True)
-class InWork:
-    """A request in work. tokens: prompt, then what was drawn. cached: tokens with valid keys, from the first on."""
+class RunningSequence:
+    """A request that runs or waits."""
 
     request: Request
-    tokens: list[int]
+    tokens: list[int]  # prompt, then what was drawn
     key: int  # hash of the prompt, once computed
-    cached: int = 0
+    cached: int = 0  # tokens with valid keys, from the first on
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+
+    def says_stop(self, decode: Decode | None) -> bool:
+        """The newest text holds a stop string. A character may take four tokens, so the tail is cut wide."""
+        assert decode is not None, "stop strings were let in without a decoder"
+        stops = self.request.stop_strings
+        longest = max(map(len, stops))
+        text = decode(self.tokens[max(len(self.request.prompt), len(self.tokens) - 4 * longest - 8) :])
+        return any(stop in text for stop in stops)
 
     def completion(self, finished: bool) -> Completion:
         new = tuple(self.tokens[len(self.request.prompt) :])
@@ -27,8 +35,8 @@ class InWork:
 
 
 @dataclass
-class Told:
-    """Logits [*, V] that prefills told, one after the other, and the row of each slot among them."""
+class PrefillLogits:
+    """Logits [*, V] that prefills returned, one after the other, and the row of each slot among them."""
 
     logits: list[Tensor] = field(default_factory=list)
     at: dict[int, int] = field(default_factory=dict)

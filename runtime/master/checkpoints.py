@@ -19,8 +19,8 @@ from realgraph.runtime.job.manifest import damage, seal
 from realgraph.runtime.job.run_folder import CHECKPOINT_STATE, RunFolder, disk_text, write_atomic
 from realgraph.runtime.master.checkpoint_folders import NotRemoved, commit_folder, point_best, prune, recover
 from realgraph.runtime.master.inbox import Exit, Inbox
-from realgraph.runtime.master.startup import Crew
-from realgraph.runtime.processes.launch import describe_exit
+from realgraph.runtime.master.startup import WorkerGroup
+from realgraph.runtime.processes.launcher import describe_exit
 from realgraph.runtime.wire.protocol import RESCUE_CALL, Done, Failed, Rescue
 from realgraph.runtime.wire.transport import TransportError
 
@@ -181,16 +181,18 @@ def rescuers(job: Job, alive: frozenset[int]) -> Rescuers:
     return Rescuers(alone, together)
 
 
-async def rescue(crew: Crew, job: Job, checkpoints: Checkpoints, border: Checkpointed, inbox: Inbox) -> Committed:
+async def rescue(
+    workers: WorkerGroup, job: Job, checkpoints: Checkpoints, border: Checkpointed, inbox: Inbox
+) -> Committed:
     """Have surviving workers write what they hold of the state at `border`. Raises OSError where that fails."""
-    chosen = rescuers(job, crew.fleet.running - inbox.gone)
+    chosen = rescuers(job, workers.fleet.running - inbox.gone)
     partial = checkpoints.partial(border.step)
     commands = chosen.commands(border.step, partial, border.versions)
     waiting = Counter(worker for worker, _ in commands)
     until = inbox.clock.now() + job.runtime.min_deadline_seconds
     try:
         for worker, command in commands:
-            await crew.socket.send(worker, command)
+            await workers.socket.send(worker, command)
     except TransportError as error:
         raise OSError(str(error)) from error
     while +waiting:

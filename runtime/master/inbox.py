@@ -8,9 +8,9 @@ from msgspec import Struct
 
 from realgraph.runtime.commands.actions import StopRequested, Tick, WorkerLost
 from realgraph.runtime.job.job import RuntimeSpec
-from realgraph.runtime.master.startup import EXPLAIN_SECONDS, Crew
+from realgraph.runtime.master.startup import EXPLAIN_SECONDS, WorkerGroup
 from realgraph.runtime.processes.clock import Clock
-from realgraph.runtime.processes.launch import describe_exit
+from realgraph.runtime.processes.launcher import describe_exit
 from realgraph.runtime.wire.protocol import Failed, Reply
 
 
@@ -29,19 +29,19 @@ Happened = Reply | Exit | StopRequested | StopNow
 
 
 class Inbox:
-    """Listens to the crew from its start to `close`. `gone`: workers that ended or were given up.
+    """Listens to the workers from its start to `close`. `gone`: workers that ended or were given up.
 
     clock: what deadlines and silences are measured by; it stands still while this process does.
     """
 
-    def __init__(self, crew: Crew, runtime: RuntimeSpec) -> None:
+    def __init__(self, workers: WorkerGroup, runtime: RuntimeSpec) -> None:
         self._runtime = runtime
         self._queue: asyncio.Queue[Happened] = asyncio.Queue()
         self.clock = Clock()
-        self._heard = dict.fromkeys(crew.ready, self.clock.now())
+        self._heard = dict.fromkeys(workers.ready, self.clock.now())
         self._stopped_seconds = 0.0  # of this process, as far as it is dealt with
         self.gone: set[int] = set()
-        work = (self._receive(crew), self._exits(crew), self.clock.tick())
+        work = (self._receive(workers), self._exits(workers), self.clock.tick())
         self._tasks = [asyncio.create_task(each) for each in work]
 
     def put(self, request: StopRequested | StopNow) -> None:
@@ -54,15 +54,15 @@ class Inbox:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _receive(self, crew: Crew) -> None:
+    async def _receive(self, workers: WorkerGroup) -> None:
         while True:
-            worker, reply = await crew.socket.receive()
+            worker, reply = await workers.socket.receive()
             self._heard[worker] = self.clock.now()
             self._queue.put_nowait(reply)
 
-    async def _exits(self, crew: Crew) -> None:
+    async def _exits(self, workers: WorkerGroup) -> None:
         while True:
-            worker, status = await crew.fleet.wait_exit()
+            worker, status = await workers.fleet.wait_exit()
             self._queue.put_nowait(Exit(worker, status))
 
     async def next(self, deadline: float | None) -> Reply | WorkerLost | StopRequested | Tick | StopNow:

@@ -40,10 +40,11 @@ from realgraph.runtime.master.observer import (
     StepRecord,
     Transcript,
 )
-from realgraph.runtime.master.startup import Crew, StartError, ready_crew, start_crew
+from realgraph.runtime.master.startup import StartError, WorkerGroup, ready_worker_group, start_worker_group
 from realgraph.runtime.master.step_metrics import flatten
 from realgraph.runtime.processes.interrupts import Interrupted, Interrupts, unless
-from realgraph.runtime.processes.launch import LaunchError
+from realgraph.runtime.processes.launcher import Launcher, LaunchError
+from realgraph.runtime.processes.local import LocalLauncher
 from realgraph.runtime.scheduler.scheduler import Scheduler
 from realgraph.runtime.wire.protocol import Done, Failed, Generated
 from realgraph.runtime.wire.transport import TransportError
@@ -71,8 +72,16 @@ class Outcome(Struct, frozen=True):
 class Master:
     """One run, from the start of its workers to their end. `run` is called once, in the main thread."""
 
-    def __init__(self, job: Job, folder: RunFolder, observers: Observers, resume: Path | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        folder: RunFolder,
+        observers: Observers,
+        resume: Path | None = None,
+        launcher: Launcher = LocalLauncher(),
+    ) -> None:
         self._job, self._folder, self._observers, self._resume = job, folder, observers, resume
+        self._launcher = launcher
         self._checkpoints = Checkpoints(folder, job.checkpoint.keep)
         self._interrupts = Interrupts(self._interrupted)
         self._inbox: Inbox | None = None
@@ -111,44 +120,44 @@ class Master:
         """Everything between the first process and the last. Raises Interrupted."""
         began = time.monotonic()
         try:
-            crew = await unless(self._interrupts.first, start_crew(self._job, self._folder))
+            workers = await unless(self._interrupts.first, start_worker_group(self._job, self._folder, self._launcher))
         except LaunchError as error:
             return Failed(-1, "", str(error), "start")
         try:
             try:
-                await unless(self._interrupts.first, ready_crew(crew, self._job, self._resume))
-                self._begin(crew, began)
+                await unless(self._interrupts.first, ready_worker_group(workers, self._job, self._resume))
+                self._begin(workers, began)
             except StartError as error:
                 return error.failure
-            return await self._with_inbox(crew)
+            return await self._with_inbox(workers)
         finally:
-            await self._close(crew)
+            await self._close(workers)
 
-    async def _with_inbox(self, crew: Crew) -> Failed | None:
+    async def _with_inbox(self, workers: WorkerGroup) -> Failed | None:
         """Drive, and after a failure save what can be saved. Raises Interrupted where nothing has failed."""
-        inbox = self._inbox = Inbox(crew, self._job.runtime)
+        inbox = self._inbox = Inbox(workers, self._job.runtime)
         try:
             try:
-                failure = await self._drive(crew, inbox)
+                failure = await self._drive(workers, inbox)
             except OSError as error:
                 failure = unwritable(error)
             if failure is not None:
                 try:
-                    await unless(self._interrupts.second, self._rescue(crew, inbox))
+                    await unless(self._interrupts.second, self._rescue(workers, inbox))
                 except Interrupted:
                     self._observers.note("interrupted while saving", "warning")
             return failure
         finally:
             await inbox.close()
 
-    async def _close(self, crew: Crew) -> None:
+    async def _close(self, workers: WorkerGroup) -> None:
         """End the workers; a second interrupt cuts their time short."""
         try:
-            await unless(self._interrupts.second, crew.close(GRACE_SECONDS))
+            await unless(self._interrupts.second, workers.close(GRACE_SECONDS))
         except Interrupted:
-            await crew.close(0.0)
+            await workers.close(0.0)
 
-    def _begin(self, crew: Crew, began: float) -> None:
+    def _begin(self, workers: WorkerGroup, began: float) -> None:
         """All workers are ready: the Scheduler takes over. Raises StartError."""
         state = None
         if self._resume is not None:
@@ -157,14 +166,18 @@ class Master:
             except DamagedState as error:
                 text = f"the checkpoint {self._resume} is damaged: {error}"
                 raise StartError(Failed(-1, "", text, "start")) from error
-        n_rows = {worker.n_rows for worker in crew.ready.values()}
+        n_rows = {worker.n_rows for worker in workers.ready.values()}
         if len(n_rows) > 1:
             text = f"the workers see data sets of different lengths: {sorted(n_rows)}"
             raise StartError(Failed(-1, "", text, "start"))
-        n_eval_rows = max(worker.n_eval_rows for worker in crew.ready.values())
-        self._scheduler = Scheduler(self._job, sorted(crew.ready), n_rows.pop(), state, n_eval_rows=n_eval_rows)
+        n_eval_rows = max(worker.n_eval_rows for worker in workers.ready.values())
+        self._scheduler = Scheduler(self._job, sorted(workers.ready), n_rows.pop(), state, n_eval_rows=n_eval_rows)
         seconds = time.monotonic() - began
-        facts = {**crew.ready[min(crew.ready)].facts, "fork_seconds": crew.fork_seconds, "start_seconds": seconds}
+        facts = {
+            **workers.ready[min(workers.ready)].facts,
+            "fork_seconds": workers.fork_seconds,
+            "start_seconds": seconds,
+        }
         self._observers.observe(
             RunStarted(
                 name=self._job.name,
@@ -178,7 +191,7 @@ class Master:
             )
         )
 
-    async def _drive(self, crew: Crew, inbox: Inbox) -> Failed | None:
+    async def _drive(self, workers: WorkerGroup, inbox: Inbox) -> Failed | None:
         """Feed the Scheduler until it halts. The failure that ended the run, or None. Raises Interrupted, OSError."""
         self._step_began = time.monotonic()
         self._border = self._scheduler.state
@@ -186,7 +199,7 @@ class Master:
         event: Event | StopNow
         while True:
             try:
-                halt = await self._perform(crew, actions)
+                halt = await self._perform(workers, actions)
             except TransportError as error:  # a worker that just died takes no message: its end says more
                 event = await inbox.explain(Failed(-1, "", str(error), "worker"))
             else:
@@ -197,7 +210,7 @@ class Master:
                 case StopNow():
                     raise Interrupted
                 case WorkerLost(worker=worker):
-                    await crew.fleet.kill(worker)  # one that is only silent must not wake up again
+                    await workers.fleet.kill(worker)  # one that is only silent must not wake up again
                 case Done() | Generated():
                     self._trace(event)
                 case _:
@@ -209,11 +222,11 @@ class Master:
         if reply.ended > 0:
             self._observers.observe(Span(reply.worker, call, self._steps, reply.started, reply.ended))
 
-    async def _perform(self, crew: Crew, actions: list[Action]) -> Halt | None:
+    async def _perform(self, workers: WorkerGroup, actions: list[Action]) -> Halt | None:
         for action in actions:
             match action:
                 case Send(worker=worker, command=command):
-                    await crew.socket.send(worker, command)
+                    await workers.socket.send(worker, command)
                 case StepEnded():
                     self._step_ended(action)
                 case EvalEnded(step=step, metrics=metrics, best=best):
@@ -243,7 +256,7 @@ class Master:
         self._steps = ended.step + 1  # from here on the step is whole: it is on record
         self._border = self._scheduler.state
 
-    async def _rescue(self, crew: Crew, inbox: Inbox) -> None:
+    async def _rescue(self, workers: WorkerGroup, inbox: Inbox) -> None:
         """After a failure: have the survivors save the state of the last whole step, where nothing newer is saved."""
         border = self._border
         if border is None or border.step <= self._checkpoints.newest_step():
@@ -251,7 +264,7 @@ class Master:
         self._recover()
         began = time.monotonic()
         try:
-            done = await rescue(crew, self._job, self._checkpoints, border, inbox)
+            done = await rescue(workers, self._job, self._checkpoints, border, inbox)
         except OSError as error:
             self._observers.note(f"the state after step {border.step} was not saved: {disk_text(error)}", "error")
         else:

@@ -1,7 +1,6 @@
 """From nothing to a fleet of ready workers: keys, processes, hand-shakes. Every wait has a deadline. Master side."""
 
 import asyncio
-import os
 import time
 from pathlib import Path
 
@@ -11,14 +10,12 @@ from realgraph.runtime.commands.failures import workers_text
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.processes.clock import time_limit
-from realgraph.runtime.processes.launch import Fleet, WorkerBoot, describe_exit, start_workers
+from realgraph.runtime.processes.launcher import Fleet, Launcher, WorkerBoot, WorkerProgram, describe_exit
 from realgraph.runtime.wire.curve import make_keys
 from realgraph.runtime.wire.protocol import Configure, Failed, Heartbeat, Hello, Ready, Shutdown
 from realgraph.runtime.wire.transport import MasterSocket, TransportError
 
-PRELOAD = ("torch", "transformers", "realgraph.runtime.worker.worker")
-
-
+PROGRAM = WorkerProgram("realgraph.runtime.worker.worker:main", ("torch", "transformers"))
 EXPLAIN_SECONDS = 2.0  # how long a failure that may be another one's echo waits for it
 
 
@@ -30,7 +27,7 @@ class StartError(Exception):
         self.failure = failure
 
 
-class Crew:
+class WorkerGroup:
     """The workers of a run with the socket that reaches them. `close` ends both, whatever happened before."""
 
     def __init__(self, fleet: Fleet, socket: MasterSocket) -> None:
@@ -56,11 +53,11 @@ class Crew:
                 await self.fleet.kill(worker)
 
 
-async def start_crew(job: Job, folder: RunFolder) -> Crew:
-    """Start one worker process per device of this host. Raises LaunchError."""
+async def start_worker_group(job: Job, folder: RunFolder, launcher: Launcher) -> WorkerGroup:
+    """Start one worker process per device, where the launcher says. Raises LaunchError."""
     n_workers = job.cluster.n_devices
     master, keys = make_keys(), {worker: make_keys() for worker in range(n_workers)}
-    socket = MasterSocket(master, {worker: pair.public for worker, pair in keys.items()})
+    socket = MasterSocket(master, {worker: pair.public for worker, pair in keys.items()}, launcher.interface)
     boots = [
         WorkerBoot(
             worker=worker,
@@ -71,29 +68,28 @@ async def start_crew(job: Job, folder: RunFolder) -> Crew:
             threads=job.runtime.threads,
             n_workers=n_workers,
             cpu=job.cluster.is_cpu,
-            master_pid=os.getpid(),
         )
         for worker in range(n_workers)
     ]
     began = time.monotonic()
     try:
-        fleet = await start_workers(boots, preload=PRELOAD, deadline_seconds=job.runtime.start_seconds)
+        fleet = await launcher.start(boots, PROGRAM, job.runtime.start_seconds)
     except BaseException:
         await socket.close()
         raise
-    crew = Crew(fleet, socket)
-    crew.fork_seconds = time.monotonic() - began
-    return crew
+    workers = WorkerGroup(fleet, socket)
+    workers.fork_seconds = time.monotonic() - began
+    return workers
 
 
-async def ready_crew(crew: Crew, job: Job, resume: Path | None) -> None:
-    """Hand-shake with every worker and wait until all are ready; `crew.ready` then has their facts.
+async def ready_worker_group(workers: WorkerGroup, job: Job, resume: Path | None) -> None:
+    """Hand-shake with every worker and wait until all are ready; `workers.ready` then has their facts.
 
     Raises StartError naming the worker that failed, ended, or is late.
     """
-    missing = set(crew.fleet.handles)
-    waiting = asyncio.create_task(_shake_hands(crew, job, resume, missing))
-    ended = asyncio.create_task(crew.fleet.wait_exit())
+    missing = set(workers.fleet.workers)
+    waiting = asyncio.create_task(_shake_hands(workers, job, resume, missing))
+    ended = asyncio.create_task(workers.fleet.wait_exit())
     try:
         async with time_limit(job.runtime.start_seconds):
             done, _ = await asyncio.wait((waiting, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -101,7 +97,7 @@ async def ready_crew(crew: Crew, job: Job, resume: Path | None) -> None:
             waiting.result()
             return
         worker, status = ended.result()
-        log = crew.fleet.handles[worker].last_lines()
+        log = workers.fleet.last_lines(worker)
         text = f"worker {worker} {describe_exit(status)} before it was ready"
         raise StartError(Failed(worker, "", text, "start", detail=log))
     except TimeoutError:
@@ -114,20 +110,20 @@ async def ready_crew(crew: Crew, job: Job, resume: Path | None) -> None:
         await asyncio.gather(waiting, ended, return_exceptions=True)
 
 
-async def _shake_hands(crew: Crew, job: Job, resume: Path | None, missing: set[int]) -> None:
+async def _shake_hands(workers: WorkerGroup, job: Job, resume: Path | None, missing: set[int]) -> None:
     hellos: dict[int, Hello] = {}
     while missing:
-        worker, reply = await crew.socket.receive()
+        worker, reply = await workers.socket.receive()
         match reply:
             case Hello():
                 hellos[worker] = reply
-                if len(hellos) == len(crew.fleet.handles):
-                    await _configure(crew, job, resume, hellos)
+                if len(hellos) == len(workers.fleet.workers):
+                    await _configure(workers, job, resume, hellos)
             case Ready():
-                crew.ready[worker] = reply
+                workers.ready[worker] = reply
                 missing.discard(worker)
             case Failed():
-                raise StartError(await _explained(crew, reply))
+                raise StartError(await _explained(workers, reply))
             case Heartbeat():
                 pass
             case _:
@@ -135,21 +131,21 @@ async def _shake_hands(crew: Crew, job: Job, resume: Path | None, missing: set[i
                 raise StartError(Failed(worker, "", text, "start"))
 
 
-async def _explained(crew: Crew, failure: Failed) -> Failed:
+async def _explained(workers: WorkerGroup, failure: Failed) -> Failed:
     """`failure`; where it only says that another worker was missed, what that one says within a moment."""
     if failure.kind != "worker":
         return failure
     try:
         async with asyncio.timeout(EXPLAIN_SECONDS):
             while True:
-                _, reply = await crew.socket.receive()
+                _, reply = await workers.socket.receive()
                 if isinstance(reply, Failed) and reply.kind != "worker":
                     return reply
     except TimeoutError:
         return failure
 
 
-async def _configure(crew: Crew, job: Job, resume: Path | None, hellos: dict[int, Hello]) -> None:
+async def _configure(workers: WorkerGroup, job: Job, resume: Path | None, hellos: dict[int, Hello]) -> None:
     command = Configure(
         job=msgspec.json.encode(job),
         peers=tuple(hellos[worker].peer for worker in sorted(hellos)),
@@ -157,4 +153,4 @@ async def _configure(crew: Crew, job: Job, resume: Path | None, hellos: dict[int
         resume=str(resume) if resume is not None else "",
     )
     for worker in sorted(hellos):
-        await crew.socket.send(worker, command)
+        await workers.socket.send(worker, command)

@@ -31,7 +31,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor to be written."""
 
     name: str
@@ -47,7 +47,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Target:
+class CheckpointTarget:
     """Files `<stem>.safetensors`, or `<stem>-00001-of-0000N` with an index where one would exceed `shard_bytes`."""
 
     folder: Path
@@ -55,7 +55,7 @@ class Target:
     shard_bytes: int = SHARD_BYTES
 
 
-def write(target: Target, entries: Sequence[Entry], tensors: Iterable[tuple[str, Tensor]]) -> None:
+def write(target: CheckpointTarget, entries: Sequence[TensorEntry], tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write `tensors`, which come in the order of `entries`. Raises OSError where the disk refuses."""
     shards = _shards(entries, target.shard_bytes)
     names = _file_names(target.stem, len(shards))
@@ -68,8 +68,8 @@ def write(target: Target, entries: Sequence[Entry], tensors: Iterable[tuple[str,
         write_json(target.folder / f"{target.stem}.safetensors.index.json", index)
 
 
-def _shards(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
-    shards: list[list[Entry]] = [[]]
+def _shards(entries: Sequence[TensorEntry], limit: int) -> list[list[TensorEntry]]:
+    shards: list[list[TensorEntry]] = [[]]
     size = 0
     for entry in entries:
         if shards[-1] and size + entry.nbytes > limit:
@@ -86,7 +86,7 @@ def _file_names(stem: str, n: int) -> list[str]:
     return [f"{stem}-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
 
 
-def _write_file(path: Path, entries: Sequence[Entry], tensors: Iterator[tuple[str, Tensor]]) -> None:
+def _write_file(path: Path, entries: Sequence[TensorEntry], tensors: Iterator[tuple[str, Tensor]]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in entries:

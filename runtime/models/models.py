@@ -1,7 +1,7 @@
 """Hugging Face models as packed models: built without a copy, run on ragged batches. Knows no optimizer and no loss."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -219,13 +219,38 @@ def materialise(model: PackedModel, device: torch.device) -> None:
     model.to_empty(device=device)
     if not isinstance(model, FSDPModule):
         model.network.tie_weights()
-    for module in model.network.modules():
+    _fill_buffers(model.network)
+
+
+def _fill_buffers(network: Any) -> None:
+    for module in network.modules():
         buffers = dict(module.named_buffers(recurse=False))
         if "embed_scale" in buffers:
             buffers["embed_scale"].fill_(module.scalar_embed_scale)
         elif buffers:
             assert not any(True for _ in module.parameters(recurse=False)), f"unknown buffers {list(buffers)}"
-            model.network._init_weights(module)  # RoPE's frequencies, from the config
+            network._init_weights(module)  # RoPE's frequencies, from the config
+
+
+def network_over(role: ModelRole, folder: Path, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A network in evaluation mode whose parameters are these very tensors, by name; only its buffers are its own.
+
+    folder: of its config.json. Raises KeyError for a name that the network does not have.
+    """
+    first = next(iter(tensors.values()))
+    network: Any = empty_network(parse_config(folder), role.head, first.dtype)
+    modules = dict(network.named_modules())
+    for name, tensor in tensors.items():
+        place, _, last = name.rpartition(".")
+        setattr(modules[place], last, nn.Parameter(tensor, requires_grad=False))
+    network.tie_weights()
+    for module in modules.values():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device=first.device)
+    _fill_buffers(network)
+    assert not any(parameter.is_meta for parameter in network.parameters()), "a parameter was not given"
+    found: nn.Module = network.eval()
+    return found
 
 
 def initialise(model: PackedModel, seed: int) -> None:

@@ -4,7 +4,7 @@ Only safetensors are read, and no code of a checkpoint is run.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.runtime.data import hub
+from realgraph.runtime.engine import Weights, WeightSpec
 from realgraph.runtime.models.checkpoint_files import UnreadableTensors, open_tensors
 from realgraph.runtime.models.heads import HEAD, SUPPORTED, Head, parameter_name
 
@@ -151,6 +152,37 @@ def read_into(network: nn.Module, folder: Path, head: Head) -> tuple[str, ...]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise refuse(folder, f"the checkpoint lacks {missing[0]!r}{more}")
     return tuple(sorted(left))
+
+
+def weight_specs(network: nn.Module, dtype: torch.dtype | None = None) -> tuple[WeightSpec, ...]:
+    """What `full_tensors` gives, without the tensors."""
+    return tuple(
+        WeightSpec(name, tuple(parameter.shape), dtype or parameter.dtype)
+        for name, parameter in network.named_parameters()
+    )
+
+
+@torch.no_grad()
+def take_weights(
+    network: nn.Module,
+    weights: Weights,
+    change: Callable[[Tensor, Tensor], object],
+    targets: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Change every parameter (of a shard: its part; or the tensor of `targets` that stands for it) by the weight of its
+    name: change(own, new). Raises ValueError for another set of names or shapes; weights before it have been taken."""
+    parameters = dict(network.named_parameters())
+    left = set(parameters)
+    for name, tensor in weights:
+        if name not in left:
+            raise ValueError(f"weight {name!r} is unknown or came twice")
+        if tensor.shape != parameters[name].shape:
+            raise ValueError(f"weight {name!r} is {tuple(tensor.shape)}, not {tuple(parameters[name].shape)}")
+        own, part = own_part(parameters[name])
+        change(own if targets is None else targets[name], tensor[part])
+        left.discard(name)
+    if left:
+        raise ValueError(f"weights are missing: {sorted(left)[:3]}")
 
 
 def full_tensors(network: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:

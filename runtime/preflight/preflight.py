@@ -19,7 +19,7 @@ from realgraph.graphs.keys import (
     own_tokens,
 )
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference
-from realgraph.runtime.data.data import DataSet, Row, TooLong, model_source, tokenizer_source
+from realgraph.runtime.data.data import DataRow, DataSet, TooLong, model_source, tokenizer_source
 from realgraph.runtime.data.own_tokens import open_own_tokens
 from realgraph.runtime.data.stops import CONFIG, json_object, stops_of
 from realgraph.runtime.data.tokenize import Tokenizer, load_tokenizer
@@ -46,7 +46,7 @@ def preflight(job: Job) -> list[str]:
     inputs = {key.name: key.type for key in job.graph.inputs}
     data = DataSet(job.data, inputs, tokenizer, job.graph.samples_per_group)
     rows = [data.row(i) for i in range(min(N_ROWS, len(data)))]
-    kept = [row for row in rows if isinstance(row, Row)]
+    kept = [row for row in rows if isinstance(row, DataRow)]
     lines = _describe(job, data, rows, tokenizer)
     if not kept:
         lengths = ", ".join(str(row.n_tokens) for row in rows if isinstance(row, TooLong))
@@ -63,7 +63,7 @@ def preflight(job: Job) -> list[str]:
     return lines
 
 
-def check_tokens(job: Job, data: DataSet, rows: Sequence[Row], tokenizer: Tokenizer) -> list[str]:
+def check_tokens(job: Job, data: DataSet, rows: Sequence[DataRow], tokenizer: Tokenizer) -> list[str]:
     """What ends samples, whether all roles share their tokens, and the first samples of those with a tokenizer of their
     own. Raises ConfigError."""
     texts = [value for row in rows for value in row.raw.values() if isinstance(value, str)]
@@ -85,7 +85,7 @@ def check_tokens(job: Job, data: DataSet, rows: Sequence[Row], tokenizer: Tokeni
     return lines
 
 
-def _refuse_outside(job: Job, rows: Sequence[Row]) -> None:
+def _refuse_outside(job: Job, rows: Sequence[DataRow]) -> None:
     """Raises ConfigError where a model at hand has no such token as the first rows hold."""
     used = [row.group[key.name] for row in rows for key in job.graph.inputs if key.type.dtype == "tokens" and row.group]
     used += [sample[TOKENS] for row in rows for sample in row.samples]
@@ -116,9 +116,9 @@ def refuse_machine(job: Job, n_gpus: int) -> None:
     raise ConfigError([Problem(Where(path="$.cluster"), text, hint, "cluster")])
 
 
-def _describe(job: Job, data: DataSet, rows: Sequence[Row | TooLong], tokenizer: Tokenizer) -> list[str]:
+def _describe(job: Job, data: DataSet, rows: Sequence[DataRow | TooLong], tokenizer: Tokenizer) -> list[str]:
     """Size and lengths of the data, and its first row as the model sees it."""
-    kept = [row for row in rows if isinstance(row, Row)]
+    kept = [row for row in rows if isinstance(row, DataRow)]
     lines = [f"data: {len(data):,} rows of {job.data.path}"]
     if len(kept) < len(rows):
         lines.append(f"  {len(rows) - len(kept)} of the first {len(rows)} prompts are too long and are left out")
@@ -151,7 +151,7 @@ def _try(
     graph: Graph,
     functions: Mapping[str, Function],
     data: DataSet,
-    rows: Sequence[Row],
+    rows: Sequence[DataRow],
     tools: tuple[FunctionHost, Tokenizer],
 ) -> list[str]:
     """Import every function; run those whose inputs can be made up on a group of made-up samples of each row."""
@@ -172,7 +172,7 @@ def _try(
     return lines
 
 
-def _made_up(graph: Graph, row: Row, tokenizer: Tokenizer) -> Known:
+def _made_up(graph: Graph, row: DataRow, tokenizer: Tokenizer) -> Known:
     """Values of a row's inputs and of a generate call's keys: its own answer, if it has one, and two others."""
     known: Known = {name: (graph.keys[name].type.level, value) for name, value in row.group.items()}
     if row.samples:
@@ -183,7 +183,7 @@ def _made_up(graph: Graph, row: Row, tokenizer: Tokenizer) -> Known:
     return known | _made_numbers(graph, [len(tokens) for tokens in known[TOKENS][1]])
 
 
-def _made_generated(row: Row, tokenizer: Tokenizer, samples_per_group: int) -> Known:
+def _made_generated(row: DataRow, tokenizer: Tokenizer, samples_per_group: int) -> Known:
     """The keys of a generate call: the row's own answer and two others as samples, again and again for large groups."""
     known: Known = {}
     answers = [value for value in row.group.values() if isinstance(value, str)]

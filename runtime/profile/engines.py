@@ -18,20 +18,20 @@ from realgraph.planner.costs.calibrate.measurements import Case, DecodeCase, Pas
 from realgraph.planner.costs.memory.memory import DType
 from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.runtime.batch import Packed
-from realgraph.runtime.engine import Request
-from realgraph.runtime.generate.engine import Limits, TorchRolloutEngine
+from realgraph.runtime.engine import Request, RolloutLimits, TrainSettings
+from realgraph.runtime.generate.engine import TorchRolloutEngine
 from realgraph.runtime.models.models import PackedModel, Start, build
 from realgraph.runtime.parallel.groups import Ranks
 from realgraph.runtime.profile.files import model_folder
 from realgraph.runtime.train.engine import TorchTrainEngine
-from realgraph.runtime.train.passes import Passes, Settings
+from realgraph.runtime.train.passes import ModelPasses
 
 DECODE_STEPS = 4  # timed in each round
 PREFILL_TOKENS = 4096  # that enter the cache in one step
 LR = 1e-9
 
 
-class Engines:
+class ProfiledEngines:
     """The engines of one worker, by model."""
 
     def __init__(self, dtype: DType, ranks: Ranks, folder: Path) -> None:
@@ -65,7 +65,7 @@ class Engines:
     def _trained(self, model: ModelSpec) -> TorchTrainEngine:
         """One engine a model: its masters and moments are several times the model."""
         if model not in self._engines:
-            settings = Settings(optimizer=Optimizer())
+            settings = TrainSettings(optimizer=Optimizer())
             self._engines[model] = TorchTrainEngine(self._role, self._model(model), self._ranks, settings)
         return self._engines[model]
 
@@ -77,9 +77,9 @@ class Engines:
 
     def _pass(self, case: Pass) -> Callable[[], float]:
         tokens = case.samples * case.length // case.microbatches
-        settings = Settings(max_tokens_per_microbatch=tokens, optimizer=Optimizer())
+        settings = TrainSettings(max_tokens_per_microbatch=tokens, optimizer=Optimizer())
         engine = self._trained(case.model)
-        passes = Passes(self._role, engine.model, self._ranks, settings)
+        passes = ModelPasses(self._role, engine.model, self._ranks, settings)
         batch = random_batch(case, self._ranks.device)
         call = Train(model="actor", lr=LR, loss=Loss(terms={"policy": PolicyGradient()}))
 
@@ -100,7 +100,7 @@ class Engines:
 
     def _engine(self, model: ModelSpec, running: int) -> TorchRolloutEngine:
         return TorchRolloutEngine(
-            self._model(model).network, Limits(max_running=running, prefill_tokens=PREFILL_TOKENS)
+            self._model(model).network, RolloutLimits(max_running=running, prefill_tokens=PREFILL_TOKENS)
         )
 
     def _decode(self, case: DecodeCase) -> Callable[[], float]:

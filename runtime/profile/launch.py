@@ -6,13 +6,13 @@ from pathlib import Path
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.planner.costs.calibrate.measurements import Measured, ProfileTask, merged
-from realgraph.runtime.processes.launch import Fleet, LaunchError, WorkerBoot, describe_exit, start_workers
+from realgraph.runtime.processes.launcher import Fleet, LaunchError, WorkerBoot, WorkerProgram, describe_exit
+from realgraph.runtime.processes.local import LocalLauncher
 from realgraph.runtime.processes.open_files import allow_open_files
 from realgraph.runtime.profile.files import read_points, write_task
 from realgraph.runtime.wire.curve import make_keys
 
-PRELOAD = ("torch", "transformers")
-ENTRY = "realgraph.runtime.profile.worker:main"
+PROGRAM = WorkerProgram("realgraph.runtime.profile.worker:main", ("torch", "transformers"))
 START_SECONDS = 180.0
 SPARE_SECONDS = 150.0  # beyond the budget: building models, the warm-up round, the round in hand
 
@@ -45,7 +45,7 @@ async def _run(folder: Path, task: ProfileTask, threads: int) -> None:
         )
         for worker in range(n_workers)
     ]
-    fleet = await start_workers(boots, ENTRY, PRELOAD, START_SECONDS)
+    fleet = await LocalLauncher().start(boots, PROGRAM, START_SECONDS)
     try:
         async with asyncio.timeout(task.budget_seconds + SPARE_SECONDS):
             await _wait(fleet, n_workers)
@@ -61,7 +61,7 @@ async def _wait(fleet: Fleet, n_workers: int) -> None:
         worker, status = await fleet.wait_exit()
         if status:
             text = f"worker {worker} {describe_exit(status)}"
-            raise _failed(f"{text}; its last words:\n{fleet.handles[worker].last_lines()}")
+            raise _failed(f"{text}; its last words:\n{fleet.last_lines(worker)}")
 
 
 def _failed(text: str) -> ConfigError:

@@ -19,16 +19,16 @@ from realgraph.planner.costs.calibrate.measurements import Case, Collective, Mea
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.runtime.models.models import DTYPES
 from realgraph.runtime.parallel.groups import Collectives, Member
-from realgraph.runtime.processes.launch import WorkerBoot
-from realgraph.runtime.profile.engines import Engines
+from realgraph.runtime.processes.launcher import WorkerBoot
+from realgraph.runtime.profile.engines import ProfiledEngines
 from realgraph.runtime.profile.files import read_task, rendezvous_file, write_points
 from realgraph.runtime.profile.kernels import collective, kernel
 from realgraph.runtime.worker.resources import pick_device
 
 DEADLINE_SECONDS = 120.0  # of one case: the others wait that long for a worker
 KERNEL_SECONDS = 0.02  # of repeats of one small case in a round
-MOST_REPEATS = 20
-SETTLED, SETTLED_ROUNDS = 0.05, 3  # relative; of the last rounds
+MAX_REPEATS = 20
+STEADY_CHANGE, STEADY_ROUNDS = 0.05, 3  # relative; of the last rounds
 
 
 def main(boot: WorkerBoot) -> None:
@@ -59,7 +59,7 @@ class Bench:
         self._task, self._collectives = task, collectives
         self._device = collectives.member.device
         self._all = collectives.ranks(DeviceMesh(0, collectives.member.n_workers))
-        self._engines = Engines(task.dtype, self._all, folder)
+        self._engines = ProfiledEngines(task.dtype, self._all, folder)
 
     def run(self) -> list[Measured]:
         """Round by round, so that what disturbs the machine for a while disturbs all cases alike; the first round
@@ -111,7 +111,7 @@ class Bench:
         found = [run()]
         if once:
             return found[0]
-        repeats = min(MOST_REPEATS, max(1, int(KERNEL_SECONDS / max(found[0], 1e-6))))
+        repeats = min(MAX_REPEATS, max(1, int(KERNEL_SECONDS / max(found[0], 1e-6))))
         repeats = int(self._all.collect(torch.tensor([repeats])).min())
         found += [run() for _ in range(repeats)]
         return min(found)
@@ -119,8 +119,8 @@ class Bench:
 
 def still_falls(seconds: Sequence[float]) -> bool:
     """Whether the last rounds have brought the least seconds down by more than next to nothing."""
-    before = seconds[:-SETTLED_ROUNDS]
-    return bool(before) and min(seconds) < (1 - SETTLED) * min(before)
+    before = seconds[:-STEADY_ROUNDS]
+    return bool(before) and min(seconds) < (1 - STEADY_CHANGE) * min(before)
 
 
 def _measured(case: Case, seconds: Sequence[float]) -> Measured:

@@ -50,11 +50,11 @@ class Boundary:
             return self._devices.reallocate(name, now)
         if not turns.idle(turns.of(name)):
             return False
-        homes, call = self._program.homes, self._program.calls[name]
+        owner_workers, call = self._program.owner_workers, self._program.calls[name]
         task = self._steps.open("evaluate", "evaluate", work.step)
-        rows = {home: tuple(range(i, n_rows, len(homes))) for i, home in enumerate(homes)}
+        rows = {home: tuple(range(i, n_rows, len(owner_workers))) for i, home in enumerate(owner_workers)}
         version = self._devices.generator_weights
-        workers = [home for home in homes if rows[home]]
+        workers = [home for home in owner_workers if rows[home]]
         self.out += [Send(home, Evaluate(task.number, work.step, rows[home], version)) for home in workers]
         turns.hold(turns.of(name), task.number)
         n_samples = self._job.batch.groups * self._program.samples_per_group

@@ -13,7 +13,7 @@ from realgraph.runtime.commands.tasks import Task, Tasks
 from realgraph.runtime.job.job import RuntimeSpec
 from realgraph.runtime.scheduler.ledger import Group, Ledger, State
 from realgraph.runtime.scheduler.program import HOME, Program
-from realgraph.runtime.wire.protocol import Abort, Drop, Execute, Generated, Load, Loaded, Sample, Source, Submit
+from realgraph.runtime.wire.protocol import Abort, Drop, Execute, Generated, Load, Loaded, Sample, SampleSource, Submit
 
 BARREN_BATCHES = 20  # batches of groups in a row that all were left out: the run gives up
 
@@ -30,8 +30,8 @@ class Collection:
         self._all = (1 << len(program.stream)) - 1
         self._leaving: dict[int, Group] = {}  # discarded, but a function still reads them
         self._aborted: set[int] = set()
-        self._open = dict.fromkeys(program.homes, 0)  # groups to be made, per worker
-        self._lightest = [(0, worker) for worker in program.homes]  # heap; outdated entries are skipped
+        self._open = dict.fromkeys(program.owner_workers, 0)  # groups to be made, per worker
+        self._lightest = [(0, worker) for worker in program.owner_workers]  # heap; outdated entries are skipped
         heapq.heapify(self._lightest)
         self._busy_until: dict[int, float] = {}  # worker -> when its queue of functions ends at the latest
         self._n_functions: dict[int, int] = {}  # worker -> tasks of streaming functions in flight
@@ -171,7 +171,7 @@ class Collection:
         return [group]
 
     def drop(self, groups: Iterable[Group]) -> None:
-        """Tell the homes of `groups` to forget them."""
+        """Tell the owner workers of `groups` to forget them."""
         by_home: dict[int, list[int]] = {}
         for group in groups:
             by_home.setdefault(group.home, []).append(group.id)
@@ -206,7 +206,7 @@ class Collection:
             group.launched |= bit
             group.running += 1
         seconds = self._function_seconds(home, call.timeout_seconds, len(shares), now)
-        sources = (Source(home, keys, ids),) if keys else ()
+        sources = (SampleSource(home, keys, ids),) if keys else ()
         command = Execute(task.number, name, self.step, shares, sources, deadline_seconds=seconds)
         self.out.append(Send(home, command))
         self._tasks.fly(task, (home,), now, seconds)

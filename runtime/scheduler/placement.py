@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from realgraph.runtime.job.cursor import minibatch_groups
 from realgraph.runtime.scheduler.ledger import Group
 from realgraph.runtime.scheduler.program import HOME, SHARED, CallPlan
-from realgraph.runtime.wire.protocol import Source
+from realgraph.runtime.wire.protocol import SampleSource
 
 Place = int  # a number of one way in which the batch lies over workers
 Shape = tuple[int, bool, int]  # ranks, whole groups, whose lengths balance them
@@ -45,8 +45,8 @@ class Batch:
         n_own = min((len(sample.own_tokens) for sample in samples), default=0)
         self._own = [[sample.own_tokens[i] for sample in samples] for i in range(n_own)]
         assert len(self.n_tokens) == len(self.ids)
-        homes = [group.home for group in groups for _ in range(samples_per_group)]
-        self._workers = [homes]  # place -> worker of every position; calls that lie alike share one
+        owner_workers = [group.home for group in groups for _ in range(samples_per_group)]
+        self._workers = [owner_workers]  # place -> worker of every position; calls that lie alike share one
         self._cuts: list[Cut] = [((), False, SHARED)]  # place -> how it is cut
         self._place: dict[str, Place] = {HOME: 0}  # of what a call wrote
         self._parts: dict[Shape, list[list[int]]] = {}
@@ -131,17 +131,17 @@ class Batch:
                 held.append(ids[position])
         return [(worker, tuple(held)) for worker, held in by_worker.items()]
 
-    def sources(self, call: CallPlan, positions: Sequence[int]) -> tuple[Source, ...]:
+    def sources(self, call: CallPlan, positions: Sequence[int]) -> tuple[SampleSource, ...]:
         """Where `call` finds what it reads of the samples at these positions."""
         return tuple(
             [
-                Source(worker, keys, ids)
+                SampleSource(worker, keys, ids)
                 for place, keys in self._places(call).items()
                 for worker, ids in self._holders(place, positions)
             ]
         )
 
-    def sources_of_ranks(self, call: CallPlan) -> list[tuple[Source, ...]]:
+    def sources_of_ranks(self, call: CallPlan) -> list[tuple[SampleSource, ...]]:
         """`sources` of each rank's part of the whole batch; the look-up is shared by the step's calls."""
         shape = _shape(call)
         found = []
@@ -151,16 +151,16 @@ class Batch:
                 self._held[key] = [self._holders(place, part) for part in self.whole(*shape)]
             found.append((keys, self._held[key]))
         return [
-            tuple([Source(worker, keys, ids) for keys, held in found for worker, ids in held[rank]])
+            tuple([SampleSource(worker, keys, ids) for keys, held in found for worker, ids in held[rank]])
             for rank in range(len(call.ranks))
         ]
 
     def by_home(self) -> dict[int, list[int]]:
         """Home worker -> positions of the samples it holds."""
-        homes: dict[int, list[int]] = {}
+        owner_workers: dict[int, list[int]] = {}
         for position, worker in enumerate(self._workers[0]):
-            homes.setdefault(worker, []).append(position)
-        return homes
+            owner_workers.setdefault(worker, []).append(position)
+        return owner_workers
 
     def units(self, positions: Sequence[int], per_group: bool) -> tuple[tuple[int, ...], ...]:
         """Shares of a function: one per sample, or one per group (whole groups lie at one home)."""

@@ -25,14 +25,14 @@ HOME = ""  # owner of what a group's home worker holds
 KEEP = "keep"  # the group-level key that filters
 SHARED = -1  # the lengths of the tokens that were sampled
 
-Work = Literal["generate", "stream", "late", "whole", "inference", "train"]
+CallKind = Literal["generate", "stream", "late", "whole", "inference", "train"]
 
 
 class CallPlan(Struct, frozen=True):
     """One call. `work`: late = a function per sample or group that needs a batch-wide call; whole = over the batch.
 
     reads: owner (HOME, or the call whose workers hold the keys) -> keys. after: calls of the same step that come first.
-    workers: all that run it (of stream and late: the groups' homes); ranks: its data-parallel ranks' workers.
+    workers: all that run it (of stream and late: the groups' owners); ranks: its data-parallel ranks' workers.
     needs: bit set of the streaming functions that come before this streaming function. ordinal, of train: how many
     train calls of the role come before it in a step. trainer, owners: the call that trains this call's role and its
     workers, where this call runs on another copy of the weights and so needs reallocations; else empty. own: whose
@@ -40,7 +40,7 @@ class CallPlan(Struct, frozen=True):
     """
 
     name: str
-    work: Work
+    work: CallKind
     role: str
     reads: dict[str, tuple[str, ...]]
     after: tuple[str, ...]
@@ -62,7 +62,7 @@ class CallPlan(Struct, frozen=True):
 class Program(Struct, frozen=True):
     """stream: in an order that respects their keys. batched: every other call but generate, likewise.
 
-    trains: role -> train calls a step. homes: the workers that make or load groups.
+    trains: role -> train calls a step. owner_workers: the workers that make or load groups.
     """
 
     calls: dict[str, CallPlan]
@@ -70,7 +70,7 @@ class Program(Struct, frozen=True):
     stream: tuple[str, ...]
     batched: tuple[str, ...]
     trains: dict[str, int]
-    homes: tuple[int, ...]
+    owner_workers: tuple[int, ...]
     samples_per_group: int
 
     @property
@@ -100,14 +100,14 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
     works = _works(graph)
     _check(graph, plan, works, workers)
     layouts = {name: plan.allocations[name].layout for name, work in works.items() if _holds(work)}
-    homes, batch_worker = _places(graph, generates, layouts, workers)
+    owner_workers, batch_worker = _places(graph, generates, layouts, workers)
     stream = tuple(name for name, work in works.items() if work == "stream")
     calls: dict[str, CallPlan] = {}
     trains: dict[str, int] = {}
     for name, work in works.items():
         call, role = graph.calls[name], graph.role(name)
         layout = layouts.get(name)
-        where = tuple(layout.mesh.devices) if layout else (batch_worker,) if work == "whole" else homes
+        where = tuple(layout.mesh.devices) if layout else (batch_worker,) if work == "whole" else owner_workers
         calls[name] = CallPlan(
             name=name,
             work=work,
@@ -132,10 +132,10 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
             trains[role] = trains.get(role, 0) + 1
     batched = tuple(name for name, work in works.items() if work not in ("stream", "generate"))
     generate = generates[0] if generates else ""
-    return Program(calls, generate, stream, batched, trains, homes, graph.samples_per_group)
+    return Program(calls, generate, stream, batched, trains, owner_workers, graph.samples_per_group)
 
 
-def _holds(work: Work) -> bool:
+def _holds(work: CallKind) -> bool:
     return work in ("generate", "inference", "train")
 
 
@@ -145,8 +145,8 @@ def _producers(graph: Graph, name: str) -> list[str]:
     return list(dict.fromkeys(key.producer for key in keys if key.producer not in (INPUT, name)))
 
 
-def _works(graph: Graph) -> dict[str, Work]:
-    works: dict[str, Work] = {}
+def _works(graph: Graph) -> dict[str, CallKind]:
+    works: dict[str, CallKind] = {}
     for name, call in graph.calls.items():
         match call:
             case Generate():
@@ -165,7 +165,7 @@ def _works(graph: Graph) -> dict[str, Work]:
     return works
 
 
-def _reads(graph: Graph, works: Mapping[str, Work], name: str) -> dict[str, tuple[str, ...]]:
+def _reads(graph: Graph, works: Mapping[str, CallKind], name: str) -> dict[str, tuple[str, ...]]:
     owners: dict[str, list[str]] = {}
     for key in dict.fromkeys(graph.reads[name]):
         if key not in graph.keys:
@@ -178,7 +178,7 @@ def _reads(graph: Graph, works: Mapping[str, Work], name: str) -> dict[str, tupl
     return {owner: tuple(keys) for owner, keys in owners.items()}
 
 
-def _after(graph: Graph, works: Mapping[str, Work], name: str) -> tuple[str, ...]:
+def _after(graph: Graph, works: Mapping[str, CallKind], name: str) -> tuple[str, ...]:
     """Producers of the batch, and for train: what still needs the role's weights as they are in this step."""
     after = [producer for producer in _producers(graph, name) if works[producer] not in ("generate", "stream")]
     if works[name] == "train":
@@ -208,13 +208,13 @@ def _places(
     trains = [name for name in layouts if isinstance(graph.calls[name], Train)]
     batch = layouts.get(next(iter([*trains, *generates, *layouts]), ""))
     source = layouts.get(next(iter([*generates, *trains, *layouts]), ""))
-    homes = tuple(workers)
+    owner_workers = tuple(workers)
     if source is not None:
-        homes = tuple(rank[0] for rank in ranks_of(source)) if generates else tuple(source.mesh.devices)
-    return homes, batch.mesh.first if batch is not None else workers[0]
+        owner_workers = tuple(rank[0] for rank in ranks_of(source)) if generates else tuple(source.mesh.devices)
+    return owner_workers, batch.mesh.first if batch is not None else workers[0]
 
 
-def _check(graph: Graph, plan: Plan, works: Mapping[str, Work], workers: Sequence[int]) -> None:
+def _check(graph: Graph, plan: Plan, works: Mapping[str, CallKind], workers: Sequence[int]) -> None:
     late = [name for name in works if KEEP in graph.writes[name] and works[name] != "stream"]
     if late:
         raise ConfigError(

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from realgraph.planner.costs.lengths import quantiles
 from realgraph.runtime.commands.actions import Action, Checkpointed, Send, StepEnded
 from realgraph.runtime.commands.tally import Tally
-from realgraph.runtime.commands.tasks import Task, Tasks, Work
+from realgraph.runtime.commands.tasks import Task, TaskKind, Tasks
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.placement import Batch
 from realgraph.runtime.scheduler.program import CallPlan, Program
-from realgraph.runtime.wire.protocol import Execute, Mean, Source
+from realgraph.runtime.wire.protocol import Execute, Mean, SampleSource
 
-Part = tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[Source, ...]]  # (workers, shares, sources)
+Part = tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[SampleSource, ...]]  # (workers, shares, sources)
 
 SHOWN_LENGTHS = 32  # quantiles that a step tells of its samples' lengths
 
@@ -45,7 +45,7 @@ class Steps:
         runtime = self._job.runtime
         return max(runtime.min_deadline_seconds, runtime.deadline_factor * predicted_seconds)
 
-    def open(self, work: Work, call: str, step: int) -> Task:
+    def open(self, work: TaskKind, call: str, step: int) -> Task:
         """A task that belongs to no step in hand."""
         return self.tasks.open(work, call, step, Tally())
 
@@ -121,7 +121,7 @@ class Steps:
                 parts = _parts_of_mesh(call, step.batch)
                 seconds = self.limit(call.predicted_seconds)
             case "late":
-                parts = _parts_at_homes(call, step.batch)
+                parts = _parts_at_owners(call, step.batch)
                 most = max(len(shares) for _, shares, _ in parts)
                 queue = call.timeout_seconds * math.ceil(most / self._job.runtime.function_processes)
                 seconds = queue + self._job.runtime.min_deadline_seconds
@@ -162,7 +162,7 @@ def _parts_of_mesh(call: CallPlan, batch: Batch) -> list[Part]:
     return mesh
 
 
-def _parts_at_homes(call: CallPlan, batch: Batch) -> list[Part]:
+def _parts_at_owners(call: CallPlan, batch: Batch) -> list[Part]:
     """One part per home: the groups that it holds."""
     return [
         ((home,), batch.units(positions, call.per_group), batch.sources(call, positions))

@@ -12,8 +12,8 @@ from realgraph.graphs.graph import Graph
 from realgraph.graphs.keys import MASK, TOKENS, DType, KeyType
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.store.store import Store, as_bytes
-from realgraph.runtime.store.transfer import DataPlane, Want
-from realgraph.runtime.wire.protocol import Source
+from realgraph.runtime.store.transfer import DataPlane, GatherRequest
+from realgraph.runtime.wire.protocol import SampleSource
 
 Values = dict[str, dict[int, Tensor]]
 
@@ -65,7 +65,7 @@ class Assembler:
     def group(self, sample: int) -> int:
         return sample // self._graph.samples_per_group
 
-    def gather(self, sources: Sequence[Source], samples: Iterable[int]) -> Values:
+    def gather(self, sources: Sequence[SampleSource], samples: Iterable[int]) -> Values:
         """Every key named by `sources` for those of `samples` that each source holds. Group keys go by group.
 
         Nothing is copied: the values are to be read, never written, and to be let go soon (`packed` copies).
@@ -79,7 +79,7 @@ class Assembler:
             for name in source.keys:
                 is_group = self._graph.keys[name].type.level == "group"
                 ids = sorted({self.group(sample) for sample in held}) if is_group else held
-                wants.append(Want(source.worker, name, tuple(ids)))
+                wants.append(GatherRequest(source.worker, name, tuple(ids)))
         return self._plane.gather_now(wants, deadline_seconds=self._timeout, copy=False)
 
     def value(self, values: Values, name: str, sample: int) -> Tensor:

@@ -13,8 +13,8 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from realgraph.runtime.store.memory import ALIGN, Bytes, aligned
-from realgraph.runtime.store.store import DTYPE_NAMES, DTYPES, Entry, Store
+from realgraph.runtime.store.memory import ALIGN_BYTES, Bytes, aligned
+from realgraph.runtime.store.store import DTYPE_NAMES, DTYPES, Store, StoredValue
 
 FRAME_BYTES = 4 << 20
 _ALONE_BYTES = 256 << 10  # values from this size on are sent from where they lie; smaller ones are joined first
@@ -41,8 +41,8 @@ class Extent(Struct, frozen=True, array_like=True):
     parts: tuple[int, ...] = ()
 
 
-class Ask(Struct, frozen=True, tag=True):
-    """Show these values; they stay as they are until `Release`, the next `Ask`, or the end of the connection."""
+class FetchRequest(Struct, frozen=True, tag=True):
+    """Show these values; they stay as they are until `Release`, the next request, or the end of the connection."""
 
     items: tuple[Item, ...]
 
@@ -65,7 +65,7 @@ class Credit(Struct, frozen=True, tag=True):
     frames: int
 
 
-class Segments(Struct, frozen=True, tag=True):
+class NewSegments(Struct, frozen=True, tag=True):
     """Segments, as (id, bytes), whose descriptors come with this message; `retired` ones will not be used again."""
 
     new: tuple[tuple[int, int], ...]
@@ -85,8 +85,8 @@ class Missing(Struct, frozen=True, tag=True):
     id: int
 
 
-Request = Ask | Release | Fetch | Credit
-Answer = Segments | Bundle | Missing
+Request = FetchRequest | Release | Fetch | Credit
+Answer = NewSegments | Bundle | Missing
 encode = msgspec.msgpack.Encoder().encode
 _REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
@@ -165,12 +165,12 @@ class Channel(Protocol):
     def close(self) -> None: ...
 
 
-def find(store: Store, items: Sequence[Item]) -> list[Entry]:
+def find(store: Store, items: Sequence[Item]) -> list[StoredValue]:
     """The entries asked for, in order. Raises MissingValueError."""
     return [entry for item in items for entry in store.entries(item.key, item.ids)]
 
 
-def _runs(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
+def _runs(entries: Sequence[StoredValue]) -> Iterator[Sequence[StoredValue]]:
     """The entries in order; those that lie one after another as values of one dim and type, together."""
     first = 0
     for at in range(1, len(entries) + 1):
@@ -187,12 +187,12 @@ def _runs(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
         first = at
 
 
-def extents(entries: Sequence[Entry]) -> tuple[Extent, ...]:
+def extents(entries: Sequence[StoredValue]) -> tuple[Extent, ...]:
     """What the other side is told of values."""
     return tuple(_extent(run) for run in _runs(entries)) if entries else ()
 
 
-def _extent(run: Sequence[Entry]) -> Extent:
+def _extent(run: Sequence[StoredValue]) -> Extent:
     first, block = run[0], run[0].block
     name, shape = DTYPE_NAMES[first.tensor.dtype], tuple(first.tensor.shape)
     if block is None:
@@ -240,7 +240,7 @@ def cut(value: Tensor, extent: Extent) -> Sequence[Tensor]:
     return torch.split(value, list(extent.parts))
 
 
-def frames(entries: Sequence[Entry], frame_bytes: int = FRAME_BYTES) -> Iterator[bytes | memoryview]:
+def frames(entries: Sequence[StoredValue], frame_bytes: int = FRAME_BYTES) -> Iterator[bytes | memoryview]:
     """The bytes of a bundle in pieces of at most `frame_bytes`: large values uncopied, small ones joined."""
     joined = bytearray()
     for run in _runs(entries) if entries else ():
@@ -254,7 +254,7 @@ def frames(entries: Sequence[Entry], frame_bytes: int = FRAME_BYTES) -> Iterator
                 yield data[start : start + frame_bytes]
         else:
             joined += data
-        joined += bytes(-len(data) % ALIGN)
+        joined += bytes(-len(data) % ALIGN_BYTES)
         if len(joined) >= frame_bytes:
             yield from _pieces(joined, frame_bytes)
             joined.clear()

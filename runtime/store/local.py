@@ -22,9 +22,18 @@ import numpy as np
 from torch import Tensor
 
 from realgraph.runtime.store import bundle
-from realgraph.runtime.store.bundle import Ask, Deadline, Extent, Item, Missing, PeerLostError, Release, Segments
+from realgraph.runtime.store.bundle import (
+    Deadline,
+    Extent,
+    FetchRequest,
+    Item,
+    Missing,
+    NewSegments,
+    PeerLostError,
+    Release,
+)
 from realgraph.runtime.store.memory import Bytes, aligned, map_bytes
-from realgraph.runtime.store.store import Entry, MissingValueError, Store
+from realgraph.runtime.store.store import MissingValueError, Store, StoredValue
 from realgraph.runtime.wire.frames import LENGTH_BYTES, framed
 from realgraph.runtime.wire.protocol import Peer
 
@@ -184,11 +193,11 @@ class _Reader:
         self._connection = connection
         self._store = store
         self._given: set[int] = set()
-        self._held: list[Entry] = []
+        self._held: list[StoredValue] = []
 
     def answer(self, request: bundle.Request) -> None:
         match request:
-            case Ask(items=items):
+            case FetchRequest(items=items):
                 self._held = []
                 try:
                     self._held = bundle.find(self._store, items)
@@ -212,9 +221,9 @@ class _Reader:
             some = new[start : start + _MAX_DESCRIPTORS]
             found = [arena.descriptor(segment) for segment in some]  # live: we hold a block of each
             sizes = tuple((segment, nbytes) for segment, (_, nbytes) in zip(some, found, strict=True))
-            _send(self._connection, Segments(sizes), [fd for fd, _ in found])
+            _send(self._connection, NewSegments(sizes), [fd for fd, _ in found])
         if retired:
-            _send(self._connection, Segments((), tuple(sorted(retired))))
+            _send(self._connection, NewSegments((), tuple(sorted(retired))))
 
 
 class _Loan:
@@ -258,7 +267,7 @@ class LocalChannel:
     def ask(self, items: Sequence[Item], deadline: Deadline) -> None:
         try:
             self._connection.settimeout(deadline.left())
-            _send(self._connection, Ask(tuple(items)))
+            _send(self._connection, FetchRequest(tuple(items)))
         except TimeoutError:
             raise deadline.slow(self._worker, "take a request") from None
         except OSError as error:
@@ -293,7 +302,7 @@ class LocalChannel:
             raise self._lost(error) from None
         try:
             answer = bundle.decode_answer(body)
-            if isinstance(answer, Segments):
+            if isinstance(answer, NewSegments):
                 for (segment, nbytes), fd in zip(answer.new, descriptors, strict=True):
                     self._mapped[segment] = map_bytes(fd, nbytes, writable=False)
                 for segment in answer.retired:

@@ -20,14 +20,14 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 ALIGN_ORDER = 6  # blocks start on multiples of 64 bytes, a cache line, which also fits every dtype
-ALIGN = 1 << ALIGN_ORDER
+ALIGN_BYTES = 1 << ALIGN_ORDER
 SEGMENT_BYTES = 1 << 30
 _DEDICATED = -1  # the order of a block that is a whole segment of its own
 
 
 def aligned(nbytes: int) -> int:
     """`nbytes`, rounded up to the alignment of blocks."""
-    return -(-nbytes // ALIGN) * ALIGN
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def open_anonymous(nbytes: int) -> int:
@@ -97,7 +97,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Block:
+class SharedBlock:
     """`data`: [nbytes] uint8 at `offset` of a segment. The memory is free again once nothing refers to `data`."""
 
     segment: int
@@ -140,7 +140,7 @@ class Arena:
         with self._lock:
             return sum(segment.nbytes for segment in self._segments.values())
 
-    def allocate(self, nbytes: int) -> Block:
+    def allocate(self, nbytes: int) -> SharedBlock:
         """A block of `nbytes` > 0, its contents undefined. Raises OSError where the system gives no more."""
         assert nbytes > 0
         order = max(ALIGN_ORDER, (nbytes - 1).bit_length())
@@ -154,7 +154,7 @@ class Arena:
             self._live_bytes += segment.nbytes if order == _DEDICATED else 1 << order
             data = segment.data[offset : offset + nbytes]
         weakref.finalize(data, self._freed.append, (segment.id, offset, order)).atexit = False
-        return Block(segment.id, offset, data)
+        return SharedBlock(segment.id, offset, data)
 
     def segments(self) -> frozenset[int]:
         """The ids of the segments there are. Ids are never used twice."""

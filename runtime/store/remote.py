@@ -34,9 +34,9 @@ from realgraph.runtime.wire.protocol import Peer
 
 log = logging.getLogger(__name__)
 
-WINDOW = 8  # frames a reader grants in advance: enough to keep the wire busy, and the most that waits in queues
-MAX_WINDOW = 64
-_HIGH_WATER = MAX_WINDOW + 8
+WINDOW_FRAMES = 8  # frames a reader grants in advance: enough to keep the wire busy, and the most that waits in queues
+MAX_WINDOW_FRAMES = 64
+_MAX_QUEUED_FRAMES = MAX_WINDOW_FRAMES + 8
 _MAX_MESSAGE_BYTES = 1 << 30
 _MAX_RETRIES = 3
 _TICK_MS = 1_000
@@ -119,7 +119,7 @@ class RemoteServer:
                 self._begin(reader, request)
             case Credit(frames=n):
                 self._send_frames(reader, n)
-            case bundle.Ask() | bundle.Release():
+            case bundle.FetchRequest() | bundle.Release():
                 log.warning("refused a request of the other route")
 
     def _begin(self, reader: bytes, request: Fetch) -> None:
@@ -133,7 +133,7 @@ class RemoteServer:
         self._send_frames(reader, request.window)
 
     def _send_frames(self, reader: bytes, n: int) -> None:
-        for _ in range(min(n, MAX_WINDOW)):
+        for _ in range(min(n, MAX_WINDOW_FRAMES)):
             outgoing = self._outgoing.get(reader)
             if outgoing is None:  # the last frames of an answer need no credit, but may get some
                 return
@@ -177,7 +177,7 @@ class RemoteChannel:
         self._socket.connect(peer.address)
 
     def ask(self, items: Sequence[Item], deadline: Deadline) -> None:
-        self._send(Fetch(tuple(items), WINDOW, deadline.left()), deadline)
+        self._send(Fetch(tuple(items), WINDOW_FRAMES, deadline.left()), deadline)
 
     def collect(self, deadline: Deadline, copy: bool) -> list[Tensor]:
         """`copy` makes no difference: values are always the reader's own."""
@@ -197,7 +197,7 @@ class RemoteChannel:
             landed[filled : filled + piece.nbytes] = piece
             filled += piece.nbytes
             credit += 1
-            if credit == WINDOW // 2 and filled < landed.nbytes:
+            if credit == WINDOW_FRAMES // 2 and filled < landed.nbytes:
                 self._send(Credit(credit), deadline)
                 credit = 0
         try:
@@ -252,6 +252,6 @@ class RemoteChannel:
 
 
 def _set_limits(socket: "zmq.Socket[bytes]") -> None:
-    socket.set_hwm(_HIGH_WATER)
+    socket.set_hwm(_MAX_QUEUED_FRAMES)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)

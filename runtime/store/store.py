@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from realgraph.runtime.store.memory import SEGMENT_BYTES, Arena, Block, aligned
+from realgraph.runtime.store.memory import SEGMENT_BYTES, Arena, SharedBlock, aligned
 
 _SHARED_BYTES = 64 << 10  # of a block for several small values: what one of them can at most keep from reuse
 _DTYPES = (
@@ -33,11 +33,11 @@ class MissingValueError(LookupError):
         self.id = id
 
 
-class Entry(NamedTuple):
+class StoredValue(NamedTuple):
     """A stored value and where its bytes lie: `start` in a block, which small neighbours share. Empty: no block."""
 
     tensor: Tensor
-    block: Block | None
+    block: SharedBlock | None
     start: int
     nbytes: int
 
@@ -53,7 +53,7 @@ class Store:
     def __init__(self, host_segment_bytes: int = SEGMENT_BYTES) -> None:
         self.arena = Arena(host_segment_bytes)
         self._lock = threading.Lock()
-        self._entries: dict[str, dict[int, Entry]] = {}
+        self._entries: dict[str, dict[int, StoredValue]] = {}
         self._nbytes = 0
 
     @property
@@ -91,7 +91,7 @@ class Store:
             raise ValueError(f"{key!r}: {len(ids)} ids but {len(sizes)} values")
         if whole.dtype not in DTYPE_NAMES:
             raise ValueError(f"the store takes no {whole.dtype}: it knows {', '.join(DTYPES)}")
-        entries: list[Entry] = []
+        entries: list[StoredValue] = []
         done, most = 0, _SHARED_BYTES // whole.element_size()
         while len(entries) < len(sizes):
             first = len(entries)
@@ -103,17 +103,19 @@ class Store:
             done += total
         self._insert(key, ids, entries)
 
-    def _pieces(self, whole: Tensor, sizes: Sequence[int]) -> list[Entry]:
+    def _pieces(self, whole: Tensor, sizes: Sequence[int]) -> list[StoredValue]:
         """One block with a copy of `whole`, cut."""
         if not len(whole):
-            return [Entry(piece, None, 0, 0) for piece in torch.split(whole.clone(), list(sizes))]
+            return [StoredValue(piece, None, 0, 0) for piece in torch.split(whole.clone(), list(sizes))]
         block = self.arena.allocate(whole.nbytes)
         held = torch.from_numpy(block.data).view(whole.dtype)
         held.copy_(whole)
         item = whole.element_size()
         starts = itertools.accumulate(sizes, initial=0)
         pieces = torch.split(held, list(sizes))
-        return [Entry(p, block, start * item, n * item) for p, start, n in zip(pieces, starts, sizes, strict=False)]
+        return [
+            StoredValue(p, block, start * item, n * item) for p, start, n in zip(pieces, starts, sizes, strict=False)
+        ]
 
     def put_text(self, key: str, ids: Sequence[int], values: Sequence[str | bytes]) -> None:
         """Store texts as uint8 tensors of their UTF-8 bytes."""
@@ -134,7 +136,7 @@ class Store:
         """A value of `put_text`. Raises MissingValueError."""
         return as_text(self.get(key, id))
 
-    def entries(self, key: str, ids: Iterable[int]) -> list[Entry]:
+    def entries(self, key: str, ids: Iterable[int]) -> list[StoredValue]:
         """Values with their places, in the order of `ids`. Raises MissingValueError for the first that is not there."""
         with self._lock:
             held = self._entries.get(key, {})
@@ -174,14 +176,14 @@ class Store:
         self.drop_where(lambda key, id: True)
         self.arena.close()
 
-    def _blank(self, kinds: Sequence[tuple[torch.Size, torch.dtype]]) -> list[Entry]:
+    def _blank(self, kinds: Sequence[tuple[torch.Size, torch.dtype]]) -> list[StoredValue]:
         """Uninitialised values of these shapes and dtypes; small ones share blocks, so many cost few allocations."""
         sizes = []
         for shape, dtype in kinds:
             if dtype not in DTYPE_NAMES:
                 raise ValueError(f"the store takes no {dtype}: it knows {', '.join(DTYPES)}")
             sizes.append(shape.numel() * dtype.itemsize)
-        entries: list[Entry] = []
+        entries: list[StoredValue] = []
         while len(entries) < len(kinds):
             first = len(entries)
             end, total = first + 1, aligned(sizes[first])
@@ -193,20 +195,20 @@ class Store:
 
     def _fill(
         self, kinds: Sequence[tuple[torch.Size, torch.dtype]], sizes: Sequence[int], total: int
-    ) -> Iterator[Entry]:
+    ) -> Iterator[StoredValue]:
         """One block of `total` bytes, cut into values, each aligned."""
         if total == 0:
-            return (Entry(torch.empty(shape, dtype=dtype), None, 0, 0) for shape, dtype in kinds)
+            return (StoredValue(torch.empty(shape, dtype=dtype), None, 0, 0) for shape, dtype in kinds)
         block = self.arena.allocate(total)
         whole = torch.from_numpy(block.data)  # holds the block, and every view holds this storage
         typed = {dtype: whole.view(dtype) for dtype in {dtype for _, dtype in kinds}}  # once: a step puts thousands
         ends = itertools.accumulate(map(aligned, sizes))
         return (
-            Entry(_cut(typed[dtype], start := end - aligned(n), shape), block, start, n)
+            StoredValue(_cut(typed[dtype], start := end - aligned(n), shape), block, start, n)
             for (shape, dtype), n, end in zip(kinds, sizes, ends, strict=True)
         )
 
-    def _insert(self, key: str, ids: Sequence[int], entries: Sequence[Entry]) -> None:
+    def _insert(self, key: str, ids: Sequence[int], entries: Sequence[StoredValue]) -> None:
         with self._lock:
             held = self._entries.setdefault(key, {})
             for id, entry in zip(ids, entries, strict=True):

@@ -37,7 +37,7 @@ _GATHER_THREADS = 4
 _CLOSE_SECONDS = 60.0
 
 
-class Want(Struct, frozen=True):
+class GatherRequest(Struct, frozen=True):
     """Values to gather: `ids` of `key` from `worker`'s store."""
 
     worker: int
@@ -70,9 +70,7 @@ class DataPlane:
     keys: this worker's, as a server and as a client. interface: the address that peers on other hosts reach us by.
     """
 
-    def __init__(
-        self, worker: int, store: Store, keys: KeyPair, interface: str = "127.0.0.1", host: str | None = None
-    ) -> None:
+    def __init__(self, worker: int, store: Store, keys: KeyPair, interface: str, host: str | None = None) -> None:
         self._worker = worker
         self._store = store
         self._keys = keys
@@ -104,7 +102,12 @@ class DataPlane:
         self._remote.allow([peer.key for peer in peers])
 
     async def gather(
-        self, wants: Sequence[Want], *, deadline_seconds: float = 60.0, copy: bool = True, route: Route | None = None
+        self,
+        wants: Sequence[GatherRequest],
+        *,
+        deadline_seconds: float = 60.0,
+        copy: bool = True,
+        route: Route | None = None,
     ) -> Values:
         """`gather_now` in a thread, for the control loop."""
         loop = asyncio.get_running_loop()
@@ -114,7 +117,12 @@ class DataPlane:
         )
 
     def gather_now(
-        self, wants: Sequence[Want], *, deadline_seconds: float = 60.0, copy: bool = True, route: Route | None = None
+        self,
+        wants: Sequence[GatherRequest],
+        *,
+        deadline_seconds: float = 60.0,
+        copy: bool = True,
+        route: Route | None = None,
     ) -> Values:
         """The values wanted, by key and id, from all peers at once; safe to call from several threads.
 
@@ -126,7 +134,7 @@ class DataPlane:
         TransferError that names the worker.
         """
         values: Values = {want.key: {} for want in wants}
-        by_worker: dict[int, list[Want]] = {}
+        by_worker: dict[int, list[GatherRequest]] = {}
         for want in wants:
             by_worker.setdefault(want.worker, []).append(want)
         if route is None:
@@ -141,7 +149,7 @@ class DataPlane:
                 self._quiet.notify_all()
         return values
 
-    def _take(self, by_worker: Mapping[int, Sequence[Want]], values: Values, manner: "_Manner") -> None:
+    def _take(self, by_worker: Mapping[int, Sequence[GatherRequest]], values: Values, manner: "_Manner") -> None:
         """Ask all peers, then collect from one after the other: their answers wait in the sockets meanwhile."""
         asked: deque[tuple[int, Route, Channel]] = deque()
         try:
@@ -177,7 +185,7 @@ class DataPlane:
             channel.close()
         self._context.destroy(linger=0)
 
-    def _take_own(self, wants: Sequence[Want], values: Values, copy: bool) -> None:
+    def _take_own(self, wants: Sequence[GatherRequest], values: Values, copy: bool) -> None:
         for want in wants:
             try:
                 entries = self._store.entries(want.key, want.ids)

@@ -4,7 +4,7 @@ Every decision that ends a step (a loss that is not finite, a log-probability ga
 share, so that they stop together; the passes themselves are `train_passes`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -14,33 +14,21 @@ from torch import Tensor
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import ModelRole, Train
 from realgraph.planner.plan.layout import Layout
+from realgraph.planner.request.engine_support import TORCH, Axis
 from realgraph.runtime.algorithms import losses
 from realgraph.runtime.batch import Packed
+from realgraph.runtime.engine import SharedWeights, TrainSettings, Weights, WeightSpec, check_gap
 from realgraph.runtime.models.models import DTYPES, PackedModel, Start, Wants, build
-from realgraph.runtime.models.weights import full_tensors, own_part
+from realgraph.runtime.models.train_state import Counters
+from realgraph.runtime.models.weights import full_tensors, take_weights, weight_specs
 from realgraph.runtime.parallel.groups import Ranks, shard
 from realgraph.runtime.train import files as train_files
-from realgraph.runtime.train.files import Contents, Counters, Snapshot
+from realgraph.runtime.train.files import Contents, Snapshot
 from realgraph.runtime.train.optimizer import Adam, LossScale, Masters, lr_factor
-from realgraph.runtime.train.passes import Aim, Part, Passes, Settings, Tally, numerics_error
+from realgraph.runtime.train.passes import Aim, ModelPasses, PassTotals, StepShare, numerics_error
 from realgraph.runtime.wire.protocol import Mean, Metric
 
-FIRST_SCALE = 2.0**16  # of float16 losses
-
-
-class LogprobGap(ArithmeticError):
-    """Generator and trainer disagree about the probability of the sampled tokens: no ratio can be trusted."""
-
-
-def check_gap(gap: Mean, limit: float, when: str, temperature: float, *, agreed: bool) -> None:
-    """Raises LogprobGap for a mean difference over `limit`, both in nats. agreed: they did before, in this run."""
-    if not gap.value <= limit:
-        differs = f"weights, temperature ({temperature:g}) or precision differ"
-        reason = "they agreed before, so a weight update of the generator has failed" if agreed else differs
-        raise LogprobGap(
-            f"{when} the generator's log-probabilities are {gap.value:.3g} nats away from the trainer's on "
-            f"average, {limit:.3g} are allowed: {reason}"
-        )
+FIRST_LOSS_SCALE = 2.0**16  # of float16 losses
 
 
 class TorchTrainEngine:
@@ -50,7 +38,7 @@ class TorchTrainEngine:
     know alike (loss, grad_norm, lr, optimizer_steps) comes from rank 0 alone.
     """
 
-    def __init__(self, role: ModelRole, model: PackedModel, ranks: Ranks, settings: Settings) -> None:
+    def __init__(self, role: ModelRole, model: PackedModel, ranks: Ranks, settings: TrainSettings) -> None:
         self.version = 0
         self.role = role
         self.model = model
@@ -58,7 +46,7 @@ class TorchTrainEngine:
         self.ranks = ranks
         self.optimizer_steps = 0
         self.gate_passed = False
-        self.passes = Passes(role, model, ranks, settings)
+        self.passes = ModelPasses(role, model, ranks, settings)
         self.sharded = self.passes.sharded
         self.dtype = DTYPES[role.dtype]
         self.masters: Masters | None = None
@@ -71,7 +59,7 @@ class TorchTrainEngine:
         if settings.optimizer is not None and self.masters is not None:
             self.adam = Adam(self.masters, settings.optimizer)
             if self.dtype == torch.float16:
-                self.scale = LossScale(FIRST_SCALE, dynamic=True)
+                self.scale = LossScale(FIRST_LOSS_SCALE, dynamic=True)
             if role.gradient_checkpointing:
                 how = {"use_reentrant": False, "preserve_rng_state": False}
                 model.network.activation_checkpointing_enable(how)
@@ -95,13 +83,13 @@ class TorchTrainEngine:
         parts = self.passes.parts(call.loss, minibatches, self.version)
         if losses.needs(call.loss).proximal and len(parts) > 1:
             parts = self.passes.with_proximal(parts, call.temperature)
-        tally = Tally()
+        tally = PassTotals()
         for step, part in enumerate(parts):
             tally.add(self._step(call, part, first=step == 0))
         self.version += 1
         return {**tally.metrics, **self._counts(parts, call.epochs)}
 
-    def _step(self, call: Train, part: Part, *, first: bool) -> dict[str, Metric]:
+    def _step(self, call: Train, part: StepShare, *, first: bool) -> dict[str, Metric]:
         """One optimizer step. In float16 an overflow halves the loss scale and does the passes again."""
         adam = self.adam
         if adam is None or self.settings.optimizer is None:
@@ -148,7 +136,7 @@ class TorchTrainEngine:
         """The step that the next train call belongs to."""
         return self.version // self.settings.trains
 
-    def _counts(self, parts: Sequence[Part], epochs: int) -> dict[str, Metric]:
+    def _counts(self, parts: Sequence[StepShare], epochs: int) -> dict[str, Metric]:
         """This rank's share of what is known without a pass."""
         lead = 1.0 if self.ranks.rank == 0 else 0.0
         n_tokens, n_samples, n_sampled, n_fresh = (
@@ -168,47 +156,53 @@ class TorchTrainEngine:
             counts["loss_scale"] = Mean(lead * self.scale.value, lead)
         return counts
 
+    @property
+    def device(self) -> torch.device:
+        """Where its weights lie."""
+        return self.ranks.device
+
+    @property
+    def source(self) -> Path | None:
+        """The folder that its model came from."""
+        return self.model.source
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens that a sample may have."""
+        return int(self.model.config.max_position_embeddings)
+
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> Weights:
         """Full tensors of the role's dtype by their Hugging Face names, in a fixed order. Collective where sharded."""
         return full_tensors(self.model.network, self.dtype)
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+    def weight_specs(self) -> tuple[WeightSpec, ...]:
+        """Names, shapes and dtype of `weights`."""
+        return weight_specs(self.model.network, self.dtype)
+
+    def shared_weights(self) -> SharedWeights:
+        """See TrainEngine. Everything here changes parameters in place, so that who shares them sees each change."""
+        if self.sharded or self.model.source is None:
+            raise ValueError("sharded weights, or such of no folder, can't be read in place")
+        named = self.model.network.named_parameters()
+        return SharedWeights(self.model.source, {name: parameter.detach() for name, parameter in named})
+
+    def load_weights(self, weights: Weights, version: int) -> None:
         """Take weights in place; moments stay. Raises ValueError for another set of names or shapes."""
-        self._take(weights, lambda own, new: own.copy_(new))
+        take_weights(self.model.network, weights, lambda own, new: own.copy_(new))
         if self.masters is not None:
             self.masters.refresh()
         self.version = version
 
-    def average_weights(self, weights: Iterator[tuple[str, Tensor]], rate: float, version: int) -> None:
+    def average_weights(self, weights: Weights, rate: float, version: int) -> None:
         """Move weights towards others: own + rate x (other - own), in the masters' precision (a reference's EMA)."""
         if self.masters is None:
             raise ValueError("this role was opened without `ema_rate`")
         masters = dict(zip(self.masters.names, self.masters.tensors, strict=True))
-        self._take(weights, lambda own, new: own.lerp_(new.to(own), rate), masters)
+        take_weights(self.model.network, weights, lambda own, new: own.lerp_(new.to(own), rate), masters)
         self.masters.publish()
         self.version = version
-
-    @torch.no_grad()
-    def _take(
-        self,
-        weights: Iterator[tuple[str, Tensor]],
-        change: Callable[[Tensor, Tensor], object],
-        targets: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        parameters = dict(self.model.network.named_parameters())
-        left = set(parameters)
-        for name, tensor in weights:
-            if name not in left:
-                raise ValueError(f"weight {name!r} is unknown or came twice")
-            if tensor.shape != parameters[name].shape:
-                raise ValueError(f"weight {name!r} is {tuple(tensor.shape)}, not {tuple(parameters[name].shape)}")
-            own, part = own_part(parameters[name])
-            change(own if targets is None else targets[name], tensor[part])
-            left.discard(name)
-        if left:
-            raise ValueError(f"weights are missing: {sorted(left)[:3]}")
 
     def save(self, folder: Path) -> None:
         """Write `folder` as `train_files` says; collective, rank 0 writes. Raises OSError on all ranks."""
@@ -240,7 +234,7 @@ def master_dtype(role: ModelRole) -> torch.dtype:
     return torch.float64 if role.dtype == "float64" else torch.float32
 
 
-def open_engine(role: ModelRole, path: str, layout: Layout, ranks: Ranks, settings: Settings) -> TorchTrainEngine:
+def open_engine(role: ModelRole, path: str, layout: Layout, ranks: Ranks, settings: TrainSettings) -> TorchTrainEngine:
     """Build a role's model from `path`, shard it by `layout`, and put an engine round it. Collective over `ranks`.
 
     Raises ConfigError for what this engine can't do (`check_layout`) and for files it can't take (`models.build`).
@@ -261,7 +255,8 @@ def open_engine(role: ModelRole, path: str, layout: Layout, ranks: Ranks, settin
 
 def check_layout(layout: Layout) -> None:
     """Raises ConfigError for axes of parallelism that this engine does not have."""
-    for axis in ("tp", "pp", "ep", "cp"):
-        if getattr(layout, axis) != 1:
+    axes: tuple[Axis, ...] = ("tp", "pp", "ep", "cp")
+    for axis in axes:
+        if getattr(layout, axis) != 1 and axis not in TORCH.axes:
             text = f"the train engine has data parallelism only; the layout asks for {axis} = {getattr(layout, axis)}"
             raise ConfigError([Problem(Where(path=f"$.layout.{axis}"), text, f"set {axis} to 1", "layout")])

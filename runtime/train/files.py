@@ -15,37 +15,24 @@ from typing import Any
 
 import msgspec
 import torch
-from msgspec import Struct
 from torch import Tensor
 
 from realgraph.runtime.models.checkpoint_files import (
-    Entry,
+    CheckpointTarget,
     Reader,
-    Target,
+    TensorEntry,
     copy_file,
     sync_folder,
     write,
     write_json,
 )
 from realgraph.runtime.models.models import PackedModel
+from realgraph.runtime.models.train_state import STATE, Counters, read_counters
 from realgraph.runtime.models.weights import COPIED, full_tensors, read_into
 from realgraph.runtime.parallel.groups import CollectiveError, Ranks
-from realgraph.runtime.train.optimizer import MOMENTS, Adam, Masters
+from realgraph.runtime.train.optimizer import MOMENT_NAMES, Adam, Masters
 
-FORMAT = 1
-STATE = "train_state.json"
 OPTIMIZER = "optimizer"
-
-
-class Counters(Struct, frozen=True, forbid_unknown_fields=True):
-    """What an engine has to remember besides tensors."""
-
-    version: int = 0
-    optimizer_steps: int = 0
-    loss_scale: float = 1.0
-    good_steps: int = 0
-    gate_passed: bool = False
-    format: int = FORMAT
 
 
 @dataclass(frozen=True)
@@ -75,7 +62,9 @@ def save(contents: Contents, counters: Counters, folder: Path) -> None:
     ]
     if contents.adam is not None or contents.wide:
         entries = _state_entries(contents)
-        steps.append((_state_tensors(contents), lambda found: write(Target(folder, OPTIMIZER), entries, found)))
+        steps.append(
+            (_state_tensors(contents), lambda found: write(CheckpointTarget(folder, OPTIMIZER), entries, found))
+        )
     problem: OSError | None = None
     for tensors, task in steps:
         problem = _drain(tensors, task if contents.ranks.rank == 0 and problem is None else None) or problem
@@ -109,7 +98,7 @@ class Snapshot:
         """Write what `save` would have written. From any thread; not collective. Raises OSError."""
         _write_model(self.contents, iter(self.weights), folder)
         if self.state:
-            write(Target(folder, OPTIMIZER), _state_entries(self.contents), iter(self.state))
+            write(CheckpointTarget(folder, OPTIMIZER), _state_entries(self.contents), iter(self.state))
         write_json(folder / STATE, msgspec.to_builtins(self.counters))
         sync_folder(folder)
 
@@ -143,8 +132,8 @@ def _write_model(contents: Contents, tensors: Iterator[tuple[str, Tensor]], fold
     folder.mkdir(parents=True, exist_ok=True)
     model = contents.model
     named = model.network.named_parameters()
-    entries = [Entry(name, contents.dtype, tuple(parameter.shape)) for name, parameter in named]
-    write(Target(folder, "model"), entries, tensors)
+    entries = [TensorEntry(name, contents.dtype, tuple(parameter.shape)) for name, parameter in named]
+    write(CheckpointTarget(folder, "model"), entries, tensors)
     config = model.config.to_diff_dict()
     config["dtype"] = str(contents.dtype).removeprefix("torch.")
     write_json(folder / "config.json", config)
@@ -154,12 +143,12 @@ def _write_model(contents: Contents, tensors: Iterator[tuple[str, Tensor]], fold
                 copy_file(model.source / name, folder / name)
 
 
-def _state_entries(contents: Contents) -> Sequence[Entry]:
+def _state_entries(contents: Contents) -> Sequence[TensorEntry]:
     masters = contents.masters
     assert masters is not None
-    prefixes = (*(MOMENTS if contents.adam else ()), *(("master",) if contents.wide else ()))
+    prefixes = (*(MOMENT_NAMES if contents.adam else ()), *(("master",) if contents.wide else ()))
     return [
-        Entry(f"{prefix}.{name}", masters.dtype, tuple(parameter.shape))
+        TensorEntry(f"{prefix}.{name}", masters.dtype, tuple(parameter.shape))
         for prefix in prefixes
         for name, parameter in zip(masters.names, masters.parameters, strict=True)
     ]
@@ -169,7 +158,7 @@ def _state_tensors(contents: Contents) -> Iterator[tuple[str, Tensor]]:
     """In the order of `_state_entries`; collective where sharded."""
     masters, adam = contents.masters, contents.adam
     assert masters is not None
-    for moment in MOMENTS if adam is not None else ():
+    for moment in MOMENT_NAMES if adam is not None else ():
         for i, name in enumerate(masters.names):
             assert adam is not None
             yield f"{moment}.{name}", masters.whole(i, adam.moment(i, moment))
@@ -184,9 +173,7 @@ def load(contents: Contents, folder: Path) -> Counters:
 
     Raises FileNotFoundError, or ValueError for one of another format or without the optimizer state that is needed.
     """
-    counters = msgspec.json.decode((folder / STATE).read_bytes(), type=Counters)
-    if counters.format != FORMAT:
-        raise ValueError(f"{folder / STATE} has format {counters.format}, this version reads {FORMAT}")
+    counters = read_counters(folder)
     read_into(contents.model.network, folder, contents.model.head)
     masters, adam = contents.masters, contents.adam
     if masters is None:
@@ -197,12 +184,12 @@ def load(contents: Contents, folder: Path) -> Counters:
     with Reader(folder, OPTIMIZER) as reader:
         for i, name in enumerate(masters.names):
             part = masters.part(i)
-            needed = [f"{prefix}.{name}" for prefix in (MOMENTS if adam else ())]
+            needed = [f"{prefix}.{name}" for prefix in (MOMENT_NAMES if adam else ())]
             needed += [f"master.{name}"] if contents.wide else []
             if not reader.names.issuperset(needed):
                 raise ValueError(f"{folder} lacks {sorted(set(needed) - reader.names)[0]!r}: was it another dtype?")
             if adam is not None:
-                moments = {moment: reader.part(f"{moment}.{name}", part) for moment in MOMENTS}
+                moments = {moment: reader.part(f"{moment}.{name}", part) for moment in MOMENT_NAMES}
                 adam.restore(i, moments, counters.optimizer_steps)
             if contents.wide:
                 masters.tensors[i].copy_(reader.part(f"master.{name}", part))

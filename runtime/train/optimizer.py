@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from realgraph.graphs.spec import Optimizer
 from realgraph.runtime.models.weights import own_part
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 
 
 class Masters:
@@ -128,7 +128,7 @@ class Adam:
         master = self.masters.tensors[index]
         state = self._adam.state[master]
         state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=master.device)
-        for name in MOMENTS:
+        for name in MOMENT_NAMES:
             state[name] = moments[name].to(master, copy=True)
 
 

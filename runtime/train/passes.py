@@ -5,7 +5,7 @@ Losses carry global denominators, so gradients only ever add: over micro-batches
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,9 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS, VERSIONS
 from realgraph.graphs.maths import Loss
-from realgraph.graphs.spec import ModelRole, Optimizer, Train
+from realgraph.graphs.spec import ModelRole, Train
 from realgraph.runtime.algorithms import losses
 from realgraph.runtime.batch import Outputs, Packed
+from realgraph.runtime.engine import NumericsError, TrainSettings
 from realgraph.runtime.models.models import PackedModel, Wants
 from realgraph.runtime.parallel.groups import Ranks
 from realgraph.runtime.train.microbatch import cut, idle, needs_whole_groups, rejoin, units
@@ -24,45 +25,11 @@ from realgraph.runtime.train.optimizer import Masters
 from realgraph.runtime.wire.protocol import Mean, Metric, merge
 
 PROXIMAL_LOGPROBS = "proximal_logprobs"
-_NORM_CHUNK = 1024
-
-
-class NumericsError(FloatingPointError):
-    """A loss or gradient norm is not finite. The weights are those before the step. samples: whose outputs are to
-    blame, as far as this rank knows (empty on ranks that held others)."""
-
-    def __init__(self, text: str, samples: tuple[int, ...] = ()) -> None:
-        super().__init__(text)
-        self.samples = samples
+_NORM_CHUNK_ELEMENTS = 1024
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What an engine is told besides its model.
-
-    optimizer: None for a frozen role. total_steps: optimizer steps of the whole run, for the schedule.
-    max_logprob_gap: mean |behaviour - recomputed| in nats of the tokens that a train call's own version sampled; None:
-    no such gate. max_age: tokens sampled more than this many steps ago have no part in a loss; None: all have one.
-    trains: train calls a step of this role; generator_trains: of the role that samples. skip_idle: leave out samples
-    whose loss and gradient are exactly zero (`microbatch.idle`); they still count in the losses, in no other metric.
-    entropy_metric: measure the entropy in the first micro-batch of each step, where the loss does not need it anyway.
-    functions: of `apply` terms.
-    """
-
-    max_tokens_per_microbatch: int | None = None
-    optimizer: Optimizer | None = None
-    total_steps: int = 1
-    max_logprob_gap: float | None = None
-    max_age: int | None = None
-    trains: int = 1
-    generator_trains: int = 1
-    skip_idle: bool = True
-    entropy_metric: bool = True
-    functions: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Part:
+class StepShare:
     """This rank's share of one optimizer step: its samples with work to do, how they are cut, and the whole step's
     denominator. n_passes: as many as every other rank makes, where they have to be equal.
 
@@ -86,7 +53,7 @@ class Part:
 
 
 @dataclass
-class Tally:
+class PassTotals:
     """What the passes of one optimizer step add up on this rank. blamed: samples with outputs that are not finite."""
 
     loss: float = 0.0
@@ -120,10 +87,10 @@ class Aim:
     gap_version: int | None = None
 
 
-class Passes:
+class ModelPasses:
     """A role's model on one rank, with its ranks and, where it is trained, its masters."""
 
-    def __init__(self, role: ModelRole, model: PackedModel, ranks: Ranks, settings: Settings) -> None:
+    def __init__(self, role: ModelRole, model: PackedModel, ranks: Ranks, settings: TrainSettings) -> None:
         self.role = role
         self.model = model
         self.ranks = ranks
@@ -155,7 +122,7 @@ class Passes:
         zeros = torch.zeros(2, dtype=torch.int64, device=self.ranks.device)
         return Packed(zeros, (2,), zeros.bool())
 
-    def parts(self, loss: Loss, minibatches: Sequence[Packed], version: int) -> list[Part]:
+    def parts(self, loss: Loss, minibatches: Sequence[Packed], version: int) -> list[StepShare]:
         """Each mini-batch's work, cut and denominator; one collective for all of them. version: of the weights."""
         if not minibatches:
             raise ValueError("train was called without a mini-batch")
@@ -177,7 +144,7 @@ class Passes:
             for i, draft in enumerate(drafts)
         ]
 
-    def _draft(self, loss: Loss, batch: Packed, version: int) -> Part:
+    def _draft(self, loss: Loss, batch: Packed, version: int) -> StepShare:
         """This rank's share of a mini-batch, with its own denominator and passes only."""
         fresh = self._fresh(loss, batch, version)
         share = losses.denominator(loss, fresh) if fresh.n_samples else torch.zeros(())
@@ -190,7 +157,7 @@ class Passes:
         sizes = (batch.n_tokens, fresh.n_samples, n_sampled, n_fresh)
         left_out = float(share - losses.denominator(loss, work)) if work is not fresh else 0.0
         n_counted = fresh.n_samples if losses.needs(loss).scores else n_fresh
-        return Part(work, cuts, len(cuts), share, sizes, float(n_counted), left_out)
+        return StepShare(work, cuts, len(cuts), share, sizes, float(n_counted), left_out)
 
     def _fresh(self, loss: Loss, batch: Packed, version: int) -> Packed:
         """The batch without what is over the age bound: its tokens masked, or in a loss that compares whole samples of
@@ -205,7 +172,7 @@ class Passes:
         late = set(batch.sample_index()[overdue].tolist())
         return batch.select([i for unit in units(batch, True) if late.isdisjoint(unit) for i in unit])
 
-    def with_proximal(self, parts: Sequence[Part], temperature: float) -> list[Part]:
+    def with_proximal(self, parts: Sequence[StepShare], temperature: float) -> list[StepShare]:
         """The same parts with the log-probabilities (of masked tokens) of the weights before the first step.
 
         A sample that comes again in a later epoch is computed once.
@@ -231,9 +198,9 @@ class Passes:
             found.append(replace(part, batch=replace(part.batch, token_keys=keys)))
         return found
 
-    def accumulate(self, aim: Aim, part: Part, masters: Masters) -> Tally:
+    def accumulate(self, aim: Aim, part: StepShare, masters: Masters) -> PassTotals:
         """Forward and backward passes over this rank's micro-batches; gradients add up in the masters."""
-        tally = Tally()
+        tally = PassTotals()
         if part.idle:
             tally.add({f"{name}_loss": Mean(0.0, part.idle) for name in aim.call.loss.terms})
         wants = self._wants(aim.call)
@@ -289,8 +256,8 @@ class Passes:
 
 def _square_sum(flat: Tensor) -> Tensor:
     """The sum of squares, float64: of chunks in their own dtype first, as a float64 copy of all would cost more."""
-    n = flat.numel() // _NORM_CHUNK * _NORM_CHUNK
-    chunks = torch.linalg.vector_norm(flat[:n].view(-1, _NORM_CHUNK), dim=1).double()
+    n = flat.numel() // _NORM_CHUNK_ELEMENTS * _NORM_CHUNK_ELEMENTS
+    chunks = torch.linalg.vector_norm(flat[:n].view(-1, _NORM_CHUNK_ELEMENTS), dim=1).double()
     rest: Tensor = torch.linalg.vector_norm(flat[n:], dtype=torch.float64)
     return rest.square_().add_(chunks.square().sum())
 

@@ -52,7 +52,7 @@ class Submit(_Message, frozen=True):
     version: int
 
 
-class Source(Struct, frozen=True, gc=False):
+class SampleSource(Struct, frozen=True, gc=False):
     """`worker` holds `keys` of `samples` (group keys: of the samples' groups)."""
 
     worker: int
@@ -71,7 +71,7 @@ class Execute(_Message, frozen=True, gc=False):
     call: str
     step: int
     shares: tuple[tuple[int, ...], ...]
-    sources: tuple[Source, ...]
+    sources: tuple[SampleSource, ...]
     version: int = 0
     state: dict[str, float] = field(default_factory=dict)
     deadline_seconds: float = 600.0

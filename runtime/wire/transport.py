@@ -26,7 +26,7 @@ from realgraph.runtime.wire.curve import ZAP_ENDPOINT as ZAP
 
 log = logging.getLogger(__name__)
 
-HIGH_WATER = 10_000  # messages queued for one peer before a send waits
+MAX_QUEUED_MESSAGES = 10_000  # messages queued for one peer before a send waits
 MAX_MESSAGE_BYTES = 256 << 20  # more than any job or batch of ids; what is longer is refused by the socket
 LINGER_MS = 1_000  # how long a closing socket still tries to send its last messages
 
@@ -42,7 +42,7 @@ class MasterSocket:
     logged, counted in `refused`, and goes no further.
     """
 
-    def __init__(self, keys: KeyPair, workers: Mapping[int, str], interface: str = "127.0.0.1") -> None:
+    def __init__(self, keys: KeyPair, workers: Mapping[int, str], interface: str) -> None:
         self._workers = dict(workers)
         self._allowed = frozenset(workers.values())
         self.refused = 0
@@ -210,7 +210,7 @@ class WorkerSocket:
 
 
 def _set_limits(socket: zmq.asyncio.Socket) -> None:
-    socket.set_hwm(HIGH_WATER)
+    socket.set_hwm(MAX_QUEUED_MESSAGES)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
 

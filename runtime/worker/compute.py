@@ -48,7 +48,7 @@ from realgraph.runtime.worker.update_gate import UpdateGate
 
 log = logging.getLogger(__name__)
 
-Work = Load | Submit | Execute | Reallocate | Save | Rescue | Evaluate | Abort
+ModelCommand = Load | Submit | Execute | Reallocate | Save | Rescue | Evaluate | Abort
 IDLE_SECONDS = 3600.0  # the queue wakes the thread; this only bounds one wait
 CLOSE_SECONDS = 2.0
 
@@ -60,7 +60,7 @@ class Compute:
         self.job = msgspec.json.decode(configure.job, type=Job)
         self.worker = resources.worker
         self._resources, self._configure, self._post = resources, configure, post
-        self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[ModelCommand | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="compute", daemon=True)
         self._samples: SamplesFile | None = None
         self._host: FunctionHost | None = None
@@ -111,8 +111,7 @@ class Compute:
         for name, engine in self.roles.rollouts.items():
             call = graph.calls[name]
             assert isinstance(call, Generate)
-            folder = self.roles.engines[name].model.source
-            stops = stops_of(name, call, self.job.data, self._loading.tokenizer, folder)
+            stops = stops_of(name, call, self.job.data, self._loading.tokenizer, engine.source)
             sampling = Sampling.of(call, self.job.batch.max_new_tokens, stops)
             mask_unfinished = self.job.data.truncated == "mask"
             texts = Texts(self._loading.decode, self._loading.own_tokens)
@@ -125,7 +124,7 @@ class Compute:
         held = self._resources.store.has(key, group)
         return self._loading.decode(self._resources.store.get(key, group).tolist()) if held else ""
 
-    def queue(self, work: Work) -> None:
+    def queue(self, work: ModelCommand) -> None:
         """Hand over a command; the thread takes them in order."""
         self._work.put(work)
 
@@ -199,7 +198,7 @@ class Compute:
         assert self._rollouts is not None
         return self._rollouts.step(self.worker)
 
-    def _run(self, work: Work) -> Reply | None:
+    def _run(self, work: ModelCommand) -> Reply | None:
         match work:
             case Load(groups=groups):
                 return self._load(groups)

@@ -17,7 +17,7 @@ from realgraph.runtime.wire.protocol import Done, Evaluate, Mean
 from realgraph.runtime.worker.function_calls import FunctionFailed
 from realgraph.runtime.worker.loading import Loading, Prompt
 
-KNOWN = (TEXT, FINISHED)  # generated keys that an evaluation has; inputs are the others
+EVALUATION_KEYS = (TEXT, FINISHED)  # generated keys that an evaluation has; inputs are the others
 
 
 def pass_at_k(n: int, n_right: int, k: int) -> float:
@@ -39,10 +39,11 @@ def check_eval(job: Job, spec: EvalSpec) -> Function:
         raise ConfigError([Problem(Where(path="$.eval.call"), text, "name the reward function's call")])
     inputs = {key.name for key in job.graph.inputs}
     for key in job.graph.reads[spec.call]:
-        if key not in KNOWN and key not in inputs:
+        if key not in EVALUATION_KEYS and key not in inputs:
             what = "a generated key" if key in GENERATED else "the key of another call"
             text = f"{spec.call!r} reads {key!r}, {what} that an evaluation does not have"
-            problems.append(Problem(Where(path="$.eval.call"), text, f"it may read {', '.join(KNOWN)} and inputs"))
+            hint = f"it may read {', '.join(EVALUATION_KEYS)} and inputs"
+            problems.append(Problem(Where(path="$.eval.call"), text, hint))
     numbers = [k for k in job.graph.writes[spec.call] if job.graph.keys[k].type.dtype in ("float32", "float64", "bool")]
     if not numbers:
         text = f"{spec.call!r} writes no number to judge samples by"

@@ -5,11 +5,10 @@ from typing import Literal
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.runtime.algorithms.applied import AppliedError
+from realgraph.runtime.engine import LogprobGap, NumericsError
 from realgraph.runtime.functions.host import FunctionError
 from realgraph.runtime.job.run_folder import disk_text
 from realgraph.runtime.parallel.groups import CollectiveError
-from realgraph.runtime.train.engine import LogprobGap
-from realgraph.runtime.train.passes import NumericsError
 from realgraph.runtime.wire.protocol import Failed
 from realgraph.runtime.worker.function_calls import FunctionFailed
 

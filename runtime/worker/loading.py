@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.keys import TOKENS
-from realgraph.runtime.data.data import Asked, DataSet, Row, TooLong, tokenizer_source
+from realgraph.runtime.data.data import DataRow, DataSet, PromptConversation, TooLong, tokenizer_source
 from realgraph.runtime.data.own_tokens import open_own_tokens
 from realgraph.runtime.data.tokenize import Tokenizer, load_tokenizer
 from realgraph.runtime.job.cursor import row_of
@@ -68,12 +68,12 @@ class Loading:
         """Text of tokens, special ones left out."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def _row(self, group: int) -> Row | TooLong:
+    def _row(self, group: int) -> DataRow | TooLong:
         return self._data.row(row_of(group, self.n_rows, self._job.seed, self._job.data.shuffle))
 
     def load_prompts(
         self, groups: Sequence[int], assembler: Assembler, prompt_key: str
-    ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...], dict[int, Asked]]:
+    ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...], dict[int, PromptConversation]]:
         """Put the inputs of groups into the store: (group -> prompt tokens, groups whose prompt is too long, group ->
         the prompt for roles with tokenizers of their own)."""
         rows, skipped = self._load(groups, assembler)
@@ -91,10 +91,10 @@ class Loading:
         ]
         return tuple(samples), skipped
 
-    def _load(self, groups: Sequence[int], assembler: Assembler) -> tuple[dict[int, Row], tuple[int, ...]]:
+    def _load(self, groups: Sequence[int], assembler: Assembler) -> tuple[dict[int, DataRow], tuple[int, ...]]:
         """The rows of groups, their keys in the store: by group, and by sample where the data give samples."""
         found = {group: self._row(group) for group in groups}
-        rows = {group: row for group, row in found.items() if isinstance(row, Row)}
+        rows = {group: row for group, row in found.items() if isinstance(row, DataRow)}
         n = self._job.graph.samples_per_group
         columns: dict[str, dict[int, Any]] = {}
         for group, row in rows.items():
@@ -113,7 +113,7 @@ class Loading:
         prompts = []
         for index in rows:
             row = self._eval.row(index)
-            if isinstance(row, Row):
+            if isinstance(row, DataRow):
                 prompts.append(Prompt(index, tuple(row.group[self._prompt_key]), row.group))
         return prompts
 

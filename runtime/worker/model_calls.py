@@ -75,7 +75,7 @@ class ModelCalls:
         sequence = own_tokens(call.model) if is_own(call) else TOKENS
         batch = self._assembler.packed(self._assembler.gather(command.sources, samples), samples, sequence)
         if is_own(call):
-            _refuse_long(call, batch, int(engine.model.config.max_position_embeddings))
+            _refuse_long(call, batch, engine.max_positions)
         found = engine.inference(batch, call.output, call.temperature)
         self._assembler.put_packed(call.writes[0], found, batch)
         if call.output == "scores":
@@ -106,7 +106,7 @@ class ModelCalls:
         values = self._assembler.gather(
             command.sources, sorted({sample for share in command.shares for sample in share})
         )
-        device = self._roles.engines[command.call].ranks.device
+        device = self._roles.engines[command.call].device
         for name in (TOKENS, MASK):
             values.setdefault(name, {})  # a rank may have no sample at all
         return [self._assembler.packed(values, share).to(device) for share in command.shares]

@@ -6,7 +6,7 @@ import torch
 
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.parallel.groups import Collectives, Member, Rendezvous, reach_store
-from realgraph.runtime.processes.launch import WorkerBoot
+from realgraph.runtime.processes.launcher import WorkerBoot
 from realgraph.runtime.store.store import Store
 from realgraph.runtime.store.transfer import DataPlane
 from realgraph.runtime.wire.protocol import Peer

@@ -1,30 +1,40 @@
 """The models of one worker: which engine serves which call, over which copy of a role's weights. Worker side.
 
-The one place that chooses engines. Copies follow the plan (`planner/plan/residency.py`): a call whose layout is that of
-the trained copy reads it in place; another has a copy of its own, refreshed by reallocation.
+Knows engines by their interfaces alone; `engines.py` opens them. Copies follow the plan (`planner/plan/residency.py`):
+a call whose layout is that of the trained copy reads it in place; another has a copy of its own, refreshed by
+reallocation.
 """
 
+import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from realgraph.graphs.applied import applied_of
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS
 from realgraph.graphs.spec import Generate, ModelRole, Train
 from realgraph.planner.plan.residency import Copy, copies
-from realgraph.runtime.engine import RolloutEngine
+from realgraph.planner.request.engine_support import TORCH_KIND
+from realgraph.runtime.engine import (
+    Decode,
+    OwnWeights,
+    Receiver,
+    RolloutEngine,
+    RolloutLimits,
+    Snapshot,
+    TrainEngine,
+    TrainSettings,
+    Weights,
+    WeightSource,
+)
 from realgraph.runtime.functions.functions import load_applied
-from realgraph.runtime.generate.engine import Decode, Limits, TorchRolloutEngine
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.parallel.groups import Collectives
-from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
-from realgraph.runtime.train.files import Snapshot
-from realgraph.runtime.train.passes import Settings
+from realgraph.runtime.worker.engines import ENGINES
 
 MAX_LOGPROB_GAP = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.05, "float16": 0.02}  # mean nats a sampled token
 
@@ -51,13 +61,17 @@ class Roles:
 
     def __init__(self, job: Job, worker: int, collectives: Collectives, decode: Decode) -> None:
         self._job, self._worker, self._collectives = job, worker, collectives
+        self._kind = ENGINES[TORCH_KIND]
         layouts = {name: allocation.layout for name, allocation in job.plan.allocations.items()}
-        self.trained: dict[str, TorchTrainEngine] = {}
-        self.engines: dict[str, TorchTrainEngine] = {}
-        self.rollouts: dict[str, RolloutEngine] = {}
-        self._averaged: dict[str, list[TorchTrainEngine]] = {}  # trained role -> references that follow it
-        self.saved: dict[str, TorchTrainEngine] = {}
-        self._changing: list[tuple[str, TorchTrainEngine]] = []  # every copy of the roles that a checkpoint holds
+        self.trained: dict[str, TrainEngine] = {}  # by role
+        self.engines: dict[str, TrainEngine] = {}  # by call, of those that work on packed batches
+        self.rollouts: dict[str, RolloutEngine] = {}  # by generate call
+        self._in_place: dict[str, TrainEngine] = {}  # generate call -> whose weights its engine reads
+        self._averaged: dict[str, list[TrainEngine]] = {}  # trained role -> references that follow it
+        self.saved: dict[str, TrainEngine] = {}
+        self._changing: list[
+            tuple[str, TrainEngine | RolloutEngine]
+        ] = []  # copies of the roles that a checkpoint holds
         self._kept: dict[str, Snapshot | None] = {}
         self._begun: dict[str, tuple[int, int]] = {}  # trained role -> version, optimizer steps before its last call
         self._keeping = threading.Lock()
@@ -68,20 +82,18 @@ class Roles:
     def _open(self, copy: Copy, decode: Decode) -> None:
         job, role = self._job, self._job.graph.models[copy.role]
         packed = [name for name in copy.calls if not isinstance(job.graph.calls[name], Generate)]
-        tokens = min((job.plan.allocations[name].max_tokens_per_microbatch for name in packed), default=None)
-        settings = self._settings(copy, tokens) if copy.trained else Settings(max_tokens_per_microbatch=tokens)
-        path = role_path(job.graph.models, copy.role)
-        engine = open_engine(role, path, copy.layout, self._collectives.ranks(copy.layout.mesh), settings)
-        for name in copy.calls:
-            self.engines[name] = engine
-            if isinstance(job.graph.calls[name], Generate):
-                limits = Limits(
-                    max_running=job.batch.max_running,
-                    max_cache_tokens=job.plan.allocations[name].max_tokens_per_microbatch,
-                )
-                self.rollouts[name] = TorchRolloutEngine(engine.model.network, limits, decode=decode)
         averaged = role.ema_rate is not None and role.init is not None
-        if averaged or any(isinstance(call, Train) and call.model == copy.role for call in job.graph.calls.values()):
+        engine = self._open_train(copy, packed) if packed or averaged else None
+        for name in copy.calls:
+            if isinstance(job.graph.calls[name], Generate):
+                self._open_rollout(name, copy, engine, decode)
+        changes = any(isinstance(call, Train) and call.model == copy.role for call in job.graph.calls.values())
+        if engine is None:
+            if changes:
+                self._changing += [(copy.role, self.rollouts[name]) for name in copy.calls]
+            return
+        self.engines |= dict.fromkeys(packed, engine)
+        if averaged or changes:
             self._changing.append((copy.role, engine))
         if copy.trained:
             self.trained[copy.role] = self.saved[copy.role] = engine
@@ -89,8 +101,34 @@ class Roles:
             self._averaged.setdefault(role.init, []).append(engine)
             self.saved[copy.role] = engine
 
-    def _settings(self, copy: Copy, tokens: int | None) -> Settings:
+    def _open_train(self, copy: Copy, packed: Sequence[str]) -> TrainEngine:
+        """The engine of the calls `packed` that read or train this copy. Collective."""
         job = self._job
+        path = role_path(job.graph.models, copy.role)
+        ranks = self._collectives.ranks(copy.layout.mesh)
+        return self._kind.open_train(
+            job.graph.models[copy.role], path, copy.layout, ranks, self._settings(copy, packed)
+        )
+
+    def _open_rollout(self, name: str, copy: Copy, beside: TrainEngine | None, decode: Decode) -> None:
+        """The engine of a generate call: over the weights of the engine beside it, where there is one."""
+        job = self._job
+        limits = RolloutLimits(
+            max_running=job.batch.max_running,
+            max_cache_tokens=job.plan.allocations[name].max_tokens_per_microbatch,
+        )
+        weights: WeightSource
+        if beside is not None:
+            weights, self._in_place[name] = beside.shared_weights(), beside
+        else:
+            weights = OwnWeights(role_path(job.graph.models, copy.role), self._collectives.member.device)
+        self.rollouts[name] = self._kind.open_rollout(job.graph.models[copy.role], weights, limits, decode)
+
+    def _settings(self, copy: Copy, packed: Sequence[str]) -> TrainSettings:
+        job = self._job
+        tokens = min((job.plan.allocations[name].max_tokens_per_microbatch for name in packed), default=None)
+        if not copy.trained:
+            return TrainSettings(max_tokens_per_microbatch=tokens)
         calls = {name: call for name, call in job.graph.calls.items() if isinstance(call, Train)}
         trains = [call for call in calls.values() if call.model == copy.role]
         generator = next((call.model for call in job.graph.calls.values() if isinstance(call, Generate)), "")
@@ -100,7 +138,7 @@ class Roles:
         samples = copy.role == generator and any(BEHAVIOUR_LOGPROBS in job.graph.reads[name] for name in copy.calls)
         own = {name: call for name, call in calls.items() if call.model == copy.role}
         applied = {f"{entry.path}.fn": entry.fn for entry in applied_of(own)}
-        return Settings(
+        return TrainSettings(
             max_tokens_per_microbatch=tokens,
             optimizer=trains[0].optimizer,
             total_steps=job.steps * sum(call.minibatches * call.epochs for call in trains),
@@ -115,6 +153,7 @@ class Roles:
         """Take back the states of a checkpoint into every copy of them, as if all had just been reallocated."""
         for name, engine in self._changing:
             engine.load(checkpoint / name)
+        for engine in {id(engine): engine for engine in self._in_place.values()}.values():
             self.weights_changed(engine)
 
     def save(self, folder: Path) -> None:
@@ -162,7 +201,7 @@ class Roles:
         init = self._job.graph.models[name].init
         return init if name not in self.trained and init else name
 
-    def _followers(self, versions: Mapping[str, int]) -> list[tuple[str, TorchTrainEngine]]:
+    def _followers(self, versions: Mapping[str, int]) -> list[tuple[str, TrainEngine]]:
         """The states of this worker that belong to a checkpoint of these roles. Raises OSError for one not here."""
         for name, model in self._job.graph.models.items():
             if model.ema_rate is not None and model.init in versions and name not in self.saved:
@@ -171,17 +210,21 @@ class Roles:
 
     def n_parameters(self) -> dict[str, int]:
         """Parameters of every role on this worker (of a shard: of the whole model)."""
-        counts = {}
-        for call, engine in self.engines.items():
-            role = self._job.graph.role(call)
-            counts[role] = sum(parameter.numel() for parameter in engine.model.network.parameters())
-        return counts
+        engines: Mapping[str, Receiver] = {**self.engines, **self.rollouts}
+        return {
+            self._job.graph.role(call): sum(math.prod(spec.shape) for spec in engine.weight_specs())
+            for call, engine in engines.items()
+        }
 
-    def weights_changed(self, engine: TorchTrainEngine) -> None:
+    def reads_in_place(self, call: str, engine: TrainEngine) -> bool:
+        """The generate call `call` reads the weights of `engine`, as they are at any time."""
+        return self._in_place.get(call) is engine
+
+    def weights_changed(self, engine: TrainEngine) -> None:
         """Generators that read the weights of `engine` drop what they cached under the old ones."""
         for name, rollout in self.rollouts.items():
-            if self.engines[name] is engine and rollout.version != engine.version:
-                rollout.update(None, engine.version)
+            if self.reads_in_place(name, engine) and rollout.version != engine.version:
+                rollout.weights_changed(engine.version)
 
     def average(self, role: str) -> None:
         """Move the references that follow `role` towards it. Collective."""
@@ -196,22 +239,27 @@ class Roles:
         Owners gather full tensors (collective where sharded); the first sends each to the receivers that own no part.
         """
         mesh = self._job.plan.allocations[call].layout.mesh
+        target = self._receiver(call)
         strangers = [worker for worker in mesh.devices if worker not in owners]
         if self._worker in owners:
             weights = self._send(self.trained[role].weights(), strangers if self._worker == owners[0] else [])
         else:
-            weights = self._receive(self.engines[call], owners[0])
-        target = self.engines.get(call)
+            assert target is not None, "neither an owner nor a receiver"
+            weights = self._receive(target, owners[0])
         if target is None or self._worker not in mesh.devices:
             for _ in weights:
                 pass  # only sends
             return
         target.load_weights(weights, version)
-        if call in self.rollouts:
-            self.rollouts[call].update(None, version)
+        if call in self._in_place:
+            self.rollouts[call].weights_changed(version)
+
+    def _receiver(self, call: str) -> Receiver | None:
+        """Whose weights `call` reads on this worker, if any."""
+        return self._in_place.get(call) or self.engines.get(call) or self.rollouts.get(call)
 
     @staticmethod
-    def _send(weights: Iterator[tuple[str, Tensor]], receivers: list[int]) -> Iterator[tuple[str, Tensor]]:
+    def _send(weights: Weights, receivers: list[int]) -> Weights:
         for name, tensor in weights:
             whole = tensor.contiguous()
             for receiver in receivers:
@@ -219,8 +267,8 @@ class Roles:
             yield name, whole
 
     @staticmethod
-    def _receive(engine: TorchTrainEngine, owner: int) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in engine.model.network.named_parameters():
-            whole = torch.empty(parameter.shape, dtype=engine.dtype, device=engine.ranks.device)
+    def _receive(engine: Receiver, owner: int) -> Weights:
+        for spec in engine.weight_specs():
+            whole = torch.empty(spec.shape, dtype=spec.dtype, device=engine.device)
             dist.recv(whole, owner)
-            yield name, whole
+            yield spec.name, whole

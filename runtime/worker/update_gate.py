@@ -1,6 +1,6 @@
 """After a weight update has reached the generator: do generator and trainer still agree about the model? Worker side.
 
-A train call sees it for nothing in the samples of its own version (`TorchTrainEngine`). Where there may be none, since
+A train call sees it for nothing in the samples of its own version (`TrainEngine`). Where there may be none, since
 generation runs ahead of training or the loss reads no behaviour log-probabilities, the generator draws a few tokens
 under the weights that it has just got, and the trainer, which stands at the same version, recomputes them.
 """
@@ -15,21 +15,21 @@ from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS
 from realgraph.graphs.spec import Generate, Train
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.data.stops import Stops
+from realgraph.runtime.engine import TrainEngine, check_gap
 from realgraph.runtime.generate.rollouts import Rollouts, sample_seed
 from realgraph.runtime.job.job import Job
-from realgraph.runtime.train.engine import TorchTrainEngine, check_gap
 from realgraph.runtime.wire.protocol import Mean, Metric
 from realgraph.runtime.worker.roles import Roles, logprob_limit
 
-SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 4, 8, 256  # of a probe, at most: far below what any batch has
+PROBE_SAMPLES, PROBE_NEW_TOKENS, PROBE_PROMPT_TOKENS = 4, 8, 256  # of a probe, at most: far below what any batch has
 
 
 @dataclass(frozen=True)
-class Probe:
-    """Samples of one prompt. tokens: [SAMPLES, prompt + new] int64; logprobs: [SAMPLES, new] float64, as drawn."""
+class GateProbe:
+    """Samples of one prompt."""
 
-    tokens: Tensor
-    logprobs: Tensor
+    tokens: Tensor  # [PROBE_SAMPLES, prompt + new] int64
+    logprobs: Tensor  # [PROBE_SAMPLES, new] float64, as drawn
 
 
 class UpdateGate:
@@ -48,7 +48,7 @@ class UpdateGate:
     def after_training(self, role: str) -> dict[str, Metric]:
         """Where the generator reads the trained weights in place. Raises LogprobGap."""
         engine = self._roles.trained[role]
-        if not self._needed or role != self._role or self._roles.engines.get(self._call) is not engine:
+        if not self._needed or role != self._role or not self._roles.reads_in_place(self._call, engine):
             return {}
         probe = self._draw()
         return self._compare(engine, [probe] if probe is not None else [])
@@ -68,27 +68,27 @@ class UpdateGate:
         engine = self._roles.trained[self._role]
         probes = [probe]
         if self._worker == owners[0]:
-            probes += [self._receive(engine.ranks.device, worker) for worker in receivers if worker not in owners]
+            probes += [self._receive(engine.device, worker) for worker in receivers if worker not in owners]
         return self._compare(engine, [one for one in probes if one is not None])
 
-    def _draw(self) -> Probe | None:
+    def _draw(self) -> GateProbe | None:
         """By the generator, for the newest prompt that it was given; None before the first."""
         rollouts = self._rollouts
         if rollouts is None or not rollouts.newest_prompt:
             return None
-        prompt = rollouts.newest_prompt[-PROMPT_TOKENS:]
-        n_new = min(NEW_TOKENS, rollouts.sampling.max_new_tokens)
-        plain = rollouts.sampling.at(SAMPLES, self._temperature)
+        prompt = rollouts.newest_prompt[-PROBE_PROMPT_TOKENS:]
+        n_new = min(PROBE_NEW_TOKENS, rollouts.sampling.max_new_tokens)
+        plain = rollouts.sampling.at(PROBE_SAMPLES, self._temperature)
         sampling = replace(plain, max_new_tokens=n_new, stops=Stops())
         version = rollouts.engine.version
-        done = rollouts.complete([sampling.request(i, prompt, sample_seed(version, i)) for i in range(SAMPLES)])
-        return Probe(
+        done = rollouts.complete([sampling.request(i, prompt, sample_seed(version, i)) for i in range(PROBE_SAMPLES)])
+        return GateProbe(
             torch.tensor([[*prompt, *one.tokens] for one in done]),
             torch.tensor([one.logprobs for one in done], dtype=torch.float64),
         )
 
-    def _send(self, probe: Probe | None, owner: int) -> None:
-        device = self._roles.engines[self._call].ranks.device
+    def _send(self, probe: GateProbe | None, owner: int) -> None:
+        device = self._roles.rollouts[self._call].device
         sizes = [probe.tokens.shape[1], probe.logprobs.shape[1]] if probe is not None else [0, 0]
         dist.send(torch.tensor(sizes, device=device), owner)
         if probe is not None:
@@ -96,21 +96,21 @@ class UpdateGate:
             dist.send(probe.logprobs.to(device), owner)
 
     @staticmethod
-    def _receive(device: torch.device, worker: int) -> Probe | None:
+    def _receive(device: torch.device, worker: int) -> GateProbe | None:
         sizes = torch.zeros(2, dtype=torch.int64, device=device)
         dist.recv(sizes, worker)
         length, n_new = sizes.tolist()
         if not length:
             return None
-        tokens = torch.zeros((SAMPLES, length), dtype=torch.int64, device=device)
-        logprobs = torch.zeros((SAMPLES, n_new), dtype=torch.float64, device=device)
+        tokens = torch.zeros((PROBE_SAMPLES, length), dtype=torch.int64, device=device)
+        logprobs = torch.zeros((PROBE_SAMPLES, n_new), dtype=torch.float64, device=device)
         dist.recv(tokens, worker)
         dist.recv(logprobs, worker)
-        return Probe(tokens.cpu(), logprobs.cpu())
+        return GateProbe(tokens.cpu(), logprobs.cpu())
 
-    def _compare(self, engine: TorchTrainEngine, probes: list[Probe]) -> dict[str, Metric]:
+    def _compare(self, engine: TrainEngine, probes: list[GateProbe]) -> dict[str, Metric]:
         """The gap as a metric. Called by all ranks where the weights are sharded, with probes or without."""
-        lengths = tuple(probe.tokens.shape[1] for probe in probes for _ in range(SAMPLES))
+        lengths = tuple(probe.tokens.shape[1] for probe in probes for _ in range(PROBE_SAMPLES))
         tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(probe.tokens.flatten() for probe in probes)])
         batch = Packed(tokens, lengths, torch.ones_like(tokens, dtype=torch.bool))
         found = engine.inference(batch, "logprobs", self._temperature).double()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from realgraph.graphs.spec import Function
 from realgraph.runtime.job.rotation import MEGABYTE, limit_log
-from realgraph.runtime.processes.launch import WorkerBoot
+from realgraph.runtime.processes.launcher import WorkerBoot
 from realgraph.runtime.processes.processes import Watched
 from realgraph.runtime.wire.protocol import (
     RESCUE_CALL,

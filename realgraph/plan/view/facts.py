@@ -10,6 +10,7 @@ from realgraph.planner.inputs.workload import Workload
 from realgraph.planner.options.tables import device_bytes
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.report.format import bytes_text, count_text, counted
+from realgraph.planner.request.engine_support import installed
 from realgraph.planner.request.request import PlanRequest, hashes
 from realgraph.run_file.compose import Checked
 
@@ -49,8 +50,8 @@ def fresher(request: PlanRequest, plan: Plan) -> Iterator[str]:
 
 def doubts_of(checked: Checked, request: PlanRequest, plan: Plan) -> Iterator[str]:
     """What the predictions rest on that nobody has measured, and whether this version can run the plan at all."""
-    if request.engine == "any":
-        missing = validate(plan, replace(request, engine="installed"))
+    if request.engine != installed():
+        missing = validate(plan, replace(request, engine=installed()))
         if missing:
             why = missing[0].text.partition(";")[0]
             yield f"the engines of this version can't run this plan ({why}): --engine installed plans what they can"

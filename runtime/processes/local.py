@@ -1,4 +1,4 @@
-"""Starting, watching and ending the workers of this host. Master side: imports no torch; the fork server does.
+"""The launcher of this host: starts, watches and ends its workers. Master side: imports no torch; the fork server does.
 
 Each worker is a process and a session of its own, forked from a server that has the heavy modules loaded. What a worker
 needs at its start, keys included, reaches it through an inherited socket: never by environment, arguments or a file.
@@ -21,38 +21,13 @@ from msgspec import Struct
 from realgraph.runtime.job.rotation import older
 from realgraph.runtime.processes import processes
 from realgraph.runtime.processes.clock import time_limit
+from realgraph.runtime.processes.launcher import LaunchError, WorkerBoot, WorkerProgram
 from realgraph.runtime.processes.processes import Exited, Preloaded, Started
-from realgraph.runtime.wire.curve import KeyPair
 from realgraph.runtime.wire.frames import cut
 
-PRELOAD = ("torch", "transformers")
-ENTRY = "realgraph.runtime.worker.worker:main"
+LOOPBACK = "127.0.0.1"  # nobody outside this host may connect
 KILL_SECONDS = 5.0  # what the kernel may take to end killed processes
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
-
-
-class LaunchError(Exception):
-    """Workers could not be started; the text says why."""
-
-
-class WorkerBoot(Struct, frozen=True):
-    """All that a worker knows before its first message. master, master_key: whom to dial and what key to expect.
-
-    keys: of this worker, for the master and for its peers. interface: the address its data plane listens on.
-    threads: CPU threads of one operation, already set through the environment. log: the file that it prints to.
-    cpu: leave the host's GPUs alone. master_pid: the master's process where it is on the same host, else 0.
-    """
-
-    worker: int
-    master: str
-    master_key: str
-    keys: KeyPair
-    log: str
-    threads: int = 1
-    interface: str = "127.0.0.1"
-    n_workers: int = 1
-    cpu: bool = False
-    master_pid: int = 0
 
 
 class WorkerHandle(Struct, frozen=True):
@@ -82,17 +57,7 @@ def enter(payload: bytes) -> None:
     processes.resolve(start.entry)(start.boot)
 
 
-def describe_exit(status: int) -> str:
-    """`ended with exit code 1`, `was killed by SIGKILL`."""
-    if status >= 0:
-        return f"ended with exit code {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"
-
-
-class Server(Protocol):
+class ForkServer(Protocol):
     """The fork server's process, as its owner sees it."""
 
     def wait(self, timeout: float | None = None) -> int: ...
@@ -102,7 +67,7 @@ class Server(Protocol):
     def send_signal(self, sig: int) -> None: ...
 
 
-def open_server(pipe: socket.socket, modules: Sequence[str], threads: int) -> Server:
+def open_server(pipe: socket.socket, modules: Sequence[str], threads: int) -> ForkServer:
     """A fork server on the other end of `pipe`, a process with an interpreter of its own. Raises OSError."""
     with processes.end_signals_blocked():
         return subprocess.Popen(
@@ -114,10 +79,10 @@ def open_server(pipe: socket.socket, modules: Sequence[str], threads: int) -> Se
         )
 
 
-class Fleet:
-    """The workers of this host. Made by `start_workers`; to be ended by `terminate` in every case."""
+class LocalFleet:
+    """Implements `launcher.Fleet` for the workers of this host. Made by `LocalLauncher`."""
 
-    def __init__(self, server: Server, pipe: socket.socket, boots: Sequence[WorkerBoot]) -> None:
+    def __init__(self, server: ForkServer, pipe: socket.socket, boots: Sequence[WorkerBoot]) -> None:
         self._server = server
         self._pipe = pipe
         self._boots = {boot.worker: boot for boot in boots}
@@ -127,6 +92,15 @@ class Fleet:
         self._reader: asyncio.Task[None] | None = None
         self._buffer = bytearray()
         self.handles: dict[int, WorkerHandle] = {}
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """All that were started, in order."""
+        return tuple(sorted(self._boots))
+
+    def last_lines(self, worker: int, n_lines: int = 20) -> str:
+        """The end of a worker's log; '' where there is none yet."""
+        return self.handles[worker].last_lines(n_lines)
 
     @property
     def running(self) -> frozenset[int]:
@@ -239,34 +213,33 @@ class Fleet:
             self._changed.set()
 
 
-async def start_workers(
-    boots: Sequence[WorkerBoot],
-    entry: str = ENTRY,
-    preload: Sequence[str] = PRELOAD,
-    deadline_seconds: float = 180.0,
-) -> Fleet:
-    """Start one process per boot, all with the threads of the first, and return once each has its process.
+class LocalLauncher:
+    """Implements `launcher.Launcher`: all workers on this host, tied to this process."""
 
-    entry: `module:function`, called with its WorkerBoot in the worker's process. preload: modules that the fork server
-    imports once for all (the entry's own is added). To be called from the main thread: on Linux the workers end with
-    the thread that started them. Raises LaunchError, with nothing left running.
-    """
-    assert boots, "no workers to start"
-    for boot in boots:
-        Path(boot.log).parent.mkdir(parents=True, exist_ok=True)
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    modules = tuple(dict.fromkeys((*preload, entry.partition(":")[0])))
-    with theirs:
-        server = open_server(theirs, modules, boots[0].threads)
-    fleet = Fleet(server, ours, boots)
-    try:
-        async with time_limit(deadline_seconds):
-            await fleet.start(entry)
-    except TimeoutError:
-        await fleet.terminate(0)
-        raise LaunchError(f"the workers were not started within {deadline_seconds:g} s") from None
-    except BaseException:
-        await fleet.terminate(0)
-        raise
-    return fleet
+    interface = LOOPBACK
+
+    async def start(
+        self, boots: Sequence[WorkerBoot], program: WorkerProgram, deadline_seconds: float = 180.0
+    ) -> LocalFleet:
+        """See Launcher. All workers have the threads of the first. To be called from the main thread: on Linux the
+        workers end with the thread that started them."""
+        assert boots, "no workers to start"
+        here = [msgspec.structs.replace(boot, interface=LOOPBACK, master_pid=os.getpid()) for boot in boots]
+        for boot in here:
+            Path(boot.log).parent.mkdir(parents=True, exist_ok=True)
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        modules = tuple(dict.fromkeys((*program.preload, program.entry.partition(":")[0])))
+        with theirs:
+            server = open_server(theirs, modules, here[0].threads)
+        fleet = LocalFleet(server, ours, here)
+        try:
+            async with time_limit(deadline_seconds):
+                await fleet.start(program.entry)
+        except TimeoutError:
+            await fleet.terminate(0)
+            raise LaunchError(f"the workers were not started within {deadline_seconds:g} s") from None
+        except BaseException:
+            await fleet.terminate(0)
+            raise
+        return fleet

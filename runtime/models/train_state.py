@@ -1,0 +1,28 @@
+"""The counters of a saved state, beside its tensors: `train_state.json`. Knows no engine."""
+
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+FORMAT = 1
+STATE = "train_state.json"
+
+
+class Counters(Struct, frozen=True, forbid_unknown_fields=True):
+    """What an engine has to remember besides tensors."""
+
+    version: int = 0
+    optimizer_steps: int = 0
+    loss_scale: float = 1.0
+    good_steps: int = 0
+    gate_passed: bool = False
+    format: int = FORMAT
+
+
+def read_counters(folder: Path) -> Counters:
+    """Those of the state in `folder`. Raises FileNotFoundError, or ValueError for one of another format."""
+    counters = msgspec.json.decode((folder / STATE).read_bytes(), type=Counters)
+    if counters.format != FORMAT:
+        raise ValueError(f"{folder / STATE} has format {counters.format}, this version reads {FORMAT}")
+    return counters

@@ -1,0 +1,26 @@
+"""The engines there are: one table, kind -> what opens its train engine and its rollout engine. Worker side.
+
+The one module of the workers that names a concrete engine.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from realgraph.graphs.spec import ModelRole
+from realgraph.planner.plan.layout import Layout
+from realgraph.planner.request.engine_support import TORCH_KIND
+from realgraph.runtime.engine import Decode, RolloutEngine, RolloutLimits, TrainEngine, TrainSettings, WeightSource
+from realgraph.runtime.generate.opening import open_rollout
+from realgraph.runtime.parallel.groups import Ranks
+from realgraph.runtime.train.engine import open_engine
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """How the engines of one kind are opened. Opening a train engine is collective over its ranks."""
+
+    open_train: Callable[[ModelRole, str, Layout, Ranks, TrainSettings], TrainEngine]
+    open_rollout: Callable[[ModelRole, WeightSource, RolloutLimits, Decode], RolloutEngine]
+
+
+ENGINES: Mapping[str, EngineKind] = {TORCH_KIND: EngineKind(open_engine, open_rollout)}  # the kinds of `SUPPORT`

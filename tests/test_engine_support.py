@@ -1,0 +1,127 @@
+"""What an engine kind says of itself is all that planner, validation and workers ask: one switch, and a run uses it."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from realgraph.graphs.errors import ConfigError
+from realgraph.graphs.spec import ModelRole
+from realgraph.planner.feasibility.validate import validate
+from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.planner.request import engine_support
+from realgraph.planner.request.engine_support import SUPPORT, TORCH, TORCH_KIND
+from realgraph.run.running import prepare
+from realgraph.runtime.engine import OwnWeights, RolloutLimits, SharedWeights, TrainSettings, WeightSource
+from realgraph.runtime.generate.engine import TorchRolloutEngine
+from realgraph.runtime.generate.opening import open_rollout
+from realgraph.runtime.models.models import Start, build
+from realgraph.runtime.parallel.groups import Collectives, Member, Ranks
+from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
+from realgraph.runtime.worker.engines import ENGINES, EngineKind
+from realgraph.runtime.worker.roles import Roles
+from tests import tiny
+from tests.engines import CPU, call, engine, folder
+from tests.run_texts import place
+
+__all__ = ["folder", "place"]
+SPLIT = "allocation={train: {devices: 2, tp: 2}, rollout: {devices: 2, tp: 2}}"
+MACHINE = ("cluster.kind=H100-SXM", "cluster.devices=2")
+
+
+class OneRank(Collectives):
+    """Every mesh as if it were this worker's alone."""
+
+    def __init__(self) -> None:
+        super().__init__(Member(0, 1, CPU, 1.0), None, (), one_host=True)
+
+    def ranks(self, mesh: DeviceMesh) -> Ranks:
+        return Ranks(CPU)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Layout]:
+    """A kind of engines that runs tp: the layouts that it was opened with."""
+    layouts: list[Layout] = []
+
+    def open_train(role: ModelRole, path: str, layout: Layout, ranks: Ranks, settings: TrainSettings) -> Any:
+        layouts.append(layout)
+        return open_engine(role, path, Layout(DeviceMesh(0, 1)), ranks, settings)
+
+    monkeypatch.setitem(SUPPORT, TORCH_KIND, msgspec.structs.replace(TORCH, axes=("tp",)))
+    fake = EngineKind(open_train, ENGINES[TORCH_KIND].open_rollout)
+    monkeypatch.setattr("realgraph.runtime.worker.roles.ENGINES", {TORCH_KIND: fake})
+    return layouts
+
+
+def test_tp_in_an_engines_support_is_all_that_planning_validation_and_workers_need(
+    place: Path, opened: list[Layout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(place / "model")
+    tiny.save(place / "model")
+    run_file, overrides = place / "run.yaml", (*MACHINE, SPLIT)
+    prepared = prepare(run_file, overrides, None)
+    assert {prepared.job.plan.allocations[name].layout.tp for name in ("train", "rollout")} == {2}
+    assert not validate(prepared.job.plan, prepared.request)
+    Roles(prepared.job, 0, OneRank(), lambda tokens: "")
+    assert [layout.tp for layout in opened if layout == prepared.job.plan.allocations["train"].layout] == [2]
+
+    monkeypatch.setitem(SUPPORT, TORCH_KIND, TORCH)  # the same run file for engines without it
+    with pytest.raises(ConfigError, match="the engines of this version run dp only"):
+        prepare(run_file, overrides, None)
+    refused = validate(prepared.job.plan, msgspec.structs.replace(prepared.request, engine=engine_support.installed()))
+    assert any("tensor parallelism" in problem.text for problem in refused)
+
+
+def test_every_kind_of_engine_says_what_it_supports() -> None:
+    assert ENGINES.keys() == SUPPORT.keys()
+
+
+# --- weights that a rollout engine reads in place --------------------------------------------------------------------
+
+
+def shared(one: TorchTrainEngine) -> tuple[SharedWeights, TorchRolloutEngine]:
+    weights = one.shared_weights()
+    return weights, open_rollout(one.role, weights, RolloutLimits(), lambda tokens: "")
+
+
+def test_shared_weights_are_the_trained_tensors_and_change_with_them(folder: Path) -> None:
+    one = engine(folder)
+    weights, rollout = shared(one)
+    own = dict(one.model.network.named_parameters())
+    seen = dict(rollout._model.module.named_parameters())
+    assert seen.keys() == own.keys() == weights.tensors.keys()
+    assert all(seen[name].data_ptr() == own[name].data_ptr() for name in own)
+    assert not any(parameter.requires_grad for parameter in seen.values())
+    before = {name: parameter.detach().clone() for name, parameter in seen.items()}
+    one.train(call(), [tiny.batch([9, 12, 7, 10])])
+    assert any(not torch.equal(seen[name], before[name]) for name in before)
+    assert all(torch.equal(seen[name], own[name]) for name in own)
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_a_network_over_shared_tensors_computes_what_their_own_does(kind: str, tmp_path: Path) -> None:
+    one = engine(tiny.save(tmp_path / kind, kind))
+    _, rollout = shared(one)
+    tokens = torch.arange(3, 20)[None]
+    plain = build(ModelRole(), str(tmp_path / kind), Start(CPU)).network
+    for network in (plain, rollout._model.module):
+        network.config._attn_implementation = "eager"
+    with torch.no_grad():
+        assert torch.equal(rollout._model.module(input_ids=tokens).logits, plain(input_ids=tokens).logits)
+
+
+def test_an_engine_of_its_own_weights_takes_a_saved_state_with_its_version(folder: Path, tmp_path: Path) -> None:
+    one = engine(folder)
+    one.train(call(), [tiny.batch([9, 12, 7, 10])])
+    one.save(tmp_path / "saved")
+    own: WeightSource = OwnWeights(str(folder), CPU)
+    rollout = open_rollout(ModelRole(), own, RolloutLimits(), lambda tokens: "")
+    assert rollout.version == 0
+    rollout.load(tmp_path / "saved")
+    assert rollout.version == one.version == 1
+    trained = dict(one.weights())
+    assert all(torch.equal(own, trained[name]) for name, own in rollout._model.module.named_parameters())
