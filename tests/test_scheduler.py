@@ -92,16 +92,16 @@ def test_a_resumed_run_gives_the_commands_of_the_uninterrupted_one(seed: int) ->
     shape.staleness, shape.floating, shape.checkpoint_every, shape.eval_every, shape.steps = 0, False, 0, 0, 4
     whole = Simulator(shape, rng)
     whole.steady = True
-    borders: list[tuple[Checkpointed, int]] = []
+    boundaries: list[tuple[Checkpointed, int]] = []
     whole.take(whole.scheduler.start(0.0))
     while whole.halt is None:
         n_steps, n_sent = whole.step, len(whole.actions)
         whole.advance()
         if whole.step > n_steps:
             at = next(i for i in range(n_sent, len(whole.actions)) if isinstance(whole.actions[i], StepEnded))
-            borders.append((whole.scheduler.state, at + 1))
-    assert [state.step for state, _ in borders] == [1, 2, 3, 4]
-    for state, at in borders[:-1]:
+            boundaries.append((whole.scheduler.state, at + 1))
+    assert [state.step for state, _ in boundaries] == [1, 2, 3, 4]
+    for state, at in boundaries[:-1]:
         state = msgspec.json.decode(msgspec.json.encode(state), type=Checkpointed)
         resumed = Simulator(shape, rng, Scheduler(job_of(shape), range(shape.n_workers), 1000, state, 5))
         resumed.steady = True

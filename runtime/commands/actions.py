@@ -32,7 +32,7 @@ Event = Reply | Tick | WorkerLost | StopRequested
 
 
 class Checkpointed(Struct, frozen=True, forbid_unknown_fields=True):
-    """All that the Scheduler needs to go on exactly from a step border; it is written beside the weights.
+    """All that the Scheduler needs to go on exactly from a step boundary; it is written beside the weights.
 
     step: completed steps. versions: role -> completed train calls. carried: call -> its carried numbers. open: groups
     that were admitted and neither trained nor discarded; they are generated again, under the same numbers. Groups from

@@ -181,11 +181,11 @@ def rescuers(job: Job, alive: frozenset[int]) -> Rescuers:
     return Rescuers(alone, together)
 
 
-async def rescue(crew: Crew, job: Job, checkpoints: Checkpoints, border: Checkpointed, inbox: Inbox) -> Committed:
-    """Have surviving workers write what they hold of the state at `border`. Raises OSError where that fails."""
+async def rescue(crew: Crew, job: Job, checkpoints: Checkpoints, state: Checkpointed, inbox: Inbox) -> Committed:
+    """Have surviving workers write what they hold of `state`. Raises OSError where that fails."""
     chosen = rescuers(job, crew.fleet.running - inbox.gone)
-    partial = checkpoints.partial(border.step)
-    commands = chosen.commands(border.step, partial, border.versions)
+    partial = checkpoints.partial(state.step)
+    commands = chosen.commands(state.step, partial, state.versions)
     waiting = Counter(worker for worker, _ in commands)
     until = inbox.clock.now() + job.runtime.min_deadline_seconds
     try:
@@ -206,4 +206,4 @@ async def rescue(crew: Crew, job: Job, checkpoints: Checkpoints, border: Checkpo
                 raise OSError(f"worker {worker} {describe_exit(status)} while it saved")
             case _:
                 pass  # what was still under way when the run failed
-    return await asyncio.to_thread(checkpoints.commit, border.step, partial, border)
+    return await asyncio.to_thread(checkpoints.commit, state.step, partial, state)

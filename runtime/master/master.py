@@ -77,7 +77,7 @@ class Master:
         self._interrupts = Interrupts(self._interrupted)
         self._inbox: Inbox | None = None
         self._steps = step_of(resume) if resume is not None else 0
-        self._border: Checkpointed | None = None  # the state at the last whole step
+        self._last_state: Checkpointed | None = None  # the state at the last whole step
         self._step_began = 0.0
         self._advice = Advice()
 
@@ -181,7 +181,7 @@ class Master:
     async def _drive(self, crew: Crew, inbox: Inbox) -> Failed | None:
         """Feed the Scheduler until it halts. The failure that ended the run, or None. Raises Interrupted, OSError."""
         self._step_began = time.monotonic()
-        self._border = self._scheduler.state
+        self._last_state = self._scheduler.state
         actions = self._scheduler.start(inbox.clock.now())
         event: Event | StopNow
         while True:
@@ -241,21 +241,21 @@ class Master:
         for text in self._advice.look(metrics):
             self._observers.note(text, "warning")
         self._steps = ended.step + 1  # from here on the step is whole: it is on record
-        self._border = self._scheduler.state
+        self._last_state = self._scheduler.state
 
     async def _rescue(self, crew: Crew, inbox: Inbox) -> None:
         """After a failure: have the survivors save the state of the last whole step, where nothing newer is saved."""
-        border = self._border
-        if border is None or border.step <= self._checkpoints.newest_step():
+        state = self._last_state
+        if state is None or state.step <= self._checkpoints.newest_step():
             return
         self._recover()
         began = time.monotonic()
         try:
-            done = await rescue(crew, self._job, self._checkpoints, border, inbox)
+            done = await rescue(crew, self._job, self._checkpoints, state, inbox)
         except OSError as error:
-            self._observers.note(f"the state after step {border.step} was not saved: {disk_text(error)}", "error")
+            self._observers.note(f"the state after step {state.step} was not saved: {disk_text(error)}", "error")
         else:
-            self._tell(CheckpointRecord(border.step, str(done.path), time.monotonic() - began))
+            self._tell(CheckpointRecord(state.step, str(done.path), time.monotonic() - began))
 
     def _tell(self, record: RunRecord) -> OSError | None:
         """Tell the watchers at the end of a run: that one of them can't write any more is no news then."""

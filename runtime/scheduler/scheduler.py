@@ -22,13 +22,13 @@ from realgraph.runtime.commands.actions import (
 )
 from realgraph.runtime.commands.tasks import Task, Tasks
 from realgraph.runtime.job.job import Job
-from realgraph.runtime.scheduler.borders import Borders
-from realgraph.runtime.scheduler.boundary import Boundary
+from realgraph.runtime.scheduler.boundary_runner import BoundaryRunner
 from realgraph.runtime.scheduler.collection import BARREN_BATCHES, Collection, UnexpectedReply
 from realgraph.runtime.scheduler.devices import Devices
 from realgraph.runtime.scheduler.ledger import Ledger
 from realgraph.runtime.scheduler.placement import Batch
 from realgraph.runtime.scheduler.program import make_program
+from realgraph.runtime.scheduler.step_boundary import StepBoundary
 from realgraph.runtime.scheduler.steps import Steps, summary
 from realgraph.runtime.wire.protocol import (
     Bye,
@@ -62,37 +62,37 @@ class Scheduler:
         self._job, self._workers, self._n_rows, self._n_eval_rows = job, tuple(workers), n_rows, n_eval_rows
         self._program = make_program(job, workers)
         self._fresh = state is None
-        self._border = state or Checkpointed(0, dict.fromkeys(self._program.trains, 0), 0, 0, 0, 0)
-        first = self._border.step
+        self._last_state = state or Checkpointed(0, dict.fromkeys(self._program.trains, 0), 0, 0, 0, 0)
+        first = self._last_state.step
         # what frozen weights made, or was only loaded, never gets too old
         overdue = job.overdue if self._program.trains_of_generator else "allow"
         self._ledger = Ledger(job.batch.groups, job.staleness, overdue, job.plan.staleness)
         self._ledger.restore(
-            self._border.next_group, self._border.open, self._border.n_trained, self._border.n_discarded
+            self._last_state.next_group, self._last_state.open, self._last_state.n_trained, self._last_state.n_discarded
         )
-        self._tasks = Tasks(self._border.next_task)
-        self._borders = Borders(job, first, n_eval_rows)
-        self._borders.best_step, self._borders.best_value = self._border.best_step, self._border.best_value
-        self._borders.evaluated_step = self._border.evaluated_step
+        self._tasks = Tasks(self._last_state.next_task)
+        self._boundary = StepBoundary(job, first, n_eval_rows)
+        self._boundary.best_step, self._boundary.best_value = self._last_state.best_step, self._last_state.best_value
+        self._boundary.evaluated_step = self._last_state.evaluated_step
         self._collection = Collection(self._program, self._ledger, self._tasks, job.runtime)
         self._collection.step = first
-        self._steps = Steps(job, self._program, self._tasks, self._border)
-        self._devices = Devices(job, self._program, self._steps, self._collection, self._border)
-        self._boundary = Boundary(job, self._program, self._borders, self._steps, self._devices)
+        self._steps = Steps(job, self._program, self._tasks, self._last_state)
+        self._devices = Devices(job, self._program, self._steps, self._collection, self._last_state)
+        self._boundary_runner = BoundaryRunner(job, self._program, self._boundary, self._steps, self._devices)
         self._n_discarded = self._ledger.n_discarded  # when the last pump after an answer began
         self._halted = False
         self._out: list[Action] = []
-        self._collection.out = self._steps.out = self._boundary.out = self._out
+        self._collection.out = self._steps.out = self._boundary_runner.out = self._out
 
     # --- the interface ------------------------------------------------------------------------------------------------
 
     def start(self, now: float) -> list[Action]:
         """The first commands. Times are seconds of any clock that never goes back."""
-        self._borders.began(now)
+        self._boundary.began(now)
         if self._fresh:
-            self._borders.started()
+            self._boundary.started()
         else:
-            self._borders.resumed(self._border.step)
+            self._boundary.resumed(self._last_state.step)
         self._pump(now)
         return self._flush()
 
@@ -112,8 +112,8 @@ class Scheduler:
 
     @property
     def state(self) -> Checkpointed:
-        """Of the last step border: a fresh Scheduler goes on from there."""
-        return self._border
+        """Of the last step boundary: a fresh Scheduler goes on from there."""
+        return self._last_state
 
     def check(self) -> None:
         """Assert what is always true of the Scheduler's own state (for tests: it looks at everything)."""
@@ -192,20 +192,22 @@ class Scheduler:
             case "evaluate":
                 metrics = task.tally.metrics.get(task.call, {})
                 self._devices.turns.release(task.number)
-                self._boundary.done()
-                best = self._borders.judge(task.step, metrics)
+                self._boundary_runner.done()
+                best = self._boundary.judge(task.step, metrics)
                 self._out.append(EvalEnded(task.step, metrics, best, tuple(task.tally.transcripts)))
             case "save":
-                self._boundary.done()
-                self._borders.was_saved(task.step, now)
-                self._out.append(CheckpointWritten(task.step, self._boundary.folder(task.step), self._snapshot()))
+                self._boundary_runner.done()
+                self._boundary.was_saved(task.step, now)
+                self._out.append(
+                    CheckpointWritten(task.step, self._boundary_runner.folder(task.step), self._snapshot())
+                )
 
     def _stop(self) -> None:
         """End after the step in hand: the last one of which anything has been started."""
         done = self._steps.completed
         begun = self._devices.session is not None or bool(self._ledger.live)
-        self._borders.stop_after(max(done + 1 if begun else done, self._steps.newest_train + 1))
-        if self._devices.abandon_session(self._borders.target):
+        self._boundary.stop_after(max(done + 1 if begun else done, self._steps.newest_train + 1))
+        if self._devices.abandon_session(self._boundary.target):
             self._collection.abort()
 
     # --- ends ---------------------------------------------------------------------------------------------------------
@@ -267,9 +269,9 @@ class Scheduler:
             n_discarded=self._ledger.n_discarded,
             open=self._ledger.open,
             carried={call: dict(numbers) for call, numbers in self._steps.carried.items()},
-            best_step=self._borders.best_step,
-            best_value=self._borders.best_value,
-            evaluated_step=self._borders.evaluated_step,
+            best_step=self._boundary.best_step,
+            best_value=self._boundary.best_value,
+            evaluated_step=self._boundary.evaluated_step,
             copies=dict(self._devices.copies),
         )
 
@@ -290,27 +292,27 @@ class Scheduler:
         while not self._halted and self._advance(now):
             pass
         if not self._halted and not self._tasks.flying and not self._tasks.watches:
-            heads = self._devices.turns.heads(self._barrier, self._borders.target)
+            heads = self._devices.turns.heads(self._barrier, self._boundary.target)
             error = failures.stalled(self._workers[0], [f"{head.call} of step {head.step}" for head in heads])
             self._halt(error, error.error)
 
     @property
     def _barrier(self) -> int:
-        return self._borders.barrier(self._steps.completed)
+        return self._boundary.barrier(self._steps.completed)
 
     def _advance(self, now: float) -> bool:
         """One round; whether anything happened that may let something else start."""
         moved = self._assemble()
         moved |= self._steps.start_free(self._barrier, now)
         moved |= self._end_step(now)
-        self._borders.end_with_save(self._steps.completed)
-        if self._borders.queue:
-            moved |= self._boundary.work(self._workers, self._n_eval_rows, now)
-        elif self._steps.completed >= self._borders.target:
-            self._halt(None, "stopped" if self._borders.stopping else "finished")
+        self._boundary.end_with_save(self._steps.completed)
+        if self._boundary.queue:
+            moved |= self._boundary_runner.work(self._workers, self._n_eval_rows, now)
+        elif self._steps.completed >= self._boundary.target:
+            self._halt(None, "stopped" if self._boundary.stopping else "finished")
             return False
         else:
-            moved |= self._devices.take_turns(self._barrier, self._borders.target, now)
+            moved |= self._devices.take_turns(self._barrier, self._boundary.target, now)
         if not moved:
             self._admit(now)
         return moved
@@ -319,18 +321,18 @@ class Scheduler:
         if self._program.generate:
             if self._devices.session is None:
                 return
-        elif self._borders.queue:
+        elif self._boundary.queue:
             return  # so that no group is in hand at a checkpoint
         weights = self._devices.generator_weights
         version = self._devices.admission_version
-        room = self._ledger.room(version, self._borders.target)
+        room = self._ledger.room(version, self._boundary.target)
         if room:
             self._collection.admit(room, version, weights, now)
 
     def _assemble(self) -> bool:
         """Make batches of the ready groups, and close the session that made the last of them."""
         moved = False
-        while self._collection.step < self._borders.target:
+        while self._collection.step < self._boundary.target:
             step = self._collection.step
             overdue = self._ledger.overdue_groups(step)
             self._collection.tally.n_dropped += len(overdue)
@@ -345,15 +347,15 @@ class Scheduler:
         return moved
 
     def _end_step(self, now: float) -> bool:
-        """Close the oldest open step, if all its calls have ended and nothing of the border before it is left."""
-        ended = None if self._borders.queue else self._steps.end()
+        """Close the oldest open step, if all its calls have ended and nothing of the boundary before it is left."""
+        ended = None if self._boundary.queue else self._steps.end()
         if ended is None:
             return False
         batch, tally = ended
         self._out += [Send(worker, Drop(groups)) for worker, groups in batch.holdings().items()]
         self._ledger.trained(batch.groups)
         self._out.append(summary(batch, tally, self._devices.versions))
-        self._border = self._snapshot()
+        self._last_state = self._snapshot()
         completed = self._steps.completed
-        self._borders.ended(completed, max(completed, self._steps.newest_train + 1), now)
+        self._boundary.ended(completed, max(completed, self._steps.newest_train + 1), now)
         return True

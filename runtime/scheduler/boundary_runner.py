@@ -1,31 +1,31 @@
 """Carries out what is due between two steps: an evaluation or a checkpoint, as soon as what runs has ended.
 
-Nothing else is started before it is done. `Borders` says what is due and when. Groups that are being made stay with
-their workers: an evaluation sets them aside, a checkpoint names them as open.
+Nothing else is started before it is done. `StepBoundary` says what is due and when. Groups that are being made stay
+with their workers: an evaluation sets them aside, a checkpoint names them as open.
 """
 
 from collections.abc import Sequence
 
 from realgraph.runtime.commands.actions import Action, Send
 from realgraph.runtime.job.job import Job
-from realgraph.runtime.scheduler.borders import Borders, BorderWork
 from realgraph.runtime.scheduler.devices import Devices
 from realgraph.runtime.scheduler.program import Program
+from realgraph.runtime.scheduler.step_boundary import BoundaryWork, StepBoundary
 from realgraph.runtime.scheduler.steps import Steps
 from realgraph.runtime.wire.protocol import Evaluate, Save
 
 
-class Boundary:
+class BoundaryRunner:
     """The work in hand between two steps, if any."""
 
-    def __init__(self, job: Job, program: Program, borders: Borders, steps: Steps, devices: Devices) -> None:
-        self._job, self._program, self._borders, self._steps, self._devices = job, program, borders, steps, devices
+    def __init__(self, job: Job, program: Program, boundary: StepBoundary, steps: Steps, devices: Devices) -> None:
+        self._job, self._program, self._boundary, self._steps, self._devices = job, program, boundary, steps, devices
         self._task: int | None = None
         self.out: list[Action] = []
 
     def work(self, workers: Sequence[int], n_eval_rows: int, now: float) -> bool:
         """Start the next evaluation or checkpoint, if it can be; whether anything else may be started now."""
-        work = self._borders.queue[0]
+        work = self._boundary.queue[0]
         if self._task is not None:
             return False
         return self._evaluate(work, n_eval_rows, now) if work.kind == "evaluate" else self._save(work, workers, now)
@@ -33,17 +33,17 @@ class Boundary:
     def done(self) -> None:
         """The evaluation or checkpoint in hand has ended."""
         self._task = None
-        self._borders.queue.popleft()
+        self._boundary.queue.popleft()
 
     def folder(self, step: int) -> str:
         """Where the checkpoint of `step` steps is written; it gets its name when it is whole."""
         return f"{self._job.run_dir}/checkpoints/step-{step:06d}.partial"
 
-    def _evaluate(self, work: BorderWork, n_rows: int, now: float) -> bool:
+    def _evaluate(self, work: BoundaryWork, n_rows: int, now: float) -> bool:
         """By every engine that makes rollouts, under the newest weights; a session that is open goes on afterwards."""
         name, spec = self._program.generate, self._job.eval
         if not name or spec is None:
-            self._borders.queue.popleft()
+            self._boundary.queue.popleft()
             return True
         turns = self._devices.turns
         if self._devices.behind(name):
@@ -63,7 +63,7 @@ class Boundary:
         self._task = task.number
         return False
 
-    def _save(self, work: BorderWork, workers: Sequence[int], now: float) -> bool:
+    def _save(self, work: BoundaryWork, workers: Sequence[int], now: float) -> bool:
         if not self._devices.turns.idle(self._devices.turns.lanes):
             return False
         task = self._steps.open("save", "save", work.step)

@@ -12,21 +12,21 @@ from realgraph.runtime.wire.protocol import Metric
 BEST_BY = ("accuracy", "pass@1", "reward")  # the first of these that an evaluation reports decides which is best
 
 
-class BorderWork(Struct, frozen=True):
+class BoundaryWork(Struct, frozen=True):
     """An evaluation or a checkpoint of `step` completed steps."""
 
     kind: Literal["evaluate", "save"]
     step: int
 
 
-class Borders:
-    """The work due at borders, the end of the run (`target` completed steps) and the best evaluation."""
+class StepBoundary:
+    """The work due at step boundaries, the end of the run (`target` completed steps) and the best evaluation."""
 
     def __init__(self, job: Job, first_step: int, n_eval_rows: int) -> None:
         self.target = max(job.steps, first_step)
         self.saved = first_step
         self.stopping = False
-        self.queue: deque[BorderWork] = deque()
+        self.queue: deque[BoundaryWork] = deque()
         self.best_step, self.best_value = -1, 0.0
         self.evaluated_step = -1
         self._every_save, self._save_seconds = job.checkpoint.every, job.checkpoint.seconds
@@ -47,12 +47,12 @@ class Borders:
     def started(self) -> None:
         """A fresh run begins."""
         if self._every_eval and self._at_start:
-            self.queue.append(BorderWork("evaluate", 0))
+            self.queue.append(BoundaryWork("evaluate", 0))
 
     def resumed(self, step: int) -> None:
         """A run goes on after `step` steps, of which the last may have been saved before it was evaluated."""
         if self.evaluated_step < step and self._is_evaluated(step):
-            self.queue.append(BorderWork("evaluate", step))
+            self.queue.append(BoundaryWork("evaluate", step))
 
     def _is_evaluated(self, step: int) -> bool:
         if not self._every_eval:
@@ -66,11 +66,11 @@ class Borders:
         """
         at_end = step == self.target
         if self._is_evaluated(step):
-            self.queue.append(BorderWork("evaluate", step))
+            self.queue.append(BoundaryWork("evaluate", step))
         if self._save_seconds and self._due < 0 and now - self._saved_at >= self._save_seconds:
             self._due = first
         if at_end or step == self._due or (self._every_save and step % self._every_save == 0):
-            self.queue.append(BorderWork("save", step))
+            self.queue.append(BoundaryWork("save", step))
 
     def stop_after(self, step: int) -> None:
         """The run ends with `step` complete steps, or where it would have ended anyway."""
@@ -80,7 +80,7 @@ class Borders:
     def end_with_save(self, step: int) -> None:
         """With `step` steps complete: queue the last checkpoint, if a stop made this step the last one."""
         if step == self.target != self.saved and not self.queue:
-            self.queue.append(BorderWork("save", step))
+            self.queue.append(BoundaryWork("save", step))
 
     def barrier(self, step: int) -> int:
         """With `step` steps complete: the last step that may train before the next checkpoint is written.
@@ -101,6 +101,6 @@ class Borders:
         if value is None or (self.best_step >= 0 and value <= self.best_value):
             return False
         self.best_step, self.best_value = step, value
-        if step and BorderWork("save", step) not in self.queue:
-            self.queue.append(BorderWork("save", step))
+        if step and BoundaryWork("save", step) not in self.queue:
+            self.queue.append(BoundaryWork("save", step))
         return True
