@@ -52,7 +52,7 @@ def lost(worker: int, reason: str, doing: str, call: str) -> Failed:
     return Failed(worker, call, f"worker {worker} was lost {doing}: {reason}", kind="worker")
 
 
-def barren(worker: int, call: str, n_groups: int, n_skipped: int) -> Failed:
+def all_discarded(worker: int, call: str, n_groups: int, n_skipped: int) -> Failed:
     """Nothing but groups that are left out."""
     text = (
         f"the last {n_groups} prompt groups in a row were all left out ({n_skipped} prompts over "

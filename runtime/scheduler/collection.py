@@ -15,7 +15,7 @@ from realgraph.runtime.scheduler.ledger import Group, Ledger, State
 from realgraph.runtime.scheduler.program import HOME, Program
 from realgraph.runtime.wire.protocol import Abort, Drop, Execute, Generated, Load, Loaded, Sample, Source, Submit
 
-BARREN_BATCHES = 20  # batches of groups in a row that all were left out: the run gives up
+DISCARDED_BATCHES = 20  # batches of groups in a row that all were left out: the run gives up
 
 
 class UnexpectedReply(Exception):
@@ -37,7 +37,7 @@ class Collection:
         self._n_functions: dict[int, int] = {}  # worker -> tasks of streaming functions in flight
         self.tally = Tally()
         self.step = 0  # the next batch: what groups are made for
-        self.n_barren = 0  # groups left out since the last one that was ready
+        self.n_discarded_in_row = 0  # groups left out since the last one that was ready
         self.n_skipped = 0  # of them, those whose prompt was too long
         self.out: list[Action] = []
 
@@ -129,7 +129,7 @@ class Collection:
         for group in skipped:
             self._ledger.discard(group)
             self.tally.n_skipped += 1
-            self.n_barren += 1
+            self.n_discarded_in_row += 1
             self.n_skipped += 1
         self._advance(groups, now)
 
@@ -164,7 +164,7 @@ class Collection:
         """Filter `group` out; returned if its keys can be dropped at once."""
         self._ledger.discard(group)
         self.tally.n_dropped += 1
-        self.n_barren += 1
+        self.n_discarded_in_row += 1
         if group.running:
             self._leaving[group.id] = group
             return []
@@ -189,7 +189,7 @@ class Collection:
         for group in groups:
             if group.done == self._all:
                 self._ledger.ready(group)
-                self.n_barren = self.n_skipped = 0
+                self.n_discarded_in_row = self.n_skipped = 0
 
     def _run(self, name: str, bit: int, groups: Sequence[Group], now: float) -> None:
         """One `Execute` of a streaming function over `groups` of one home."""

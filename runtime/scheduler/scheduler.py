@@ -23,7 +23,7 @@ from realgraph.runtime.commands.actions import (
 from realgraph.runtime.commands.tasks import Task, Tasks
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.boundary_runner import BoundaryRunner
-from realgraph.runtime.scheduler.collection import BARREN_BATCHES, Collection, UnexpectedReply
+from realgraph.runtime.scheduler.collection import DISCARDED_BATCHES, Collection, UnexpectedReply
 from realgraph.runtime.scheduler.devices import Devices
 from realgraph.runtime.scheduler.ledger import Ledger
 from realgraph.runtime.scheduler.placement import Batch
@@ -253,10 +253,10 @@ class Scheduler:
             return False
         return self._devices.session is None or any(task.work != "stream" for task in self._tasks.of(worker))
 
-    def _give_up_if_barren(self) -> None:
-        n, n_skipped = self._collection.n_barren, self._collection.n_skipped
-        if n >= BARREN_BATCHES * self._job.batch.groups or n_skipped >= self._n_rows:
-            error = failures.barren(self._workers[0], self._program.generate, n, n_skipped)
+    def _give_up_if_all_discarded(self) -> None:
+        n, n_skipped = self._collection.n_discarded_in_row, self._collection.n_skipped
+        if n >= DISCARDED_BATCHES * self._job.batch.groups or n_skipped >= self._n_rows:
+            error = failures.all_discarded(self._workers[0], self._program.generate, n, n_skipped)
             self._halt(error, error.error)
 
     def _snapshot(self) -> Checkpointed:
@@ -287,8 +287,8 @@ class Scheduler:
 
     def _pump(self, now: float) -> None:
         """Start all that can be started."""
-        if not self._halted and self._collection.n_barren:
-            self._give_up_if_barren()
+        if not self._halted and self._collection.n_discarded_in_row:
+            self._give_up_if_all_discarded()
         while not self._halted and self._advance(now):
             pass
         if not self._halted and not self._tasks.flying and not self._tasks.watches:
