@@ -16,7 +16,7 @@ def workers_text(workers: Sequence[int]) -> str:
 
 def doing_text(task: Task) -> str:
     """`actor_train of step 3`."""
-    match task.work:
+    match task.kind:
         case "save":
             return f"the checkpoint of step {task.step}"
         case "evaluate":

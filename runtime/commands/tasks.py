@@ -6,17 +6,17 @@ from typing import Literal
 
 from realgraph.runtime.commands.tally import Tally
 
-Work = Literal["stream", "call", "reallocate", "save", "evaluate"]
+TaskKind = Literal["stream", "call", "reallocate", "save", "evaluate"]
 
 
 class Task:
     """One command to one or more workers. `groups`: of a streaming function, the groups it works on."""
 
-    __slots__ = ("call", "deadline", "groups", "kept", "number", "started", "state", "step", "tally", "waiting", "work")
+    __slots__ = ("call", "deadline", "groups", "kept", "kind", "number", "started", "state", "step", "tally", "waiting")
 
-    def __init__(self, number: int, work: Work, call: str, step: int) -> None:
+    def __init__(self, number: int, kind: TaskKind, call: str, step: int) -> None:
         self.number, self.call, self.step = number, call, step
-        self.work: Work = work
+        self.kind: TaskKind = kind
         self.waiting: set[int] = set()
         self.started = self.deadline = 0.0
         self.groups: tuple[int, ...] = ()
@@ -35,9 +35,9 @@ class Tasks:
         self._due: list[tuple[float, int, int]] = []  # (deadline, task or -1, worker); entries may be outdated
         self._queued: set[int] = set()  # workers with an entry in _due
 
-    def open(self, work: Work, call: str, step: int, tally: Tally) -> Task:
+    def open(self, kind: TaskKind, call: str, step: int, tally: Tally) -> Task:
         """A new task; `send` follows when its workers are known."""
-        task = Task(self.next_task, work, call, step)
+        task = Task(self.next_task, kind, call, step)
         task.tally = tally
         self.next_task += 1
         return task

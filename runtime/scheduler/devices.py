@@ -84,7 +84,7 @@ class Devices:
 
     def ended(self, call: CallPlan, task: Task) -> None:
         """A mesh-holding call of a step has ended on all its workers."""
-        if call.work == "train":
+        if call.kind == "train":
             self.versions[call.role] += 1
         self.turns.release(task.number)
         self.turns.leave(task.call, task.step)
@@ -117,7 +117,7 @@ class Devices:
     def _may_run(self, head: Next) -> bool:
         """Whether all that `head` needs is there, its copy of the weights left aside."""
         call = self._program.calls[head.call]
-        if call.work != "generate":
+        if call.kind != "generate":
             return self._steps.may_run(call, head.step, self.versions)
         if self.session is not None:
             return False
@@ -127,7 +127,7 @@ class Devices:
 
     def _trained_for(self, call: CallPlan, step: int) -> bool:
         """Whether the trained role of `call` is at a version that `step` may run on."""
-        staleness = self._staleness if call.work == "generate" else 0
+        staleness = self._staleness if call.kind == "generate" else 0
         return self.versions[call.role] // self._program.trains[call.role] >= step - staleness
 
     def _take_moves(self, heads: list[Next], now: float) -> bool:

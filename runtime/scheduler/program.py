@@ -1,6 +1,6 @@
 """What the Scheduler needs to know of a graph and its plan, worked out once: who runs each call, and after what.
 
-Two classes of work: generate, inference and train hold a mesh; functions and advantages are free. Of the free, those
+Two classes of calls: generate, inference and train hold a mesh; functions and advantages are free. Of the free, those
 that see one group at a time and need nothing of the whole batch are *streaming*: they start as soon as their group is
 made, on the worker that made it (its home).
 """
@@ -25,11 +25,11 @@ HOME = ""  # owner of what a group's home worker holds
 KEEP = "keep"  # the group-level key that filters
 SHARED = -1  # the lengths of the tokens that were sampled
 
-Work = Literal["generate", "stream", "late", "whole", "inference", "train"]
+CallKind = Literal["generate", "stream", "late", "whole", "inference", "train"]
 
 
 class CallPlan(Struct, frozen=True):
-    """One call. `work`: late = a function per sample or group that needs a batch-wide call; whole = over the batch.
+    """One call. `kind`: late = a function per sample or group that needs a batch-wide call; whole = over the batch.
 
     reads: owner (HOME, or the call whose workers hold the keys) -> keys. after: calls of the same step that come first.
     workers: all that run it (of stream and late: the groups' homes); ranks: its data-parallel ranks' workers.
@@ -40,7 +40,7 @@ class CallPlan(Struct, frozen=True):
     """
 
     name: str
-    work: Work
+    kind: CallKind
     role: str
     reads: dict[str, tuple[str, ...]]
     after: tuple[str, ...]
@@ -97,27 +97,27 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
     graph, plan = job.graph, job.plan
     generates = [name for name, call in graph.calls.items() if isinstance(call, Generate)]
     assert len(generates) <= 1, f"several generate calls over the same groups: {', '.join(generates)}"
-    works = _works(graph)
-    _check(graph, plan, works, workers)
-    layouts = {name: plan.allocations[name].layout for name, work in works.items() if _holds(work)}
+    kinds = _kinds(graph)
+    _check(graph, plan, kinds, workers)
+    layouts = {name: plan.allocations[name].layout for name, kind in kinds.items() if _holds(kind)}
     homes, batch_worker = _places(graph, generates, layouts, workers)
-    stream = tuple(name for name, work in works.items() if work == "stream")
+    stream = tuple(name for name, kind in kinds.items() if kind == "stream")
     calls: dict[str, CallPlan] = {}
     trains: dict[str, int] = {}
-    for name, work in works.items():
+    for name, kind in kinds.items():
         call, role = graph.calls[name], graph.role(name)
         layout = layouts.get(name)
-        where = tuple(layout.mesh.devices) if layout else (batch_worker,) if work == "whole" else homes
+        where = tuple(layout.mesh.devices) if layout else (batch_worker,) if kind == "whole" else homes
         calls[name] = CallPlan(
             name=name,
-            work=work,
+            kind=kind,
             role=role,
-            reads=_reads(graph, works, name),
-            after=_after(graph, works, name),
+            reads=_reads(graph, kinds, name),
+            after=_after(graph, kinds, name),
             workers=where,
             ranks=ranks_of(layout) if layout else (),
-            needs=sum(1 << stream.index(p) for p in _producers(graph, name) if works.get(p) == "stream"),
-            ordinal=trains.get(role, 0) if work == "train" else 0,
+            needs=sum(1 << stream.index(p) for p in _producers(graph, name) if kinds.get(p) == "stream"),
+            ordinal=trains.get(role, 0) if kind == "train" else 0,
             trainer=(trainer := _trainer(graph, layouts, name)),
             owners=tuple(layouts[trainer].mesh.devices) if trainer else (),
             per_group=isinstance(call, Function) and call.over == "group",
@@ -128,15 +128,15 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
             timeout_seconds=call.timeout_seconds if isinstance(call, Function) else 0.0,
             predicted_seconds=plan.allocations[name].seconds if layout else 0.0,
         )
-        if work == "train":
+        if kind == "train":
             trains[role] = trains.get(role, 0) + 1
-    batched = tuple(name for name, work in works.items() if work not in ("stream", "generate"))
+    batched = tuple(name for name, kind in kinds.items() if kind not in ("stream", "generate"))
     generate = generates[0] if generates else ""
     return Program(calls, generate, stream, batched, trains, homes, graph.samples_per_group)
 
 
-def _holds(work: Work) -> bool:
-    return work in ("generate", "inference", "train")
+def _holds(kind: CallKind) -> bool:
+    return kind in ("generate", "inference", "train")
 
 
 def _producers(graph: Graph, name: str) -> list[str]:
@@ -145,27 +145,27 @@ def _producers(graph: Graph, name: str) -> list[str]:
     return list(dict.fromkeys(key.producer for key in keys if key.producer not in (INPUT, name)))
 
 
-def _works(graph: Graph) -> dict[str, Work]:
-    works: dict[str, Work] = {}
+def _kinds(graph: Graph) -> dict[str, CallKind]:
+    kinds: dict[str, CallKind] = {}
     for name, call in graph.calls.items():
         match call:
             case Generate():
-                works[name] = "generate"
+                kinds[name] = "generate"
             case Inference():
-                works[name] = "inference"
+                kinds[name] = "inference"
             case Train():
-                works[name] = "train"
+                kinds[name] = "train"
             case Advantage():
-                works[name] = "whole"
+                kinds[name] = "whole"
             case Function(over="batch"):
-                works[name] = "whole"
+                kinds[name] = "whole"
             case Function():
-                early = all(works[producer] in ("generate", "stream") for producer in _producers(graph, name))
-                works[name] = "stream" if early else "late"
-    return works
+                early = all(kinds[producer] in ("generate", "stream") for producer in _producers(graph, name))
+                kinds[name] = "stream" if early else "late"
+    return kinds
 
 
-def _reads(graph: Graph, works: Mapping[str, Work], name: str) -> dict[str, tuple[str, ...]]:
+def _reads(graph: Graph, kinds: Mapping[str, CallKind], name: str) -> dict[str, tuple[str, ...]]:
     owners: dict[str, list[str]] = {}
     for key in dict.fromkeys(graph.reads[name]):
         if key not in graph.keys:
@@ -173,20 +173,20 @@ def _reads(graph: Graph, works: Mapping[str, Work], name: str) -> dict[str, tupl
         producer = graph.keys[key].producer
         if producer == name:
             continue
-        at_home = producer == INPUT or works[producer] in ("generate", "stream", "late")
+        at_home = producer == INPUT or kinds[producer] in ("generate", "stream", "late")
         owners.setdefault(HOME if at_home else producer, []).append(key)
     return {owner: tuple(keys) for owner, keys in owners.items()}
 
 
-def _after(graph: Graph, works: Mapping[str, Work], name: str) -> tuple[str, ...]:
+def _after(graph: Graph, kinds: Mapping[str, CallKind], name: str) -> tuple[str, ...]:
     """Producers of the batch, and for train: what still needs the role's weights as they are in this step."""
-    after = [producer for producer in _producers(graph, name) if works[producer] not in ("generate", "stream")]
-    if works[name] == "train":
+    after = [producer for producer in _producers(graph, name) if kinds[producer] not in ("generate", "stream")]
+    if kinds[name] == "train":
         role = graph.role(name)
-        names = list(works)
-        after += [other for other in names if works[other] == "inference" and graph.role(other) == role]
+        names = list(kinds)
+        after += [other for other in names if kinds[other] == "inference" and graph.role(other) == role]
         earlier = names[: names.index(name)]
-        after += [other for other in earlier if works[other] == "train" and graph.role(other) == role]
+        after += [other for other in earlier if kinds[other] == "train" and graph.role(other) == role]
     return tuple(dict.fromkeys(after))
 
 
@@ -214,8 +214,8 @@ def _places(
     return homes, batch.mesh.first if batch is not None else workers[0]
 
 
-def _check(graph: Graph, plan: Plan, works: Mapping[str, Work], workers: Sequence[int]) -> None:
-    late = [name for name in works if KEEP in graph.writes[name] and works[name] != "stream"]
+def _check(graph: Graph, plan: Plan, kinds: Mapping[str, CallKind], workers: Sequence[int]) -> None:
+    late = [name for name in kinds if KEEP in graph.writes[name] and kinds[name] != "stream"]
     if late:
         raise ConfigError(
             Problem(
@@ -226,8 +226,8 @@ def _check(graph: Graph, plan: Plan, works: Mapping[str, Work], workers: Sequenc
             )
             for name in late
         )
-    for name, work in works.items():
-        if _holds(work):
+    for name, kind in kinds.items():
+        if _holds(kind):
             assert name in plan.allocations, f"the plan has no allocation for {name!r}"
             for device in plan.allocations[name].layout.mesh.devices:
                 assert device in workers, f"the plan puts {name!r} on device {device}, which has no worker"

@@ -159,9 +159,9 @@ class Scheduler:
         if task is None or reply.worker not in task.waiting:
             raise UnexpectedReply(f"worker {reply.worker} answered task {reply.task}, which it was not given")
         task.waiting.discard(reply.worker)
-        if task.work != "stream" and reply.worker in self._tasks.watches:
+        if task.kind != "stream" and reply.worker in self._tasks.watches:
             self._tasks.watch(reply.worker, now, self._collection.limit_seconds)  # it goes on generating from here
-        name = "reallocate" if task.work == "reallocate" else task.call
+        name = "reallocate" if task.kind == "reallocate" else task.call
         task.tally.add(name, reply.metrics, reply.started, reply.ended)
         if reply.transcripts:
             task.tally.transcripts.extend(reply.transcripts)
@@ -173,13 +173,13 @@ class Scheduler:
             return
         self._tasks.close(task)
         self._ended(task, reply.worker, now)
-        if task.work == "stream":
+        if task.kind == "stream":
             self._pump_if_moved(now)
         else:
             self._pump(now)
 
     def _ended(self, task: Task, worker: int, now: float) -> None:
-        match task.work:
+        match task.kind:
             case "stream":
                 self._collection.function_ended(task, worker, now)
             case "call":
@@ -221,7 +221,7 @@ class Scheduler:
 
     def _lost(self, event: WorkerLost) -> None:
         tasks = self._tasks.of(event.worker)
-        task = next((task for task in tasks if task.work != "stream"), tasks[0] if tasks else None)
+        task = next((task for task in tasks if task.kind != "stream"), tasks[0] if tasks else None)
         if task is not None:
             doing, call = f"while it ran {failures.doing_text(task)}", task.call
         elif event.worker in self._tasks.watches:
@@ -251,7 +251,7 @@ class Scheduler:
         calls, or the worker has another command, whose deadline is its own."""
         if not self._program.generate:
             return False
-        return self._devices.session is None or any(task.work != "stream" for task in self._tasks.of(worker))
+        return self._devices.session is None or any(task.kind != "stream" for task in self._tasks.of(worker))
 
     def _give_up_if_all_discarded(self) -> None:
         n, n_skipped = self._collection.n_discarded_in_row, self._collection.n_skipped

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from realgraph.planner.costs.lengths import quantiles
 from realgraph.runtime.commands.actions import Action, Checkpointed, Send, StepEnded
 from realgraph.runtime.commands.tally import Tally
-from realgraph.runtime.commands.tasks import Task, Tasks, Work
+from realgraph.runtime.commands.tasks import Task, TaskKind, Tasks
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.placement import Batch
 from realgraph.runtime.scheduler.program import CallPlan, Program
@@ -45,9 +45,9 @@ class Steps:
         runtime = self._job.runtime
         return max(runtime.min_deadline_seconds, runtime.deadline_factor * predicted_seconds)
 
-    def open(self, work: Work, call: str, step: int) -> Task:
+    def open(self, kind: TaskKind, call: str, step: int) -> Task:
         """A task that belongs to no step in hand."""
-        return self.tasks.open(work, call, step, Tally())
+        return self.tasks.open(kind, call, step, Tally())
 
     def fly(self, task: Task, workers: Sequence[int], now: float, predicted_seconds: float) -> None:
         """`workers` have got the commands of `task`."""
@@ -103,7 +103,7 @@ class Steps:
                 call = self._program.calls[name]
                 if call.ranks or name in step.started or not step.done.issuperset(call.after):
                     continue
-                if call.work == "whole" and number > barrier:
+                if call.kind == "whole" and number > barrier:
                     continue
                 if previous is not None and name not in previous.done:
                     continue
@@ -116,7 +116,7 @@ class Steps:
         """Send `name` of step `number` to its workers."""
         call, step = self._program.calls[name], self._open[number]
         task = self.tasks.open("call", name, number, step.tally)
-        match call.work:
+        match call.kind:
             case "inference" | "train":
                 parts = _parts_of_mesh(call, step.batch)
                 seconds = self.limit(call.predicted_seconds)
@@ -137,7 +137,7 @@ class Steps:
                 workers.append(worker)
         self.tasks.fly(task, workers, now, seconds)
         step.started.add(name)
-        if call.work == "train":
+        if call.kind == "train":
             self.newest_train = max(self.newest_train, number)
         return task
 
@@ -145,7 +145,7 @@ class Steps:
 def _parts_of_mesh(call: CallPlan, batch: Batch) -> list[Part]:
     """One part per data-parallel rank: its share of every mini-batch."""
     if call.minibatches == 1:
-        if call.work == "inference":
+        if call.kind == "inference":
             batch.own(call)
         parts = batch.whole_named(call)
         found = batch.sources_of_ranks(call)
