@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from realgraph.runtime.commands.tally import Tally
+from realgraph.runtime.commands.tally import StepTally
 from realgraph.runtime.commands.tasks import Tasks
 from realgraph.runtime.job.cursor import minibatch_groups, permutation, row_of
 from realgraph.runtime.scheduler.ledger import Group, Ledger, State
@@ -226,7 +226,7 @@ def test_the_deadline_is_the_earliest_of_what_is_awaited(seed: int) -> None:
         now += rng.random()
         match rng.randrange(4):
             case 0:
-                tasks.fly(tasks.open("call", "train", 0, Tally()), [0], now, rng.uniform(1, 9))
+                tasks.fly(tasks.open("call", "train", 0, StepTally()), [0], now, rng.uniform(1, 9))
             case 1 if tasks.flying:
                 tasks.close(rng.choice(list(tasks.flying.values())))
             case 2:

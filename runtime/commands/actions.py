@@ -65,7 +65,7 @@ class Send(Struct, frozen=True, tag=True, gc=False):
     command: Command
 
 
-class Span(Struct, frozen=True):
+class CallSpan(Struct, frozen=True):
     """When a call of a step first started and last ended, in seconds of the workers' time.time()."""
 
     started: float
@@ -87,7 +87,7 @@ class StepEnded(Struct, frozen=True, tag=True):
 
     step: int
     metrics: dict[str, dict[str, Metric]]
-    spans: dict[str, Span]
+    spans: dict[str, CallSpan]
     n_groups: int
     n_samples: int
     n_tokens: int

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from realgraph.runtime.commands.actions import Span
+from realgraph.runtime.commands.actions import CallSpan
 from realgraph.runtime.wire.protocol import Max, Mean, Metric
 
 
-class Tally:
+class StepTally:
     """Sums over the replies that belong to one step."""
 
     __slots__ = ("_metrics", "_spans", "n_dropped", "n_skipped", "transcripts")
@@ -49,6 +49,6 @@ class Tally:
         }
 
     @property
-    def spans(self) -> dict[str, Span]:
+    def spans(self) -> dict[str, CallSpan]:
         """call -> when its first worker started and its last one ended."""
-        return {call: Span(*pair) for call, pair in self._spans.items()}
+        return {call: CallSpan(*pair) for call, pair in self._spans.items()}

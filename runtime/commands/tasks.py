@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Iterable
 from typing import Literal
 
-from realgraph.runtime.commands.tally import Tally
+from realgraph.runtime.commands.tally import StepTally
 
 TaskKind = Literal["stream", "call", "reallocate", "save", "evaluate"]
 
@@ -22,7 +22,7 @@ class Task:
         self.groups: tuple[int, ...] = ()
         self.kept: dict[int, bool] = {}
         self.state: dict[str, float] = {}
-        self.tally = Tally()
+        self.tally = StepTally()
 
 
 class Tasks:
@@ -35,7 +35,7 @@ class Tasks:
         self._due: list[tuple[float, int, int]] = []  # (deadline, task or -1, worker); entries may be outdated
         self._queued: set[int] = set()  # workers with an entry in _due
 
-    def open(self, kind: TaskKind, call: str, step: int, tally: Tally) -> Task:
+    def open(self, kind: TaskKind, call: str, step: int, tally: StepTally) -> Task:
         """A new task; `send` follows when its workers are known."""
         task = Task(self.next_task, kind, call, step)
         task.tally = tally

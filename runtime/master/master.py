@@ -51,7 +51,7 @@ from realgraph.runtime.wire.transport import TransportError
 GRACE_SECONDS = 10.0  # for workers to end by themselves after Shutdown
 
 
-class Outcome(Struct, frozen=True):
+class RunOutcome(Struct, frozen=True):
     """How a run ended. steps: whole steps done. failure: what went wrong, None if nothing did.
 
     interrupted: the user asked for the end, which may have been the run's own all the same.
@@ -81,7 +81,7 @@ class Master:
         self._step_began = 0.0
         self._advice = Advice()
 
-    async def run(self) -> Outcome:
+    async def run(self) -> RunOutcome:
         """Train. A failure of the run is no exception: the outcome says it."""
         with self._interrupts:
             try:
@@ -265,21 +265,21 @@ class Master:
             return error
         return None
 
-    def _ended(self, failure: Failed | None) -> Outcome:
+    def _ended(self, failure: Failed | None) -> RunOutcome:
         outcome = self._outcome(failure)
         unwritten = self._tell(RunEnded(outcome.steps, outcome.reason, outcome.ok, time.time()))
         if unwritten is not None and failure is None:
             return self._outcome(unwritable(unwritten))
         return outcome
 
-    def _outcome(self, failure: Failed | None) -> Outcome:
+    def _outcome(self, failure: Failed | None) -> RunOutcome:
         reason = (
             "finished" if not self._interrupts.count else "stopped" if self._interrupts.count == 1 else "interrupted"
         )
         if failure is not None:
             reason = describe(failure)
         interrupted = failure is None and self._interrupts.count > 0
-        return Outcome(self._steps, reason, failure, interrupted, self._folder.latest())
+        return RunOutcome(self._steps, reason, failure, interrupted, self._folder.latest())
 
 
 def unwritable(error: OSError) -> Failed:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from realgraph.graphs.graph import Graph
-from realgraph.runtime.commands.actions import Span, StepEnded
+from realgraph.runtime.commands.actions import CallSpan, StepEnded
 
 
 def flatten(ended: StepEnded, graph: Graph) -> dict[str, float]:
@@ -34,7 +34,7 @@ def flatten(ended: StepEnded, graph: Graph) -> dict[str, float]:
     return flat | {f"version/{role}": float(version) for role, version in ended.versions.items()}
 
 
-def queue_seconds(call: str, spans: Mapping[str, Span], graph: Graph) -> float:
+def queue_seconds(call: str, spans: Mapping[str, CallSpan], graph: Graph) -> float:
     """Seconds between the end of the last producer of this step and the start of `call`."""
     before = [
         spans[edge.producer].ended

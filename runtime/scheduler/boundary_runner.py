@@ -11,14 +11,14 @@ from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.devices import Devices
 from realgraph.runtime.scheduler.program import Program
 from realgraph.runtime.scheduler.step_boundary import BoundaryWork, StepBoundary
-from realgraph.runtime.scheduler.steps import Steps
+from realgraph.runtime.scheduler.steps import OpenSteps
 from realgraph.runtime.wire.protocol import Evaluate, Save
 
 
 class BoundaryRunner:
     """The work in hand between two steps, if any."""
 
-    def __init__(self, job: Job, program: Program, boundary: StepBoundary, steps: Steps, devices: Devices) -> None:
+    def __init__(self, job: Job, program: Program, boundary: StepBoundary, steps: OpenSteps, devices: Devices) -> None:
         self._job, self._program, self._boundary, self._steps, self._devices = job, program, boundary, steps, devices
         self._task: int | None = None
         self.out: list[Action] = []

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from realgraph.runtime.commands.actions import Action, Send
-from realgraph.runtime.commands.tally import Tally
+from realgraph.runtime.commands.tally import StepTally
 from realgraph.runtime.commands.tasks import Task, Tasks
 from realgraph.runtime.job.job import RuntimeSpec
 from realgraph.runtime.scheduler.ledger import Group, Ledger, State
@@ -35,7 +35,7 @@ class Collection:
         heapq.heapify(self._lightest)
         self._busy_until: dict[int, float] = {}  # worker -> when its queue of functions ends at the latest
         self._n_functions: dict[int, int] = {}  # worker -> tasks of streaming functions in flight
-        self.tally = Tally()
+        self.tally = StepTally()
         self.step = 0  # the next batch: what groups are made for
         self.n_discarded_in_row = 0  # groups left out since the last one that was ready
         self.n_skipped = 0  # of them, those whose prompt was too long
@@ -97,9 +97,9 @@ class Collection:
         """Groups that `worker` has still to make."""
         return self._open[worker]
 
-    def next_batch(self) -> Tally:
+    def next_batch(self) -> StepTally:
         """A batch has been taken: what was reported of its groups; from now on groups are made for the next step."""
-        tally, self.tally = self.tally, Tally()
+        tally, self.tally = self.tally, StepTally()
         self.step += 1
         return tally
 

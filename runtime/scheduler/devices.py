@@ -12,7 +12,7 @@ from realgraph.runtime.commands.tasks import Task
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.collection import Collection
 from realgraph.runtime.scheduler.program import CallPlan, Program
-from realgraph.runtime.scheduler.steps import Steps
+from realgraph.runtime.scheduler.steps import OpenSteps
 from realgraph.runtime.scheduler.turns import Next, Turns
 from realgraph.runtime.wire.protocol import Reallocate
 
@@ -21,7 +21,9 @@ class Devices:
     """versions: role -> completed train calls. copies: call -> version of its own copy of the weights.
     session: the step whose generate session is open."""
 
-    def __init__(self, job: Job, program: Program, steps: Steps, collection: Collection, state: Checkpointed) -> None:
+    def __init__(
+        self, job: Job, program: Program, steps: OpenSteps, collection: Collection, state: Checkpointed
+    ) -> None:
         self._staleness, self._program, self._steps, self._collection = job.plan.staleness, program, steps, collection
         self.versions = dict(state.versions)
         copies = [name for name, call in program.calls.items() if call.owners]

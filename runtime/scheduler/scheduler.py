@@ -29,7 +29,7 @@ from realgraph.runtime.scheduler.ledger import Ledger
 from realgraph.runtime.scheduler.placement import Batch
 from realgraph.runtime.scheduler.program import make_program
 from realgraph.runtime.scheduler.step_boundary import StepBoundary
-from realgraph.runtime.scheduler.steps import Steps, summary
+from realgraph.runtime.scheduler.steps import OpenSteps, summary
 from realgraph.runtime.wire.protocol import (
     Bye,
     Done,
@@ -76,7 +76,7 @@ class Scheduler:
         self._boundary.evaluated_step = self._last_state.evaluated_step
         self._collection = Collection(self._program, self._ledger, self._tasks, job.runtime)
         self._collection.step = first
-        self._steps = Steps(job, self._program, self._tasks, self._last_state)
+        self._steps = OpenSteps(job, self._program, self._tasks, self._last_state)
         self._devices = Devices(job, self._program, self._steps, self._collection, self._last_state)
         self._boundary_runner = BoundaryRunner(job, self._program, self._boundary, self._steps, self._devices)
         self._n_discarded = self._ledger.n_discarded  # when the last pump after an answer began

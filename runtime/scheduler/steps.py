@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from realgraph.planner.costs.lengths import quantiles
 from realgraph.runtime.commands.actions import Action, Checkpointed, Send, StepEnded
-from realgraph.runtime.commands.tally import Tally
+from realgraph.runtime.commands.tally import StepTally
 from realgraph.runtime.commands.tasks import Task, TaskKind, Tasks
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.placement import Batch
@@ -22,13 +22,13 @@ class _Step:
 
     __slots__ = ("batch", "done", "started", "tally")
 
-    def __init__(self, batch: Batch, tally: Tally) -> None:
+    def __init__(self, batch: Batch, tally: StepTally) -> None:
         self.batch, self.tally = batch, tally
         self.started: set[str] = set()
         self.done: set[str] = set()
 
 
-class Steps:
+class OpenSteps:
     """Steps from their batch to their end. `completed` steps have ended; `carried` numbers go from one to the next."""
 
     def __init__(self, job: Job, program: Program, tasks: Tasks, state: Checkpointed) -> None:
@@ -47,7 +47,7 @@ class Steps:
 
     def open(self, kind: TaskKind, call: str, step: int) -> Task:
         """A task that belongs to no step in hand."""
-        return self.tasks.open(kind, call, step, Tally())
+        return self.tasks.open(kind, call, step, StepTally())
 
     def fly(self, task: Task, workers: Sequence[int], now: float, predicted_seconds: float) -> None:
         """`workers` have got the commands of `task`."""
@@ -55,7 +55,7 @@ class Steps:
 
     # --- the life of a step -------------------------------------------------------------------------------------------
 
-    def begin(self, batch: Batch, tally: Tally) -> None:
+    def begin(self, batch: Batch, tally: StepTally) -> None:
         """The batch of the next step is there."""
         self._open[batch.step] = _Step(batch, tally)
 
@@ -65,7 +65,7 @@ class Steps:
         if task.state:
             self.carried[task.call] = dict(task.state)
 
-    def end(self) -> tuple[Batch, Tally] | None:
+    def end(self) -> tuple[Batch, StepTally] | None:
         """Close the oldest step, if every call of it has ended."""
         step = self._open.get(self.completed)
         if step is None or len(step.done) < len(self._program.batched):
@@ -177,7 +177,7 @@ def _parts_of_whole(call: CallPlan, batch: Batch) -> list[Part]:
     return [(call.workers, (tuple(batch.ids),), batch.sources(call, positions))]
 
 
-def summary(batch: Batch, tally: Tally, versions: Mapping[str, int]) -> StepEnded:
+def summary(batch: Batch, tally: StepTally, versions: Mapping[str, int]) -> StepEnded:
     """What is told of a step that has ended."""
     ages = [batch.step - group.oldest for group in batch.groups]
     lengths = [sample.n_new_tokens for group in batch.groups for sample in group.samples]
