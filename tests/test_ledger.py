@@ -13,7 +13,7 @@ from realgraph.runtime.commands.tasks import Tasks
 from realgraph.runtime.job.cursor import minibatch_groups, permutation, row_of
 from realgraph.runtime.scheduler.ledger import Group, Ledger, State
 from realgraph.runtime.scheduler.placement import Batch, balance
-from realgraph.runtime.scheduler.program import HOME, CallPlan
+from realgraph.runtime.scheduler.program import GROUP_OWNER, CallPlan
 from realgraph.runtime.wire.protocol import Sample
 
 # --- cursor -----------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def random_batch(rng: random.Random) -> Batch:
 
 def call_plan(rng: random.Random, whole_groups: bool, minibatches: int) -> CallPlan:
     ranks = tuple((rank,) for rank in range(rng.randint(1, 6)))
-    reads = {HOME: ("tokens", "mask"), "values": ("values",)}
+    reads = {GROUP_OWNER: ("tokens", "mask"), "values": ("values",)}
     return CallPlan(
         "train", "train", "actor", reads, (), tuple(r[0] for r in ranks), ranks,
         whole_groups=whole_groups, minibatches=minibatches, epochs=2,
@@ -103,10 +103,10 @@ def test_shares_and_sources_cover_the_batch_exactly(seed: int) -> None:
         assert sources == batch.sources(call, part)
         for key in ("tokens", "mask", "values"):
             held = [(sample, s.worker) for s in sources if key in s.keys for sample in s.samples]
-            owners = batch.owners("values" if key == "values" else HOME)
+            owners = batch.owners("values" if key == "values" else GROUP_OWNER)
             assert sorted(held) == [(batch.ids[p], owners[p]) for p in part]
     holdings = batch.holdings()
-    owned = [(worker, p) for owner in (HOME, "values") for p, worker in enumerate(batch.owners(owner))]
+    owned = [(worker, p) for owner in (GROUP_OWNER, "values") for p, worker in enumerate(batch.owners(owner))]
     for worker in range(9):
         expected = {batch.ids[p] // batch.per_group for owner, p in owned if owner == worker}
         assert set(holdings.get(worker, ())) == expected

@@ -50,12 +50,12 @@ class BoundaryRunner:
             return self._devices.reallocate(name, now)
         if not turns.idle(turns.of(name)):
             return False
-        homes, call = self._program.homes, self._program.calls[name]
+        owner_workers, call = self._program.owner_workers, self._program.calls[name]
         task = self._steps.open("evaluate", "evaluate", work.step)
-        rows = {home: tuple(range(i, n_rows, len(homes))) for i, home in enumerate(homes)}
+        rows = {owner: tuple(range(i, n_rows, len(owner_workers))) for i, owner in enumerate(owner_workers)}
         version = self._devices.generator_weights
-        workers = [home for home in homes if rows[home]]
-        self.out += [Send(home, Evaluate(task.number, work.step, rows[home], version)) for home in workers]
+        workers = [owner for owner in owner_workers if rows[owner]]
+        self.out += [Send(owner, Evaluate(task.number, work.step, rows[owner], version)) for owner in workers]
         turns.hold(turns.of(name), task.number)
         n_samples = self._job.batch.groups * self._program.samples_per_group
         steps = max(1.0, n_rows * spec.n / n_samples)  # as long as the rollouts of so many steps

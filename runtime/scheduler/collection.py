@@ -12,7 +12,7 @@ from realgraph.runtime.commands.tally import StepTally
 from realgraph.runtime.commands.tasks import Task, Tasks
 from realgraph.runtime.job.job import RuntimeSpec
 from realgraph.runtime.scheduler.ledger import Group, Ledger, State
-from realgraph.runtime.scheduler.program import HOME, Program
+from realgraph.runtime.scheduler.program import GROUP_OWNER, Program
 from realgraph.runtime.wire.protocol import Abort, Drop, Execute, Generated, Load, Loaded, Sample, Source, Submit
 
 DISCARDED_BATCHES = 20  # batches of groups in a row that all were left out: the run gives up
@@ -30,8 +30,8 @@ class Collection:
         self._all = (1 << len(program.stream)) - 1
         self._leaving: dict[int, Group] = {}  # discarded, but a function still reads them
         self._aborted: set[int] = set()
-        self._open = dict.fromkeys(program.homes, 0)  # groups to be made, per worker
-        self._lightest = [(0, worker) for worker in program.homes]  # heap; outdated entries are skipped
+        self._open = dict.fromkeys(program.owner_workers, 0)  # groups to be made, per worker
+        self._lightest = [(0, worker) for worker in program.owner_workers]  # heap; outdated entries are skipped
         heapq.heapify(self._lightest)
         self._busy_until: dict[int, float] = {}  # worker -> when its queue of functions ends at the latest
         self._n_functions: dict[int, int] = {}  # worker -> tasks of streaming functions in flight
@@ -84,14 +84,14 @@ class Collection:
 
     def abort(self) -> None:
         """Stop all generation: no step of this run will need what is not made yet. A resumed run makes it again."""
-        by_home: dict[int, list[int]] = {}
+        by_owner: dict[int, list[int]] = {}
         for group in self._ledger.live.values():
             if group.state is State.ADMITTED:
-                by_home.setdefault(group.home, []).append(group.id)
-        for home, groups in by_home.items():
+                by_owner.setdefault(group.owner, []).append(group.id)
+        for owner, groups in by_owner.items():
             self._aborted.update(groups)
-            self._tasks.unwatch(home)
-            self.out.append(Send(home, Abort(tuple(groups))))
+            self._tasks.unwatch(owner)
+            self.out.append(Send(owner, Abort(tuple(groups))))
 
     def n_open(self, worker: int) -> int:
         """Groups that `worker` has still to make."""
@@ -135,7 +135,7 @@ class Collection:
 
     def _expect(self, number: int, worker: int) -> Group:
         group = self._ledger.live.get(number)
-        if group is None or group.home != worker or group.samples:
+        if group is None or group.owner != worker or group.samples:
             raise UnexpectedReply(f"worker {worker} answered for group {number}, which it was not to make")
         return group
 
@@ -171,16 +171,16 @@ class Collection:
         return [group]
 
     def drop(self, groups: Iterable[Group]) -> None:
-        """Tell the homes of `groups` to forget them."""
-        by_home: dict[int, list[int]] = {}
+        """Tell the owners of `groups` to forget them."""
+        by_owner: dict[int, list[int]] = {}
         for group in groups:
-            by_home.setdefault(group.home, []).append(group.id)
-        self.out += [Send(home, Drop(tuple(sorted(numbers)))) for home, numbers in by_home.items()]
+            by_owner.setdefault(group.owner, []).append(group.id)
+        self.out += [Send(owner, Drop(tuple(sorted(numbers)))) for owner, numbers in by_owner.items()]
 
     # --- streaming functions ------------------------------------------------------------------------------------------
 
     def _advance(self, groups: Sequence[Group], now: float) -> None:
-        """Start what these groups (of one home) have become ready for; those through with it are ready for a batch."""
+        """Start what these groups (of one owner) have become ready for; those through with it are ready for a batch."""
         for index, name in enumerate(self._program.stream):
             bit, needs = 1 << index, self._program.calls[name].needs
             due = [group for group in groups if not group.launched & bit and group.done & needs == needs]
@@ -192,24 +192,24 @@ class Collection:
                 self.n_discarded_in_row = self.n_skipped = 0
 
     def _run(self, name: str, bit: int, groups: Sequence[Group], now: float) -> None:
-        """One `Execute` of a streaming function over `groups` of one home."""
-        call, n, home = self._program.calls[name], self._program.samples_per_group, groups[0].home
+        """One `Execute` of a streaming function over `groups` of one owner."""
+        call, n, owner = self._program.calls[name], self._program.samples_per_group, groups[0].owner
         ids = tuple([group.id * n + index for group in groups for index in range(n)])
         if call.per_group:
             shares = tuple([ids[start : start + n] for start in range(0, len(ids), n)])
         else:
             shares = tuple([(sample,) for sample in ids])
-        keys = call.reads.get(HOME, ())
+        keys = call.reads.get(GROUP_OWNER, ())
         task = self._tasks.open("stream", name, self.step, self.tally)
         task.groups = tuple([group.id for group in groups])
         for group in groups:
             group.launched |= bit
             group.running += 1
-        seconds = self._function_seconds(home, call.timeout_seconds, len(shares), now)
-        sources = (Source(home, keys, ids),) if keys else ()
+        seconds = self._function_seconds(owner, call.timeout_seconds, len(shares), now)
+        sources = (Source(owner, keys, ids),) if keys else ()
         command = Execute(task.number, name, self.step, shares, sources, deadline_seconds=seconds)
-        self.out.append(Send(home, command))
-        self._tasks.fly(task, (home,), now, seconds)
+        self.out.append(Send(owner, command))
+        self._tasks.fly(task, (owner,), now, seconds)
 
     def _function_seconds(self, worker: int, timeout: float, n_units: int, now: float) -> float:
         """Until when a function must have ended behind those that its worker already has, in seconds from `now`."""

@@ -26,7 +26,7 @@ class Devices:
     ) -> None:
         self._staleness, self._program, self._steps, self._collection = job.plan.staleness, program, steps, collection
         self.versions = dict(state.versions)
-        copies = [name for name, call in program.calls.items() if call.owners]
+        copies = [name for name, call in program.calls.items() if call.trainer_workers]
         self.copies = {name: state.copies.get(name, 0) for name in copies}
         orders = job.plan.orders
         named = {reallocation_node(name): name for name in copies if name != program.generate or not self._staleness}
@@ -74,9 +74,9 @@ class Devices:
             held = {id(lane) for lane in self.turns.of(self._program.generate)}
             if any(id(lane) in held for lane in lanes):
                 return False
-        workers = sorted({*call.workers, *call.owners})
+        workers = sorted({*call.workers, *call.trainer_workers})
         task = self._steps.tasks.open("reallocate", name, self._collection.step, self._collection.tally)
-        command = Reallocate(task.number, call.role, name, self.versions[call.role], call.owners)
+        command = Reallocate(task.number, call.role, name, self.versions[call.role], call.trainer_workers)
         self._steps.out += [Send(worker, command) for worker in workers]
         self.turns.hold(lanes, task.number)
         self._steps.fly(task, workers, now, call.predicted_seconds)

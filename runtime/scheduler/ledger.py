@@ -29,15 +29,15 @@ class State(Enum):
 
 
 class Group:
-    """A prompt group in hand. `home` is the worker that holds it; `version` that of its admission.
+    """A prompt group in hand. `owner` is the worker that holds it; `version` that of its admission.
 
     launched and done are bit sets over the graph's streaming functions; `running` counts those now at work.
     """
 
-    __slots__ = ("done", "home", "id", "launched", "oldest", "running", "samples", "state", "version")
+    __slots__ = ("done", "id", "launched", "oldest", "owner", "running", "samples", "state", "version")
 
-    def __init__(self, number: int, home: int, version: int) -> None:
-        self.id, self.home, self.version, self.oldest = number, home, version, version
+    def __init__(self, number: int, owner: int, version: int) -> None:
+        self.id, self.owner, self.version, self.oldest = number, owner, version, version
         self.state = State.ADMITTED
         self.samples: tuple[Sample, ...] = ()
         self.launched = self.done = self.running = 0
@@ -85,14 +85,14 @@ class Ledger:
         bound = min(version + self.ahead + 1, n_steps) * self.per_batch
         return max(0, bound - len(self.live) - self.n_trained)
 
-    def admit(self, home: int, version: int) -> Group:
+    def admit(self, owner: int, version: int) -> Group:
         """The next group, from now on in hand."""
         if self._again:
             number = self._again.popleft()
         else:
             number = self.next_group
             self.next_group += 1
-        group = self.live[number] = Group(number, home, version)
+        group = self.live[number] = Group(number, owner, version)
         self._count(version, 1)
         return group
 

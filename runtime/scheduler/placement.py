@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from realgraph.runtime.job.cursor import minibatch_groups
 from realgraph.runtime.scheduler.ledger import Group
-from realgraph.runtime.scheduler.program import HOME, SHARED, CallPlan
+from realgraph.runtime.scheduler.program import GROUP_OWNER, SHARED, CallPlan
 from realgraph.runtime.wire.protocol import Source
 
 Place = int  # a number of one way in which the batch lies over workers
@@ -45,10 +45,10 @@ class Batch:
         n_own = min((len(sample.own_tokens) for sample in samples), default=0)
         self._own = [[sample.own_tokens[i] for sample in samples] for i in range(n_own)]
         assert len(self.n_tokens) == len(self.ids)
-        homes = [group.home for group in groups for _ in range(samples_per_group)]
-        self._workers = [homes]  # place -> worker of every position; calls that lie alike share one
+        owners = [group.owner for group in groups for _ in range(samples_per_group)]
+        self._workers = [owners]  # place -> worker of every position; calls that lie alike share one
         self._cuts: list[Cut] = [((), False, SHARED)]  # place -> how it is cut
-        self._place: dict[str, Place] = {HOME: 0}  # of what a call wrote
+        self._place: dict[str, Place] = {GROUP_OWNER: 0}  # of what a call wrote
         self._parts: dict[Shape, list[list[int]]] = {}
         self._named: dict[Shape, list[tuple[int, ...]]] = {}
         self._held: dict[tuple[Shape, Place], list[Holders]] = {}
@@ -108,7 +108,7 @@ class Batch:
         self._workers.append(workers)
 
     def owners(self, owner: str) -> list[int]:
-        """The worker that holds what `owner` (HOME or a call) wrote, of every position."""
+        """The worker that holds what `owner` (GROUP_OWNER or a call) wrote, of every position."""
         return self._workers[self._place[owner]]
 
     def _places(self, call: CallPlan) -> dict[Place, tuple[str, ...]]:
@@ -155,15 +155,15 @@ class Batch:
             for rank in range(len(call.ranks))
         ]
 
-    def by_home(self) -> dict[int, list[int]]:
-        """Home worker -> positions of the samples it holds."""
-        homes: dict[int, list[int]] = {}
+    def by_owner(self) -> dict[int, list[int]]:
+        """Owner -> positions of the samples it holds."""
+        positions_of: dict[int, list[int]] = {}
         for position, worker in enumerate(self._workers[0]):
-            homes.setdefault(worker, []).append(position)
-        return homes
+            positions_of.setdefault(worker, []).append(position)
+        return positions_of
 
     def units(self, positions: Sequence[int], per_group: bool) -> tuple[tuple[int, ...], ...]:
-        """Shares of a function: one per sample, or one per group (whole groups lie at one home)."""
+        """Shares of a function: one per sample, or one per group (whole groups lie with one owner)."""
         if not per_group:
             return tuple([(self.ids[position],) for position in positions])
         n = self.per_group

@@ -2,7 +2,7 @@
 
 Two classes of calls: generate, inference and train hold a mesh; functions and advantages are free. Of the free, those
 that see one group at a time and need nothing of the whole batch are *streaming*: they start as soon as their group is
-made, on the worker that made it (its home).
+made, on the worker that made it (its owner).
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from realgraph.planner.plan.plan import Plan
 from realgraph.planner.plan.residency import shares_trained_copy
 from realgraph.runtime.job.job import Job
 
-HOME = ""  # owner of what a group's home worker holds
+GROUP_OWNER = ""  # owner of what lies with the worker that made the group
 KEEP = "keep"  # the group-level key that filters
 SHARED = -1  # the lengths of the tokens that were sampled
 
@@ -31,10 +31,10 @@ CallKind = Literal["generate", "stream", "late", "whole", "inference", "train"]
 class CallPlan(Struct, frozen=True):
     """One call. `kind`: late = a function per sample or group that needs a batch-wide call; whole = over the batch.
 
-    reads: owner (HOME, or the call whose workers hold the keys) -> keys. after: calls of the same step that come first.
-    workers: all that run it (of stream and late: the groups' homes); ranks: its data-parallel ranks' workers.
+    reads: owner (GROUP_OWNER, or the call whose workers hold the keys) -> keys. after: calls of the step that come first.
+    workers: all that run it (of stream and late: the groups' owners); ranks: its data-parallel ranks' workers.
     needs: bit set of the streaming functions that come before this streaming function. ordinal, of train: how many
-    train calls of the role come before it in a step. trainer, owners: the call that trains this call's role and its
+    train calls of the role come before it in a step. trainer, trainer_workers: the call that trains this call's role and its
     workers, where this call runs on another copy of the weights and so needs reallocations; else empty. own: whose
     lengths its samples have: those of `Sample.own_tokens` at this place, or the shared ones.
     """
@@ -48,7 +48,7 @@ class CallPlan(Struct, frozen=True):
     ranks: tuple[tuple[int, ...], ...] = ()
     needs: int = 0
     ordinal: int = 0
-    owners: tuple[int, ...] = ()
+    trainer_workers: tuple[int, ...] = ()
     trainer: str = ""
     per_group: bool = False
     whole_groups: bool = False
@@ -62,7 +62,7 @@ class CallPlan(Struct, frozen=True):
 class Program(Struct, frozen=True):
     """stream: in an order that respects their keys. batched: every other call but generate, likewise.
 
-    trains: role -> train calls a step. homes: the workers that make or load groups.
+    trains: role -> train calls a step. owner_workers: the workers that make or load groups.
     """
 
     calls: dict[str, CallPlan]
@@ -70,7 +70,7 @@ class Program(Struct, frozen=True):
     stream: tuple[str, ...]
     batched: tuple[str, ...]
     trains: dict[str, int]
-    homes: tuple[int, ...]
+    owner_workers: tuple[int, ...]
     samples_per_group: int
 
     @property
@@ -100,14 +100,14 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
     kinds = _kinds(graph)
     _check(graph, plan, kinds, workers)
     layouts = {name: plan.allocations[name].layout for name, kind in kinds.items() if _holds(kind)}
-    homes, batch_worker = _places(graph, generates, layouts, workers)
+    owner_workers, batch_worker = _places(graph, generates, layouts, workers)
     stream = tuple(name for name, kind in kinds.items() if kind == "stream")
     calls: dict[str, CallPlan] = {}
     trains: dict[str, int] = {}
     for name, kind in kinds.items():
         call, role = graph.calls[name], graph.role(name)
         layout = layouts.get(name)
-        where = tuple(layout.mesh.devices) if layout else (batch_worker,) if kind == "whole" else homes
+        where = tuple(layout.mesh.devices) if layout else (batch_worker,) if kind == "whole" else owner_workers
         calls[name] = CallPlan(
             name=name,
             kind=kind,
@@ -119,7 +119,7 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
             needs=sum(1 << stream.index(p) for p in _producers(graph, name) if kinds.get(p) == "stream"),
             ordinal=trains.get(role, 0) if kind == "train" else 0,
             trainer=(trainer := _trainer(graph, layouts, name)),
-            owners=tuple(layouts[trainer].mesh.devices) if trainer else (),
+            trainer_workers=tuple(layouts[trainer].mesh.devices) if trainer else (),
             per_group=isinstance(call, Function) and call.over == "group",
             whole_groups=isinstance(call, Train) and any(compares_groups(term) for term in call.loss.terms.values()),
             minibatches=call.minibatches if isinstance(call, Train) else 1,
@@ -132,7 +132,7 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
             trains[role] = trains.get(role, 0) + 1
     batched = tuple(name for name, kind in kinds.items() if kind not in ("stream", "generate"))
     generate = generates[0] if generates else ""
-    return Program(calls, generate, stream, batched, trains, homes, graph.samples_per_group)
+    return Program(calls, generate, stream, batched, trains, owner_workers, graph.samples_per_group)
 
 
 def _holds(kind: CallKind) -> bool:
@@ -173,8 +173,8 @@ def _reads(graph: Graph, kinds: Mapping[str, CallKind], name: str) -> dict[str, 
         producer = graph.keys[key].producer
         if producer == name:
             continue
-        at_home = producer == INPUT or kinds[producer] in ("generate", "stream", "late")
-        owners.setdefault(HOME if at_home else producer, []).append(key)
+        with_group = producer == INPUT or kinds[producer] in ("generate", "stream", "late")
+        owners.setdefault(GROUP_OWNER if with_group else producer, []).append(key)
     return {owner: tuple(keys) for owner, keys in owners.items()}
 
 
@@ -208,10 +208,10 @@ def _places(
     trains = [name for name in layouts if isinstance(graph.calls[name], Train)]
     batch = layouts.get(next(iter([*trains, *generates, *layouts]), ""))
     source = layouts.get(next(iter([*generates, *trains, *layouts]), ""))
-    homes = tuple(workers)
+    owner_workers = tuple(workers)
     if source is not None:
-        homes = tuple(rank[0] for rank in ranks_of(source)) if generates else tuple(source.mesh.devices)
-    return homes, batch.mesh.first if batch is not None else workers[0]
+        owner_workers = tuple(rank[0] for rank in ranks_of(source)) if generates else tuple(source.mesh.devices)
+    return owner_workers, batch.mesh.first if batch is not None else workers[0]
 
 
 def _check(graph: Graph, plan: Plan, kinds: Mapping[str, CallKind], workers: Sequence[int]) -> None:

@@ -121,7 +121,7 @@ class OpenSteps:
                 parts = _parts_of_mesh(call, step.batch)
                 seconds = self.limit(call.predicted_seconds)
             case "late":
-                parts = _parts_at_homes(call, step.batch)
+                parts = _parts_of_owners(call, step.batch)
                 most = max(len(shares) for _, shares, _ in parts)
                 queue = call.timeout_seconds * math.ceil(most / self._job.runtime.function_processes)
                 seconds = queue + self._job.runtime.min_deadline_seconds
@@ -162,11 +162,11 @@ def _parts_of_mesh(call: CallPlan, batch: Batch) -> list[Part]:
     return mesh
 
 
-def _parts_at_homes(call: CallPlan, batch: Batch) -> list[Part]:
-    """One part per home: the groups that it holds."""
+def _parts_of_owners(call: CallPlan, batch: Batch) -> list[Part]:
+    """One part per owner: the groups that it holds."""
     return [
-        ((home,), batch.units(positions, call.per_group), batch.sources(call, positions))
-        for home, positions in sorted(batch.by_home().items())
+        ((owner,), batch.units(positions, call.per_group), batch.sources(call, positions))
+        for owner, positions in sorted(batch.by_owner().items())
     ]
 
 
