@@ -217,7 +217,7 @@ class Simulator:
         return seconds
 
     def stand_still(self, number: int, seconds: float) -> None:
-        """What this worker is making is ready so much later."""
+        """Delay what this worker is making."""
         for planned in self.events:
             if isinstance(planned.event, Generated) and planned.event.worker == number:
                 planned.time += seconds
@@ -274,7 +274,7 @@ class Simulator:
         self.plan(event, 3 * slow * self.seconds(f"groups {part}"), made)
 
     def seconds(self, what: str) -> float:
-        """How long a worker takes."""
+        """The time that a worker takes."""
         rng = random.Random(f"{self.shape.seed} {what}") if self.steady else self.rng
         return rng.expovariate(1.0)
 
@@ -370,5 +370,5 @@ class Simulator:
 
 
 def ended_steps(simulator: Simulator) -> list[StepEnded]:
-    """What the Scheduler told of each step."""
+    """The Scheduler's reports of all steps."""
     return [action for action in simulator.actions if isinstance(action, StepEnded)]

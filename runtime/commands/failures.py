@@ -1,4 +1,4 @@
-"""What the user reads when a run cannot go on: which call, which worker, which sample, since when."""
+"""Messages for the user when a run cannot go on: which call, which worker, which sample, since when."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What a step's calls report: metrics merged over workers, when each call ran, samples to show, groups left out."""
+"""Reports of a step's calls: metrics merged over workers, when each call ran, samples to show, groups left out."""
 
 from collections.abc import Mapping
 

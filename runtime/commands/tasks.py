@@ -65,7 +65,7 @@ class Tasks:
         self.watches.pop(worker, None)
 
     def deadline(self) -> float | None:
-        """When the next answer is overdue; None where none is awaited."""
+        """The time at which the next answer is overdue; None where none is awaited."""
         due = self._due
         while due:
             deadline, number, worker = due[0]

@@ -24,7 +24,7 @@ from realgraph.runtime.processes.launch import describe_exit
 from realgraph.runtime.wire.protocol import RESCUE_CALL, Done, Failed, Rescue
 from realgraph.runtime.wire.transport import TransportError
 
-RESCUE_TASK = -1
+RESCUE_TASK = -1  # number of the task that a rescue answers
 
 
 class Committed(Struct, frozen=True):
@@ -142,13 +142,13 @@ def read_state(checkpoint: Path) -> Checkpointed:
 
 
 class Rescuers(Struct, frozen=True):
-    """Who can save what: worker -> trained roles that it holds whole; worker -> trained roles that it has a part of."""
+    """Workers that can save what is left of a run."""
 
-    alone: dict[int, list[str]]
-    together: dict[int, list[str]]
+    alone: dict[int, list[str]]  # worker -> trained roles that it holds whole
+    together: dict[int, list[str]]  # worker -> trained roles that it has a part of
 
     def commands(self, step: int, folder: Path, versions: dict[str, int]) -> list[tuple[int, Rescue]]:
-        """What is to be sent to whom."""
+        """Each worker with what is to be sent to it."""
         return [
             (worker, Rescue(RESCUE_TASK, step, str(folder), {role: versions[role] for role in roles}, together))
             for together, chosen in ((False, self.alone), (True, self.together))

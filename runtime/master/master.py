@@ -52,15 +52,12 @@ GRACE_SECONDS = 10.0  # for workers to end by themselves after Shutdown
 
 
 class RunOutcome(Struct, frozen=True):
-    """How a run ended. steps: whole steps done. failure: what went wrong, None if nothing did.
+    """The end of a run."""
 
-    interrupted: the user asked for the end, which may have been the run's own all the same.
-    """
-
-    steps: int
+    steps: int  # whole steps done
     reason: str
-    failure: Failed | None = None
-    interrupted: bool = False
+    failure: Failed | None = None  # None where nothing went wrong
+    interrupted: bool = False  # the user asked for the end, which may have been the run's own all the same
     saved: Path | None = None  # the newest checkpoint
 
     @property

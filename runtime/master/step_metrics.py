@@ -12,7 +12,7 @@ def flatten(ended: StepEnded, graph: Graph) -> dict[str, float]:
     queue_seconds: from the moment its last producer of the same step ended to its start; negative values (a streaming
     function starts before generation has ended) count as 0.
     """
-    flat = {f"{call}/{name}": metric.value for call, found in ended.metrics.items() for name, metric in found.items()}
+    flat = {f"{call}/{name}": metric.value for call, values in ended.metrics.items() for name, metric in values.items()}
     for call, span in ended.spans.items():
         flat[f"{call}/seconds"] = span.seconds
         flat[f"{call}/queue_seconds"] = queue_seconds(call, ended.spans, graph)

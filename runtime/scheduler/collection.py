@@ -77,7 +77,7 @@ class Collection:
 
     @property
     def limit_seconds(self) -> float:
-        """How long a worker may take from one made group to the next."""
+        """The longest that a worker may take from one made group to the next."""
         call = self._program.calls.get(self._program.generate)
         predicted = call.predicted_seconds if call else 0.0
         return max(self._runtime.min_deadline_seconds, self._runtime.deadline_factor * predicted)

@@ -56,12 +56,15 @@ class Devices:
 
     @property
     def admission_version(self) -> int:
-        """What admission counts: train steps behind the weights that generate. Frozen ones are as old as the step."""
+        """The version that admission counts: train steps behind the weights that generate.
+
+        Frozen ones are as old as the step.
+        """
         per_step = self._program.trains_of_generator
         return self.generator_weights // per_step if per_step else max(self._steps.completed, self.session or 0)
 
     def behind(self, call: str) -> bool:
-        """Whether `call` runs on a copy that is older than the trained weights."""
+        """True where `call` runs on a copy that is older than the trained weights."""
         return call in self.copies and self.copies[call] < self.versions[self._program.calls[call].role]
 
     def reallocate(self, name: str, now: float) -> bool:
@@ -117,7 +120,7 @@ class Devices:
     # --- turns --------------------------------------------------------------------------------------------------------
 
     def _may_run(self, head: Next) -> bool:
-        """Whether all that `head` needs is there, its copy of the weights left aside."""
+        """True where all that `head` needs is there, its copy of the weights left aside."""
         call = self._program.calls[head.call]
         if call.kind != "generate":
             return self._steps.may_run(call, head.step, self.versions)
@@ -128,7 +131,7 @@ class Devices:
         return self._trained_for(call, head.step)
 
     def _trained_for(self, call: CallPlan, step: int) -> bool:
-        """Whether the trained role of `call` is at a version that `step` may run on."""
+        """True where the trained role of `call` is at a version that `step` may run on."""
         staleness = self._staleness if call.kind == "generate" else 0
         return self.versions[call.role] // self._program.trains[call.role] >= step - staleness
 

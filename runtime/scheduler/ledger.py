@@ -78,7 +78,7 @@ class Ledger:
         return len(self._ready)
 
     def room(self, version: int, n_steps: int) -> int:
-        """How many more groups may be admitted at `version` in a run of `n_steps`.
+        """Groups that may still be admitted at `version` in a run of `n_steps`.
 
         Candidate N is admitted only while floor((N - 1) / B) <= version + ahead and N <= n_steps x B.
         """
@@ -140,7 +140,7 @@ class Ledger:
         return groups
 
     def _must_wait(self, step: int, taken: Sequence[tuple[int, int]]) -> bool:
-        """Whether the batch of `step`, made of `taken`, would leave more old groups than can still be trained in time.
+        """True where the batch of `step`, made of `taken`, leaves more old groups than can still be trained in time.
 
         Groups of versions up to i fit into the batches up to step i + staleness. Admission sees to it that they do as
         long as older groups go first, so what is waited for is always on its way.

@@ -72,7 +72,7 @@ class Batch:
         return self._parts[shape]
 
     def minibatches(self, call: CallPlan) -> list[list[list[int]]]:
-        """Of a train call with several mini-batches: mini-batch -> rank -> positions."""
+        """Shares of a train call with several mini-batches: mini-batch -> rank -> positions."""
         cuts = []
         for epoch in range(call.epochs):
             for groups in minibatch_groups(len(self.groups), call.minibatches, self.seed, self.step, epoch):
@@ -94,7 +94,7 @@ class Batch:
     # --- who holds what -----------------------------------------------------------------------------------------------
 
     def own(self, call: CallPlan) -> None:
-        """What `call` writes lies with the first worker of each rank, for its part of the whole batch."""
+        """Note that what `call` writes lies with the first worker of each rank, for its part of the whole batch."""
         cut = (call.ranks or (call.workers,), call.whole_groups, call.own)
         if cut in self._cuts:
             self._place[call.name] = self._cuts.index(cut)
@@ -112,7 +112,7 @@ class Batch:
         return self._workers[self._place[owner]]
 
     def _places(self, call: CallPlan) -> dict[Place, tuple[str, ...]]:
-        """What `call` reads, by where it lies."""
+        """Keys that `call` reads, by where they lie."""
         keys: dict[Place, tuple[str, ...]] = {}
         for owner, names in call.reads.items():
             place = self._place[owner]
@@ -144,14 +144,14 @@ class Batch:
     def sources_of_ranks(self, call: CallPlan) -> list[tuple[Source, ...]]:
         """`sources` of each rank's part of the whole batch; the look-up is shared by the step's calls."""
         shape = _shape(call)
-        found = []
+        holders = []
         for place, keys in self._places(call).items():
             key = (shape, place)
             if key not in self._held:
                 self._held[key] = [self._holders(place, part) for part in self.whole(*shape)]
-            found.append((keys, self._held[key]))
+            holders.append((keys, self._held[key]))
         return [
-            tuple([Source(worker, keys, ids) for keys, held in found for worker, ids in held[rank]])
+            tuple([Source(worker, keys, ids) for keys, held in holders for worker, ids in held[rank]])
             for rank in range(len(call.ranks))
         ]
 

@@ -1,4 +1,4 @@
-"""What the Scheduler needs to know of a graph and its plan, worked out once: who runs each call, and after what.
+"""A graph and its plan as the Scheduler reads them, worked out once: who runs each call, and after what.
 
 Two classes of calls: generate, inference and train hold a mesh; functions and advantages are free. Of the free, those
 that see one group at a time and need nothing of the whole batch are *streaming*: they start as soon as their group is
@@ -29,48 +29,37 @@ CallKind = Literal["generate", "stream", "late", "whole", "inference", "train"]
 
 
 class CallPlan(Struct, frozen=True):
-    """One call. `kind`: late = a function per sample or group that needs a batch-wide call; whole = over the batch.
-
-    reads: owner (GROUP_OWNER, or the call whose workers hold the keys) -> keys. after: calls of the step that come first.
-    workers: all that run it (of stream and late: the groups' owners); ranks: its data-parallel ranks' workers.
-    needs: bit set of the streaming functions that come before this streaming function. ordinal, of train: how many
-    train calls of the role come before it in a step. trainer, trainer_workers: the call that trains this call's role and its
-    workers, where this call runs on another copy of the weights and so needs reallocations; else empty. own: whose
-    lengths its samples have: those of `Sample.own_tokens` at this place, or the shared ones.
-    """
+    """One call: on which workers it runs, after what, and where the keys lie that it reads."""
 
     name: str
-    kind: CallKind
+    kind: CallKind  # late: a function per sample or group that needs a batch-wide call; whole: over the batch
     role: str
-    reads: dict[str, tuple[str, ...]]
-    after: tuple[str, ...]
-    workers: tuple[int, ...]
-    ranks: tuple[tuple[int, ...], ...] = ()
-    needs: int = 0
-    ordinal: int = 0
-    trainer_workers: tuple[int, ...] = ()
-    trainer: str = ""
-    per_group: bool = False
-    whole_groups: bool = False
+    reads: dict[str, tuple[str, ...]]  # owner (GROUP_OWNER, or the call whose workers hold the keys) -> keys
+    after: tuple[str, ...]  # calls of the same step that come first
+    workers: tuple[int, ...]  # all that run it; of stream and late: the groups' owners
+    ranks: tuple[tuple[int, ...], ...] = ()  # its data-parallel ranks' workers
+    needs: int = 0  # of stream: bit set of the streaming functions that come before it
+    ordinal: int = 0  # of train: train calls of the role that come before it in a step
+    trainer_workers: tuple[int, ...] = ()  # those of `trainer`
+    trainer: str = ""  # the train call of its role, where it runs on another copy of the weights: reallocations; or ""
+    per_group: bool = False  # of functions: over whole groups
+    whole_groups: bool = False  # of train: a group's samples are compared, and so stay together
     minibatches: int = 1
     epochs: int = 1
-    own: int = SHARED
-    timeout_seconds: float = 0.0
-    predicted_seconds: float = 0.0
+    own: int = SHARED  # whose lengths its samples have: `Sample.own_tokens` at this place, or the shared ones
+    timeout_seconds: float = 0.0  # of functions
+    predicted_seconds: float = 0.0  # by the plan
 
 
 class Program(Struct, frozen=True):
-    """stream: in an order that respects their keys. batched: every other call but generate, likewise.
-
-    trains: role -> train calls a step. owner_workers: the workers that make or load groups.
-    """
+    """All calls of a graph, sorted by how the Scheduler starts them."""
 
     calls: dict[str, CallPlan]
-    generate: str
-    stream: tuple[str, ...]
-    batched: tuple[str, ...]
-    trains: dict[str, int]
-    owner_workers: tuple[int, ...]
+    generate: str  # the generate call, '' where there is none
+    stream: tuple[str, ...]  # in an order that respects their keys
+    batched: tuple[str, ...]  # every other call but generate, likewise
+    trains: dict[str, int]  # role -> train calls a step
+    owner_workers: tuple[int, ...]  # the workers that make or load groups
     samples_per_group: int
 
     @property

@@ -97,7 +97,7 @@ class Scheduler:
         return self._flush()
 
     def on(self, event: Event, now: float) -> list[Action]:
-        """What is to be done about `event`; nothing any more after a Halt."""
+        """Actions that answer `event`; none any more after a Halt."""
         if not self._halted:
             try:
                 self._handle(event, now)
@@ -107,12 +107,12 @@ class Scheduler:
         return self._flush()
 
     def deadline(self) -> float | None:
-        """When the next Tick is needed; None where nothing is awaited."""
+        """The time at which the next Tick is needed; None where nothing is awaited."""
         return None if self._halted else self._tasks.deadline()
 
     @property
     def state(self) -> Checkpointed:
-        """Of the last step boundary: a fresh Scheduler goes on from there."""
+        """State of the last step boundary: a fresh Scheduler goes on from there."""
         return self._last_state
 
     def check(self) -> None:
@@ -247,8 +247,11 @@ class Scheduler:
         self._halt(error, error.error)
 
     def _stands_still(self, worker: int) -> bool:
-        """Whether the groups of `worker` wait with their tokens: their session is closed, so that its mesh runs other
-        calls, or the worker has another command, whose deadline is its own."""
+        """True where the groups of `worker` wait with their tokens.
+
+        Their session is closed, so that its mesh runs other calls, or the worker has another command, whose deadline
+        is its own.
+        """
         if not self._program.generate:
             return False
         return self._devices.session is None or any(task.kind != "stream" for task in self._tasks.of(worker))

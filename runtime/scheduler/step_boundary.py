@@ -1,4 +1,4 @@
-"""What happens between two steps: evaluations and checkpoints, one at a time, in order. Knows when, not how."""
+"""The work between two steps: evaluations and checkpoints, one at a time, in order. Knows when, not how."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -92,7 +92,7 @@ class StepBoundary:
         return min([self.target, *due, *((step // every + 1) * every for every in periods)]) - 1
 
     def judge(self, step: int, metrics: Mapping[str, Metric]) -> bool:
-        """Whether this evaluation is better than all before it; remembers it if so, and has its weights saved.
+        """True where this evaluation is better than all before it: it is remembered, and its weights are saved.
 
         Of step 0 nothing is saved: those weights are the run's own starting point.
         """

@@ -14,7 +14,7 @@ from realgraph.runtime.wire.protocol import Execute, Mean, Source
 
 Part = tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[Source, ...]]  # (workers, shares, sources)
 
-SHOWN_LENGTHS = 32  # quantiles that a step tells of its samples' lengths
+LENGTH_QUANTILES = 32  # that a step tells of its samples' lengths
 
 
 class _Step:
@@ -41,7 +41,7 @@ class OpenSteps:
         self.out: list[Action] = []
 
     def limit(self, predicted_seconds: float) -> float:
-        """How long what is predicted to take so long may take."""
+        """The longest that a call may take that is predicted to take so long."""
         runtime = self._job.runtime
         return max(runtime.min_deadline_seconds, runtime.deadline_factor * predicted_seconds)
 
@@ -85,7 +85,7 @@ class OpenSteps:
     # --- starting calls -----------------------------------------------------------------------------------------------
 
     def may_run(self, call: CallPlan, step: int, versions: Mapping[str, int]) -> bool:
-        """Whether `call` of `step` has its batch, its keys and the very version of the weights that it needs."""
+        """True where `call` of `step` has its batch, its keys and the very version of the weights that it needs."""
         at = self._open.get(step)
         if at is None or call.name in at.started or not at.done.issuperset(call.after):
             return False
@@ -148,10 +148,10 @@ def _parts_of_mesh(call: CallPlan, batch: Batch) -> list[Part]:
         if call.kind == "inference":
             batch.own(call)
         parts = batch.whole_named(call)
-        found = batch.sources_of_ranks(call)
+        sources_of_ranks = batch.sources_of_ranks(call)
         return [
             (workers, (part,) * call.epochs, sources)
-            for workers, part, sources in zip(call.ranks, parts, found, strict=True)
+            for workers, part, sources in zip(call.ranks, parts, sources_of_ranks, strict=True)
         ]
     cuts = batch.minibatches(call)
     mesh: list[Part] = []
@@ -178,7 +178,7 @@ def _parts_of_whole(call: CallPlan, batch: Batch) -> list[Part]:
 
 
 def summary(batch: Batch, tally: StepTally, versions: Mapping[str, int]) -> StepEnded:
-    """What is told of a step that has ended."""
+    """The report of a step that has ended."""
     ages = [batch.step - group.oldest for group in batch.groups]
     lengths = [sample.n_new_tokens for group in batch.groups for sample in group.samples]
     return StepEnded(
@@ -195,5 +195,5 @@ def summary(batch: Batch, tally: StepTally, versions: Mapping[str, int]) -> Step
         oldest=max(ages),
         versions=dict(versions),
         transcripts=tuple(tally.transcripts),
-        lengths=quantiles(lengths, SHOWN_LENGTHS) if any(lengths) else (),
+        lengths=quantiles(lengths, LENGTH_QUANTILES) if any(lengths) else (),
     )

@@ -35,7 +35,7 @@ class _Lane:
         return turn.call, round_ + turn.offset
 
     def passed(self, position: int, limit: int) -> bool:
-        """Whether nothing is left to do at `position`: it ran, or its step is none of this run's."""
+        """True where nothing is left to do at `position`: it ran, or its step is none of this run's."""
         step = self.at(position)[1]
         return position in self.done or not self.first_step <= step < limit
 
@@ -112,7 +112,7 @@ class Turns:
         ]
 
     def heads(self, barrier: int, limit: int) -> list[Next]:
-        """What each lane waits for, whether or not the other devices of that call are there too."""
+        """The turn that each lane waits for, whether or not the other devices of that call are there too."""
         heads = [self._head(lane, barrier, limit) for lane in self.lanes]
         return [head for head in dict.fromkeys(heads) if head is not None]
 
@@ -129,7 +129,7 @@ class Turns:
 
     @staticmethod
     def idle(lanes: Iterable[_Lane]) -> bool:
-        """Whether no task holds any of these lanes."""
+        """True where no task holds any of these lanes."""
         return all(lane.task is None for lane in lanes)
 
     @staticmethod
