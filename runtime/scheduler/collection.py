@@ -39,7 +39,6 @@ class Collection:
         self.step = 0  # the next batch: what groups are made for
         self.n_discarded_in_row = 0  # groups left out since the last one that was ready
         self.n_skipped = 0  # of them, those whose prompt was too long
-        self.out: list[Action] = []
 
     # --- handing out --------------------------------------------------------------------------------------------------
 
@@ -63,17 +62,19 @@ class Collection:
         else:
             self._tasks.unwatch(worker)
 
-    def admit(self, n_groups: int, version: int, weights: int, now: float) -> None:
+    def admit(self, n_groups: int, version: int, weights: int, now: float) -> list[Action]:
         """Admit `n_groups` at `version` (train steps), evenly over the workers; `weights`: the role's version."""
         by_worker: dict[int, list[int]] = {}
         for _ in range(n_groups):
             worker = self._take_lightest()
             by_worker.setdefault(worker, []).append(self._ledger.admit(worker, version).id)
         call = self._program.generate
+        actions: list[Action] = []
         for worker, groups in by_worker.items():
             command = Submit(call, tuple(groups), weights) if call else Load(tuple(groups))
-            self.out.append(Send(worker, command))
+            actions.append(Send(worker, command))
             self._tasks.watch(worker, now, self.limit_seconds)
+        return actions
 
     @property
     def limit_seconds(self) -> float:
@@ -82,7 +83,7 @@ class Collection:
         predicted = call.predicted_seconds if call else 0.0
         return max(self._runtime.min_deadline_seconds, self._runtime.deadline_factor * predicted)
 
-    def abort(self) -> None:
+    def abort(self) -> list[Action]:
         """Stop all generation: no step of this run will need what is not made yet. A resumed run makes it again."""
         by_owner: dict[int, list[int]] = {}
         for group in self._ledger.live.values():
@@ -91,7 +92,7 @@ class Collection:
         for owner, groups in by_owner.items():
             self._aborted.update(groups)
             self._tasks.unwatch(owner)
-            self.out.append(Send(owner, Abort(tuple(groups))))
+        return [Send(owner, Abort(tuple(groups))) for owner, groups in by_owner.items()]
 
     def n_open(self, worker: int) -> int:
         """Groups that `worker` has still to make."""
@@ -105,10 +106,10 @@ class Collection:
 
     # --- coming back --------------------------------------------------------------------------------------------------
 
-    def arrived(self, reply: Generated | Loaded, version_per_step: int, now: float) -> None:
+    def arrived(self, reply: Generated | Loaded, version_per_step: int, now: float) -> list[Action]:
         """Groups were made, or skipped. version_per_step: train calls a step of the role, 0 where it is frozen."""
         if self._aborted and self._aborted.issuperset((*reply.groups, *reply.skipped)):
-            return  # the answer and the abort have crossed
+            return []  # the answer and the abort have crossed
         groups = [self._expect(number, reply.worker) for number in sorted(reply.groups)]
         skipped = [self._expect(number, reply.worker) for number in reply.skipped]
         samples: dict[int, list[Sample]] = {number: [] for number in reply.groups}
@@ -131,7 +132,7 @@ class Collection:
             self.tally.n_skipped += 1
             self.n_discarded_in_row += 1
             self.n_skipped += 1
-        self._advance(groups, now)
+        return self._advance(groups, now)
 
     def _expect(self, number: int, worker: int) -> Group:
         group = self._ledger.live.get(number)
@@ -139,7 +140,7 @@ class Collection:
             raise UnexpectedReply(f"worker {worker} answered for group {number}, which it was not to make")
         return group
 
-    def function_ended(self, task: Task, worker: int, now: float) -> None:
+    def function_ended(self, task: Task, worker: int, now: float) -> list[Action]:
         """A streaming function has run on the groups of `task`."""
         bit = 1 << self._program.stream.index(task.call)
         self._n_functions[worker] -= 1
@@ -157,8 +158,9 @@ class Collection:
                 alive.append(group)
             else:
                 gone += self._leave_out(group)
-        self.drop(gone)
-        self._advance(alive, now)
+        actions = self.drop(gone)
+        actions += self._advance(alive, now)
+        return actions
 
     def _leave_out(self, group: Group) -> list[Group]:
         """Filter `group` out; returned if its keys can be dropped at once."""
@@ -170,28 +172,30 @@ class Collection:
             return []
         return [group]
 
-    def drop(self, groups: Iterable[Group]) -> None:
+    def drop(self, groups: Iterable[Group]) -> list[Action]:
         """Tell the owners of `groups` to forget them."""
         by_owner: dict[int, list[int]] = {}
         for group in groups:
             by_owner.setdefault(group.owner, []).append(group.id)
-        self.out += [Send(owner, Drop(tuple(sorted(numbers)))) for owner, numbers in by_owner.items()]
+        return [Send(owner, Drop(tuple(sorted(numbers)))) for owner, numbers in by_owner.items()]
 
     # --- streaming functions ------------------------------------------------------------------------------------------
 
-    def _advance(self, groups: Sequence[Group], now: float) -> None:
+    def _advance(self, groups: Sequence[Group], now: float) -> list[Action]:
         """Start what these groups (of one owner) have become ready for; those through with it are ready for a batch."""
+        actions: list[Action] = []
         for index, name in enumerate(self._program.stream):
             bit, needs = 1 << index, self._program.calls[name].needs
             due = [group for group in groups if not group.launched & bit and group.done & needs == needs]
             if due:
-                self._run(name, bit, due, now)
+                actions.append(self._run(name, bit, due, now))
         for group in groups:
             if group.done == self._all:
                 self._ledger.ready(group)
                 self.n_discarded_in_row = self.n_skipped = 0
+        return actions
 
-    def _run(self, name: str, bit: int, groups: Sequence[Group], now: float) -> None:
+    def _run(self, name: str, bit: int, groups: Sequence[Group], now: float) -> Send:
         """One `Execute` of a streaming function over `groups` of one owner."""
         call, n, owner = self._program.calls[name], self._program.samples_per_group, groups[0].owner
         ids = tuple([group.id * n + index for group in groups for index in range(n)])
@@ -208,8 +212,8 @@ class Collection:
         seconds = self._function_seconds(owner, call.timeout_seconds, len(shares), now)
         sources = (Source(owner, keys, ids),) if keys else ()
         command = Execute(task.number, name, self.step, shares, sources, deadline_seconds=seconds)
-        self.out.append(Send(owner, command))
         self._tasks.fly(task, (owner,), now, seconds)
+        return Send(owner, command)
 
     def _function_seconds(self, worker: int, timeout: float, n_units: int, now: float) -> float:
         """Until when a function must have ended behind those that its worker already has, in seconds from `now`."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from realgraph.planner.plan.events import reallocation_node
 from realgraph.planner.plan.plan import Turn
-from realgraph.runtime.commands.actions import Checkpointed, Send
+from realgraph.runtime.commands.actions import Action, Checkpointed, Send
 from realgraph.runtime.commands.tasks import Task
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.collection import Collection
@@ -67,23 +67,22 @@ class Devices:
         """True where `call` runs on a copy that is older than the trained weights."""
         return call in self.copies and self.copies[call] < self.versions[self._program.calls[call].role]
 
-    def reallocate(self, name: str, now: float) -> bool:
-        """Bring the copy of `name` up to date, if both meshes are free; an open session of `name` itself goes on."""
+    def reallocate(self, name: str, now: float) -> list[Action] | None:
+        """Bring the copy of `name` up to date; None where a mesh is not free. An open session of `name` goes on."""
         call = self._program.calls[name]
         lanes = self.turns.of(name, call.trainer)
         if not self.turns.idle(lanes):
-            return False
+            return None
         if self.session is not None and not self._staleness and name != self._program.generate:
             held = {id(lane) for lane in self.turns.of(self._program.generate)}
             if any(id(lane) in held for lane in lanes):
-                return False
+                return None
         workers = sorted({*call.workers, *call.trainer_workers})
         task = self._steps.tasks.open("reallocate", name, self._collection.step, self._collection.tally)
         command = Reallocate(task.number, call.role, name, self.versions[call.role], call.trainer_workers)
-        self._steps.out += [Send(worker, command) for worker in workers]
         self.turns.hold(lanes, task.number)
         self._steps.fly(task, workers, now, call.predicted_seconds)
-        return True
+        return [Send(worker, command) for worker in workers]
 
     # --- what has ended -----------------------------------------------------------------------------------------------
 
@@ -135,19 +134,23 @@ class Devices:
         staleness = self._staleness if call.kind == "generate" else 0
         return self.versions[call.role] // self._program.trains[call.role] >= step - staleness
 
-    def _take_moves(self, heads: list[Next], now: float) -> bool:
-        """Reallocations whose turn it is: started, or passed where the copy is what is trained already."""
+    def _take_moves(self, heads: list[Next], now: float) -> list[Action] | None:
+        """Start reallocations whose turn it is, pass those whose copy is what is trained already; None: neither."""
         moved = False
+        actions: list[Action] = []
         for head in heads:
             name = self._moves.get(head.call)
             if name is None or not self._trained_for(self._program.calls[name], head.step):
                 continue
-            if self.behind(name):
-                moved |= self.reallocate(name, now)
-            else:
+            if not self.behind(name):
                 self.turns.leave(head.call, head.step)
                 moved = True
-        return moved
+                continue
+            commands = self.reallocate(name, now)
+            if commands is not None:
+                actions += commands
+                moved = True
+        return actions if moved else None
 
     def _skip_made(self, heads: list[Next]) -> bool:
         """Pass the generate turns of steps whose batches are there already."""
@@ -157,25 +160,30 @@ class Devices:
             self.turns.leave(head.call, head.step)
         return bool(made)
 
-    def take_turns(self, barrier: int, target: int, now: float) -> bool:
-        """Start reallocations first, then the calls that are next on all their devices; whether any was started.
+    def take_turns(self, barrier: int, target: int, now: float) -> list[Action] | None:
+        """Start reallocations first, then the calls that are next on all their devices; None where nothing moved.
 
         What waits for a reallocation has its meshes to itself from now on, so that other calls never starve it.
         """
         heads = self.turns.next(barrier, target)
-        if self._skip_made(heads) or self._take_moves(heads, now):
-            return True
+        if self._skip_made(heads):
+            return []
+        actions = self._take_moves(heads, now)
+        if actions is not None:
+            return actions
         heads = [head for head in heads if head.call not in self._moves and self._may_run(head)]
         wanted = [head.call for head in heads if self.behind(head.call)]
         if self.session is not None and self.behind(self._program.generate):
             wanted.insert(0, self._program.generate)
-        moved = False
+        actions, moved = [], False
         reserved: set[int] = set()
         for name in wanted:
-            if self.reallocate(name, now):
-                moved = True
-            else:
+            commands = self.reallocate(name, now)
+            if commands is None:
                 reserved.update(id(lane) for lane in self.turns.of(name, self._program.calls[name].trainer))
+            else:
+                actions += commands
+                moved = True
         for head in heads:
             lanes = self.turns.of(head.call)
             if self.behind(head.call) or not self.turns.idle(lanes) or any(id(lane) in reserved for lane in lanes):
@@ -184,6 +192,7 @@ class Devices:
             if head.call == self._program.generate:
                 self._set_session(head.step)
             else:
-                task = self._steps.start(head.call, head.step, self.versions, now)
+                task, commands = self._steps.start(head.call, head.step, self.versions, now)
                 self.turns.hold(lanes, task.number)
-        return moved
+                actions += commands
+        return actions if moved else None

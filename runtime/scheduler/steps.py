@@ -38,7 +38,6 @@ class OpenSteps:
         self.carried: dict[str, dict[str, float]] = dict(state.carried)
         self.longest_seconds = max((call.predicted_seconds for call in program.calls.values()), default=0.0)
         self._open: dict[int, _Step] = {}
-        self.out: list[Action] = []
 
     def limit(self, predicted_seconds: float) -> float:
         """The longest that a call may take that is predicted to take so long."""
@@ -93,9 +92,9 @@ class OpenSteps:
             return True
         return versions[call.role] == step * self._program.trains[call.role] + call.ordinal
 
-    def start_free(self, barrier: int, now: float) -> bool:
+    def start_free(self, barrier: int, now: float) -> list[Action]:
         """Start the functions and advantages whose keys are there. Calls over the batch wait at the barrier."""
-        moved = False
+        actions: list[Action] = []
         previous: _Step | None = None
         for number in sorted(self._open):
             step = self._open[number]
@@ -107,13 +106,12 @@ class OpenSteps:
                     continue
                 if previous is not None and name not in previous.done:
                     continue
-                self.start(name, number, {}, now)
-                moved = True
+                actions += self.start(name, number, {}, now)[1]
             previous = step
-        return moved
+        return actions
 
-    def start(self, name: str, number: int, versions: Mapping[str, int], now: float) -> Task:
-        """Send `name` of step `number` to its workers."""
+    def start(self, name: str, number: int, versions: Mapping[str, int], now: float) -> tuple[Task, list[Action]]:
+        """The task of `name` of step `number`, and its commands to its workers."""
         call, step = self._program.calls[name], self._open[number]
         task = self.tasks.open("call", name, number, step.tally)
         match call.kind:
@@ -129,17 +127,18 @@ class OpenSteps:
                 parts = _parts_of_whole(call, step.batch)
                 seconds = self.limit(self.longest_seconds) + call.timeout_seconds
         version, state = versions.get(call.role, 0), self.carried.get(name, {})
-        send, workers = self.out.append, []
+        actions: list[Action] = []
+        workers: list[int] = []
         for members, shares, sources in parts:
             command = Execute(task.number, name, number, shares, sources, version, state, seconds)
             for worker in members:
-                send(Send(worker, command))
+                actions.append(Send(worker, command))
                 workers.append(worker)
         self.tasks.fly(task, workers, now, seconds)
         step.started.add(name)
         if call.kind == "train":
             self.newest_train = max(self.newest_train, number)
-        return task
+        return task, actions
 
 
 def _parts_of_mesh(call: CallPlan, batch: Batch) -> list[Part]:
