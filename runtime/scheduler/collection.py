@@ -11,8 +11,9 @@ from realgraph.runtime.commands.actions import Action, Send
 from realgraph.runtime.commands.tally import StepTally
 from realgraph.runtime.commands.tasks import Task, Tasks
 from realgraph.runtime.job.job import RuntimeSpec
-from realgraph.runtime.scheduler.ledger import Group, Ledger, State
+from realgraph.runtime.scheduler.ledger import Group, Ledger
 from realgraph.runtime.scheduler.program import GROUP_OWNER, Program
+from realgraph.runtime.scheduler.transitions import GroupState
 from realgraph.runtime.wire.protocol import Abort, Drop, Execute, Generated, Load, Loaded, Sample, Source, Submit
 
 DISCARDED_BATCHES = 20  # batches of groups in a row that all were left out: the run gives up
@@ -87,7 +88,7 @@ class Collection:
         """Stop all generation: no step of this run will need what is not made yet. A resumed run makes it again."""
         by_owner: dict[int, list[int]] = {}
         for group in self._ledger.live.values():
-            if group.state is State.ADMITTED:
+            if group.state is GroupState.ADMITTED:
                 by_owner.setdefault(group.owner, []).append(group.id)
         for owner, groups in by_owner.items():
             self._aborted.update(groups)
@@ -128,7 +129,7 @@ class Collection:
         if isinstance(reply, Generated):
             self.tally.add(reply.call, reply.metrics, reply.started, reply.ended)
         for group in skipped:
-            self._ledger.discard(group)
+            self._ledger.skip(group)
             self.tally.n_skipped += 1
             self.n_discarded_in_row += 1
             self.n_skipped += 1
@@ -164,7 +165,7 @@ class Collection:
 
     def _leave_out(self, group: Group) -> list[Group]:
         """Filter `group` out; returned if its keys can be dropped at once."""
-        self._ledger.discard(group)
+        self._ledger.filter_out(group)
         self.tally.n_dropped += 1
         self.n_discarded_in_row += 1
         if group.running:

@@ -13,27 +13,28 @@ from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.collection import Collection
 from realgraph.runtime.scheduler.program import CallPlan, Program
 from realgraph.runtime.scheduler.steps import OpenSteps
+from realgraph.runtime.scheduler.transitions import SESSION, SessionEvent, SessionState, after
 from realgraph.runtime.scheduler.turns import Next, Turns
 from realgraph.runtime.wire.protocol import Reallocate
 
 
 class Devices:
-    """versions: role -> completed train calls. copies: call -> version of its own copy of the weights.
-    session: the step whose generate session is open."""
+    """Meshes, weights and the generate session of a run."""
 
     def __init__(
         self, job: Job, program: Program, steps: OpenSteps, collection: Collection, state: Checkpointed
     ) -> None:
         self._staleness, self._program, self._steps, self._collection = job.plan.staleness, program, steps, collection
-        self.versions = dict(state.versions)
+        self.versions = dict(state.versions)  # role -> completed train calls
         copies = [name for name, call in program.calls.items() if call.trainer_workers]
-        self.copies = {name: state.copies.get(name, 0) for name in copies}
+        self.copies = {name: state.copies.get(name, 0) for name in copies}  # call -> version of its own copy
         orders = job.plan.orders
         named = {reallocation_node(name): name for name in copies if name != program.generate or not self._staleness}
         planned = {turn.call for order in orders.values() for turn in order}
         self._moves = {turn: name for turn, name in named.items() if turn in planned}
         self.turns = Turns({d: self._followed(order) for d, order in orders.items()}, state.step, program.generate)
-        self.session: int | None = None
+        self.session: int | None = None  # the step whose generate session is open
+        self._session_state = SessionState.CLOSED
         offsets = [turn.offset for order in job.plan.orders.values() for turn in order]
         self._ahead = max(1, max(offsets, default=0) - min(offsets, default=0))
 
@@ -43,6 +44,7 @@ class Devices:
 
     def check(self) -> None:
         """Assert what is always true."""
+        assert (self._session_state is SessionState.OPEN) == (self.session is not None)
         for name, version in self.copies.items():
             assert version <= self.versions[self._program.calls[name].role]
 
@@ -98,7 +100,9 @@ class Devices:
         self.turns.release(task.number)
         self.copies[task.call] = self.versions[self._program.calls[task.call].role]
 
-    def _set_session(self, step: int | None) -> None:
+    def _move_session(self, event: SessionEvent, step: int | None) -> None:
+        """Take `event` in the session's life; `step`: the one it is open for from now on, None where it is closed."""
+        self._session_state = after(SESSION, self._session_state, event, "the generate session")
         self.session = step
         if self._staleness:
             self.turns.streaming = None if step is None else Next(self._program.generate, step)
@@ -107,13 +111,13 @@ class Devices:
         """The batch of `step` is there: a session opened for it or an earlier one has had its turn."""
         if self.session is not None and self.session <= step:
             self.turns.leave(self._program.generate, self.session)
-            self._set_session(None)
+            self._move_session(SessionEvent.BATCH_MADE, None)
 
     def abandon_session(self, target: int) -> bool:
         """Close the session if the run now ends before its step; whether it did."""
         if self.session is None or self.session < target:
             return False
-        self._set_session(None)
+        self._move_session(SessionEvent.RUN_ENDS_BEFORE, None)
         return True
 
     # --- turns --------------------------------------------------------------------------------------------------------
@@ -190,7 +194,7 @@ class Devices:
                 continue
             moved = True
             if head.call == self._program.generate:
-                self._set_session(head.step)
+                self._move_session(SessionEvent.TURN, head.step)
             else:
                 task, commands = self._steps.start(head.call, head.step, self.versions, now)
                 self.turns.hold(lanes, task.number)

@@ -5,27 +5,14 @@ generates. The admission rule is AReaL's (arXiv:2505.24298, eq. 3); it counts th
 """
 
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
-from enum import Enum
 from typing import Literal
 
+from realgraph.runtime.scheduler.transitions import GROUP, GroupEvent, GroupState, after
 from realgraph.runtime.wire.protocol import Sample
 
 Overdue = Literal["mask", "wait", "drop", "allow"]
-
-
-class State(Enum):
-    """admitted -> generated -> ready -> trained, or discarded from any of the first three.
-
-    A group of a graph that trains nothing is `trained` when its step has ended.
-    """
-
-    ADMITTED = "admitted"
-    GENERATED = "generated"
-    READY = "ready"
-    TRAINED = "trained"
-    DISCARDED = "discarded"
 
 
 class Group:
@@ -38,9 +25,13 @@ class Group:
 
     def __init__(self, number: int, owner: int, version: int) -> None:
         self.id, self.owner, self.version, self.oldest = number, owner, version, version
-        self.state = State.ADMITTED
+        self.state = GroupState.ADMITTED
         self.samples: tuple[Sample, ...] = ()
         self.launched = self.done = self.running = 0
+
+    def move(self, event: GroupEvent) -> None:
+        """Take `event` in its life. Raises IllegalTransition."""
+        self.state = after(GROUP, self.state, event, f"group {self.id}")
 
 
 class Ledger:
@@ -98,20 +89,25 @@ class Ledger:
 
     def generated(self, group: Group, samples: tuple[Sample, ...], oldest: int) -> None:
         """All samples of `group` are in a store; `oldest` is the version of their oldest token."""
-        assert group.state is State.ADMITTED, (group.id, group.state)
-        group.state, group.samples, group.oldest = State.GENERATED, samples, oldest
+        group.move(GroupEvent.MADE)
+        group.samples, group.oldest = samples, oldest
 
     def ready(self, group: Group) -> None:
         """All that is computed group by group has been: a batch may take it."""
-        assert group.state is State.GENERATED, (group.id, group.state)
+        group.move(GroupEvent.COMPUTED)
         self._count(group.version, -1)
         self._count(group.oldest, 1)
-        group.state = State.READY
         insort(self._ready, (group.oldest, group.id))
 
-    def discard(self, group: Group) -> None:
-        """Leave the group out for good; its place is free at once."""
-        assert group.state in (State.ADMITTED, State.GENERATED), (group.id, group.state)
+    def skip(self, group: Group) -> None:
+        """Its prompt is too long: leave the group out for good; its place is free at once."""
+        group.move(GroupEvent.SKIPPED)
+        self._count(group.version, -1)
+        self._forget(group)
+
+    def filter_out(self, group: Group) -> None:
+        """A function says so: leave the group out for good; its place is free at once."""
+        group.move(GroupEvent.FILTERED)
         self._count(group.version, -1)
         self._forget(group)
 
@@ -123,7 +119,6 @@ class Ledger:
             del self._ages[version]
 
     def _forget(self, group: Group) -> None:
-        group.state = State.DISCARDED
         del self.live[group.id]
         self.n_discarded += 1
 
@@ -135,6 +130,7 @@ class Ledger:
         groups = [self.live[number] for number in late]
         del self._ready[: len(late)]  # sorted by age: the late ones come first
         for group in groups:
+            group.move(GroupEvent.OVERDUE)
             self._count(group.oldest, -1)
             self._forget(group)
         return groups
@@ -169,13 +165,15 @@ class Ledger:
             self._count(oldest, -1)
         del self._ready[: self.per_batch]
         self.batched += self.per_batch
-        return [self.live[number] for number in sorted(number for _, number in taken)]
+        groups = [self.live[number] for number in sorted(number for _, number in taken)]
+        for group in groups:
+            group.move(GroupEvent.TAKEN)
+        return groups
 
     def trained(self, groups: Sequence[Group]) -> None:
         """The step of these groups has ended."""
         for group in groups:
-            assert group.state is State.READY, (group.id, group.state)
-            group.state = State.TRAINED
+            group.move(GroupEvent.STEP_ENDED)
             del self.live[group.id]
         self.n_trained += len(groups)
         self.batched -= len(groups)
@@ -185,9 +183,10 @@ class Ledger:
         assert self.next_group == len(self.live) + len(self._again) + self.n_trained + self.n_discarded
         assert not set(self.live) & set(self._again)
         assert all(number < self.next_group for number in [*self.live, *self._again])
-        n_ready = sum(group.state is State.READY for group in self.live.values())
-        assert n_ready == len(self._ready) + self.batched
+        states = Counter(group.state for group in self.live.values())
+        assert states[GroupState.READY] == len(self._ready)
+        assert states[GroupState.BATCHED] == self.batched
         assert len(self.live) - self.batched == sum(self._ages.values())
-        assert all(self.live[number].state is State.READY for _, number in self._ready)
+        assert all(self.live[number].state is GroupState.READY for _, number in self._ready)
         assert self._ready == sorted(self._ready)
-        assert not any(group.state in (State.TRAINED, State.DISCARDED) for group in self.live.values())
+        assert not any(group.state in (GroupState.TRAINED, GroupState.DISCARDED) for group in self.live.values())
