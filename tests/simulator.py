@@ -196,6 +196,7 @@ class Simulator:
         before: Callable[[], None] | None,
         metrics: dict[str, Mean] | None = None,
         kept: dict[int, bool] | None = None,
+        step: int = 0,
     ) -> float:
         """`Done` after a random while, which is returned."""
         self.awaited.setdefault(task, set()).add(number)
@@ -210,9 +211,9 @@ class Simulator:
             if before is not None:
                 before()
 
-        state = {"coef": float(task)} if call == "advantage" else {}
+        state = {"coef": float(step + 1)} if call == "advantage" else {}
         done = Done(number, task, call, metrics or {}, state, kept or {}, self.now, self.now + 1)
-        seconds = self.seconds(f"{call} {task} {number}")
+        seconds = self.seconds(f"{call} {step} {number}")
         self.plan(done, seconds, ended)
         return seconds
 
@@ -306,7 +307,7 @@ class Simulator:
             if isinstance(call, Train) and not self.awaited[command.task]:
                 self.versions[call.model] += 1
 
-        self.answer(number, command.task, command.call, ended, {"n": Mean(float(len(samples)))}, kept)
+        self.answer(number, command.task, command.call, ended, {"n": Mean(float(len(samples)))}, kept, command.step)
 
     def check_mesh_call(self, number: int, command: Execute) -> None:
         if self.shape.kept == 0 and not self.frozen:

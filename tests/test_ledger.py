@@ -260,7 +260,7 @@ def test_every_state_is_reached_and_only_ends_have_no_way_out() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_deadline_is_the_earliest_of_what_is_awaited(seed: int) -> None:
-    rng, tasks, now = random.Random(seed), Tasks(0), 0.0
+    rng, tasks, now = random.Random(seed), Tasks(), 0.0
     watched: dict[int, float] = {}
     for _ in range(200):
         now += rng.random()

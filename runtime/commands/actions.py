@@ -1,10 +1,10 @@
 """Events that the Scheduler is told besides the workers' replies, and the actions that it asks for. Plain data."""
 
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from realgraph.runtime.wire.protocol import Command, Failed, Mean, Metric, Reply
 
-STATE_FORMAT = 1  # version of Checkpointed
+STATE_FORMAT = 2  # version of Checkpointed; 1 also had the number of the next task
 
 
 # --- events that come from the master itself --------------------------------------------------------------------------
@@ -41,7 +41,6 @@ class Checkpointed(Struct, frozen=True, forbid_unknown_fields=True):
     step: int  # completed steps
     versions: dict[str, int]  # role -> completed train calls
     next_group: int  # groups from this number on have not been touched
-    next_task: int
     n_trained: int  # groups
     n_discarded: int  # groups
     open: tuple[int, ...] = ()  # groups admitted and neither trained nor discarded: they are generated again
@@ -51,6 +50,19 @@ class Checkpointed(Struct, frozen=True, forbid_unknown_fields=True):
     evaluated_step: int = -1  # completed steps at the last evaluation
     copies: dict[str, int] = field(default_factory=dict)  # call -> version of its own copy of trained weights
     format: int = STATE_FORMAT
+
+
+class CheckpointedWithTask(Checkpointed, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Format 1 of a checkpoint's state: tasks were numbered over all lives of a run."""
+
+    next_task: int
+
+    @property
+    def upgraded(self) -> Checkpointed:
+        """The same state in today's format."""
+        fields = structs.asdict(self)
+        del fields["next_task"]
+        return Checkpointed(**{**fields, "format": STATE_FORMAT})
 
 
 # --- actions ----------------------------------------------------------------------------------------------------------

@@ -28,8 +28,8 @@ class Task:
 class Tasks:
     """The tasks in flight, and a watch on every worker that makes or loads groups."""
 
-    def __init__(self, next_task: int) -> None:
-        self.next_task = next_task
+    def __init__(self) -> None:
+        self.next_task = 0
         self.flying: dict[int, Task] = {}
         self.watches: dict[int, tuple[float, float]] = {}  # worker -> last progress, seconds it may take to the next
         self._due: list[tuple[float, int, int]] = []  # (deadline, task or -1, worker); entries may be outdated

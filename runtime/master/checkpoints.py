@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from realgraph.graphs.spec import Train
 from realgraph.planner.plan.layout import Layout
-from realgraph.runtime.commands.actions import STATE_FORMAT, Checkpointed
+from realgraph.runtime.commands.actions import STATE_FORMAT, Checkpointed, CheckpointedWithTask
 from realgraph.runtime.commands.failures import workers_text
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.manifest import damage, seal
@@ -113,17 +113,30 @@ def newest_intact(folder: RunFolder) -> tuple[Path | None, tuple[Damaged, ...]]:
     return None, tuple(damaged)
 
 
+class _Format(Struct, frozen=True):
+    format: int
+
+
+def decode_state(content: bytes) -> Checkpointed:
+    """The state that a file of any known format holds. Raises DamagedState, MsgspecError."""
+    match msgspec.json.decode(content, type=_Format).format:
+        case 1:
+            return msgspec.json.decode(content, type=CheckpointedWithTask).upgraded
+        case 2:
+            return msgspec.json.decode(content, type=Checkpointed)
+        case other:
+            raise DamagedState(f"{CHECKPOINT_STATE} has format {other}, this version reads {STATE_FORMAT} and before")
+
+
 def read_state(checkpoint: Path) -> Checkpointed:
     """The Scheduler's state in a checkpoint. Raises DamagedState."""
     try:
-        state = msgspec.json.decode((checkpoint / CHECKPOINT_STATE).read_bytes(), type=Checkpointed)
+        state = decode_state((checkpoint / CHECKPOINT_STATE).read_bytes())
     except OSError as error:
         raise DamagedState(f"{CHECKPOINT_STATE} can't be read: {error.strerror or error}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedState(f"{CHECKPOINT_STATE} can't be read: {error}") from error
-    if state.format != STATE_FORMAT:
-        raise DamagedState(f"{CHECKPOINT_STATE} has format {state.format}, this version reads {STATE_FORMAT}")
-    counts = (state.next_group, state.next_task, state.n_trained, state.n_discarded)
+    counts = (state.next_group, state.n_trained, state.n_discarded)
     versions = (*state.versions.values(), *state.copies.values())
     numbers = [number for carried in state.carried.values() for number in carried.values()]
     wrong = {

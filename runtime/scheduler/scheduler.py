@@ -62,7 +62,7 @@ class Scheduler:
         self._job, self._workers, self._n_rows, self._n_eval_rows = job, tuple(workers), n_rows, n_eval_rows
         self._program = make_program(job, workers)
         self._fresh = state is None
-        self._last_state = state or Checkpointed(0, dict.fromkeys(self._program.trains, 0), 0, 0, 0, 0)
+        self._last_state = state or Checkpointed(0, dict.fromkeys(self._program.trains, 0), 0, 0, 0)
         first = self._last_state.step
         # what frozen weights made, or was only loaded, never gets too old
         overdue = job.overdue if self._program.trains_of_generator else "allow"
@@ -70,7 +70,7 @@ class Scheduler:
         self._ledger.restore(
             self._last_state.next_group, self._last_state.open, self._last_state.n_trained, self._last_state.n_discarded
         )
-        self._tasks = Tasks(self._last_state.next_task)
+        self._tasks = Tasks()
         self._boundary = StepBoundary(job, first, n_eval_rows)
         self._boundary.best_step, self._boundary.best_value = self._last_state.best_step, self._last_state.best_value
         self._boundary.evaluated_step = self._last_state.evaluated_step
@@ -255,7 +255,6 @@ class Scheduler:
             step=self._steps.completed,
             versions=dict(self._devices.versions),
             next_group=self._ledger.next_group,
-            next_task=self._tasks.next_task,
             n_trained=self._ledger.n_trained,
             n_discarded=self._ledger.n_discarded,
             open=self._ledger.open,
