@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from realgraph.runtime.commands.tasks import Task
+from realgraph.runtime.commands.tasks import Task, TaskImage
 from realgraph.runtime.wire.protocol import Failed
 
 
@@ -14,7 +14,7 @@ def workers_text(workers: Sequence[int]) -> str:
     return f"worker{'s' if len(listed) > 1 else ''} {shown}{more}"
 
 
-def doing_text(task: Task) -> str:
+def doing_text(task: Task | TaskImage) -> str:
     """`actor_train of step 3`."""
     match task.kind:
         case "save":

@@ -2,8 +2,19 @@
 
 from collections.abc import Mapping
 
+from msgspec import Struct
+
 from realgraph.runtime.commands.actions import CallSpan
 from realgraph.runtime.wire.protocol import Max, Mean, Metric
+
+
+class TallyImage(Struct, frozen=True):
+    """A tally as plain data, without the samples to show."""
+
+    metrics: dict[str, dict[str, Metric]]
+    spans: dict[str, tuple[float, float]]
+    n_skipped: int
+    n_dropped: int
 
 
 class StepTally:
@@ -52,3 +63,39 @@ class StepTally:
     def spans(self) -> dict[str, CallSpan]:
         """call -> when its first worker started and its last one ended."""
         return {call: CallSpan(*pair) for call, pair in self._spans.items()}
+
+    @property
+    def image(self) -> TallyImage:
+        """All that it has but the samples to show."""
+        spans = {call: (started, ended) for call, (started, ended) in self._spans.items()}
+        return TallyImage(self.metrics, spans, self.n_skipped, self.n_dropped)
+
+    @staticmethod
+    def restored(image: TallyImage) -> "StepTally":
+        """The tally of an image."""
+        tally = StepTally()
+        for call, metrics in image.metrics.items():
+            tally.add(call, metrics, 0.0, 0.0)
+        tally._spans = {call: list(span) for call, span in image.spans.items()}
+        tally.n_skipped, tally.n_dropped = image.n_skipped, image.n_dropped
+        return tally
+
+
+class TallyNumbers:
+    """Numbers for the tallies that the parts of a Scheduler share, in the order in which they are met."""
+
+    def __init__(self) -> None:
+        self._tallies: list[StepTally] = []
+
+    def of(self, tally: StepTally) -> int:
+        """Its number."""
+        for number, known in enumerate(self._tallies):
+            if known is tally:
+                return number
+        self._tallies.append(tally)
+        return len(self._tallies) - 1
+
+    @property
+    def images(self) -> tuple[TallyImage, ...]:
+        """All of them, in order of number."""
+        return tuple([tally.image for tally in self._tallies])

@@ -1,12 +1,38 @@
 """Commands that wait for an answer, and until when: every wait has a deadline. Does not know what a command does."""
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from realgraph.runtime.commands.tally import StepTally
+from msgspec import Struct
+
+from realgraph.runtime.commands.tally import StepTally, TallyNumbers
 
 TaskKind = Literal["stream", "call", "reallocate", "save", "evaluate"]
+
+
+class TaskImage(Struct, frozen=True):
+    """A task as plain data."""
+
+    number: int
+    kind: TaskKind
+    call: str
+    step: int
+    waiting: tuple[int, ...]
+    started: float
+    deadline: float
+    groups: tuple[int, ...]
+    kept: dict[int, bool]
+    state: dict[str, float]
+    tally: int  # its number
+
+
+class TasksImage(Struct, frozen=True):
+    """The tasks in flight as plain data."""
+
+    next_task: int
+    flying: tuple[TaskImage, ...]
+    watches: dict[int, tuple[float, float]]
 
 
 class Task:
@@ -94,3 +120,37 @@ class Tasks:
     def of(self, worker: int) -> list[Task]:
         """The tasks that `worker` has not answered yet, oldest first."""
         return [task for task in self.flying.values() if worker in task.waiting]
+
+    def image(self, tallies: TallyNumbers) -> TasksImage:
+        """All that is in flight and watched."""
+        flying = [
+            TaskImage(
+                task.number,
+                task.kind,
+                task.call,
+                task.step,
+                tuple(sorted(task.waiting)),
+                task.started,
+                task.deadline,
+                task.groups,
+                dict(task.kept),
+                dict(task.state),
+                tallies.of(task.tally),
+            )
+            for task in self.flying.values()
+        ]
+        return TasksImage(self.next_task, tuple(flying), dict(self.watches))
+
+    def restore(self, image: TasksImage, tallies: Sequence[StepTally]) -> None:
+        """Go on from an image."""
+        self.next_task, self.watches = image.next_task, dict(image.watches)
+        self._queued = set(image.watches)
+        self._due = [(since + seconds, -1, worker) for worker, (since, seconds) in image.watches.items()]
+        for entry in image.flying:
+            task = Task(entry.number, entry.kind, entry.call, entry.step)
+            task.waiting, task.started, task.deadline = set(entry.waiting), entry.started, entry.deadline
+            task.groups, task.kept, task.state = entry.groups, dict(entry.kept), dict(entry.state)
+            task.tally = tallies[entry.tally]
+            self.flying[task.number] = task
+            self._due.append((task.deadline, task.number, -1))
+        heapq.heapify(self._due)

@@ -20,18 +20,18 @@ class BoundaryRunner:
 
     def __init__(self, job: Job, program: Program, boundary: StepBoundary, steps: OpenSteps, devices: Devices) -> None:
         self._job, self._program, self._boundary, self._steps, self._devices = job, program, boundary, steps, devices
-        self._task: int | None = None
+        self.task: int | None = None  # its number
 
     def work(self, workers: Sequence[int], n_eval_rows: int, now: float) -> list[Action] | None:
         """Start the next evaluation or checkpoint, or what it waits for; None where nothing can be done now."""
         work = self._boundary.queue[0]
-        if self._task is not None:
+        if self.task is not None:
             return None
         return self._evaluate(work, n_eval_rows, now) if work.kind == "evaluate" else self._save(work, workers, now)
 
     def done(self) -> None:
         """The evaluation or checkpoint in hand has ended."""
-        self._task = None
+        self.task = None
         self._boundary.queue.popleft()
 
     def folder(self, step: int) -> str:
@@ -58,7 +58,7 @@ class BoundaryRunner:
         n_samples = self._job.batch.groups * self._program.samples_per_group
         steps = max(1.0, n_rows * spec.n / n_samples)  # as long as the rollouts of so many steps
         self._steps.fly(task, workers, now, steps * call.predicted_seconds)
-        self._task = task.number
+        self.task = task.number
         return [Send(owner, Evaluate(task.number, work.step, rows[owner], version)) for owner in workers]
 
     def _save(self, work: BoundaryWork, workers: Sequence[int], now: float) -> list[Action] | None:
@@ -67,5 +67,5 @@ class BoundaryRunner:
         task = self._steps.open("save", "save", work.step)
         command = Save(task.number, work.step, self.folder(work.step))
         self._steps.fly(task, workers, now, self._steps.longest_seconds)
-        self._task = task.number
+        self.task = task.number
         return [Send(worker, command) for worker in workers]

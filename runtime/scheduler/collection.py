@@ -7,11 +7,13 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 
+from msgspec import Struct
+
 from realgraph.runtime.commands.actions import Action, Send
-from realgraph.runtime.commands.tally import StepTally
+from realgraph.runtime.commands.tally import StepTally, TallyNumbers
 from realgraph.runtime.commands.tasks import Task, Tasks
 from realgraph.runtime.job.job import RuntimeSpec
-from realgraph.runtime.scheduler.ledger import Group, Ledger
+from realgraph.runtime.scheduler.ledger import Group, GroupImage, Ledger
 from realgraph.runtime.scheduler.program import GROUP_OWNER, Program
 from realgraph.runtime.scheduler.transitions import GroupState
 from realgraph.runtime.wire.protocol import Abort, Drop, Execute, Generated, Load, Loaded, Sample, Source, Submit
@@ -21,6 +23,21 @@ DISCARDED_BATCHES = 20  # batches of groups in a row that all were left out: the
 
 class UnexpectedReply(Exception):
     """A worker answered what it was not asked: a bug of ours, reported like a failure of that worker."""
+
+
+class CollectionImage(Struct, frozen=True):
+    """The groups on their way, as plain data."""
+
+    leaving: tuple[GroupImage, ...]
+    aborted: tuple[int, ...]
+    open: dict[int, int]
+    lightest: tuple[tuple[int, int], ...]
+    busy_until: dict[int, float]
+    n_functions: dict[int, int]
+    tally: int  # its number
+    step: int
+    n_discarded_in_row: int
+    n_skipped: int
 
 
 class Collection:
@@ -40,6 +57,29 @@ class Collection:
         self.step = 0  # the next batch: what groups are made for
         self.n_discarded_in_row = 0  # groups left out since the last one that was ready
         self.n_skipped = 0  # of them, those whose prompt was too long
+
+    def image(self, tallies: TallyNumbers) -> CollectionImage:
+        """All that it has but the ledger's groups."""
+        return CollectionImage(
+            tuple([group.image for group in self._leaving.values()]),
+            tuple(sorted(self._aborted)),
+            dict(self._open),
+            tuple(self._lightest),
+            dict(self._busy_until),
+            dict(self._n_functions),
+            tallies.of(self.tally),
+            self.step,
+            self.n_discarded_in_row,
+            self.n_skipped,
+        )
+
+    def restore(self, image: CollectionImage, tallies: Sequence[StepTally]) -> None:
+        """Go on from an image."""
+        self._leaving = {group.id: Group.restored(group) for group in image.leaving}
+        self._aborted, self._open, self._lightest = set(image.aborted), dict(image.open), list(image.lightest)
+        self._busy_until, self._n_functions = dict(image.busy_until), dict(image.n_functions)
+        self.tally, self.step = tallies[image.tally], image.step
+        self.n_discarded_in_row, self.n_skipped = image.n_discarded_in_row, image.n_skipped
 
     # --- handing out --------------------------------------------------------------------------------------------------
 

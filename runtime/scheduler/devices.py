@@ -5,6 +5,8 @@ A call on a trained role runs on the very version it needs: a copy that is older
 
 from collections.abc import Sequence
 
+from msgspec import Struct
+
 from realgraph.planner.plan.events import reallocation_node
 from realgraph.planner.plan.plan import Turn
 from realgraph.runtime.commands.actions import Action, Checkpointed, Send
@@ -14,8 +16,17 @@ from realgraph.runtime.scheduler.collection import Collection
 from realgraph.runtime.scheduler.program import CallPlan, Program
 from realgraph.runtime.scheduler.steps import OpenSteps
 from realgraph.runtime.scheduler.transitions import SESSION, SessionEvent, SessionState, after
-from realgraph.runtime.scheduler.turns import Next, Turns
+from realgraph.runtime.scheduler.turns import LaneImage, Next, Turns
 from realgraph.runtime.wire.protocol import Reallocate
+
+
+class DevicesImage(Struct, frozen=True):
+    """Meshes, weights and the generate session as plain data."""
+
+    versions: dict[str, int]
+    copies: dict[str, int]
+    session: int | None
+    lanes: tuple[LaneImage, ...]
 
 
 class Devices:
@@ -41,6 +52,18 @@ class Devices:
     def _followed(self, order: Sequence[Turn]) -> tuple[Turn, ...]:
         """Without the turns of reallocations that keep to none: an open session gets new weights as soon as it can."""
         return tuple(turn for turn in order if turn.call in self._program.calls or turn.call in self._moves)
+
+    @property
+    def image(self) -> DevicesImage:
+        """All that they have."""
+        return DevicesImage(dict(self.versions), dict(self.copies), self.session, self.turns.image)
+
+    def restore(self, image: DevicesImage) -> None:
+        """Go on from an image."""
+        self.versions, self.copies = dict(image.versions), dict(image.copies)
+        self.turns.restore(image.lanes)
+        if image.session is not None:
+            self._move_session(SessionEvent.TURN, image.session)
 
     def check(self) -> None:
         """Assert what is always true."""

@@ -9,10 +9,39 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Literal
 
+from msgspec import Struct
+
 from realgraph.runtime.scheduler.transitions import GROUP, GroupEvent, GroupState, after
 from realgraph.runtime.wire.protocol import Sample
 
 Overdue = Literal["mask", "wait", "drop", "allow"]
+
+
+class GroupImage(Struct, frozen=True):
+    """A group as plain data."""
+
+    id: int
+    owner: int
+    version: int
+    oldest: int
+    state: GroupState
+    samples: tuple[Sample, ...]
+    launched: int
+    done: int
+    running: int
+
+
+class LedgerImage(Struct, frozen=True):
+    """The ledger as plain data."""
+
+    next_group: int
+    n_trained: int
+    n_discarded: int
+    live: tuple[GroupImage, ...]
+    batched: int
+    again: tuple[int, ...]
+    ready: tuple[tuple[int, int], ...]
+    ages: dict[int, int]
 
 
 class Group:
@@ -32,6 +61,29 @@ class Group:
     def move(self, event: GroupEvent) -> None:
         """Take `event` in its life. Raises IllegalTransition."""
         self.state = after(GROUP, self.state, event, f"group {self.id}")
+
+    @property
+    def image(self) -> GroupImage:
+        """All that is known of it."""
+        return GroupImage(
+            self.id,
+            self.owner,
+            self.version,
+            self.oldest,
+            self.state,
+            self.samples,
+            self.launched,
+            self.done,
+            self.running,
+        )
+
+    @staticmethod
+    def restored(image: GroupImage) -> "Group":
+        """The group of an image."""
+        group = Group(image.id, image.owner, image.version)
+        group.oldest, group.state, group.samples = image.oldest, image.state, image.samples
+        group.launched, group.done, group.running = image.launched, image.done, image.running
+        return group
 
 
 class Ledger:
@@ -57,6 +109,20 @@ class Ledger:
         """Go on from a checkpoint's counts; `again` are its open groups."""
         self.next_group, self.n_trained, self.n_discarded = next_group, n_trained, n_discarded
         self._again = deque(sorted(again))
+
+    @property
+    def image(self) -> LedgerImage:
+        """All that it has."""
+        live = tuple([group.image for group in self.live.values()])
+        counts = (self.next_group, self.n_trained, self.n_discarded)
+        return LedgerImage(*counts, live, self.batched, tuple(self._again), tuple(self._ready), dict(self._ages))
+
+    def restore_image(self, image: LedgerImage) -> None:
+        """Go on from an image."""
+        self.next_group, self.n_trained, self.n_discarded = image.next_group, image.n_trained, image.n_discarded
+        self.live = {group.id: Group.restored(group) for group in image.live}
+        self.batched, self._again = image.batched, deque(image.again)
+        self._ready, self._ages = list(image.ready), dict(image.ages)
 
     @property
     def open(self) -> tuple[int, ...]:

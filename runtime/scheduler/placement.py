@@ -107,6 +107,11 @@ class Batch:
                 workers[position] = rank[0]
         self._workers.append(workers)
 
+    @property
+    def owned(self) -> tuple[str, ...]:
+        """The calls of which `own` has been told, in order."""
+        return tuple([name for name in self._place if name != GROUP_OWNER])
+
     def owners(self, owner: str) -> list[int]:
         """The worker that holds what `owner` (GROUP_OWNER or a call) wrote, of every position."""
         return self._workers[self._place[owner]]

@@ -20,11 +20,13 @@ from realgraph.runtime.commands.actions import (
     Tick,
     WorkerLost,
 )
+from realgraph.runtime.commands.tally import StepTally, TallyNumbers
 from realgraph.runtime.commands.tasks import Task, Tasks
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.boundary_runner import BoundaryRunner
 from realgraph.runtime.scheduler.collection import DISCARDED_BATCHES, Collection, UnexpectedReply
 from realgraph.runtime.scheduler.devices import Devices
+from realgraph.runtime.scheduler.image import SchedulerImage
 from realgraph.runtime.scheduler.ledger import Ledger
 from realgraph.runtime.scheduler.placement import Batch
 from realgraph.runtime.scheduler.program import make_program
@@ -112,6 +114,36 @@ class Scheduler:
     def state(self) -> Checkpointed:
         """State of the last step boundary: a fresh Scheduler goes on from there."""
         return self._last_state
+
+    @property
+    def image(self) -> SchedulerImage:
+        """The whole state of a Scheduler that has not halted: `restore` gives one that acts alike."""
+        numbers = TallyNumbers()
+        collection, steps = self._collection.image(numbers), self._steps.image(numbers)
+        return SchedulerImage(
+            last_state=self._last_state,
+            ledger=self._ledger.image,
+            tasks=self._tasks.image(numbers),
+            collection=collection,
+            steps=steps,
+            devices=self._devices.image,
+            boundary=self._boundary.image,
+            boundary_task=self._boundary_runner.task,
+            n_discarded=self._n_discarded,
+            tallies=numbers.images,
+        )
+
+    def restore(self, image: SchedulerImage) -> None:
+        """Go on from the image of a Scheduler of the same job, workers, data and first state."""
+        tallies = [StepTally.restored(tally) for tally in image.tallies]
+        self._last_state, self._n_discarded = image.last_state, image.n_discarded
+        self._ledger.restore_image(image.ledger)
+        self._tasks.restore(image.tasks, tallies)
+        self._collection.restore(image.collection, tallies)
+        self._steps.restore(image.steps, self._ledger.live, tallies)
+        self._devices.restore(image.devices)
+        self._boundary.restore(image.boundary)
+        self._boundary_runner.task = image.boundary_task
 
     def check(self) -> None:
         """Assert what is always true of the Scheduler's own state (for tests: it looks at everything)."""

@@ -19,6 +19,20 @@ class BoundaryWork(Struct, frozen=True):
     step: int
 
 
+class BoundaryImage(Struct, frozen=True):
+    """The work due at step boundaries as plain data."""
+
+    target: int
+    saved: int
+    stopping: bool
+    queue: tuple[BoundaryWork, ...]
+    best_step: int
+    best_value: float
+    evaluated_step: int
+    saved_at: float
+    due: int
+
+
 class StepBoundary:
     """The work due at step boundaries, the end of the run (`target` completed steps) and the best evaluation."""
 
@@ -35,6 +49,25 @@ class StepBoundary:
         can_eval = job.eval is not None and n_eval_rows > 0
         self._every_eval = job.eval.every if job.eval is not None and can_eval else 0
         self._at_start = job.eval is not None and job.eval.at_start
+
+    @property
+    def image(self) -> BoundaryImage:
+        """All that it has."""
+        best = (self.best_step, self.best_value, self.evaluated_step)
+        return BoundaryImage(
+            self.target, self.saved, self.stopping, tuple(self.queue), *best, self._saved_at, self._due
+        )
+
+    def restore(self, image: BoundaryImage) -> None:
+        """Go on from an image."""
+        self.target, self.saved, self.stopping, self.queue = (
+            image.target,
+            image.saved,
+            image.stopping,
+            deque(image.queue),
+        )
+        self.best_step, self.best_value, self.evaluated_step = image.best_step, image.best_value, image.evaluated_step
+        self._saved_at, self._due = image.saved_at, image.due
 
     def began(self, now: float) -> None:
         """From here on time counts."""

@@ -3,11 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 
+from msgspec import Struct
+
 from realgraph.planner.costs.lengths import quantiles
 from realgraph.runtime.commands.actions import Action, Checkpointed, Send, StepEnded
-from realgraph.runtime.commands.tally import StepTally
+from realgraph.runtime.commands.tally import StepTally, TallyNumbers
 from realgraph.runtime.commands.tasks import Task, TaskKind, Tasks
 from realgraph.runtime.job.job import Job
+from realgraph.runtime.scheduler.ledger import Group
 from realgraph.runtime.scheduler.placement import Batch
 from realgraph.runtime.scheduler.program import CallPlan, Program
 from realgraph.runtime.wire.protocol import Execute, Mean, Source
@@ -15,6 +18,26 @@ from realgraph.runtime.wire.protocol import Execute, Mean, Source
 Part = tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[Source, ...]]  # (workers, shares, sources)
 
 LENGTH_QUANTILES = 32  # that a step tells of its samples' lengths
+
+
+class StepImage(Struct, frozen=True):
+    """A step in hand as plain data; its batch is made again of its groups."""
+
+    step: int
+    groups: tuple[int, ...]
+    owned: tuple[str, ...]  # calls whose keys lie with their own workers
+    started: tuple[str, ...]
+    done: tuple[str, ...]
+    tally: int  # its number
+
+
+class OpenStepsImage(Struct, frozen=True):
+    """The steps in hand as plain data."""
+
+    completed: int
+    newest_train: int
+    carried: dict[str, dict[str, float]]
+    open: tuple[StepImage, ...]
 
 
 class _Step:
@@ -51,6 +74,33 @@ class OpenSteps:
     def fly(self, task: Task, workers: Sequence[int], now: float, predicted_seconds: float) -> None:
         """`workers` have got the commands of `task`."""
         self.tasks.fly(task, workers, now, self.limit(predicted_seconds))
+
+    def image(self, tallies: TallyNumbers) -> OpenStepsImage:
+        """All that they have."""
+        steps = [
+            StepImage(
+                number,
+                tuple([group.id for group in step.batch.groups]),
+                step.batch.owned,
+                tuple(sorted(step.started)),
+                tuple(sorted(step.done)),
+                tallies.of(step.tally),
+            )
+            for number, step in self._open.items()
+        ]
+        carried = {call: dict(numbers) for call, numbers in self.carried.items()}
+        return OpenStepsImage(self.completed, self.newest_train, carried, tuple(steps))
+
+    def restore(self, image: OpenStepsImage, groups: Mapping[int, Group], tallies: Sequence[StepTally]) -> None:
+        """Go on from an image; groups: the ledger's."""
+        self.completed, self.newest_train, self.carried = image.completed, image.newest_train, dict(image.carried)
+        for entry in image.open:
+            members = [groups[number] for number in entry.groups]
+            batch = Batch(entry.step, members, self._program.samples_per_group, self._job.seed)
+            for name in entry.owned:
+                batch.own(self._program.calls[name])
+            step = self._open[entry.step] = _Step(batch, tallies[entry.tally])
+            step.started, step.done = set(entry.started), set(entry.done)
 
     # --- the life of a step -------------------------------------------------------------------------------------------
 

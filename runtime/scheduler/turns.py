@@ -19,6 +19,14 @@ class Next(Struct, frozen=True):
     step: int
 
 
+class LaneImage(Struct, frozen=True):
+    """A lane as plain data; its order is the plan's."""
+
+    position: int
+    done: tuple[int, ...]
+    task: int | None
+
+
 class _Lane:
     """The devices of one order. `task`: what holds them, None where they are free."""
 
@@ -64,6 +72,16 @@ class Turns:
         for lane in self.lanes:
             for turn in lane.order:
                 self._of.setdefault(turn.call, []).append(lane)
+
+    @property
+    def image(self) -> tuple[LaneImage, ...]:
+        """All lanes, in order."""
+        return tuple([LaneImage(lane.position, tuple(sorted(lane.done)), lane.task) for lane in self.lanes])
+
+    def restore(self, lanes: Sequence[LaneImage]) -> None:
+        """Go on from an image."""
+        for lane, image in zip(self.lanes, lanes, strict=True):
+            lane.position, lane.done, lane.task = image.position, set(image.done), image.task
 
     def of(self, *calls: str) -> list[_Lane]:
         """The lanes that these calls hold."""
