@@ -52,6 +52,11 @@ class RunFolder(Struct, frozen=True):
         return self.root / "trace.json"
 
     @property
+    def events(self) -> Path:
+        """Every event of the Scheduler, to replay."""
+        return self.root / "events.log"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 

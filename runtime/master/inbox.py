@@ -48,6 +48,11 @@ class Inbox:
         """Queue what the user wants."""
         self._queue.put_nowait(request)
 
+    @property
+    def idle(self) -> bool:
+        """True where nothing waits to be dealt with."""
+        return self._queue.empty()
+
     async def close(self) -> None:
         """Stop listening."""
         for task in self._tasks:

@@ -9,6 +9,7 @@ import asyncio
 import time
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 from realgraph.runtime.commands.actions import (
@@ -24,9 +25,11 @@ from realgraph.runtime.commands.actions import (
     WorkerLost,
 )
 from realgraph.runtime.job.job import Job
+from realgraph.runtime.job.rotation import MEGABYTE
 from realgraph.runtime.job.run_folder import RunFolder, disk_text
 from realgraph.runtime.master.advice import Advice
 from realgraph.runtime.master.checkpoints import Checkpoints, DamagedState, read_state, rescue, step_of
+from realgraph.runtime.master.event_log import EventLog, LogStart
 from realgraph.runtime.master.inbox import Inbox, StopNow
 from realgraph.runtime.master.observer import (
     CheckpointRecord,
@@ -159,7 +162,12 @@ class Master:
             text = f"the workers see data sets of different lengths: {sorted(n_rows)}"
             raise StartError(Failed(-1, "", text, "start"))
         n_eval_rows = max(worker.n_eval_rows for worker in crew.ready.values())
-        self._scheduler = Scheduler(self._job, sorted(crew.ready), n_rows.pop(), state, n_eval_rows=n_eval_rows)
+        workers, n_data_rows = tuple(sorted(crew.ready)), n_rows.pop()
+        self._scheduler = Scheduler(self._job, workers, n_data_rows, state, n_eval_rows=n_eval_rows)
+        checkpoint = str(self._resume) if self._resume is not None else ""
+        self._log_start = LogStart(
+            msgspec.json.encode(self._job), workers, n_data_rows, n_eval_rows, state, checkpoint=checkpoint
+        )
         seconds = time.monotonic() - began
         facts = {**crew.ready[min(crew.ready)].facts, "fork_seconds": crew.fork_seconds, "start_seconds": seconds}
         self._observers.observe(
@@ -177,11 +185,20 @@ class Master:
 
     async def _drive(self, crew: Crew, inbox: Inbox) -> Failed | None:
         """Feed the Scheduler until it halts. The failure that ended the run, or None. Raises Interrupted, OSError."""
+        log = EventLog(self._folder.events, self._job.outputs.rotate_mb * MEGABYTE, self._log_start)
+        try:
+            return await self._drive_logged(crew, inbox, log)
+        finally:
+            log.close()
+
+    async def _drive_logged(self, crew: Crew, inbox: Inbox, log: EventLog) -> Failed | None:
         self._step_began = time.monotonic()
         self._last_state = self._scheduler.state
-        actions = self._scheduler.start(inbox.clock.now())
+        actions = self._tell_scheduler(None, inbox, log)
         event: Event | StopNow
         while True:
+            if inbox.idle:
+                log.flush()
             try:
                 halt = await self._perform(crew, actions)
             except TransportError as error:  # a worker that just died takes no message: its end says more
@@ -199,7 +216,15 @@ class Master:
                     self._trace(event)
                 case _:
                     pass
-            actions = self._scheduler.on(event, inbox.clock.now())
+            actions = self._tell_scheduler(event, inbox, log)
+
+    def _tell_scheduler(self, event: Event | None, inbox: Inbox, log: EventLog) -> list[Action]:
+        """What the Scheduler does about `event` (None: its start), which is on record before. Raises OSError."""
+        now = inbox.clock.now()
+        log.tell(event, now, lambda: self._scheduler.image)
+        actions = self._scheduler.start(now) if event is None else self._scheduler.on(event, now)
+        log.acted(actions)
+        return actions
 
     def _trace(self, reply: Done | Generated) -> None:
         call = reply.call or "checkpoint"
