@@ -22,7 +22,7 @@ from realgraph.runtime.scheduler.transitions import (
     IllegalTransition,
     SessionEvent,
     SessionState,
-    after,
+    session_after,
 )
 from realgraph.runtime.wire.protocol import Sample
 
@@ -251,8 +251,8 @@ def test_every_state_is_reached_and_only_ends_have_no_way_out() -> None:
     assert {event for _, event in GROUP} == set(GroupEvent)
     assert set(SESSION.values()) == {state for state, _ in SESSION} == set(SessionState)
     assert {event for _, event in SESSION} == set(SessionEvent)
-    with pytest.raises(IllegalTransition, match="the session is closed and cannot be abandoned"):
-        after(SESSION, SessionState.CLOSED, SessionEvent.RUN_ENDS_BEFORE, "the session")
+    with pytest.raises(IllegalTransition, match="the generate session is closed and cannot be abandoned"):
+        session_after(SessionState.CLOSED, SessionEvent.RUN_ENDS_BEFORE)
 
 
 # --- deadlines --------------------------------------------------------------------------------------------------------

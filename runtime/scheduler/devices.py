@@ -15,7 +15,7 @@ from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.collection import Collection
 from realgraph.runtime.scheduler.program import CallPlan, Program
 from realgraph.runtime.scheduler.steps import OpenSteps
-from realgraph.runtime.scheduler.transitions import SESSION, SessionEvent, SessionState, after
+from realgraph.runtime.scheduler.transitions import SessionEvent, SessionState, session_after
 from realgraph.runtime.scheduler.turns import LaneImage, Next, Turns
 from realgraph.runtime.wire.protocol import Reallocate
 
@@ -125,7 +125,7 @@ class Devices:
 
     def _move_session(self, event: SessionEvent, step: int | None) -> None:
         """Take `event` in the session's life; `step`: the one it is open for from now on, None where it is closed."""
-        self._session_state = after(SESSION, self._session_state, event, "the generate session")
+        self._session_state = session_after(self._session_state, event)
         self.session = step
         if self._staleness:
             self.turns.streaming = None if step is None else Next(self._program.generate, step)

@@ -11,7 +11,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from realgraph.runtime.scheduler.transitions import GROUP, GroupEvent, GroupState, after
+from realgraph.runtime.scheduler.transitions import GroupEvent, GroupState, group_after
 from realgraph.runtime.wire.protocol import Sample
 
 Overdue = Literal["mask", "wait", "drop", "allow"]
@@ -60,7 +60,7 @@ class Group:
 
     def move(self, event: GroupEvent) -> None:
         """Take `event` in its life. Raises IllegalTransition."""
-        self.state = after(GROUP, self.state, event, f"group {self.id}")
+        self.state = group_after(self.state, event, self.id)
 
     @property
     def image(self) -> GroupImage:

@@ -335,16 +335,19 @@ class Scheduler:
 
         None where nothing happened that may let something else start.
         """
-        rounds = [self._assemble(), self._steps.start_free(self._barrier, now) or None, self._end_step(now)]
+        batched = self._assemble()
+        free = self._steps.start_free(self._barrier, now)
+        ended = self._end_step(now)
         self._boundary.end_with_save(self._steps.completed)
         if self._boundary.queue:
-            rounds.append(self._boundary_runner.work(self._workers, self._n_eval_rows, now))
+            last = self._boundary_runner.work(self._workers, self._n_eval_rows, now)
         elif self._steps.completed >= self._boundary.target:
-            rounds.append(self._halt(None, "stopped" if self._boundary.stopping else "finished"))
+            last = self._halt(None, "stopped" if self._boundary.stopping else "finished")
         else:
-            rounds.append(self._devices.take_turns(self._barrier, self._boundary.target, now))
-        moved = [actions for actions in rounds if actions is not None]
-        return [action for actions in moved for action in actions] if moved else None
+            last = self._devices.take_turns(self._barrier, self._boundary.target, now)
+        if batched is None and not free and ended is None:
+            return last
+        return [*(batched or ()), *free, *(ended or ()), *(last or ())]
 
     def _admit(self, now: float) -> list[Action]:
         if self._program.generate:
@@ -364,8 +367,9 @@ class Scheduler:
         while self._collection.step < self._boundary.target:
             step = self._collection.step
             overdue = self._ledger.overdue_groups(step)
-            self._collection.tally.n_dropped += len(overdue)
-            actions += self._collection.drop(overdue)
+            if overdue:
+                self._collection.tally.n_dropped += len(overdue)
+                actions += self._collection.drop(overdue)
             groups = self._ledger.batch(step)
             if groups is None:
                 break

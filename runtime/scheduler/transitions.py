@@ -8,7 +8,6 @@ bug of ours, and says so by name.
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import TypeVar
 
 
 class GroupState(StrEnum):
@@ -70,13 +69,17 @@ class IllegalTransition(AssertionError):
     """Something happened to what cannot have it happen in its state: a bug of ours."""
 
 
-_State = TypeVar("_State", GroupState, SessionState)
-_Event = TypeVar("_Event", GroupEvent, SessionEvent)
-
-
-def after(table: Mapping[tuple[_State, _Event], _State], state: _State, event: _Event, name: str) -> _State:
-    """The state that `event` leads to from `state`. Raises IllegalTransition, naming `name`, where none does."""
+def group_after(state: GroupState, event: GroupEvent, number: int) -> GroupState:
+    """The state that `event` leads to from `state`. Raises IllegalTransition, naming the group, where none does."""
     try:
-        return table[state, event]
+        return GROUP[state, event]
     except KeyError:
-        raise IllegalTransition(f"{name} is {state} and cannot be {event}") from None
+        raise IllegalTransition(f"group {number} is {state} and cannot be {event}") from None
+
+
+def session_after(state: SessionState, event: SessionEvent) -> SessionState:
+    """The state that `event` leads to from `state`. Raises IllegalTransition where none does."""
+    try:
+        return SESSION[state, event]
+    except KeyError:
+        raise IllegalTransition(f"the generate session is {state} and cannot be {event}") from None
