@@ -192,6 +192,17 @@ def profile(
     profile_command(Asked(file, tuple(overrides or ()), devices, quick, sglang), out)
 
 
+@app.command(name="replay-events")
+def replay_events(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A run's events.log, or its directory.")],
+    last: Annotated[int, typer.Option("--last", min=1, help="Events to show, with what was done about each.")] = 20,
+) -> None:
+    """Replay what the scheduler of a run was told: its last commands, and what it waits for. Starts nothing."""
+    from realgraph.commands.replay_events import replay_events_command
+
+    replay_events_command(file, last)
+
+
 def _need_torch(what: str) -> None:
     """Commands that run models say so at once where torch is not installed. `ps` shows which command: `what`, without
     overrides and prompts."""

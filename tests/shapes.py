@@ -60,7 +60,7 @@ def _train(model: str, minibatches: int, epochs: int, term: Term) -> Train:
 
 @dataclass
 class Shape:
-    """What random jobs are made of; every field has the plainest value."""
+    """The choices that a random job is made of; every field has the plainest value."""
 
     algorithm: str = "grpo"  # grpo, ppo, sft, dpo, generate, distill, twin (distill into two)
     filtered: bool = False

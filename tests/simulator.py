@@ -196,6 +196,7 @@ class Simulator:
         before: Callable[[], None] | None,
         metrics: dict[str, Mean] | None = None,
         kept: dict[int, bool] | None = None,
+        step: int = 0,
     ) -> float:
         """`Done` after a random while, which is returned."""
         self.awaited.setdefault(task, set()).add(number)
@@ -210,14 +211,14 @@ class Simulator:
             if before is not None:
                 before()
 
-        state = {"coef": float(task)} if call == "advantage" else {}
+        state = {"coef": float(step + 1)} if call == "advantage" else {}
         done = Done(number, task, call, metrics or {}, state, kept or {}, self.now, self.now + 1)
-        seconds = self.seconds(f"{call} {task} {number}")
+        seconds = self.seconds(f"{call} {step} {number}")
         self.plan(done, seconds, ended)
         return seconds
 
     def stand_still(self, number: int, seconds: float) -> None:
-        """What this worker is making is ready so much later."""
+        """Delay what this worker is making."""
         for planned in self.events:
             if isinstance(planned.event, Generated) and planned.event.worker == number:
                 planned.time += seconds
@@ -274,7 +275,7 @@ class Simulator:
         self.plan(event, 3 * slow * self.seconds(f"groups {part}"), made)
 
     def seconds(self, what: str) -> float:
-        """How long a worker takes."""
+        """The time that a worker takes."""
         rng = random.Random(f"{self.shape.seed} {what}") if self.steady else self.rng
         return rng.expovariate(1.0)
 
@@ -306,7 +307,7 @@ class Simulator:
             if isinstance(call, Train) and not self.awaited[command.task]:
                 self.versions[call.model] += 1
 
-        self.answer(number, command.task, command.call, ended, {"n": Mean(float(len(samples)))}, kept)
+        self.answer(number, command.task, command.call, ended, {"n": Mean(float(len(samples)))}, kept, command.step)
 
     def check_mesh_call(self, number: int, command: Execute) -> None:
         if self.shape.kept == 0 and not self.frozen:
@@ -370,5 +371,5 @@ class Simulator:
 
 
 def ended_steps(simulator: Simulator) -> list[StepEnded]:
-    """What the Scheduler told of each step."""
+    """The Scheduler's reports of all steps."""
     return [action for action in simulator.actions if isinstance(action, StepEnded)]

@@ -30,7 +30,7 @@ def content(step: int, part: str) -> bytes:
 
 
 def state(step: int, best: int = -1) -> Checkpointed:
-    return Checkpointed(step, {"actor": step, "critic": step}, 8 * step, 5 * step, 8 * step, 0, best_step=best)
+    return Checkpointed(step, {"actor": step, "critic": step}, 8 * step, 8 * step, 0, best_step=best)
 
 
 def write_parts(partial: Path, step: int) -> None:

@@ -8,12 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from realgraph.runtime.commands.tally import Tally
+from realgraph.runtime.commands.tally import StepTally
 from realgraph.runtime.commands.tasks import Tasks
 from realgraph.runtime.job.cursor import minibatch_groups, permutation, row_of
-from realgraph.runtime.scheduler.ledger import Group, Ledger, State
+from realgraph.runtime.scheduler.ledger import Group, Ledger
 from realgraph.runtime.scheduler.placement import Batch, balance
-from realgraph.runtime.scheduler.program import HOME, CallPlan
+from realgraph.runtime.scheduler.program import GROUP_OWNER, CallPlan
+from realgraph.runtime.scheduler.transitions import (
+    GROUP,
+    SESSION,
+    GroupEvent,
+    GroupState,
+    IllegalTransition,
+    SessionEvent,
+    SessionState,
+    session_after,
+)
 from realgraph.runtime.wire.protocol import Sample
 
 # --- cursor -----------------------------------------------------------------------------------------------------------
@@ -78,7 +88,7 @@ def random_batch(rng: random.Random) -> Batch:
 
 def call_plan(rng: random.Random, whole_groups: bool, minibatches: int) -> CallPlan:
     ranks = tuple((rank,) for rank in range(rng.randint(1, 6)))
-    reads = {HOME: ("tokens", "mask"), "values": ("values",)}
+    reads = {GROUP_OWNER: ("tokens", "mask"), "values": ("values",)}
     return CallPlan(
         "train", "train", "actor", reads, (), tuple(r[0] for r in ranks), ranks,
         whole_groups=whole_groups, minibatches=minibatches, epochs=2,
@@ -103,10 +113,10 @@ def test_shares_and_sources_cover_the_batch_exactly(seed: int) -> None:
         assert sources == batch.sources(call, part)
         for key in ("tokens", "mask", "values"):
             held = [(sample, s.worker) for s in sources if key in s.keys for sample in s.samples]
-            owners = batch.owners("values" if key == "values" else HOME)
+            owners = batch.owners("values" if key == "values" else GROUP_OWNER)
             assert sorted(held) == [(batch.ids[p], owners[p]) for p in part]
     holdings = batch.holdings()
-    owned = [(worker, p) for owner in (HOME, "values") for p, worker in enumerate(batch.owners(owner))]
+    owned = [(worker, p) for owner in (GROUP_OWNER, "values") for p, worker in enumerate(batch.owners(owner))]
     for worker in range(9):
         expected = {batch.ids[p] // batch.per_group for owner, p in owned if owner == worker}
         assert set(holdings.get(worker, ())) == expected
@@ -142,27 +152,30 @@ class Admissions(RuleBasedStateMachine):
             assert (n_counted - 1) // self.ledger.per_batch <= self.version + self.ledger.ahead
             assert n_counted <= self.n_steps * self.ledger.per_batch
 
-    def some(self, which: int, *states: State) -> Group | None:
+    def some(self, which: int, *states: GroupState) -> Group | None:
         groups = [group for group in self.ledger.live.values() if group.state in states]
         return groups[which % len(groups)] if groups else None
 
     @rule(which=st.integers(0, 99), newer=st.integers(0, 2))
     def generate(self, which: int, newer: int) -> None:
-        group = self.some(which, State.ADMITTED)
+        group = self.some(which, GroupState.ADMITTED)
         if group is not None:
             self.ledger.generated(group, (), min(self.version, group.version + newer))
 
     @rule(which=st.integers(0, 99))
     def make_ready(self, which: int) -> None:
-        group = self.some(which, State.GENERATED)
+        group = self.some(which, GroupState.GENERATED)
         if group is not None:
             self.ledger.ready(group)
 
     @rule(which=st.integers(0, 99))
     def discard(self, which: int) -> None:
-        group = self.some(which, State.ADMITTED, State.GENERATED)
-        if group is not None:
-            self.ledger.discard(group)
+        group = self.some(which, GroupState.ADMITTED, GroupState.GENERATED)
+        if group is not None and group.state is GroupState.ADMITTED:
+            self.ledger.skip(group)
+            self.final[group.id] = "discarded"
+        elif group is not None:
+            self.ledger.filter_out(group)
             self.final[group.id] = "discarded"
 
     @precondition(lambda self: not self.batch)
@@ -175,7 +188,7 @@ class Admissions(RuleBasedStateMachine):
         if taken is None:
             return
         assert len(taken) == self.ledger.per_batch
-        left = [group for group in self.ledger.live.values() if group.state is State.READY and group not in taken]
+        left = [group for group in self.ledger.live.values() if group.state is GroupState.READY and group not in taken]
         worst = max((group.oldest, group.id) for group in taken)
         assert all((group.oldest, group.id) > worst for group in left)
         if self.overdue in ("wait", "drop"):
@@ -215,18 +228,45 @@ def test_a_restored_ledger_admits_the_open_groups_first_under_their_numbers(open
     ledger.check()
 
 
+# --- lives ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", list(GroupState))
+@pytest.mark.parametrize("event", list(GroupEvent))
+def test_a_group_moves_by_the_table_or_names_what_it_cannot_be(state: GroupState, event: GroupEvent) -> None:
+    group = Group(17, 0, 0)
+    group.state = state
+    if (state, event) in GROUP:
+        group.move(event)
+        assert group.state is GROUP[state, event]
+    else:
+        with pytest.raises(IllegalTransition, match=f"group 17 is {state} and cannot be {event}"):
+            group.move(event)
+        assert group.state is state
+
+
+def test_every_state_is_reached_and_only_ends_have_no_way_out() -> None:
+    assert {*GROUP.values(), GroupState.ADMITTED} == set(GroupState)
+    assert set(GroupState) - {state for state, _ in GROUP} == {GroupState.TRAINED, GroupState.DISCARDED}
+    assert {event for _, event in GROUP} == set(GroupEvent)
+    assert set(SESSION.values()) == {state for state, _ in SESSION} == set(SessionState)
+    assert {event for _, event in SESSION} == set(SessionEvent)
+    with pytest.raises(IllegalTransition, match="the generate session is closed and cannot be abandoned"):
+        session_after(SessionState.CLOSED, SessionEvent.RUN_ENDS_BEFORE)
+
+
 # --- deadlines --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_deadline_is_the_earliest_of_what_is_awaited(seed: int) -> None:
-    rng, tasks, now = random.Random(seed), Tasks(0), 0.0
+    rng, tasks, now = random.Random(seed), Tasks(), 0.0
     watched: dict[int, float] = {}
     for _ in range(200):
         now += rng.random()
         match rng.randrange(4):
             case 0:
-                tasks.fly(tasks.open("call", "train", 0, Tally()), [0], now, rng.uniform(1, 9))
+                tasks.fly(tasks.open("call", "train", 0, StepTally()), [0], now, rng.uniform(1, 9))
             case 1 if tasks.flying:
                 tasks.close(rng.choice(list(tasks.flying.values())))
             case 2:

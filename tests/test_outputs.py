@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realgraph.graphs.errors import ConfigError
-from realgraph.runtime.commands.actions import Span as CallSpan
+from realgraph.runtime.commands.actions import CallSpan
 from realgraph.runtime.job.rotation import limit_log, older
 from realgraph.runtime.job.run_folder import RunFolder, exclusive, point_link, write_atomic
 from realgraph.runtime.master.checkpoint_folders import commit_folder, prune

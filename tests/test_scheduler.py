@@ -1,6 +1,7 @@
 """The Scheduler over random graphs, plans, durations, discards and faults; the simulator checks every command."""
 
 import random
+from collections.abc import Iterable
 
 import msgspec
 import pytest
@@ -19,7 +20,7 @@ from realgraph.runtime.commands.actions import (
     WorkerLost,
 )
 from realgraph.runtime.scheduler.scheduler import Scheduler
-from realgraph.runtime.wire.protocol import Evaluate, Execute, Heartbeat
+from realgraph.runtime.wire.protocol import Evaluate, Execute, Heartbeat, Reallocate, Save
 from tests.shapes import Shape, job_of, random_shape
 from tests.simulator import Simulator, ended_steps
 
@@ -73,12 +74,21 @@ def test_synchronous_batches_do_not_depend_on_the_order_of_arrival(seed: int) ->
     ]
 
 
-def rounded(sent: Send) -> Send:
-    """The same command, its deadline without the last bits, which depend on the clock's zero."""
-    if not isinstance(sent.command, Execute):
-        return sent
-    seconds = round(sent.command.deadline_seconds, 6)
-    return Send(sent.worker, msgspec.structs.replace(sent.command, deadline_seconds=seconds))
+def rounded(log: Iterable[Action]) -> list[Send]:
+    """The commands, tasks numbered from the first on, deadlines without the last bits (they depend on the clock)."""
+    numbers: dict[int, int] = {}
+    commands = []
+    for action in log:
+        if not isinstance(action, Send):
+            continue
+        command = action.command
+        if isinstance(command, Execute):
+            seconds = round(command.deadline_seconds, 6)
+            command = msgspec.structs.replace(command, deadline_seconds=seconds)
+        if isinstance(command, Execute | Reallocate | Save | Evaluate):
+            command = msgspec.structs.replace(command, task=numbers.setdefault(command.task, len(numbers)))
+        commands.append(Send(action.worker, command))
+    return commands
 
 
 # --- resume -----------------------------------------------------------------------------------------------------------
@@ -92,16 +102,16 @@ def test_a_resumed_run_gives_the_commands_of_the_uninterrupted_one(seed: int) ->
     shape.staleness, shape.floating, shape.checkpoint_every, shape.eval_every, shape.steps = 0, False, 0, 0, 4
     whole = Simulator(shape, rng)
     whole.steady = True
-    borders: list[tuple[Checkpointed, int]] = []
+    boundaries: list[tuple[Checkpointed, int]] = []
     whole.take(whole.scheduler.start(0.0))
     while whole.halt is None:
         n_steps, n_sent = whole.step, len(whole.actions)
         whole.advance()
         if whole.step > n_steps:
             at = next(i for i in range(n_sent, len(whole.actions)) if isinstance(whole.actions[i], StepEnded))
-            borders.append((whole.scheduler.state, at + 1))
-    assert [state.step for state, _ in borders] == [1, 2, 3, 4]
-    for state, at in borders[:-1]:
+            boundaries.append((whole.scheduler.state, at + 1))
+    assert [state.step for state, _ in boundaries] == [1, 2, 3, 4]
+    for state, at in boundaries[:-1]:
         state = msgspec.json.decode(msgspec.json.encode(state), type=Checkpointed)
         resumed = Simulator(shape, rng, Scheduler(job_of(shape), range(shape.n_workers), 1000, state, 5))
         resumed.steady = True
@@ -112,7 +122,7 @@ def test_a_resumed_run_gives_the_commands_of_the_uninterrupted_one(seed: int) ->
 
 def assert_same(resumed: Simulator, expected: list[Action]) -> None:
     """The resumed run has sent the very commands, and written the very states, of what is left of another."""
-    assert [rounded(sent) for sent in resumed.log] == [rounded(sent) for sent in expected if isinstance(sent, Send)]
+    assert rounded(resumed.log) == rounded(expected)
     states, theirs = (
         [action.state for action in actions if isinstance(action, CheckpointWritten)]
         for actions in (resumed.actions, expected)
@@ -138,6 +148,31 @@ def test_a_run_resumed_from_a_checkpoint_writes_the_states_of_the_uninterrupted_
         resumed.steady = True
         resumed.run()
         assert_same(resumed, whole.actions[i + 1 :])
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_run_that_was_stopped_and_resumed_ends_with_the_bytes_of_the_uninterrupted_one(seed: int) -> None:
+    """Although it has written a checkpoint more, wherever the stop came."""
+    rng = random.Random(seed)
+    shape = random_shape(rng)
+    shape.algorithm = rng.choice(["grpo", "ppo", "sft", "dpo"])
+    shape.staleness, shape.floating, shape.steps = 0, False, 4
+    shape.checkpoint_every, shape.eval_every = rng.choice([0, 1, 3]), rng.choice([0, 1, 2])
+    whole, stopped = Simulator(shape, rng), Simulator(shape, rng)
+    whole.steady = stopped.steady = True
+    whole.run()
+    stopped.run(max_events=rng.randint(1, whole.n_events - 1))
+    stopped.feed(StopRequested())
+    stopped.run()
+    ends = [action.state for action in stopped.actions if isinstance(action, CheckpointWritten)]
+    resumed = Simulator(shape, rng, Scheduler(job_of(shape), range(shape.n_workers), 1000, (ends or [None])[-1], 5))
+    resumed.steady = True
+    resumed.run()
+    last, expected = (
+        [msgspec.json.encode(action.state) for action in actions if isinstance(action, CheckpointWritten)][-1]
+        for actions in (stopped.actions + resumed.actions, whole.actions)
+    )
+    assert last == expected
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -197,10 +232,8 @@ def test_carried_numbers_go_from_one_step_to_the_next() -> None:
     simulator = Simulator(Shape(steps=4), random.Random(0))
     simulator.run()
     advantages = [s.command for s in simulator.log if isinstance(s.command, Execute) and s.command.call == "advantage"]
-    assert [command.state for command in advantages] == [
-        {} if i == 0 else {"coef": float(advantages[i - 1].task)} for i in range(4)
-    ]
-    assert simulator.scheduler.state.carried == {"advantage": {"coef": float(advantages[-1].task)}}
+    assert [command.state for command in advantages] == [{} if i == 0 else {"coef": float(i)} for i in range(4)]
+    assert simulator.scheduler.state.carried == {"advantage": {"coef": 4.0}}
 
 
 def test_metrics_and_counts_of_a_step_are_merged_over_workers() -> None:

@@ -67,7 +67,7 @@ def test_an_asynchronous_run_killed_again_and_again_trains_each_group_once_and_m
             n_killed += simulator.halt is None
             n_busy += simulator.halt is None and any(worker.making for worker in simulator.workers.values())
             tasks = scheduler._tasks.flying.values()
-            n_evaluating += simulator.halt is None and any(task.work == "evaluate" for task in tasks)
+            n_evaluating += simulator.halt is None and any(task.kind == "evaluate" for task in tasks)
             evaluated |= {action.step for action in simulator.actions if isinstance(action, EvalEnded)}
             n = simulator.graph.samples_per_group
             for (step, _), shares in simulator.history.items():

@@ -7,6 +7,7 @@ import pytest
 
 from realgraph.runtime.commands.actions import Checkpointed, CheckpointWritten, StepEnded
 from realgraph.runtime.job.job import CheckpointSpec
+from realgraph.runtime.master.checkpoints import DamagedState, decode_state
 from realgraph.runtime.scheduler.scheduler import Scheduler
 from tests.shapes import job_of, random_shape
 from tests.simulator import Simulator
@@ -80,6 +81,17 @@ def test_a_run_goes_on_from_any_checkpoint_by_time(seed: int) -> None:
         after = {group for group, final in resumed.final.items() if final == "trained"}
         assert not before & after
         assert len(after) == shape.groups * (shape.steps - action.step)
+
+
+def test_states_of_every_format_are_read_and_a_later_one_is_refused_by_its_number() -> None:
+    state = Checkpointed(3, {"actor": 3}, 14, 12, 1, (13,))
+    fields = msgspec.to_builtins(state)
+    assert decode_state(msgspec.json.encode(state)) == state
+    assert decode_state(msgspec.json.encode({**fields, "format": 1, "next_task": 77})) == state
+    with pytest.raises(DamagedState, match="has format 3, this version reads 2 and before"):
+        decode_state(msgspec.json.encode({**fields, "format": 3, "more": 1}))
+    with pytest.raises(msgspec.ValidationError, match="next_task"):
+        decode_state(msgspec.json.encode({**fields, "next_task": 77}))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
 from realgraph.run.resume import resumed
 from realgraph.run.running import Prepared, prepare
 from realgraph.runtime.job.run_folder import RunFolder
-from realgraph.runtime.master.master import Outcome
+from realgraph.runtime.master.master import RunOutcome
 from realgraph.screen.summary import summarise
 from realgraph.screen.terminal import Terminal, run_terminal
 
@@ -97,7 +97,7 @@ def sampled_accuracy(home: Path, model: Path) -> float:
 
 def run(prepared: Prepared, console: Terminal) -> Path:
     """One run to its end; its newest checkpoint. Exits where it failed."""
-    outcome: Outcome = execute(prepared, console)
+    outcome: RunOutcome = execute(prepared, console)
     if not outcome.ok or outcome.saved is None:
         report(outcome, prepared, console)
         sys.exit(INTERRUPTED if outcome.interrupted else FAILED)

@@ -19,7 +19,7 @@ from realgraph.run.resume import resumed
 from realgraph.run.running import Prepared, claim, owned, prepare, unwritable_folder, with_sums
 from realgraph.runtime.job.rotation import MEGABYTE
 from realgraph.runtime.job.run_folder import disk_text
-from realgraph.runtime.master.master import Master, Outcome
+from realgraph.runtime.master.master import Master, RunOutcome
 from realgraph.runtime.master.observer import Observer, Observers
 from realgraph.runtime.master.records import MetricsFile, TraceFile, TranscriptsFile
 from realgraph.runtime.master.trackers import make_trackers
@@ -83,7 +83,7 @@ def open_run(file: Path | None, overrides: Sequence[str], options: RunOptions) -
 
 def execute(
     prepared: Prepared, console: Terminal, extra: Sequence[Observer] = (), view: Observer | None = None
-) -> Outcome:
+) -> RunOutcome:
     """Start the workers and run to the end, watched by files, trackers and the screen. Raises ConfigError.
 
     The directory of a resumed run is the caller's own already (`resumed`). view: shows the run on the screen, where a
@@ -111,7 +111,7 @@ def passed_over(prepared: Prepared) -> Iterator[str]:
         yield f"going on from {prepared.resume}, the newest intact one; damaged ones are kept as step-N.damaged"
 
 
-def _train(prepared: Prepared, watchers: Sequence[Observer]) -> Outcome:
+def _train(prepared: Prepared, watchers: Sequence[Observer]) -> RunOutcome:
     """In a directory that is ours."""
     job, folder = prepared.job, prepared.folder
     try:
@@ -157,7 +157,7 @@ def write_detail(detail: str, file: Path) -> None:
         say(f"  details: {file}", err=True)
 
 
-def report(outcome: Outcome, prepared: Prepared, console: Terminal) -> None:
+def report(outcome: RunOutcome, prepared: Prepared, console: Terminal) -> None:
     """What a person needs to know at the end; of a failure: what, where the details are, and how to go on, on stderr.
 
     The screen has said after which step the run has ended.

@@ -1,10 +1,10 @@
-"""What the Scheduler is told besides the workers' replies, and what it asks the master to do. Plain data."""
+"""Events that the Scheduler is told besides the workers' replies, and the actions that it asks for. Plain data."""
 
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from realgraph.runtime.wire.protocol import Command, Failed, Mean, Metric, Reply
 
-STATE_FORMAT = 1  # version of Checkpointed
+STATE_FORMAT = 2  # version of Checkpointed; 1 also had the number of the next task
 
 
 # --- events that come from the master itself --------------------------------------------------------------------------
@@ -32,27 +32,37 @@ Event = Reply | Tick | WorkerLost | StopRequested
 
 
 class Checkpointed(Struct, frozen=True, forbid_unknown_fields=True):
-    """All that the Scheduler needs to go on exactly from a step border; it is written beside the weights.
+    """All that the Scheduler needs to go on exactly from a step boundary; it is written beside the weights.
 
-    step: completed steps. versions: role -> completed train calls. carried: call -> its carried numbers. open: groups
-    that were admitted and neither trained nor discarded; they are generated again, under the same numbers. Groups from
-    `next_group` on have not been touched. copies: call -> version of the copy of trained weights that is its own; a
-    worker loads such a copy from the checkpoint, whose weights are those or, where the copy lags behind, newer ones.
+    A worker loads the copy of a call from the checkpoint, whose weights are those of `copies` or, where the copy lags
+    behind, newer ones.
     """
 
-    step: int
-    versions: dict[str, int]
-    next_group: int
-    next_task: int
-    n_trained: int
-    n_discarded: int
-    open: tuple[int, ...] = ()
-    carried: dict[str, dict[str, float]] = field(default_factory=dict)
+    step: int  # completed steps
+    versions: dict[str, int]  # role -> completed train calls
+    next_group: int  # groups from this number on have not been touched
+    n_trained: int  # groups
+    n_discarded: int  # groups
+    open: tuple[int, ...] = ()  # groups admitted and neither trained nor discarded: they are generated again
+    carried: dict[str, dict[str, float]] = field(default_factory=dict)  # call -> its carried numbers
     best_step: int = -1  # completed steps at the best evaluation so far; -1: none yet
     best_value: float = 0.0
     evaluated_step: int = -1  # completed steps at the last evaluation
-    copies: dict[str, int] = field(default_factory=dict)
+    copies: dict[str, int] = field(default_factory=dict)  # call -> version of its own copy of trained weights
     format: int = STATE_FORMAT
+
+
+class CheckpointedWithTask(Checkpointed, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Format 1 of a checkpoint's state: tasks were numbered over all lives of a run."""
+
+    next_task: int
+
+    @property
+    def upgraded(self) -> Checkpointed:
+        """The same state in today's format."""
+        fields = structs.asdict(self)
+        del fields["next_task"]
+        return Checkpointed(**{**fields, "format": STATE_FORMAT})
 
 
 # --- actions ----------------------------------------------------------------------------------------------------------
@@ -65,8 +75,8 @@ class Send(Struct, frozen=True, tag=True, gc=False):
     command: Command
 
 
-class Span(Struct, frozen=True):
-    """When a call of a step first started and last ended, in seconds of the workers' time.time()."""
+class CallSpan(Struct, frozen=True):
+    """The time from when a call of a step first started and last ended, in seconds of the workers' time.time()."""
 
     started: float
     ended: float
@@ -77,28 +87,22 @@ class Span(Struct, frozen=True):
 
 
 class StepEnded(Struct, frozen=True, tag=True):
-    """Every call of `step` (from 0) has ended on every worker, and its groups are trained.
-
-    metrics: call -> name -> metric, merged over workers. n_tokens counts whole samples, n_new_tokens what was sampled.
-    n_skipped groups had a prompt that was too long, n_dropped were filtered out, while this step's groups were made.
-    age: mean over samples of completed train steps since the oldest token; oldest: the largest. lengths: new tokens of
-    the samples at equal steps of probability, rising; none where nothing was generated.
-    """
+    """Every call of `step` (from 0) has ended on every worker, and its groups are trained."""
 
     step: int
-    metrics: dict[str, dict[str, Metric]]
-    spans: dict[str, Span]
+    metrics: dict[str, dict[str, Metric]]  # call -> name -> metric, merged over workers
+    spans: dict[str, CallSpan]
     n_groups: int
     n_samples: int
-    n_tokens: int
-    n_new_tokens: int
-    n_skipped: int
-    n_dropped: int
-    age: Mean
-    oldest: int
-    versions: dict[str, int]
+    n_tokens: int  # of whole samples
+    n_new_tokens: int  # of them, sampled
+    n_skipped: int  # groups whose prompt was too long, while this step's groups were made
+    n_dropped: int  # groups that were filtered out meanwhile
+    age: Mean  # over samples: completed train steps since the oldest token
+    oldest: int  # the largest of these ages
+    versions: dict[str, int]  # role -> completed train calls
     transcripts: tuple[str, ...]
-    lengths: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()  # new tokens at equal steps of probability, rising; none where nothing was generated
 
 
 class EvalEnded(Struct, frozen=True, tag=True):

@@ -1,8 +1,8 @@
-"""What the user reads when a run cannot go on: which call, which worker, which sample, since when."""
+"""Messages for the user when a run cannot go on: which call, which worker, which sample, since when."""
 
 from collections.abc import Sequence
 
-from realgraph.runtime.commands.tasks import Task
+from realgraph.runtime.commands.tasks import Task, TaskImage
 from realgraph.runtime.wire.protocol import Failed
 
 
@@ -14,9 +14,9 @@ def workers_text(workers: Sequence[int]) -> str:
     return f"worker{'s' if len(listed) > 1 else ''} {shown}{more}"
 
 
-def doing_text(task: Task) -> str:
+def doing_text(task: Task | TaskImage) -> str:
     """`actor_train of step 3`."""
-    match task.work:
+    match task.kind:
         case "save":
             return f"the checkpoint of step {task.step}"
         case "evaluate":
@@ -52,7 +52,7 @@ def lost(worker: int, reason: str, doing: str, call: str) -> Failed:
     return Failed(worker, call, f"worker {worker} was lost {doing}: {reason}", kind="worker")
 
 
-def barren(worker: int, call: str, n_groups: int, n_skipped: int) -> Failed:
+def all_discarded(worker: int, call: str, n_groups: int, n_skipped: int) -> Failed:
     """Nothing but groups that are left out."""
     text = (
         f"the last {n_groups} prompt groups in a row were all left out ({n_skipped} prompts over "

@@ -1,12 +1,23 @@
-"""What a step's calls report: metrics merged over workers, when each call ran, samples to show, groups left out."""
+"""Reports of a step's calls: metrics merged over workers, when each call ran, samples to show, groups left out."""
 
 from collections.abc import Mapping
 
-from realgraph.runtime.commands.actions import Span
+from msgspec import Struct
+
+from realgraph.runtime.commands.actions import CallSpan
 from realgraph.runtime.wire.protocol import Max, Mean, Metric
 
 
-class Tally:
+class TallyImage(Struct, frozen=True):
+    """A tally as plain data, without the samples to show."""
+
+    metrics: dict[str, dict[str, Metric]]
+    spans: dict[str, tuple[float, float]]
+    n_skipped: int
+    n_dropped: int
+
+
+class StepTally:
     """Sums over the replies that belong to one step."""
 
     __slots__ = ("_metrics", "_spans", "n_dropped", "n_skipped", "transcripts")
@@ -49,6 +60,42 @@ class Tally:
         }
 
     @property
-    def spans(self) -> dict[str, Span]:
+    def spans(self) -> dict[str, CallSpan]:
         """call -> when its first worker started and its last one ended."""
-        return {call: Span(*pair) for call, pair in self._spans.items()}
+        return {call: CallSpan(*pair) for call, pair in self._spans.items()}
+
+    @property
+    def image(self) -> TallyImage:
+        """All that it has but the samples to show."""
+        spans = {call: (started, ended) for call, (started, ended) in self._spans.items()}
+        return TallyImage(self.metrics, spans, self.n_skipped, self.n_dropped)
+
+    @staticmethod
+    def restored(image: TallyImage) -> "StepTally":
+        """The tally of an image."""
+        tally = StepTally()
+        for call, metrics in image.metrics.items():
+            tally.add(call, metrics, 0.0, 0.0)
+        tally._spans = {call: list(span) for call, span in image.spans.items()}
+        tally.n_skipped, tally.n_dropped = image.n_skipped, image.n_dropped
+        return tally
+
+
+class TallyNumbers:
+    """Numbers for the tallies that the parts of a Scheduler share, in the order in which they are met."""
+
+    def __init__(self) -> None:
+        self._tallies: list[StepTally] = []
+
+    def of(self, tally: StepTally) -> int:
+        """Its number."""
+        for number, known in enumerate(self._tallies):
+            if known is tally:
+                return number
+        self._tallies.append(tally)
+        return len(self._tallies) - 1
+
+    @property
+    def images(self) -> tuple[TallyImage, ...]:
+        """All of them, in order of number."""
+        return tuple([tally.image for tally in self._tallies])

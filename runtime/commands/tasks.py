@@ -1,43 +1,69 @@
 """Commands that wait for an answer, and until when: every wait has a deadline. Does not know what a command does."""
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from realgraph.runtime.commands.tally import Tally
+from msgspec import Struct
+
+from realgraph.runtime.commands.tally import StepTally, TallyNumbers
 
 TaskKind = Literal["stream", "call", "reallocate", "save", "evaluate"]
+
+
+class TaskImage(Struct, frozen=True):
+    """A task as plain data."""
+
+    number: int
+    kind: TaskKind
+    call: str
+    step: int
+    waiting: tuple[int, ...]
+    started: float
+    deadline: float
+    groups: tuple[int, ...]
+    kept: dict[int, bool]
+    state: dict[str, float]
+    tally: int  # its number
+
+
+class TasksImage(Struct, frozen=True):
+    """The tasks in flight as plain data."""
+
+    next_task: int
+    flying: tuple[TaskImage, ...]
+    watches: dict[int, tuple[float, float]]
 
 
 class Task:
     """One command to one or more workers. `groups`: of a streaming function, the groups it works on."""
 
-    __slots__ = ("call", "deadline", "groups", "kept", "number", "started", "state", "step", "tally", "waiting", "work")
+    __slots__ = ("call", "deadline", "groups", "kept", "kind", "number", "started", "state", "step", "tally", "waiting")
 
-    def __init__(self, number: int, work: TaskKind, call: str, step: int) -> None:
+    def __init__(self, number: int, kind: TaskKind, call: str, step: int) -> None:
         self.number, self.call, self.step = number, call, step
-        self.work: TaskKind = work
+        self.kind: TaskKind = kind
         self.waiting: set[int] = set()
         self.started = self.deadline = 0.0
         self.groups: tuple[int, ...] = ()
         self.kept: dict[int, bool] = {}
         self.state: dict[str, float] = {}
-        self.tally = Tally()
+        self.tally = StepTally()
 
 
 class Tasks:
     """The tasks in flight, and a watch on every worker that makes or loads groups."""
 
-    def __init__(self, next_task: int) -> None:
-        self.next_task = next_task
+    def __init__(self) -> None:
+        self.next_task = 0
         self.flying: dict[int, Task] = {}
         self.watches: dict[int, tuple[float, float]] = {}  # worker -> last progress, seconds it may take to the next
         self._due: list[tuple[float, int, int]] = []  # (deadline, task or -1, worker); entries may be outdated
         self._queued: set[int] = set()  # workers with an entry in _due
 
-    def open(self, work: TaskKind, call: str, step: int, tally: Tally) -> Task:
+    def open(self, kind: TaskKind, call: str, step: int, tally: StepTally) -> Task:
         """A new task; `send` follows when its workers are known."""
-        task = Task(self.next_task, work, call, step)
+        task = Task(self.next_task, kind, call, step)
         task.tally = tally
         self.next_task += 1
         return task
@@ -65,7 +91,7 @@ class Tasks:
         self.watches.pop(worker, None)
 
     def deadline(self) -> float | None:
-        """When the next answer is overdue; None where none is awaited."""
+        """The time at which the next answer is overdue; None where none is awaited."""
         due = self._due
         while due:
             deadline, number, worker = due[0]
@@ -94,3 +120,37 @@ class Tasks:
     def of(self, worker: int) -> list[Task]:
         """The tasks that `worker` has not answered yet, oldest first."""
         return [task for task in self.flying.values() if worker in task.waiting]
+
+    def image(self, tallies: TallyNumbers) -> TasksImage:
+        """All that is in flight and watched."""
+        flying = [
+            TaskImage(
+                task.number,
+                task.kind,
+                task.call,
+                task.step,
+                tuple(sorted(task.waiting)),
+                task.started,
+                task.deadline,
+                task.groups,
+                dict(task.kept),
+                dict(task.state),
+                tallies.of(task.tally),
+            )
+            for task in self.flying.values()
+        ]
+        return TasksImage(self.next_task, tuple(flying), dict(self.watches))
+
+    def restore(self, image: TasksImage, tallies: Sequence[StepTally]) -> None:
+        """Go on from an image."""
+        self.next_task, self.watches = image.next_task, dict(image.watches)
+        self._queued = set(image.watches)
+        self._due = [(since + seconds, -1, worker) for worker, (since, seconds) in image.watches.items()]
+        for entry in image.flying:
+            task = Task(entry.number, entry.kind, entry.call, entry.step)
+            task.waiting, task.started, task.deadline = set(entry.waiting), entry.started, entry.deadline
+            task.groups, task.kept, task.state = entry.groups, dict(entry.kept), dict(entry.state)
+            task.tally = tallies[entry.tally]
+            self.flying[task.number] = task
+            self._due.append((task.deadline, task.number, -1))
+        heapq.heapify(self._due)

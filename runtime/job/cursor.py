@@ -1,4 +1,4 @@
-"""Which data row a prompt group is, and how a batch is shuffled: pure in their arguments, the same on every machine.
+"""The data row of a prompt group and the shuffle of a batch: pure in their arguments, the same on every machine.
 
 Only the raw Philox bit stream is used, which numpy keeps stable over its versions (its `permutation` is not).
 """

@@ -1,4 +1,4 @@
-"""What the runtime is asked to do: a checked graph, its plan, and the settings of a run. Plain data, no torch."""
+"""The runtime's order: a checked graph, its plan, and the settings of a run. Plain data, no torch."""
 
 from typing import Annotated, Any, Literal
 
@@ -88,7 +88,7 @@ class CheckpointSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OutputSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a run writes besides metrics.jsonl, logs, transcripts, trace.json and checkpoints."""
+    """Files that a run writes besides metrics.jsonl, logs, transcripts, trace.json and checkpoints."""
 
     dir: str | None = None  # relative to the run file; default: runs/<name>-<date> where the command is run
     tensorboard: bool = False  # write event files

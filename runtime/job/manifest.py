@@ -16,7 +16,7 @@ from msgspec import Struct
 from realgraph.runtime.job.run_folder import write_atomic
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 1  # version of Manifest
 CHUNK_BYTES = 1 << 22
 _THREADS = min(8, os.cpu_count() or 1)  # files at once; hashing and reading release the interpreter's lock
 
@@ -51,7 +51,7 @@ def sum_file(path: Path) -> FileSum:
 
 
 def sum_files(paths: Sequence[Path]) -> list[FileSum]:
-    """Of several files, some at once where they are large. Raises OSError."""
+    """Checksums of several files, some at once where they are large. Raises OSError."""
     return _map(sum_file, paths, sum(path.stat().st_size for path in paths))
 
 
@@ -88,7 +88,7 @@ def damage(folder: Path, inside: str = "", but: str = "\0") -> str:
         return f"{MANIFEST} has format {manifest.format}, this version reads {FORMAT}"
     names = [name for name in manifest.files if name.startswith(inside) and not name.startswith(but)]
     wanted = {name: manifest.files[name] for name in names}
-    nbytes = sum(found.nbytes for found in wanted.values())
+    nbytes = sum(file.nbytes for file in wanted.values())
     reasons = _map(lambda name: _difference(folder / name, name, wanted[name]), tuple(wanted), nbytes)
     return next(filter(None, reasons), "")
 

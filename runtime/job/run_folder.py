@@ -35,7 +35,7 @@ class RunFolder(Struct, frozen=True):
 
     @property
     def costs(self) -> Path:
-        """What the run's calls took, for the next plan; written at its end."""
+        """Seconds that the run's calls took, for the next plan; written at its end."""
         return self.root / COSTS_FILE
 
     @property
@@ -44,12 +44,17 @@ class RunFolder(Struct, frozen=True):
 
     @property
     def samples(self) -> Path:
-        """Of a run that only generates: a file a worker."""
+        """Folder of a run that only generates: a file a worker."""
         return self.root / "samples"
 
     @property
     def trace(self) -> Path:
         return self.root / "trace.json"
+
+    @property
+    def events(self) -> Path:
+        """Every event of the Scheduler, to replay."""
+        return self.root / "events.log"
 
     @property
     def logs(self) -> Path:

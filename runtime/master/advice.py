@@ -15,7 +15,7 @@ class Advice:
         self._given: set[str] = set()
 
     def look(self, metrics: Mapping[str, float]) -> Iterator[str]:
-        """What to tell after a step."""
+        """Lines to tell after a step."""
         yield from self._equal_rewards(metrics)
         for name, value in metrics.items():
             call, _, what = name.rpartition("/")
@@ -33,7 +33,7 @@ class Advice:
                 yield f"{call}: {old}; {hint}"
 
     def _first(self, name: str) -> bool:
-        """Whether this note has not been given yet; from now on it has."""
+        """True where this note has not been given yet; from now on it has."""
         first = name not in self._given
         self._given.add(name)
         return first

@@ -97,8 +97,8 @@ def point_best(folder: RunFolder, step: int) -> None:
 
 def _asides(folder: RunFolder, ending: str) -> list[Path]:
     """`step-000040.<ending>` and `step-000040.<ending>-2` of all steps, the last of each step first."""
-    found = folder.checkpoints.glob(f"step-*.{ending}*")
-    return sorted(found, key=lambda path: (len(path.name), path.name), reverse=True)
+    asides = folder.checkpoints.glob(f"step-*.{ending}*")
+    return sorted(asides, key=lambda path: (len(path.name), path.name), reverse=True)
 
 
 def _named(aside: Path) -> Path:

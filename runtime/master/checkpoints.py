@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from realgraph.graphs.spec import Train
 from realgraph.planner.plan.layout import Layout
-from realgraph.runtime.commands.actions import STATE_FORMAT, Checkpointed
+from realgraph.runtime.commands.actions import STATE_FORMAT, Checkpointed, CheckpointedWithTask
 from realgraph.runtime.commands.failures import workers_text
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.manifest import damage, seal
@@ -24,7 +24,7 @@ from realgraph.runtime.processes.launcher import describe_exit
 from realgraph.runtime.wire.protocol import RESCUE_CALL, Done, Failed, Rescue
 from realgraph.runtime.wire.transport import TransportError
 
-RESCUE_TASK = -1
+RESCUE_TASK = -1  # number of the task that a rescue answers
 
 
 class Committed(Struct, frozen=True):
@@ -113,17 +113,30 @@ def newest_intact(folder: RunFolder) -> tuple[Path | None, tuple[Damaged, ...]]:
     return None, tuple(damaged)
 
 
+class _Format(Struct, frozen=True):
+    format: int
+
+
+def decode_state(content: bytes) -> Checkpointed:
+    """The state that a file of any known format holds. Raises DamagedState, MsgspecError."""
+    match msgspec.json.decode(content, type=_Format).format:
+        case 1:
+            return msgspec.json.decode(content, type=CheckpointedWithTask).upgraded
+        case 2:
+            return msgspec.json.decode(content, type=Checkpointed)
+        case other:
+            raise DamagedState(f"{CHECKPOINT_STATE} has format {other}, this version reads {STATE_FORMAT} and before")
+
+
 def read_state(checkpoint: Path) -> Checkpointed:
     """The Scheduler's state in a checkpoint. Raises DamagedState."""
     try:
-        state = msgspec.json.decode((checkpoint / CHECKPOINT_STATE).read_bytes(), type=Checkpointed)
+        state = decode_state((checkpoint / CHECKPOINT_STATE).read_bytes())
     except OSError as error:
         raise DamagedState(f"{CHECKPOINT_STATE} can't be read: {error.strerror or error}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedState(f"{CHECKPOINT_STATE} can't be read: {error}") from error
-    if state.format != STATE_FORMAT:
-        raise DamagedState(f"{CHECKPOINT_STATE} has format {state.format}, this version reads {STATE_FORMAT}")
-    counts = (state.next_group, state.next_task, state.n_trained, state.n_discarded)
+    counts = (state.next_group, state.n_trained, state.n_discarded)
     versions = (*state.versions.values(), *state.copies.values())
     numbers = [number for carried in state.carried.values() for number in carried.values()]
     wrong = {
@@ -142,13 +155,13 @@ def read_state(checkpoint: Path) -> Checkpointed:
 
 
 class Rescuers(Struct, frozen=True):
-    """Who can save what: worker -> trained roles that it holds whole; worker -> trained roles that it has a part of."""
+    """Workers that can save what is left of a run."""
 
-    alone: dict[int, list[str]]
-    together: dict[int, list[str]]
+    alone: dict[int, list[str]]  # worker -> trained roles that it holds whole
+    together: dict[int, list[str]]  # worker -> trained roles that it has a part of
 
     def commands(self, step: int, folder: Path, versions: dict[str, int]) -> list[tuple[int, Rescue]]:
-        """What is to be sent to whom."""
+        """Each worker with what is to be sent to it."""
         return [
             (worker, Rescue(RESCUE_TASK, step, str(folder), {role: versions[role] for role in roles}, together))
             for together, chosen in ((False, self.alone), (True, self.together))
@@ -182,12 +195,12 @@ def rescuers(job: Job, alive: frozenset[int]) -> Rescuers:
 
 
 async def rescue(
-    workers: WorkerGroup, job: Job, checkpoints: Checkpoints, border: Checkpointed, inbox: Inbox
+    workers: WorkerGroup, job: Job, checkpoints: Checkpoints, state: Checkpointed, inbox: Inbox
 ) -> Committed:
-    """Have surviving workers write what they hold of the state at `border`. Raises OSError where that fails."""
+    """Have surviving workers write what they hold of `state`. Raises OSError where that fails."""
     chosen = rescuers(job, workers.fleet.running - inbox.gone)
-    partial = checkpoints.partial(border.step)
-    commands = chosen.commands(border.step, partial, border.versions)
+    partial = checkpoints.partial(state.step)
+    commands = chosen.commands(state.step, partial, state.versions)
     waiting = Counter(worker for worker, _ in commands)
     until = inbox.clock.now() + job.runtime.min_deadline_seconds
     try:
@@ -208,4 +221,4 @@ async def rescue(
                 raise OSError(f"worker {worker} {describe_exit(status)} while it saved")
             case _:
                 pass  # what was still under way when the run failed
-    return await asyncio.to_thread(checkpoints.commit, border.step, partial, border)
+    return await asyncio.to_thread(checkpoints.commit, state.step, partial, state)

@@ -1,5 +1,5 @@
-"""What reaches the master, in one queue: replies, ends of processes, interrupts. Says who is silent, and what explains
-a failure. Decides nothing about the run.
+"""Everything that reaches the master, in one queue: replies, ends of processes, interrupts. Says who is silent, and
+what explains a failure. Decides nothing about the run.
 """
 
 import asyncio
@@ -45,8 +45,13 @@ class Inbox:
         self._tasks = [asyncio.create_task(each) for each in work]
 
     def put(self, request: StopRequested | StopNow) -> None:
-        """What the user wants."""
+        """Queue what the user wants."""
         self._queue.put_nowait(request)
+
+    @property
+    def idle(self) -> bool:
+        """True where nothing waits to be dealt with."""
+        return self._queue.empty()
 
     async def close(self) -> None:
         """Stop listening."""
@@ -93,7 +98,7 @@ class Inbox:
                     return happened
 
     async def take(self, seconds: float) -> Happened | None:
-        """What happens within `seconds`; None if nothing does."""
+        """The next thing that happens within `seconds`; None if nothing does."""
         try:
             async with asyncio.timeout(seconds):
                 happened = await self._queue.get()

@@ -9,6 +9,7 @@ import asyncio
 import time
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 from realgraph.runtime.commands.actions import (
@@ -24,9 +25,11 @@ from realgraph.runtime.commands.actions import (
     WorkerLost,
 )
 from realgraph.runtime.job.job import Job
+from realgraph.runtime.job.rotation import MEGABYTE
 from realgraph.runtime.job.run_folder import RunFolder, disk_text
 from realgraph.runtime.master.advice import Advice
 from realgraph.runtime.master.checkpoints import Checkpoints, DamagedState, read_state, rescue, step_of
+from realgraph.runtime.master.event_log import EventLog, LogStart
 from realgraph.runtime.master.inbox import Inbox, StopNow
 from realgraph.runtime.master.observer import (
     CheckpointRecord,
@@ -52,16 +55,13 @@ from realgraph.runtime.wire.transport import TransportError
 GRACE_SECONDS = 10.0  # for workers to end by themselves after Shutdown
 
 
-class Outcome(Struct, frozen=True):
-    """How a run ended. steps: whole steps done. failure: what went wrong, None if nothing did.
+class RunOutcome(Struct, frozen=True):
+    """The end of a run."""
 
-    interrupted: the user asked for the end, which may have been the run's own all the same.
-    """
-
-    steps: int
+    steps: int  # whole steps done
     reason: str
-    failure: Failed | None = None
-    interrupted: bool = False
+    failure: Failed | None = None  # None where nothing went wrong
+    interrupted: bool = False  # the user asked for the end, which may have been the run's own all the same
     saved: Path | None = None  # the newest checkpoint
 
     @property
@@ -86,11 +86,11 @@ class Master:
         self._interrupts = Interrupts(self._interrupted)
         self._inbox: Inbox | None = None
         self._steps = step_of(resume) if resume is not None else 0
-        self._border: Checkpointed | None = None  # the state at the last whole step
+        self._last_state: Checkpointed | None = None  # the state at the last whole step
         self._step_began = 0.0
         self._advice = Advice()
 
-    async def run(self) -> Outcome:
+    async def run(self) -> RunOutcome:
         """Train. A failure of the run is no exception: the outcome says it."""
         with self._interrupts:
             try:
@@ -171,7 +171,12 @@ class Master:
             text = f"the workers see data sets of different lengths: {sorted(n_rows)}"
             raise StartError(Failed(-1, "", text, "start"))
         n_eval_rows = max(worker.n_eval_rows for worker in workers.ready.values())
-        self._scheduler = Scheduler(self._job, sorted(workers.ready), n_rows.pop(), state, n_eval_rows=n_eval_rows)
+        numbers, n_data_rows = tuple(sorted(workers.ready)), n_rows.pop()
+        self._scheduler = Scheduler(self._job, numbers, n_data_rows, state, n_eval_rows=n_eval_rows)
+        checkpoint = str(self._resume) if self._resume is not None else ""
+        self._log_start = LogStart(
+            msgspec.json.encode(self._job), numbers, n_data_rows, n_eval_rows, state, checkpoint=checkpoint
+        )
         seconds = time.monotonic() - began
         facts = {
             **workers.ready[min(workers.ready)].facts,
@@ -193,11 +198,20 @@ class Master:
 
     async def _drive(self, workers: WorkerGroup, inbox: Inbox) -> Failed | None:
         """Feed the Scheduler until it halts. The failure that ended the run, or None. Raises Interrupted, OSError."""
+        log = EventLog(self._folder.events, self._job.outputs.rotate_mb * MEGABYTE, self._log_start)
+        try:
+            return await self._drive_logged(workers, inbox, log)
+        finally:
+            log.close()
+
+    async def _drive_logged(self, workers: WorkerGroup, inbox: Inbox, log: EventLog) -> Failed | None:
         self._step_began = time.monotonic()
-        self._border = self._scheduler.state
-        actions = self._scheduler.start(inbox.clock.now())
+        self._last_state = self._scheduler.state
+        actions = self._tell_scheduler(None, inbox, log)
         event: Event | StopNow
         while True:
+            if inbox.idle:
+                log.flush()
             try:
                 halt = await self._perform(workers, actions)
             except TransportError as error:  # a worker that just died takes no message: its end says more
@@ -215,7 +229,15 @@ class Master:
                     self._trace(event)
                 case _:
                     pass
-            actions = self._scheduler.on(event, inbox.clock.now())
+            actions = self._tell_scheduler(event, inbox, log)
+
+    def _tell_scheduler(self, event: Event | None, inbox: Inbox, log: EventLog) -> list[Action]:
+        """What the Scheduler does about `event` (None: its start), which is on record before. Raises OSError."""
+        now = inbox.clock.now()
+        log.tell(event, now, lambda: self._scheduler.image)
+        actions = self._scheduler.start(now) if event is None else self._scheduler.on(event, now)
+        log.acted(actions)
+        return actions
 
     def _trace(self, reply: Done | Generated) -> None:
         call = reply.call or "checkpoint"
@@ -254,21 +276,21 @@ class Master:
         for text in self._advice.look(metrics):
             self._observers.note(text, "warning")
         self._steps = ended.step + 1  # from here on the step is whole: it is on record
-        self._border = self._scheduler.state
+        self._last_state = self._scheduler.state
 
     async def _rescue(self, workers: WorkerGroup, inbox: Inbox) -> None:
         """After a failure: have the survivors save the state of the last whole step, where nothing newer is saved."""
-        border = self._border
-        if border is None or border.step <= self._checkpoints.newest_step():
+        state = self._last_state
+        if state is None or state.step <= self._checkpoints.newest_step():
             return
         self._recover()
         began = time.monotonic()
         try:
-            done = await rescue(workers, self._job, self._checkpoints, border, inbox)
+            done = await rescue(workers, self._job, self._checkpoints, state, inbox)
         except OSError as error:
-            self._observers.note(f"the state after step {border.step} was not saved: {disk_text(error)}", "error")
+            self._observers.note(f"the state after step {state.step} was not saved: {disk_text(error)}", "error")
         else:
-            self._tell(CheckpointRecord(border.step, str(done.path), time.monotonic() - began))
+            self._tell(CheckpointRecord(state.step, str(done.path), time.monotonic() - began))
 
     def _tell(self, record: RunRecord) -> OSError | None:
         """Tell the watchers at the end of a run: that one of them can't write any more is no news then."""
@@ -278,21 +300,21 @@ class Master:
             return error
         return None
 
-    def _ended(self, failure: Failed | None) -> Outcome:
+    def _ended(self, failure: Failed | None) -> RunOutcome:
         outcome = self._outcome(failure)
         unwritten = self._tell(RunEnded(outcome.steps, outcome.reason, outcome.ok, time.time()))
         if unwritten is not None and failure is None:
             return self._outcome(unwritable(unwritten))
         return outcome
 
-    def _outcome(self, failure: Failed | None) -> Outcome:
+    def _outcome(self, failure: Failed | None) -> RunOutcome:
         reason = (
             "finished" if not self._interrupts.count else "stopped" if self._interrupts.count == 1 else "interrupted"
         )
         if failure is not None:
             reason = describe(failure)
         interrupted = failure is None and self._interrupts.count > 0
-        return Outcome(self._steps, reason, failure, interrupted, self._folder.latest())
+        return RunOutcome(self._steps, reason, failure, interrupted, self._folder.latest())
 
 
 def unwritable(error: OSError) -> Failed:

@@ -1,4 +1,4 @@
-"""What a run tells those who watch it: typed records, and the interface of a watcher. Writes nothing itself."""
+"""Records that a run tells those who watch it, and the interface of a watcher. Writes nothing itself."""
 
 from collections.abc import Iterable
 from typing import Literal, Protocol
@@ -7,7 +7,7 @@ from msgspec import Struct, field, structs
 
 
 class RunStarted(Struct, frozen=True, tag="start"):
-    """The workers are ready. facts: seconds of start-up, parameters, rows of data."""
+    """The workers are ready."""
 
     name: str
     graph: str
@@ -15,31 +15,28 @@ class RunStarted(Struct, frozen=True, tag="start"):
     first_step: int
     run_dir: str
     calls: tuple[str, ...]
-    facts: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, float] = field(default_factory=dict)  # seconds of start-up, parameters, rows of data
     time: float = 0.0
 
 
 class Span(Struct, frozen=True, tag="span"):
-    """One call on one worker, from `started` to `ended` (Unix seconds). step -1: outside steps."""
+    """One call on one worker."""
 
     worker: int
     call: str
-    step: int
-    started: float
+    step: int  # -1: outside steps
+    started: float  # Unix seconds
     ended: float
 
 
 class StepRecord(Struct, frozen=True, tag="step"):
-    """A finished step: its metrics by `call/name` and its wall-clock seconds.
-
-    lengths: new tokens of its samples at equal steps of probability, rising; none where nothing was generated.
-    """
+    """A finished step."""
 
     step: int
-    seconds: float
-    metrics: dict[str, float]
+    seconds: float  # of the wall clock
+    metrics: dict[str, float]  # by `call/name`
     time: float = 0.0
-    lengths: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()  # new tokens at equal steps of probability, rising; none where nothing was generated
 
 
 class EvalRecord(Struct, frozen=True, tag="eval"):
@@ -52,7 +49,7 @@ class EvalRecord(Struct, frozen=True, tag="eval"):
 
 
 class Transcript(Struct, frozen=True, tag="transcript"):
-    """Some samples as text, for people. split: train or eval."""
+    """Some samples as text, for people."""
 
     step: int
     text: str
@@ -75,10 +72,10 @@ class Note(Struct, frozen=True, tag="note"):
 
 
 class RunEnded(Struct, frozen=True, tag="end"):
-    """The last record. reason: `finished`, `stopped`, or the error in one line."""
+    """The last record."""
 
     step: int
-    reason: str
+    reason: str  # `finished`, `stopped`, or the error in one line
     ok: bool
     time: float = 0.0
 

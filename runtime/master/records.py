@@ -55,7 +55,7 @@ class Appended:
 
     @property
     def full(self) -> bool:
-        """Whether it is time for `rotate`."""
+        """True where it is time for `rotate`."""
         return self._most is not None and self._file.tell() >= self._most
 
     def rotate(self) -> None:

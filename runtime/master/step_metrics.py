@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from realgraph.graphs.graph import Graph
-from realgraph.runtime.commands.actions import Span, StepEnded
+from realgraph.runtime.commands.actions import CallSpan, StepEnded
 
 
 def flatten(ended: StepEnded, graph: Graph) -> dict[str, float]:
@@ -12,7 +12,7 @@ def flatten(ended: StepEnded, graph: Graph) -> dict[str, float]:
     queue_seconds: from the moment its last producer of the same step ended to its start; negative values (a streaming
     function starts before generation has ended) count as 0.
     """
-    flat = {f"{call}/{name}": metric.value for call, found in ended.metrics.items() for name, metric in found.items()}
+    flat = {f"{call}/{name}": metric.value for call, values in ended.metrics.items() for name, metric in values.items()}
     for call, span in ended.spans.items():
         flat[f"{call}/seconds"] = span.seconds
         flat[f"{call}/queue_seconds"] = queue_seconds(call, ended.spans, graph)
@@ -34,7 +34,7 @@ def flatten(ended: StepEnded, graph: Graph) -> dict[str, float]:
     return flat | {f"version/{role}": float(version) for role, version in ended.versions.items()}
 
 
-def queue_seconds(call: str, spans: Mapping[str, Span], graph: Graph) -> float:
+def queue_seconds(call: str, spans: Mapping[str, CallSpan], graph: Graph) -> float:
     """Seconds between the end of the last producer of this step and the start of `call`."""
     before = [
         spans[edge.producer].ended

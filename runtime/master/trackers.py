@@ -9,7 +9,7 @@ from realgraph.runtime.master.observer import EvalRecord, Observer, RunEnded, Ru
 
 
 class Tracker(Protocol):
-    """What every tracker can do: take the run's settings once, numbers of a step, and end."""
+    """The interface of a tracker: take the run's settings once, numbers of a step, and end."""
 
     def start(self, name: str, settings: dict[str, object]) -> None: ...
 

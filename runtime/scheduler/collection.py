@@ -7,19 +7,37 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 
+from msgspec import Struct
+
 from realgraph.runtime.commands.actions import Action, Send
-from realgraph.runtime.commands.tally import Tally
+from realgraph.runtime.commands.tally import StepTally, TallyNumbers
 from realgraph.runtime.commands.tasks import Task, Tasks
 from realgraph.runtime.job.job import RuntimeSpec
-from realgraph.runtime.scheduler.ledger import Group, Ledger, State
-from realgraph.runtime.scheduler.program import HOME, Program
+from realgraph.runtime.scheduler.ledger import Group, GroupImage, Ledger
+from realgraph.runtime.scheduler.program import GROUP_OWNER, Program
+from realgraph.runtime.scheduler.transitions import GroupState
 from realgraph.runtime.wire.protocol import Abort, Drop, Execute, Generated, Load, Loaded, Sample, SampleSource, Submit
 
-BARREN_BATCHES = 20  # batches of groups in a row that all were left out: the run gives up
+DISCARDED_BATCHES = 20  # batches of groups in a row that all were left out: the run gives up
 
 
 class UnexpectedReply(Exception):
     """A worker answered what it was not asked: a bug of ours, reported like a failure of that worker."""
+
+
+class CollectionImage(Struct, frozen=True):
+    """The groups on their way, as plain data."""
+
+    leaving: tuple[GroupImage, ...]
+    aborted: tuple[int, ...]
+    open: dict[int, int]
+    lightest: tuple[tuple[int, int], ...]
+    busy_until: dict[int, float]
+    n_functions: dict[int, int]
+    tally: int  # its number
+    step: int
+    n_discarded_in_row: int
+    n_skipped: int
 
 
 class Collection:
@@ -35,11 +53,33 @@ class Collection:
         heapq.heapify(self._lightest)
         self._busy_until: dict[int, float] = {}  # worker -> when its queue of functions ends at the latest
         self._n_functions: dict[int, int] = {}  # worker -> tasks of streaming functions in flight
-        self.tally = Tally()
+        self.tally = StepTally()
         self.step = 0  # the next batch: what groups are made for
-        self.n_barren = 0  # groups left out since the last one that was ready
+        self.n_discarded_in_row = 0  # groups left out since the last one that was ready
         self.n_skipped = 0  # of them, those whose prompt was too long
-        self.out: list[Action] = []
+
+    def image(self, tallies: TallyNumbers) -> CollectionImage:
+        """All that it has but the ledger's groups."""
+        return CollectionImage(
+            tuple([group.image for group in self._leaving.values()]),
+            tuple(sorted(self._aborted)),
+            dict(self._open),
+            tuple(self._lightest),
+            dict(self._busy_until),
+            dict(self._n_functions),
+            tallies.of(self.tally),
+            self.step,
+            self.n_discarded_in_row,
+            self.n_skipped,
+        )
+
+    def restore(self, image: CollectionImage, tallies: Sequence[StepTally]) -> None:
+        """Go on from an image."""
+        self._leaving = {group.id: Group.restored(group) for group in image.leaving}
+        self._aborted, self._open, self._lightest = set(image.aborted), dict(image.open), list(image.lightest)
+        self._busy_until, self._n_functions = dict(image.busy_until), dict(image.n_functions)
+        self.tally, self.step = tallies[image.tally], image.step
+        self.n_discarded_in_row, self.n_skipped = image.n_discarded_in_row, image.n_skipped
 
     # --- handing out --------------------------------------------------------------------------------------------------
 
@@ -63,52 +103,54 @@ class Collection:
         else:
             self._tasks.unwatch(worker)
 
-    def admit(self, n_groups: int, version: int, weights: int, now: float) -> None:
+    def admit(self, n_groups: int, version: int, weights: int, now: float) -> list[Action]:
         """Admit `n_groups` at `version` (train steps), evenly over the workers; `weights`: the role's version."""
         by_worker: dict[int, list[int]] = {}
         for _ in range(n_groups):
             worker = self._take_lightest()
             by_worker.setdefault(worker, []).append(self._ledger.admit(worker, version).id)
         call = self._program.generate
+        actions: list[Action] = []
         for worker, groups in by_worker.items():
             command = Submit(call, tuple(groups), weights) if call else Load(tuple(groups))
-            self.out.append(Send(worker, command))
+            actions.append(Send(worker, command))
             self._tasks.watch(worker, now, self.limit_seconds)
+        return actions
 
     @property
     def limit_seconds(self) -> float:
-        """How long a worker may take from one made group to the next."""
+        """The longest that a worker may take from one made group to the next."""
         call = self._program.calls.get(self._program.generate)
         predicted = call.predicted_seconds if call else 0.0
         return max(self._runtime.min_deadline_seconds, self._runtime.deadline_factor * predicted)
 
-    def abort(self) -> None:
+    def abort(self) -> list[Action]:
         """Stop all generation: no step of this run will need what is not made yet. A resumed run makes it again."""
-        by_home: dict[int, list[int]] = {}
+        by_owner: dict[int, list[int]] = {}
         for group in self._ledger.live.values():
-            if group.state is State.ADMITTED:
-                by_home.setdefault(group.home, []).append(group.id)
-        for home, groups in by_home.items():
+            if group.state is GroupState.ADMITTED:
+                by_owner.setdefault(group.owner, []).append(group.id)
+        for owner, groups in by_owner.items():
             self._aborted.update(groups)
-            self._tasks.unwatch(home)
-            self.out.append(Send(home, Abort(tuple(groups))))
+            self._tasks.unwatch(owner)
+        return [Send(owner, Abort(tuple(groups))) for owner, groups in by_owner.items()]
 
     def n_open(self, worker: int) -> int:
         """Groups that `worker` has still to make."""
         return self._open[worker]
 
-    def next_batch(self) -> Tally:
+    def next_batch(self) -> StepTally:
         """A batch has been taken: what was reported of its groups; from now on groups are made for the next step."""
-        tally, self.tally = self.tally, Tally()
+        tally, self.tally = self.tally, StepTally()
         self.step += 1
         return tally
 
     # --- coming back --------------------------------------------------------------------------------------------------
 
-    def arrived(self, reply: Generated | Loaded, version_per_step: int, now: float) -> None:
+    def arrived(self, reply: Generated | Loaded, version_per_step: int, now: float) -> list[Action]:
         """Groups were made, or skipped. version_per_step: train calls a step of the role, 0 where it is frozen."""
         if self._aborted and self._aborted.issuperset((*reply.groups, *reply.skipped)):
-            return  # the answer and the abort have crossed
+            return []  # the answer and the abort have crossed
         groups = [self._expect(number, reply.worker) for number in sorted(reply.groups)]
         skipped = [self._expect(number, reply.worker) for number in reply.skipped]
         samples: dict[int, list[Sample]] = {number: [] for number in reply.groups}
@@ -127,19 +169,19 @@ class Collection:
         if isinstance(reply, Generated):
             self.tally.add(reply.call, reply.metrics, reply.started, reply.ended)
         for group in skipped:
-            self._ledger.discard(group)
+            self._ledger.skip(group)
             self.tally.n_skipped += 1
-            self.n_barren += 1
+            self.n_discarded_in_row += 1
             self.n_skipped += 1
-        self._advance(groups, now)
+        return self._advance(groups, now)
 
     def _expect(self, number: int, worker: int) -> Group:
         group = self._ledger.live.get(number)
-        if group is None or group.home != worker or group.samples:
+        if group is None or group.owner != worker or group.samples:
             raise UnexpectedReply(f"worker {worker} answered for group {number}, which it was not to make")
         return group
 
-    def function_ended(self, task: Task, worker: int, now: float) -> None:
+    def function_ended(self, task: Task, worker: int, now: float) -> list[Action]:
         """A streaming function has run on the groups of `task`."""
         bit = 1 << self._program.stream.index(task.call)
         self._n_functions[worker] -= 1
@@ -157,59 +199,62 @@ class Collection:
                 alive.append(group)
             else:
                 gone += self._leave_out(group)
-        self.drop(gone)
-        self._advance(alive, now)
+        actions = self.drop(gone)
+        actions += self._advance(alive, now)
+        return actions
 
     def _leave_out(self, group: Group) -> list[Group]:
         """Filter `group` out; returned if its keys can be dropped at once."""
-        self._ledger.discard(group)
+        self._ledger.filter_out(group)
         self.tally.n_dropped += 1
-        self.n_barren += 1
+        self.n_discarded_in_row += 1
         if group.running:
             self._leaving[group.id] = group
             return []
         return [group]
 
-    def drop(self, groups: Iterable[Group]) -> None:
-        """Tell the owner workers of `groups` to forget them."""
-        by_home: dict[int, list[int]] = {}
+    def drop(self, groups: Iterable[Group]) -> list[Action]:
+        """Tell the owners of `groups` to forget them."""
+        by_owner: dict[int, list[int]] = {}
         for group in groups:
-            by_home.setdefault(group.home, []).append(group.id)
-        self.out += [Send(home, Drop(tuple(sorted(numbers)))) for home, numbers in by_home.items()]
+            by_owner.setdefault(group.owner, []).append(group.id)
+        return [Send(owner, Drop(tuple(sorted(numbers)))) for owner, numbers in by_owner.items()]
 
     # --- streaming functions ------------------------------------------------------------------------------------------
 
-    def _advance(self, groups: Sequence[Group], now: float) -> None:
-        """Start what these groups (of one home) have become ready for; those through with it are ready for a batch."""
+    def _advance(self, groups: Sequence[Group], now: float) -> list[Action]:
+        """Start what these groups (of one owner) have become ready for; those through with it are ready for a batch."""
+        actions: list[Action] = []
         for index, name in enumerate(self._program.stream):
             bit, needs = 1 << index, self._program.calls[name].needs
             due = [group for group in groups if not group.launched & bit and group.done & needs == needs]
             if due:
-                self._run(name, bit, due, now)
+                actions.append(self._run(name, bit, due, now))
         for group in groups:
             if group.done == self._all:
                 self._ledger.ready(group)
-                self.n_barren = self.n_skipped = 0
+                self.n_discarded_in_row = self.n_skipped = 0
+        return actions
 
-    def _run(self, name: str, bit: int, groups: Sequence[Group], now: float) -> None:
-        """One `Execute` of a streaming function over `groups` of one home."""
-        call, n, home = self._program.calls[name], self._program.samples_per_group, groups[0].home
+    def _run(self, name: str, bit: int, groups: Sequence[Group], now: float) -> Send:
+        """One `Execute` of a streaming function over `groups` of one owner."""
+        call, n, owner = self._program.calls[name], self._program.samples_per_group, groups[0].owner
         ids = tuple([group.id * n + index for group in groups for index in range(n)])
         if call.per_group:
             shares = tuple([ids[start : start + n] for start in range(0, len(ids), n)])
         else:
             shares = tuple([(sample,) for sample in ids])
-        keys = call.reads.get(HOME, ())
+        keys = call.reads.get(GROUP_OWNER, ())
         task = self._tasks.open("stream", name, self.step, self.tally)
         task.groups = tuple([group.id for group in groups])
         for group in groups:
             group.launched |= bit
             group.running += 1
-        seconds = self._function_seconds(home, call.timeout_seconds, len(shares), now)
-        sources = (SampleSource(home, keys, ids),) if keys else ()
+        seconds = self._function_seconds(owner, call.timeout_seconds, len(shares), now)
+        sources = (SampleSource(owner, keys, ids),) if keys else ()
         command = Execute(task.number, name, self.step, shares, sources, deadline_seconds=seconds)
-        self.out.append(Send(home, command))
-        self._tasks.fly(task, (home,), now, seconds)
+        self._tasks.fly(task, (owner,), now, seconds)
+        return Send(owner, command)
 
     def _function_seconds(self, worker: int, timeout: float, n_units: int, now: float) -> float:
         """Until when a function must have ended behind those that its worker already has, in seconds from `now`."""

@@ -5,42 +5,85 @@ generates. The admission rule is AReaL's (arXiv:2505.24298, eq. 3); it counts th
 """
 
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
-from enum import Enum
 from typing import Literal
 
+from msgspec import Struct
+
+from realgraph.runtime.scheduler.transitions import GroupEvent, GroupState, group_after
 from realgraph.runtime.wire.protocol import Sample
 
 Overdue = Literal["mask", "wait", "drop", "allow"]
 
 
-class State(Enum):
-    """admitted -> generated -> ready -> trained, or discarded from any of the first three.
+class GroupImage(Struct, frozen=True):
+    """A group as plain data."""
 
-    A group of a graph that trains nothing is `trained` when its step has ended.
-    """
+    id: int
+    owner: int
+    version: int
+    oldest: int
+    state: GroupState
+    samples: tuple[Sample, ...]
+    launched: int
+    done: int
+    running: int
 
-    ADMITTED = "admitted"
-    GENERATED = "generated"
-    READY = "ready"
-    TRAINED = "trained"
-    DISCARDED = "discarded"
+
+class LedgerImage(Struct, frozen=True):
+    """The ledger as plain data."""
+
+    next_group: int
+    n_trained: int
+    n_discarded: int
+    live: tuple[GroupImage, ...]
+    batched: int
+    again: tuple[int, ...]
+    ready: tuple[tuple[int, int], ...]
+    ages: dict[int, int]
 
 
 class Group:
-    """A prompt group in hand. `home` is the worker that holds it; `version` that of its admission.
+    """A prompt group in hand. `owner` is the worker that holds it; `version` that of its admission.
 
     launched and done are bit sets over the graph's streaming functions; `running` counts those now at work.
     """
 
-    __slots__ = ("done", "home", "id", "launched", "oldest", "running", "samples", "state", "version")
+    __slots__ = ("done", "id", "launched", "oldest", "owner", "running", "samples", "state", "version")
 
-    def __init__(self, number: int, home: int, version: int) -> None:
-        self.id, self.home, self.version, self.oldest = number, home, version, version
-        self.state = State.ADMITTED
+    def __init__(self, number: int, owner: int, version: int) -> None:
+        self.id, self.owner, self.version, self.oldest = number, owner, version, version
+        self.state = GroupState.ADMITTED
         self.samples: tuple[Sample, ...] = ()
         self.launched = self.done = self.running = 0
+
+    def move(self, event: GroupEvent) -> None:
+        """Take `event` in its life. Raises IllegalTransition."""
+        self.state = group_after(self.state, event, self.id)
+
+    @property
+    def image(self) -> GroupImage:
+        """All that is known of it."""
+        return GroupImage(
+            self.id,
+            self.owner,
+            self.version,
+            self.oldest,
+            self.state,
+            self.samples,
+            self.launched,
+            self.done,
+            self.running,
+        )
+
+    @staticmethod
+    def restored(image: GroupImage) -> "Group":
+        """The group of an image."""
+        group = Group(image.id, image.owner, image.version)
+        group.oldest, group.state, group.samples = image.oldest, image.state, image.samples
+        group.launched, group.done, group.running = image.launched, image.done, image.running
+        return group
 
 
 class Ledger:
@@ -68,6 +111,20 @@ class Ledger:
         self._again = deque(sorted(again))
 
     @property
+    def image(self) -> LedgerImage:
+        """All that it has."""
+        live = tuple([group.image for group in self.live.values()])
+        counts = (self.next_group, self.n_trained, self.n_discarded)
+        return LedgerImage(*counts, live, self.batched, tuple(self._again), tuple(self._ready), dict(self._ages))
+
+    def restore_image(self, image: LedgerImage) -> None:
+        """Go on from an image."""
+        self.next_group, self.n_trained, self.n_discarded = image.next_group, image.n_trained, image.n_discarded
+        self.live = {group.id: Group.restored(group) for group in image.live}
+        self.batched, self._again = image.batched, deque(image.again)
+        self._ready, self._ages = list(image.ready), dict(image.ages)
+
+    @property
     def open(self) -> tuple[int, ...]:
         """Groups admitted and neither trained nor discarded, in order."""
         return tuple(sorted([*self.live, *self._again]))
@@ -78,40 +135,45 @@ class Ledger:
         return len(self._ready)
 
     def room(self, version: int, n_steps: int) -> int:
-        """How many more groups may be admitted at `version` in a run of `n_steps`.
+        """Groups that may still be admitted at `version` in a run of `n_steps`.
 
         Candidate N is admitted only while floor((N - 1) / B) <= version + ahead and N <= n_steps x B.
         """
         bound = min(version + self.ahead + 1, n_steps) * self.per_batch
         return max(0, bound - len(self.live) - self.n_trained)
 
-    def admit(self, home: int, version: int) -> Group:
+    def admit(self, owner: int, version: int) -> Group:
         """The next group, from now on in hand."""
         if self._again:
             number = self._again.popleft()
         else:
             number = self.next_group
             self.next_group += 1
-        group = self.live[number] = Group(number, home, version)
+        group = self.live[number] = Group(number, owner, version)
         self._count(version, 1)
         return group
 
     def generated(self, group: Group, samples: tuple[Sample, ...], oldest: int) -> None:
         """All samples of `group` are in a store; `oldest` is the version of their oldest token."""
-        assert group.state is State.ADMITTED, (group.id, group.state)
-        group.state, group.samples, group.oldest = State.GENERATED, samples, oldest
+        group.move(GroupEvent.MADE)
+        group.samples, group.oldest = samples, oldest
 
     def ready(self, group: Group) -> None:
         """All that is computed group by group has been: a batch may take it."""
-        assert group.state is State.GENERATED, (group.id, group.state)
+        group.move(GroupEvent.COMPUTED)
         self._count(group.version, -1)
         self._count(group.oldest, 1)
-        group.state = State.READY
         insort(self._ready, (group.oldest, group.id))
 
-    def discard(self, group: Group) -> None:
-        """Leave the group out for good; its place is free at once."""
-        assert group.state in (State.ADMITTED, State.GENERATED), (group.id, group.state)
+    def skip(self, group: Group) -> None:
+        """Its prompt is too long: leave the group out for good; its place is free at once."""
+        group.move(GroupEvent.SKIPPED)
+        self._count(group.version, -1)
+        self._forget(group)
+
+    def filter_out(self, group: Group) -> None:
+        """A function says so: leave the group out for good; its place is free at once."""
+        group.move(GroupEvent.FILTERED)
         self._count(group.version, -1)
         self._forget(group)
 
@@ -123,7 +185,6 @@ class Ledger:
             del self._ages[version]
 
     def _forget(self, group: Group) -> None:
-        group.state = State.DISCARDED
         del self.live[group.id]
         self.n_discarded += 1
 
@@ -135,12 +196,13 @@ class Ledger:
         groups = [self.live[number] for number in late]
         del self._ready[: len(late)]  # sorted by age: the late ones come first
         for group in groups:
+            group.move(GroupEvent.OVERDUE)
             self._count(group.oldest, -1)
             self._forget(group)
         return groups
 
     def _must_wait(self, step: int, taken: Sequence[tuple[int, int]]) -> bool:
-        """Whether the batch of `step`, made of `taken`, would leave more old groups than can still be trained in time.
+        """True where the batch of `step`, made of `taken`, leaves more old groups than can still be trained in time.
 
         Groups of versions up to i fit into the batches up to step i + staleness. Admission sees to it that they do as
         long as older groups go first, so what is waited for is always on its way.
@@ -169,13 +231,15 @@ class Ledger:
             self._count(oldest, -1)
         del self._ready[: self.per_batch]
         self.batched += self.per_batch
-        return [self.live[number] for number in sorted(number for _, number in taken)]
+        groups = [self.live[number] for number in sorted(number for _, number in taken)]
+        for group in groups:
+            group.move(GroupEvent.TAKEN)
+        return groups
 
     def trained(self, groups: Sequence[Group]) -> None:
         """The step of these groups has ended."""
         for group in groups:
-            assert group.state is State.READY, (group.id, group.state)
-            group.state = State.TRAINED
+            group.move(GroupEvent.STEP_ENDED)
             del self.live[group.id]
         self.n_trained += len(groups)
         self.batched -= len(groups)
@@ -185,9 +249,10 @@ class Ledger:
         assert self.next_group == len(self.live) + len(self._again) + self.n_trained + self.n_discarded
         assert not set(self.live) & set(self._again)
         assert all(number < self.next_group for number in [*self.live, *self._again])
-        n_ready = sum(group.state is State.READY for group in self.live.values())
-        assert n_ready == len(self._ready) + self.batched
+        states = Counter(group.state for group in self.live.values())
+        assert states[GroupState.READY] == len(self._ready)
+        assert states[GroupState.BATCHED] == self.batched
         assert len(self.live) - self.batched == sum(self._ages.values())
-        assert all(self.live[number].state is State.READY for _, number in self._ready)
+        assert all(self.live[number].state is GroupState.READY for _, number in self._ready)
         assert self._ready == sorted(self._ready)
-        assert not any(group.state in (State.TRAINED, State.DISCARDED) for group in self.live.values())
+        assert not any(group.state in (GroupState.TRAINED, GroupState.DISCARDED) for group in self.live.values())

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from realgraph.runtime.job.cursor import minibatch_groups
 from realgraph.runtime.scheduler.ledger import Group
-from realgraph.runtime.scheduler.program import HOME, SHARED, CallPlan
+from realgraph.runtime.scheduler.program import GROUP_OWNER, SHARED, CallPlan
 from realgraph.runtime.wire.protocol import SampleSource
 
 Place = int  # a number of one way in which the batch lies over workers
@@ -45,10 +45,10 @@ class Batch:
         n_own = min((len(sample.own_tokens) for sample in samples), default=0)
         self._own = [[sample.own_tokens[i] for sample in samples] for i in range(n_own)]
         assert len(self.n_tokens) == len(self.ids)
-        owner_workers = [group.home for group in groups for _ in range(samples_per_group)]
-        self._workers = [owner_workers]  # place -> worker of every position; calls that lie alike share one
+        owners = [group.owner for group in groups for _ in range(samples_per_group)]
+        self._workers = [owners]  # place -> worker of every position; calls that lie alike share one
         self._cuts: list[Cut] = [((), False, SHARED)]  # place -> how it is cut
-        self._place: dict[str, Place] = {HOME: 0}  # of what a call wrote
+        self._place: dict[str, Place] = {GROUP_OWNER: 0}  # of what a call wrote
         self._parts: dict[Shape, list[list[int]]] = {}
         self._named: dict[Shape, list[tuple[int, ...]]] = {}
         self._held: dict[tuple[Shape, Place], list[Holders]] = {}
@@ -72,7 +72,7 @@ class Batch:
         return self._parts[shape]
 
     def minibatches(self, call: CallPlan) -> list[list[list[int]]]:
-        """Of a train call with several mini-batches: mini-batch -> rank -> positions."""
+        """Shares of a train call with several mini-batches: mini-batch -> rank -> positions."""
         cuts = []
         for epoch in range(call.epochs):
             for groups in minibatch_groups(len(self.groups), call.minibatches, self.seed, self.step, epoch):
@@ -94,7 +94,7 @@ class Batch:
     # --- who holds what -----------------------------------------------------------------------------------------------
 
     def own(self, call: CallPlan) -> None:
-        """What `call` writes lies with the first worker of each rank, for its part of the whole batch."""
+        """Note that what `call` writes lies with the first worker of each rank, for its part of the whole batch."""
         cut = (call.ranks or (call.workers,), call.whole_groups, call.own)
         if cut in self._cuts:
             self._place[call.name] = self._cuts.index(cut)
@@ -107,12 +107,17 @@ class Batch:
                 workers[position] = rank[0]
         self._workers.append(workers)
 
+    @property
+    def owned(self) -> tuple[str, ...]:
+        """The calls of which `own` has been told, in order."""
+        return tuple([name for name in self._place if name != GROUP_OWNER])
+
     def owners(self, owner: str) -> list[int]:
-        """The worker that holds what `owner` (HOME or a call) wrote, of every position."""
+        """The worker that holds what `owner` (GROUP_OWNER or a call) wrote, of every position."""
         return self._workers[self._place[owner]]
 
     def _places(self, call: CallPlan) -> dict[Place, tuple[str, ...]]:
-        """What `call` reads, by where it lies."""
+        """Keys that `call` reads, by where they lie."""
         keys: dict[Place, tuple[str, ...]] = {}
         for owner, names in call.reads.items():
             place = self._place[owner]
@@ -144,26 +149,26 @@ class Batch:
     def sources_of_ranks(self, call: CallPlan) -> list[tuple[SampleSource, ...]]:
         """`sources` of each rank's part of the whole batch; the look-up is shared by the step's calls."""
         shape = _shape(call)
-        found = []
+        holders = []
         for place, keys in self._places(call).items():
             key = (shape, place)
             if key not in self._held:
                 self._held[key] = [self._holders(place, part) for part in self.whole(*shape)]
-            found.append((keys, self._held[key]))
+            holders.append((keys, self._held[key]))
         return [
-            tuple([SampleSource(worker, keys, ids) for keys, held in found for worker, ids in held[rank]])
+            tuple([SampleSource(worker, keys, ids) for keys, held in holders for worker, ids in held[rank]])
             for rank in range(len(call.ranks))
         ]
 
-    def by_home(self) -> dict[int, list[int]]:
-        """Home worker -> positions of the samples it holds."""
-        owner_workers: dict[int, list[int]] = {}
+    def by_owner(self) -> dict[int, list[int]]:
+        """Owner -> positions of the samples it holds."""
+        positions_of: dict[int, list[int]] = {}
         for position, worker in enumerate(self._workers[0]):
-            owner_workers.setdefault(worker, []).append(position)
-        return owner_workers
+            positions_of.setdefault(worker, []).append(position)
+        return positions_of
 
     def units(self, positions: Sequence[int], per_group: bool) -> tuple[tuple[int, ...], ...]:
-        """Shares of a function: one per sample, or one per group (whole groups lie at one home)."""
+        """Shares of a function: one per sample, or one per group (whole groups lie with one owner)."""
         if not per_group:
             return tuple([(self.ids[position],) for position in positions])
         n = self.per_group

@@ -1,8 +1,8 @@
-"""What the Scheduler needs to know of a graph and its plan, worked out once: who runs each call, and after what.
+"""A graph and its plan as the Scheduler reads them, worked out once: who runs each call, and after what.
 
-Two classes of work: generate, inference and train hold a mesh; functions and advantages are free. Of the free, those
+Two classes of calls: generate, inference and train hold a mesh; functions and advantages are free. Of the free, those
 that see one group at a time and need nothing of the whole batch are *streaming*: they start as soon as their group is
-made, on the worker that made it (its home).
+made, on the worker that made it (its owner).
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from realgraph.planner.plan.plan import Plan
 from realgraph.planner.plan.residency import shares_trained_copy
 from realgraph.runtime.job.job import Job
 
-HOME = ""  # owner of what a group's home worker holds
+GROUP_OWNER = ""  # owner of what lies with the worker that made the group
 KEEP = "keep"  # the group-level key that filters
 SHARED = -1  # the lengths of the tokens that were sampled
 
@@ -29,48 +29,37 @@ CallKind = Literal["generate", "stream", "late", "whole", "inference", "train"]
 
 
 class CallPlan(Struct, frozen=True):
-    """One call. `work`: late = a function per sample or group that needs a batch-wide call; whole = over the batch.
-
-    reads: owner (HOME, or the call whose workers hold the keys) -> keys. after: calls of the same step that come first.
-    workers: all that run it (of stream and late: the groups' owners); ranks: its data-parallel ranks' workers.
-    needs: bit set of the streaming functions that come before this streaming function. ordinal, of train: how many
-    train calls of the role come before it in a step. trainer, owners: the call that trains this call's role and its
-    workers, where this call runs on another copy of the weights and so needs reallocations; else empty. own: whose
-    lengths its samples have: those of `Sample.own_tokens` at this place, or the shared ones.
-    """
+    """One call: on which workers it runs, after what, and where the keys lie that it reads."""
 
     name: str
-    work: CallKind
+    kind: CallKind  # late: a function per sample or group that needs a batch-wide call; whole: over the batch
     role: str
-    reads: dict[str, tuple[str, ...]]
-    after: tuple[str, ...]
-    workers: tuple[int, ...]
-    ranks: tuple[tuple[int, ...], ...] = ()
-    needs: int = 0
-    ordinal: int = 0
-    owners: tuple[int, ...] = ()
-    trainer: str = ""
-    per_group: bool = False
-    whole_groups: bool = False
+    reads: dict[str, tuple[str, ...]]  # owner (GROUP_OWNER, or the call whose workers hold the keys) -> keys
+    after: tuple[str, ...]  # calls of the same step that come first
+    workers: tuple[int, ...]  # all that run it; of stream and late: the groups' owners
+    ranks: tuple[tuple[int, ...], ...] = ()  # its data-parallel ranks' workers
+    needs: int = 0  # of stream: bit set of the streaming functions that come before it
+    ordinal: int = 0  # of train: train calls of the role that come before it in a step
+    trainer_workers: tuple[int, ...] = ()  # those of `trainer`
+    trainer: str = ""  # the train call of its role, where it runs on another copy of the weights: reallocations; or ""
+    per_group: bool = False  # of functions: over whole groups
+    whole_groups: bool = False  # of train: a group's samples are compared, and so stay together
     minibatches: int = 1
     epochs: int = 1
-    own: int = SHARED
-    timeout_seconds: float = 0.0
-    predicted_seconds: float = 0.0
+    own: int = SHARED  # whose lengths its samples have: `Sample.own_tokens` at this place, or the shared ones
+    timeout_seconds: float = 0.0  # of functions
+    predicted_seconds: float = 0.0  # by the plan
 
 
 class Program(Struct, frozen=True):
-    """stream: in an order that respects their keys. batched: every other call but generate, likewise.
-
-    trains: role -> train calls a step. owner_workers: the workers that make or load groups.
-    """
+    """All calls of a graph, sorted by how the Scheduler starts them."""
 
     calls: dict[str, CallPlan]
-    generate: str
-    stream: tuple[str, ...]
-    batched: tuple[str, ...]
-    trains: dict[str, int]
-    owner_workers: tuple[int, ...]
+    generate: str  # the generate call, '' where there is none
+    stream: tuple[str, ...]  # in an order that respects their keys
+    batched: tuple[str, ...]  # every other call but generate, likewise
+    trains: dict[str, int]  # role -> train calls a step
+    owner_workers: tuple[int, ...]  # the workers that make or load groups
     samples_per_group: int
 
     @property
@@ -97,29 +86,29 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
     graph, plan = job.graph, job.plan
     generates = [name for name, call in graph.calls.items() if isinstance(call, Generate)]
     assert len(generates) <= 1, f"several generate calls over the same groups: {', '.join(generates)}"
-    works = _works(graph)
-    _check(graph, plan, works, workers)
-    layouts = {name: plan.allocations[name].layout for name, work in works.items() if _holds(work)}
+    kinds = _kinds(graph)
+    _check(graph, plan, kinds, workers)
+    layouts = {name: plan.allocations[name].layout for name, kind in kinds.items() if _holds(kind)}
     owner_workers, batch_worker = _places(graph, generates, layouts, workers)
-    stream = tuple(name for name, work in works.items() if work == "stream")
+    stream = tuple(name for name, kind in kinds.items() if kind == "stream")
     calls: dict[str, CallPlan] = {}
     trains: dict[str, int] = {}
-    for name, work in works.items():
+    for name, kind in kinds.items():
         call, role = graph.calls[name], graph.role(name)
         layout = layouts.get(name)
-        where = tuple(layout.mesh.devices) if layout else (batch_worker,) if work == "whole" else owner_workers
+        where = tuple(layout.mesh.devices) if layout else (batch_worker,) if kind == "whole" else owner_workers
         calls[name] = CallPlan(
             name=name,
-            work=work,
+            kind=kind,
             role=role,
-            reads=_reads(graph, works, name),
-            after=_after(graph, works, name),
+            reads=_reads(graph, kinds, name),
+            after=_after(graph, kinds, name),
             workers=where,
             ranks=ranks_of(layout) if layout else (),
-            needs=sum(1 << stream.index(p) for p in _producers(graph, name) if works.get(p) == "stream"),
-            ordinal=trains.get(role, 0) if work == "train" else 0,
+            needs=sum(1 << stream.index(p) for p in _producers(graph, name) if kinds.get(p) == "stream"),
+            ordinal=trains.get(role, 0) if kind == "train" else 0,
             trainer=(trainer := _trainer(graph, layouts, name)),
-            owners=tuple(layouts[trainer].mesh.devices) if trainer else (),
+            trainer_workers=tuple(layouts[trainer].mesh.devices) if trainer else (),
             per_group=isinstance(call, Function) and call.over == "group",
             whole_groups=isinstance(call, Train) and any(compares_groups(term) for term in call.loss.terms.values()),
             minibatches=call.minibatches if isinstance(call, Train) else 1,
@@ -128,15 +117,15 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
             timeout_seconds=call.timeout_seconds if isinstance(call, Function) else 0.0,
             predicted_seconds=plan.allocations[name].seconds if layout else 0.0,
         )
-        if work == "train":
+        if kind == "train":
             trains[role] = trains.get(role, 0) + 1
-    batched = tuple(name for name, work in works.items() if work not in ("stream", "generate"))
+    batched = tuple(name for name, kind in kinds.items() if kind not in ("stream", "generate"))
     generate = generates[0] if generates else ""
     return Program(calls, generate, stream, batched, trains, owner_workers, graph.samples_per_group)
 
 
-def _holds(work: CallKind) -> bool:
-    return work in ("generate", "inference", "train")
+def _holds(kind: CallKind) -> bool:
+    return kind in ("generate", "inference", "train")
 
 
 def _producers(graph: Graph, name: str) -> list[str]:
@@ -145,27 +134,27 @@ def _producers(graph: Graph, name: str) -> list[str]:
     return list(dict.fromkeys(key.producer for key in keys if key.producer not in (INPUT, name)))
 
 
-def _works(graph: Graph) -> dict[str, CallKind]:
-    works: dict[str, CallKind] = {}
+def _kinds(graph: Graph) -> dict[str, CallKind]:
+    kinds: dict[str, CallKind] = {}
     for name, call in graph.calls.items():
         match call:
             case Generate():
-                works[name] = "generate"
+                kinds[name] = "generate"
             case Inference():
-                works[name] = "inference"
+                kinds[name] = "inference"
             case Train():
-                works[name] = "train"
+                kinds[name] = "train"
             case Advantage():
-                works[name] = "whole"
+                kinds[name] = "whole"
             case Function(over="batch"):
-                works[name] = "whole"
+                kinds[name] = "whole"
             case Function():
-                early = all(works[producer] in ("generate", "stream") for producer in _producers(graph, name))
-                works[name] = "stream" if early else "late"
-    return works
+                early = all(kinds[producer] in ("generate", "stream") for producer in _producers(graph, name))
+                kinds[name] = "stream" if early else "late"
+    return kinds
 
 
-def _reads(graph: Graph, works: Mapping[str, CallKind], name: str) -> dict[str, tuple[str, ...]]:
+def _reads(graph: Graph, kinds: Mapping[str, CallKind], name: str) -> dict[str, tuple[str, ...]]:
     owners: dict[str, list[str]] = {}
     for key in dict.fromkeys(graph.reads[name]):
         if key not in graph.keys:
@@ -173,20 +162,20 @@ def _reads(graph: Graph, works: Mapping[str, CallKind], name: str) -> dict[str, 
         producer = graph.keys[key].producer
         if producer == name:
             continue
-        at_home = producer == INPUT or works[producer] in ("generate", "stream", "late")
-        owners.setdefault(HOME if at_home else producer, []).append(key)
+        with_group = producer == INPUT or kinds[producer] in ("generate", "stream", "late")
+        owners.setdefault(GROUP_OWNER if with_group else producer, []).append(key)
     return {owner: tuple(keys) for owner, keys in owners.items()}
 
 
-def _after(graph: Graph, works: Mapping[str, CallKind], name: str) -> tuple[str, ...]:
+def _after(graph: Graph, kinds: Mapping[str, CallKind], name: str) -> tuple[str, ...]:
     """Producers of the batch, and for train: what still needs the role's weights as they are in this step."""
-    after = [producer for producer in _producers(graph, name) if works[producer] not in ("generate", "stream")]
-    if works[name] == "train":
+    after = [producer for producer in _producers(graph, name) if kinds[producer] not in ("generate", "stream")]
+    if kinds[name] == "train":
         role = graph.role(name)
-        names = list(works)
-        after += [other for other in names if works[other] == "inference" and graph.role(other) == role]
+        names = list(kinds)
+        after += [other for other in names if kinds[other] == "inference" and graph.role(other) == role]
         earlier = names[: names.index(name)]
-        after += [other for other in earlier if works[other] == "train" and graph.role(other) == role]
+        after += [other for other in earlier if kinds[other] == "train" and graph.role(other) == role]
     return tuple(dict.fromkeys(after))
 
 
@@ -214,8 +203,8 @@ def _places(
     return owner_workers, batch.mesh.first if batch is not None else workers[0]
 
 
-def _check(graph: Graph, plan: Plan, works: Mapping[str, CallKind], workers: Sequence[int]) -> None:
-    late = [name for name in works if KEEP in graph.writes[name] and works[name] != "stream"]
+def _check(graph: Graph, plan: Plan, kinds: Mapping[str, CallKind], workers: Sequence[int]) -> None:
+    late = [name for name in kinds if KEEP in graph.writes[name] and kinds[name] != "stream"]
     if late:
         raise ConfigError(
             Problem(
@@ -226,8 +215,8 @@ def _check(graph: Graph, plan: Plan, works: Mapping[str, CallKind], workers: Seq
             )
             for name in late
         )
-    for name, work in works.items():
-        if _holds(work):
+    for name, kind in kinds.items():
+        if _holds(kind):
             assert name in plan.allocations, f"the plan has no allocation for {name!r}"
             for device in plan.allocations[name].layout.mesh.devices:
                 assert device in workers, f"the plan puts {name!r} on device {device}, which has no worker"

@@ -20,16 +20,18 @@ from realgraph.runtime.commands.actions import (
     Tick,
     WorkerLost,
 )
+from realgraph.runtime.commands.tally import StepTally, TallyNumbers
 from realgraph.runtime.commands.tasks import Task, Tasks
 from realgraph.runtime.job.job import Job
-from realgraph.runtime.scheduler.borders import Borders
-from realgraph.runtime.scheduler.boundary import Boundary
-from realgraph.runtime.scheduler.collection import BARREN_BATCHES, Collection, UnexpectedReply
+from realgraph.runtime.scheduler.boundary_runner import BoundaryRunner
+from realgraph.runtime.scheduler.collection import DISCARDED_BATCHES, Collection, UnexpectedReply
 from realgraph.runtime.scheduler.devices import Devices
+from realgraph.runtime.scheduler.image import SchedulerImage
 from realgraph.runtime.scheduler.ledger import Ledger
 from realgraph.runtime.scheduler.placement import Batch
 from realgraph.runtime.scheduler.program import make_program
-from realgraph.runtime.scheduler.steps import Steps, summary
+from realgraph.runtime.scheduler.step_boundary import StepBoundary
+from realgraph.runtime.scheduler.steps import OpenSteps, summary
 from realgraph.runtime.wire.protocol import (
     Bye,
     Done,
@@ -62,58 +64,86 @@ class Scheduler:
         self._job, self._workers, self._n_rows, self._n_eval_rows = job, tuple(workers), n_rows, n_eval_rows
         self._program = make_program(job, workers)
         self._fresh = state is None
-        self._border = state or Checkpointed(0, dict.fromkeys(self._program.trains, 0), 0, 0, 0, 0)
-        first = self._border.step
+        self._last_state = state or Checkpointed(0, dict.fromkeys(self._program.trains, 0), 0, 0, 0)
+        first = self._last_state.step
         # what frozen weights made, or was only loaded, never gets too old
         overdue = job.overdue if self._program.trains_of_generator else "allow"
         self._ledger = Ledger(job.batch.groups, job.staleness, overdue, job.plan.staleness)
         self._ledger.restore(
-            self._border.next_group, self._border.open, self._border.n_trained, self._border.n_discarded
+            self._last_state.next_group, self._last_state.open, self._last_state.n_trained, self._last_state.n_discarded
         )
-        self._tasks = Tasks(self._border.next_task)
-        self._borders = Borders(job, first, n_eval_rows)
-        self._borders.best_step, self._borders.best_value = self._border.best_step, self._border.best_value
-        self._borders.evaluated_step = self._border.evaluated_step
+        self._tasks = Tasks()
+        self._boundary = StepBoundary(job, first, n_eval_rows)
+        self._boundary.best_step, self._boundary.best_value = self._last_state.best_step, self._last_state.best_value
+        self._boundary.evaluated_step = self._last_state.evaluated_step
         self._collection = Collection(self._program, self._ledger, self._tasks, job.runtime)
         self._collection.step = first
-        self._steps = Steps(job, self._program, self._tasks, self._border)
-        self._devices = Devices(job, self._program, self._steps, self._collection, self._border)
-        self._boundary = Boundary(job, self._program, self._borders, self._steps, self._devices)
+        self._steps = OpenSteps(job, self._program, self._tasks, self._last_state)
+        self._devices = Devices(job, self._program, self._steps, self._collection, self._last_state)
+        self._boundary_runner = BoundaryRunner(job, self._program, self._boundary, self._steps, self._devices)
         self._n_discarded = self._ledger.n_discarded  # when the last pump after an answer began
         self._halted = False
-        self._out: list[Action] = []
-        self._collection.out = self._steps.out = self._boundary.out = self._out
 
     # --- the interface ------------------------------------------------------------------------------------------------
 
     def start(self, now: float) -> list[Action]:
         """The first commands. Times are seconds of any clock that never goes back."""
-        self._borders.began(now)
+        self._boundary.began(now)
         if self._fresh:
-            self._borders.started()
+            self._boundary.started()
         else:
-            self._borders.resumed(self._border.step)
-        self._pump(now)
-        return self._flush()
+            self._boundary.resumed(self._last_state.step)
+        return _without_sends_after_a_failure(self._pump(now))
 
     def on(self, event: Event, now: float) -> list[Action]:
-        """What is to be done about `event`; nothing any more after a Halt."""
-        if not self._halted:
-            try:
-                self._handle(event, now)
-            except UnexpectedReply as error:
-                worker = getattr(event, "worker", -1)
-                self._halt(Failed(worker, getattr(event, "call", ""), str(error), kind="worker"))
-        return self._flush()
+        """Actions that answer `event`; none any more after a Halt."""
+        if self._halted:
+            return []
+        try:
+            actions = self._handle(event, now)
+        except UnexpectedReply as error:
+            worker = getattr(event, "worker", -1)
+            actions = self._halt(Failed(worker, getattr(event, "call", ""), str(error), kind="worker"))
+        return _without_sends_after_a_failure(actions) if self._halted else actions
 
     def deadline(self) -> float | None:
-        """When the next Tick is needed; None where nothing is awaited."""
+        """The time at which the next Tick is needed; None where nothing is awaited."""
         return None if self._halted else self._tasks.deadline()
 
     @property
     def state(self) -> Checkpointed:
-        """Of the last step border: a fresh Scheduler goes on from there."""
-        return self._border
+        """State of the last step boundary: a fresh Scheduler goes on from there."""
+        return self._last_state
+
+    @property
+    def image(self) -> SchedulerImage:
+        """The whole state of a Scheduler that has not halted: `restore` gives one that acts alike."""
+        numbers = TallyNumbers()
+        collection, steps = self._collection.image(numbers), self._steps.image(numbers)
+        return SchedulerImage(
+            last_state=self._last_state,
+            ledger=self._ledger.image,
+            tasks=self._tasks.image(numbers),
+            collection=collection,
+            steps=steps,
+            devices=self._devices.image,
+            boundary=self._boundary.image,
+            boundary_task=self._boundary_runner.task,
+            n_discarded=self._n_discarded,
+            tallies=numbers.images,
+        )
+
+    def restore(self, image: SchedulerImage) -> None:
+        """Go on from the image of a Scheduler of the same job, workers, data and first state."""
+        tallies = [StepTally.restored(tally) for tally in image.tallies]
+        self._last_state, self._n_discarded = image.last_state, image.n_discarded
+        self._ledger.restore_image(image.ledger)
+        self._tasks.restore(image.tasks, tallies)
+        self._collection.restore(image.collection, tallies)
+        self._steps.restore(image.steps, self._ledger.live, tallies)
+        self._devices.restore(image.devices)
+        self._boundary.restore(image.boundary)
+        self._boundary_runner.task = image.boundary_task
 
     def check(self) -> None:
         """Assert what is always true of the Scheduler's own state (for tests: it looks at everything)."""
@@ -121,47 +151,43 @@ class Scheduler:
         self._steps.check()
         self._devices.check()
 
-    def _flush(self) -> list[Action]:
-        actions = list(self._out)
-        self._out.clear()
-        return actions
-
     # --- events -------------------------------------------------------------------------------------------------------
 
-    def _handle(self, event: Event, now: float) -> None:
+    def _handle(self, event: Event, now: float) -> list[Action]:
+        """First what the event itself brings, then what can start after it."""
         match event:
             case Done():
-                self._done(event, now)
+                return self._done(event, now)
             case Generated() | Loaded():
-                self._arrived(event, now)
+                return self._arrived(event, now)
             case Failed():
-                self._halt(event)
+                return self._halt(event)
             case WorkerLost():
-                self._lost(event)
+                return self._lost(event)
             case Tick():
-                self._tick(now)
+                return self._tick(now)
             case StopRequested():
-                self._stop()
-                self._pump(now)
+                return self._stop() + self._pump(now)
             case Hello() | Ready() | Heartbeat() | Bye():
-                pass  # the master's affair
+                return []  # the master's affair
             case _:
                 assert_never(event)
 
-    def _arrived(self, reply: Generated | Loaded, now: float) -> None:
+    def _arrived(self, reply: Generated | Loaded, now: float) -> list[Action]:
         if isinstance(reply, Generated) and reply.call != self._program.generate:
             raise UnexpectedReply(f"worker {reply.worker} generated by {reply.call!r}, which is no generate call")
-        self._collection.arrived(reply, self._program.trains_of_generator, now)
-        self._pump_if_moved(now)
+        actions = self._collection.arrived(reply, self._program.trains_of_generator, now)
+        actions += self._pump_if_moved(now)
+        return actions
 
-    def _done(self, reply: Done, now: float) -> None:
+    def _done(self, reply: Done, now: float) -> list[Action]:
         task = self._tasks.flying.get(reply.task)
         if task is None or reply.worker not in task.waiting:
             raise UnexpectedReply(f"worker {reply.worker} answered task {reply.task}, which it was not given")
         task.waiting.discard(reply.worker)
-        if task.work != "stream" and reply.worker in self._tasks.watches:
+        if task.kind != "stream" and reply.worker in self._tasks.watches:
             self._tasks.watch(reply.worker, now, self._collection.limit_seconds)  # it goes on generating from here
-        name = "reallocate" if task.work == "reallocate" else task.call
+        name = "reallocate" if task.kind == "reallocate" else task.call
         task.tally.add(name, reply.metrics, reply.started, reply.ended)
         if reply.transcripts:
             task.tally.transcripts.extend(reply.transcripts)
@@ -170,18 +196,16 @@ class Scheduler:
         if reply.kept:
             task.kept.update(reply.kept)
         if task.waiting:
-            return
+            return []
         self._tasks.close(task)
-        self._ended(task, reply.worker, now)
-        if task.work == "stream":
-            self._pump_if_moved(now)
-        else:
-            self._pump(now)
+        actions = self._ended(task, reply.worker, now)
+        actions += self._pump_if_moved(now) if task.kind == "stream" else self._pump(now)
+        return actions
 
-    def _ended(self, task: Task, worker: int, now: float) -> None:
-        match task.work:
+    def _ended(self, task: Task, worker: int, now: float) -> list[Action]:
+        match task.kind:
             case "stream":
-                self._collection.function_ended(task, worker, now)
+                return self._collection.function_ended(task, worker, now)
             case "call":
                 call = self._program.calls[task.call]
                 self._steps.ended(task)
@@ -192,34 +216,31 @@ class Scheduler:
             case "evaluate":
                 metrics = task.tally.metrics.get(task.call, {})
                 self._devices.turns.release(task.number)
-                self._boundary.done()
-                best = self._borders.judge(task.step, metrics)
-                self._out.append(EvalEnded(task.step, metrics, best, tuple(task.tally.transcripts)))
+                self._boundary_runner.done()
+                best = self._boundary.judge(task.step, metrics)
+                return [EvalEnded(task.step, metrics, best, tuple(task.tally.transcripts))]
             case "save":
-                self._boundary.done()
-                self._borders.was_saved(task.step, now)
-                self._out.append(CheckpointWritten(task.step, self._boundary.folder(task.step), self._snapshot()))
+                self._boundary_runner.done()
+                self._boundary.was_saved(task.step, now)
+                return [CheckpointWritten(task.step, self._boundary_runner.folder(task.step), self._snapshot())]
+        return []
 
-    def _stop(self) -> None:
+    def _stop(self) -> list[Action]:
         """End after the step in hand: the last one of which anything has been started."""
         done = self._steps.completed
         begun = self._devices.session is not None or bool(self._ledger.live)
-        self._borders.stop_after(max(done + 1 if begun else done, self._steps.newest_train + 1))
-        if self._devices.abandon_session(self._borders.target):
-            self._collection.abort()
+        self._boundary.stop_after(max(done + 1 if begun else done, self._steps.newest_train + 1))
+        return self._collection.abort() if self._devices.abandon_session(self._boundary.target) else []
 
     # --- ends ---------------------------------------------------------------------------------------------------------
 
-    def _halt(self, error: Failed | None, reason: str = "") -> None:
-        """The end. After an error nothing that was still to be sent is sent."""
+    def _halt(self, error: Failed | None, reason: str = "") -> list[Action]:
         self._halted = True
-        if error is not None:
-            self._out[:] = [action for action in self._out if not isinstance(action, Send)]
-        self._out.append(Halt(error, reason or (failures.failed_text(error) if error else "finished")))
+        return [Halt(error, reason or (failures.failed_text(error) if error else "finished"))]
 
-    def _lost(self, event: WorkerLost) -> None:
+    def _lost(self, event: WorkerLost) -> list[Action]:
         tasks = self._tasks.of(event.worker)
-        task = next((task for task in tasks if task.work != "stream"), tasks[0] if tasks else None)
+        task = next((task for task in tasks if task.kind != "stream"), tasks[0] if tasks else None)
         if task is not None:
             doing, call = f"while it ran {failures.doing_text(task)}", task.call
         elif event.worker in self._tasks.watches:
@@ -228,132 +249,154 @@ class Scheduler:
         else:
             doing, call = "between two calls", ""
         error = failures.lost(event.worker, event.reason, doing, call)
-        self._halt(error, error.error)
+        return self._halt(error, error.error)
 
-    def _tick(self, now: float) -> None:
+    def _tick(self, now: float) -> list[Action]:
         late = self._tasks.overdue(now)
         while isinstance(late, int) and self._stands_still(late):
             self._tasks.watch(late, now, self._collection.limit_seconds)
             late = self._tasks.overdue(now)
         if late is None:
-            return
+            return []
         if isinstance(late, int):
             since = self._tasks.watches[late][0]
             error = failures.silent(late, self._program.generate, self._collection.n_open(late), now - since)
         else:
             error = failures.late(late, now)
-        self._halt(error, error.error)
+        return self._halt(error, error.error)
 
     def _stands_still(self, worker: int) -> bool:
-        """Whether the groups of `worker` wait with their tokens: their session is closed, so that its mesh runs other
-        calls, or the worker has another command, whose deadline is its own."""
+        """True where the groups of `worker` wait with their tokens.
+
+        Their session is closed, so that its mesh runs other calls, or the worker has another command, whose deadline
+        is its own.
+        """
         if not self._program.generate:
             return False
-        return self._devices.session is None or any(task.work != "stream" for task in self._tasks.of(worker))
+        return self._devices.session is None or any(task.kind != "stream" for task in self._tasks.of(worker))
 
-    def _give_up_if_barren(self) -> None:
-        n, n_skipped = self._collection.n_barren, self._collection.n_skipped
-        if n >= BARREN_BATCHES * self._job.batch.groups or n_skipped >= self._n_rows:
-            error = failures.barren(self._workers[0], self._program.generate, n, n_skipped)
-            self._halt(error, error.error)
+    def _give_up_if_all_discarded(self) -> list[Action]:
+        n, n_skipped = self._collection.n_discarded_in_row, self._collection.n_skipped
+        if n >= DISCARDED_BATCHES * self._job.batch.groups or n_skipped >= self._n_rows:
+            error = failures.all_discarded(self._workers[0], self._program.generate, n, n_skipped)
+            return self._halt(error, error.error)
+        return []
 
     def _snapshot(self) -> Checkpointed:
         return Checkpointed(
             step=self._steps.completed,
             versions=dict(self._devices.versions),
             next_group=self._ledger.next_group,
-            next_task=self._tasks.next_task,
             n_trained=self._ledger.n_trained,
             n_discarded=self._ledger.n_discarded,
             open=self._ledger.open,
             carried={call: dict(numbers) for call, numbers in self._steps.carried.items()},
-            best_step=self._borders.best_step,
-            best_value=self._borders.best_value,
-            evaluated_step=self._borders.evaluated_step,
+            best_step=self._boundary.best_step,
+            best_value=self._boundary.best_value,
+            evaluated_step=self._boundary.evaluated_step,
             copies=dict(self._devices.copies),
         )
 
     # --- going on -----------------------------------------------------------------------------------------------------
 
-    def _pump_if_moved(self, now: float) -> None:
+    def _pump_if_moved(self, now: float) -> list[Action]:
         """After groups came a step further: look around only if there may be a new batch, a free place, or a stall."""
         n_discarded = self._ledger.n_discarded
         enough = self._ledger.n_ready >= self._job.batch.groups
         if enough or n_discarded != self._n_discarded or not (self._tasks.flying or self._tasks.watches):
             self._n_discarded = n_discarded
-            self._pump(now)
+            return self._pump(now)
+        return []
 
-    def _pump(self, now: float) -> None:
+    def _pump(self, now: float) -> list[Action]:
         """Start all that can be started."""
-        if not self._halted and self._collection.n_barren:
-            self._give_up_if_barren()
-        while not self._halted and self._advance(now):
-            pass
+        actions: list[Action] = []
+        if not self._halted and self._collection.n_discarded_in_row:
+            actions += self._give_up_if_all_discarded()
+        while not self._halted:
+            moved = self._advance(now)
+            if moved is None:
+                if not self._halted:
+                    actions += self._admit(now)
+                break
+            actions += moved
         if not self._halted and not self._tasks.flying and not self._tasks.watches:
-            heads = self._devices.turns.heads(self._barrier, self._borders.target)
+            heads = self._devices.turns.heads(self._barrier, self._boundary.target)
             error = failures.stalled(self._workers[0], [f"{head.call} of step {head.step}" for head in heads])
-            self._halt(error, error.error)
+            actions += self._halt(error, error.error)
+        return actions
 
     @property
     def _barrier(self) -> int:
-        return self._borders.barrier(self._steps.completed)
+        return self._boundary.barrier(self._steps.completed)
 
-    def _advance(self, now: float) -> bool:
-        """One round; whether anything happened that may let something else start."""
-        moved = self._assemble()
-        moved |= self._steps.start_free(self._barrier, now)
-        moved |= self._end_step(now)
-        self._borders.end_with_save(self._steps.completed)
-        if self._borders.queue:
-            moved |= self._boundary.work(self._workers, self._n_eval_rows, now)
-        elif self._steps.completed >= self._borders.target:
-            self._halt(None, "stopped" if self._borders.stopping else "finished")
-            return False
+    def _advance(self, now: float) -> list[Action] | None:
+        """One round, in this order: batches, free calls, the end of a step, then a boundary's work or the next turns.
+
+        None where nothing happened that may let something else start.
+        """
+        batched = self._assemble()
+        free = self._steps.start_free(self._barrier, now)
+        ended = self._end_step(now)
+        self._boundary.end_with_save(self._steps.completed)
+        if self._boundary.queue:
+            last = self._boundary_runner.work(self._workers, self._n_eval_rows, now)
+        elif self._steps.completed >= self._boundary.target:
+            last = self._halt(None, "stopped" if self._boundary.stopping else "finished")
         else:
-            moved |= self._devices.take_turns(self._barrier, self._borders.target, now)
-        if not moved:
-            self._admit(now)
-        return moved
+            last = self._devices.take_turns(self._barrier, self._boundary.target, now)
+        if batched is None and not free and ended is None:
+            return last
+        return [*(batched or ()), *free, *(ended or ()), *(last or ())]
 
-    def _admit(self, now: float) -> None:
+    def _admit(self, now: float) -> list[Action]:
         if self._program.generate:
             if self._devices.session is None:
-                return
-        elif self._borders.queue:
-            return  # so that no group is in hand at a checkpoint
+                return []
+        elif self._boundary.queue:
+            return []  # so that no group is in hand at a checkpoint
         weights = self._devices.generator_weights
         version = self._devices.admission_version
-        room = self._ledger.room(version, self._borders.target)
-        if room:
-            self._collection.admit(room, version, weights, now)
+        room = self._ledger.room(version, self._boundary.target)
+        return self._collection.admit(room, version, weights, now) if room else []
 
-    def _assemble(self) -> bool:
-        """Make batches of the ready groups, and close the session that made the last of them."""
+    def _assemble(self) -> list[Action] | None:
+        """Make batches of the ready groups, and close the session that made the last of them; None: no batch."""
         moved = False
-        while self._collection.step < self._borders.target:
+        actions: list[Action] = []
+        while self._collection.step < self._boundary.target:
             step = self._collection.step
             overdue = self._ledger.overdue_groups(step)
-            self._collection.tally.n_dropped += len(overdue)
-            self._collection.drop(overdue)
+            if overdue:
+                self._collection.tally.n_dropped += len(overdue)
+                actions += self._collection.drop(overdue)
             groups = self._ledger.batch(step)
             if groups is None:
-                return moved
+                break
             batch = Batch(step, groups, self._program.samples_per_group, self._job.seed)
             self._steps.begin(batch, self._collection.next_batch())
             self._devices.close_session(step)
             moved = True
-        return moved
+        return actions if moved or actions else None
 
-    def _end_step(self, now: float) -> bool:
-        """Close the oldest open step, if all its calls have ended and nothing of the border before it is left."""
-        ended = None if self._borders.queue else self._steps.end()
+    def _end_step(self, now: float) -> list[Action] | None:
+        """Close the oldest open step, if all its calls have ended and nothing of the boundary before it is left."""
+        ended = None if self._boundary.queue else self._steps.end()
         if ended is None:
-            return False
+            return None
         batch, tally = ended
-        self._out += [Send(worker, Drop(groups)) for worker, groups in batch.holdings().items()]
         self._ledger.trained(batch.groups)
-        self._out.append(summary(batch, tally, self._devices.versions))
-        self._border = self._snapshot()
+        self._last_state = self._snapshot()
         completed = self._steps.completed
-        self._borders.ended(completed, max(completed, self._steps.newest_train + 1), now)
-        return True
+        self._boundary.ended(completed, max(completed, self._steps.newest_train + 1), now)
+        drops = [Send(worker, Drop(groups)) for worker, groups in batch.holdings().items()]
+        return [*drops, summary(batch, tally, self._devices.versions)]
+
+
+def _without_sends_after_a_failure(actions: list[Action]) -> list[Action]:
+    """The actions of an event; where they end in an error, nothing that was still to be sent is sent."""
+    match actions:
+        case [*_, Halt(error=Failed())]:
+            return [action for action in actions if not isinstance(action, Send)]
+        case _:
+            return actions

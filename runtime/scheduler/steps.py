@@ -3,18 +3,41 @@
 import math
 from collections.abc import Mapping, Sequence
 
+from msgspec import Struct
+
 from realgraph.planner.costs.lengths import quantiles
 from realgraph.runtime.commands.actions import Action, Checkpointed, Send, StepEnded
-from realgraph.runtime.commands.tally import Tally
+from realgraph.runtime.commands.tally import StepTally, TallyNumbers
 from realgraph.runtime.commands.tasks import Task, TaskKind, Tasks
 from realgraph.runtime.job.job import Job
+from realgraph.runtime.scheduler.ledger import Group
 from realgraph.runtime.scheduler.placement import Batch
 from realgraph.runtime.scheduler.program import CallPlan, Program
 from realgraph.runtime.wire.protocol import Execute, Mean, SampleSource
 
 Part = tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[SampleSource, ...]]  # (workers, shares, sources)
 
-SHOWN_LENGTHS = 32  # quantiles that a step tells of its samples' lengths
+LENGTH_QUANTILES = 32  # that a step tells of its samples' lengths
+
+
+class StepImage(Struct, frozen=True):
+    """A step in hand as plain data; its batch is made again of its groups."""
+
+    step: int
+    groups: tuple[int, ...]
+    owned: tuple[str, ...]  # calls whose keys lie with their own workers
+    started: tuple[str, ...]
+    done: tuple[str, ...]
+    tally: int  # its number
+
+
+class OpenStepsImage(Struct, frozen=True):
+    """The steps in hand as plain data."""
+
+    completed: int
+    newest_train: int
+    carried: dict[str, dict[str, float]]
+    open: tuple[StepImage, ...]
 
 
 class _Step:
@@ -22,13 +45,13 @@ class _Step:
 
     __slots__ = ("batch", "done", "started", "tally")
 
-    def __init__(self, batch: Batch, tally: Tally) -> None:
+    def __init__(self, batch: Batch, tally: StepTally) -> None:
         self.batch, self.tally = batch, tally
         self.started: set[str] = set()
         self.done: set[str] = set()
 
 
-class Steps:
+class OpenSteps:
     """Steps from their batch to their end. `completed` steps have ended; `carried` numbers go from one to the next."""
 
     def __init__(self, job: Job, program: Program, tasks: Tasks, state: Checkpointed) -> None:
@@ -38,24 +61,50 @@ class Steps:
         self.carried: dict[str, dict[str, float]] = dict(state.carried)
         self.longest_seconds = max((call.predicted_seconds for call in program.calls.values()), default=0.0)
         self._open: dict[int, _Step] = {}
-        self.out: list[Action] = []
 
     def limit(self, predicted_seconds: float) -> float:
-        """How long what is predicted to take so long may take."""
+        """The longest that a call may take that is predicted to take so long."""
         runtime = self._job.runtime
         return max(runtime.min_deadline_seconds, runtime.deadline_factor * predicted_seconds)
 
-    def open(self, work: TaskKind, call: str, step: int) -> Task:
+    def open(self, kind: TaskKind, call: str, step: int) -> Task:
         """A task that belongs to no step in hand."""
-        return self.tasks.open(work, call, step, Tally())
+        return self.tasks.open(kind, call, step, StepTally())
 
     def fly(self, task: Task, workers: Sequence[int], now: float, predicted_seconds: float) -> None:
         """`workers` have got the commands of `task`."""
         self.tasks.fly(task, workers, now, self.limit(predicted_seconds))
 
+    def image(self, tallies: TallyNumbers) -> OpenStepsImage:
+        """All that they have."""
+        steps = [
+            StepImage(
+                number,
+                tuple([group.id for group in step.batch.groups]),
+                step.batch.owned,
+                tuple(sorted(step.started)),
+                tuple(sorted(step.done)),
+                tallies.of(step.tally),
+            )
+            for number, step in self._open.items()
+        ]
+        carried = {call: dict(numbers) for call, numbers in self.carried.items()}
+        return OpenStepsImage(self.completed, self.newest_train, carried, tuple(steps))
+
+    def restore(self, image: OpenStepsImage, groups: Mapping[int, Group], tallies: Sequence[StepTally]) -> None:
+        """Go on from an image; groups: the ledger's."""
+        self.completed, self.newest_train, self.carried = image.completed, image.newest_train, dict(image.carried)
+        for entry in image.open:
+            members = [groups[number] for number in entry.groups]
+            batch = Batch(entry.step, members, self._program.samples_per_group, self._job.seed)
+            for name in entry.owned:
+                batch.own(self._program.calls[name])
+            step = self._open[entry.step] = _Step(batch, tallies[entry.tally])
+            step.started, step.done = set(entry.started), set(entry.done)
+
     # --- the life of a step -------------------------------------------------------------------------------------------
 
-    def begin(self, batch: Batch, tally: Tally) -> None:
+    def begin(self, batch: Batch, tally: StepTally) -> None:
         """The batch of the next step is there."""
         self._open[batch.step] = _Step(batch, tally)
 
@@ -65,7 +114,7 @@ class Steps:
         if task.state:
             self.carried[task.call] = dict(task.state)
 
-    def end(self) -> tuple[Batch, Tally] | None:
+    def end(self) -> tuple[Batch, StepTally] | None:
         """Close the oldest step, if every call of it has ended."""
         step = self._open.get(self.completed)
         if step is None or len(step.done) < len(self._program.batched):
@@ -85,7 +134,7 @@ class Steps:
     # --- starting calls -----------------------------------------------------------------------------------------------
 
     def may_run(self, call: CallPlan, step: int, versions: Mapping[str, int]) -> bool:
-        """Whether `call` of `step` has its batch, its keys and the very version of the weights that it needs."""
+        """True where `call` of `step` has its batch, its keys and the very version of the weights that it needs."""
         at = self._open.get(step)
         if at is None or call.name in at.started or not at.done.issuperset(call.after):
             return False
@@ -93,9 +142,9 @@ class Steps:
             return True
         return versions[call.role] == step * self._program.trains[call.role] + call.ordinal
 
-    def start_free(self, barrier: int, now: float) -> bool:
+    def start_free(self, barrier: int, now: float) -> list[Action]:
         """Start the functions and advantages whose keys are there. Calls over the batch wait at the barrier."""
-        moved = False
+        actions: list[Action] = []
         previous: _Step | None = None
         for number in sorted(self._open):
             step = self._open[number]
@@ -103,25 +152,24 @@ class Steps:
                 call = self._program.calls[name]
                 if call.ranks or name in step.started or not step.done.issuperset(call.after):
                     continue
-                if call.work == "whole" and number > barrier:
+                if call.kind == "whole" and number > barrier:
                     continue
                 if previous is not None and name not in previous.done:
                     continue
-                self.start(name, number, {}, now)
-                moved = True
+                actions += self.start(name, number, {}, now)[1]
             previous = step
-        return moved
+        return actions
 
-    def start(self, name: str, number: int, versions: Mapping[str, int], now: float) -> Task:
-        """Send `name` of step `number` to its workers."""
+    def start(self, name: str, number: int, versions: Mapping[str, int], now: float) -> tuple[Task, list[Action]]:
+        """The task of `name` of step `number`, and its commands to its workers."""
         call, step = self._program.calls[name], self._open[number]
         task = self.tasks.open("call", name, number, step.tally)
-        match call.work:
+        match call.kind:
             case "inference" | "train":
                 parts = _parts_of_mesh(call, step.batch)
                 seconds = self.limit(call.predicted_seconds)
             case "late":
-                parts = _parts_at_owners(call, step.batch)
+                parts = _parts_of_owners(call, step.batch)
                 most = max(len(shares) for _, shares, _ in parts)
                 queue = call.timeout_seconds * math.ceil(most / self._job.runtime.function_processes)
                 seconds = queue + self._job.runtime.min_deadline_seconds
@@ -129,29 +177,30 @@ class Steps:
                 parts = _parts_of_whole(call, step.batch)
                 seconds = self.limit(self.longest_seconds) + call.timeout_seconds
         version, state = versions.get(call.role, 0), self.carried.get(name, {})
-        send, workers = self.out.append, []
+        actions: list[Action] = []
+        workers: list[int] = []
         for members, shares, sources in parts:
             command = Execute(task.number, name, number, shares, sources, version, state, seconds)
             for worker in members:
-                send(Send(worker, command))
+                actions.append(Send(worker, command))
                 workers.append(worker)
         self.tasks.fly(task, workers, now, seconds)
         step.started.add(name)
-        if call.work == "train":
+        if call.kind == "train":
             self.newest_train = max(self.newest_train, number)
-        return task
+        return task, actions
 
 
 def _parts_of_mesh(call: CallPlan, batch: Batch) -> list[Part]:
     """One part per data-parallel rank: its share of every mini-batch."""
     if call.minibatches == 1:
-        if call.work == "inference":
+        if call.kind == "inference":
             batch.own(call)
         parts = batch.whole_named(call)
-        found = batch.sources_of_ranks(call)
+        sources_of_ranks = batch.sources_of_ranks(call)
         return [
             (workers, (part,) * call.epochs, sources)
-            for workers, part, sources in zip(call.ranks, parts, found, strict=True)
+            for workers, part, sources in zip(call.ranks, parts, sources_of_ranks, strict=True)
         ]
     cuts = batch.minibatches(call)
     mesh: list[Part] = []
@@ -162,11 +211,11 @@ def _parts_of_mesh(call: CallPlan, batch: Batch) -> list[Part]:
     return mesh
 
 
-def _parts_at_owners(call: CallPlan, batch: Batch) -> list[Part]:
-    """One part per home: the groups that it holds."""
+def _parts_of_owners(call: CallPlan, batch: Batch) -> list[Part]:
+    """One part per owner: the groups that it holds."""
     return [
-        ((home,), batch.units(positions, call.per_group), batch.sources(call, positions))
-        for home, positions in sorted(batch.by_home().items())
+        ((owner,), batch.units(positions, call.per_group), batch.sources(call, positions))
+        for owner, positions in sorted(batch.by_owner().items())
     ]
 
 
@@ -177,8 +226,8 @@ def _parts_of_whole(call: CallPlan, batch: Batch) -> list[Part]:
     return [(call.workers, (tuple(batch.ids),), batch.sources(call, positions))]
 
 
-def summary(batch: Batch, tally: Tally, versions: Mapping[str, int]) -> StepEnded:
-    """What is told of a step that has ended."""
+def summary(batch: Batch, tally: StepTally, versions: Mapping[str, int]) -> StepEnded:
+    """The report of a step that has ended."""
     ages = [batch.step - group.oldest for group in batch.groups]
     lengths = [sample.n_new_tokens for group in batch.groups for sample in group.samples]
     return StepEnded(
@@ -195,5 +244,5 @@ def summary(batch: Batch, tally: Tally, versions: Mapping[str, int]) -> StepEnde
         oldest=max(ages),
         versions=dict(versions),
         transcripts=tuple(tally.transcripts),
-        lengths=quantiles(lengths, SHOWN_LENGTHS) if any(lengths) else (),
+        lengths=quantiles(lengths, LENGTH_QUANTILES) if any(lengths) else (),
     )

@@ -19,6 +19,14 @@ class Next(Struct, frozen=True):
     step: int
 
 
+class LaneImage(Struct, frozen=True):
+    """A lane as plain data; its order is the plan's."""
+
+    position: int
+    done: tuple[int, ...]
+    task: int | None
+
+
 class _Lane:
     """The devices of one order. `task`: what holds them, None where they are free."""
 
@@ -35,7 +43,7 @@ class _Lane:
         return turn.call, round_ + turn.offset
 
     def passed(self, position: int, limit: int) -> bool:
-        """Whether nothing is left to do at `position`: it ran, or its step is none of this run's."""
+        """True where nothing is left to do at `position`: it ran, or its step is none of this run's."""
         step = self.at(position)[1]
         return position in self.done or not self.first_step <= step < limit
 
@@ -64,6 +72,16 @@ class Turns:
         for lane in self.lanes:
             for turn in lane.order:
                 self._of.setdefault(turn.call, []).append(lane)
+
+    @property
+    def image(self) -> tuple[LaneImage, ...]:
+        """All lanes, in order."""
+        return tuple([LaneImage(lane.position, tuple(sorted(lane.done)), lane.task) for lane in self.lanes])
+
+    def restore(self, lanes: Sequence[LaneImage]) -> None:
+        """Go on from an image."""
+        for lane, image in zip(self.lanes, lanes, strict=True):
+            lane.position, lane.done, lane.task = image.position, set(image.done), image.task
 
     def of(self, *calls: str) -> list[_Lane]:
         """The lanes that these calls hold."""
@@ -112,7 +130,7 @@ class Turns:
         ]
 
     def heads(self, barrier: int, limit: int) -> list[Next]:
-        """What each lane waits for, whether or not the other devices of that call are there too."""
+        """The turn that each lane waits for, whether or not the other devices of that call are there too."""
         heads = [self._head(lane, barrier, limit) for lane in self.lanes]
         return [head for head in dict.fromkeys(heads) if head is not None]
 
@@ -129,7 +147,7 @@ class Turns:
 
     @staticmethod
     def idle(lanes: Iterable[_Lane]) -> bool:
-        """Whether no task holds any of these lanes."""
+        """True where no task holds any of these lanes."""
         return all(lane.task is None for lane in lanes)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What happens between two steps: evaluations and checkpoints, one at a time, in order. Knows when, not how."""
+"""The work between two steps: evaluations and checkpoints, one at a time, in order. Knows when, not how."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -12,21 +12,35 @@ from realgraph.runtime.wire.protocol import Metric
 BEST_BY = ("accuracy", "pass@1", "reward")  # the first of these that an evaluation reports decides which is best
 
 
-class BorderWork(Struct, frozen=True):
+class BoundaryWork(Struct, frozen=True):
     """An evaluation or a checkpoint of `step` completed steps."""
 
     kind: Literal["evaluate", "save"]
     step: int
 
 
-class Borders:
-    """The work due at borders, the end of the run (`target` completed steps) and the best evaluation."""
+class BoundaryImage(Struct, frozen=True):
+    """The work due at step boundaries as plain data."""
+
+    target: int
+    saved: int
+    stopping: bool
+    queue: tuple[BoundaryWork, ...]
+    best_step: int
+    best_value: float
+    evaluated_step: int
+    saved_at: float
+    due: int
+
+
+class StepBoundary:
+    """The work due at step boundaries, the end of the run (`target` completed steps) and the best evaluation."""
 
     def __init__(self, job: Job, first_step: int, n_eval_rows: int) -> None:
         self.target = max(job.steps, first_step)
         self.saved = first_step
         self.stopping = False
-        self.queue: deque[BorderWork] = deque()
+        self.queue: deque[BoundaryWork] = deque()
         self.best_step, self.best_value = -1, 0.0
         self.evaluated_step = -1
         self._every_save, self._save_seconds = job.checkpoint.every, job.checkpoint.seconds
@@ -35,6 +49,25 @@ class Borders:
         can_eval = job.eval is not None and n_eval_rows > 0
         self._every_eval = job.eval.every if job.eval is not None and can_eval else 0
         self._at_start = job.eval is not None and job.eval.at_start
+
+    @property
+    def image(self) -> BoundaryImage:
+        """All that it has."""
+        best = (self.best_step, self.best_value, self.evaluated_step)
+        return BoundaryImage(
+            self.target, self.saved, self.stopping, tuple(self.queue), *best, self._saved_at, self._due
+        )
+
+    def restore(self, image: BoundaryImage) -> None:
+        """Go on from an image."""
+        self.target, self.saved, self.stopping, self.queue = (
+            image.target,
+            image.saved,
+            image.stopping,
+            deque(image.queue),
+        )
+        self.best_step, self.best_value, self.evaluated_step = image.best_step, image.best_value, image.evaluated_step
+        self._saved_at, self._due = image.saved_at, image.due
 
     def began(self, now: float) -> None:
         """From here on time counts."""
@@ -47,12 +80,12 @@ class Borders:
     def started(self) -> None:
         """A fresh run begins."""
         if self._every_eval and self._at_start:
-            self.queue.append(BorderWork("evaluate", 0))
+            self.queue.append(BoundaryWork("evaluate", 0))
 
     def resumed(self, step: int) -> None:
         """A run goes on after `step` steps, of which the last may have been saved before it was evaluated."""
         if self.evaluated_step < step and self._is_evaluated(step):
-            self.queue.append(BorderWork("evaluate", step))
+            self.queue.append(BoundaryWork("evaluate", step))
 
     def _is_evaluated(self, step: int) -> bool:
         if not self._every_eval:
@@ -66,11 +99,11 @@ class Borders:
         """
         at_end = step == self.target
         if self._is_evaluated(step):
-            self.queue.append(BorderWork("evaluate", step))
+            self.queue.append(BoundaryWork("evaluate", step))
         if self._save_seconds and self._due < 0 and now - self._saved_at >= self._save_seconds:
             self._due = first
         if at_end or step == self._due or (self._every_save and step % self._every_save == 0):
-            self.queue.append(BorderWork("save", step))
+            self.queue.append(BoundaryWork("save", step))
 
     def stop_after(self, step: int) -> None:
         """The run ends with `step` complete steps, or where it would have ended anyway."""
@@ -80,7 +113,7 @@ class Borders:
     def end_with_save(self, step: int) -> None:
         """With `step` steps complete: queue the last checkpoint, if a stop made this step the last one."""
         if step == self.target != self.saved and not self.queue:
-            self.queue.append(BorderWork("save", step))
+            self.queue.append(BoundaryWork("save", step))
 
     def barrier(self, step: int) -> int:
         """With `step` steps complete: the last step that may train before the next checkpoint is written.
@@ -92,7 +125,7 @@ class Borders:
         return min([self.target, *due, *((step // every + 1) * every for every in periods)]) - 1
 
     def judge(self, step: int, metrics: Mapping[str, Metric]) -> bool:
-        """Whether this evaluation is better than all before it; remembers it if so, and has its weights saved.
+        """True where this evaluation is better than all before it: it is remembered, and its weights are saved.
 
         Of step 0 nothing is saved: those weights are the run's own starting point.
         """
@@ -101,6 +134,6 @@ class Borders:
         if value is None or (self.best_step >= 0 and value <= self.best_value):
             return False
         self.best_step, self.best_value = step, value
-        if step and BorderWork("save", step) not in self.queue:
-            self.queue.append(BorderWork("save", step))
+        if step and BoundaryWork("save", step) not in self.queue:
+            self.queue.append(BoundaryWork("save", step))
         return True
