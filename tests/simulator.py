@@ -79,6 +79,7 @@ class Simulator:
         self.failing: Callable[[Command], Failed | None] = lambda command: None
         self.contract = Workers(self.job, shape.n_workers, self.versions)
         self.workers = self.contract.all
+        self.n_saved_busy = 0  # checkpoints while groups were in the making
         self.n_evaluated_busy = 0  # evaluations that groups in the making had to wait for
 
     # --- running ------------------------------------------------------------------------------------------------------
@@ -172,6 +173,7 @@ class Simulator:
                 worker.making.difference_update(command.groups)  # what is on its way still arrives
             case Save():
                 assert not self.holding, "a checkpoint while a call runs"
+                self.n_saved_busy += any(other.making for other in self.workers.values())
                 self.answer(number, command.task, "", None)
             case Evaluate():
                 self.contract.check_evaluate(number, command)

@@ -175,7 +175,9 @@ def test_a_full_disk_under_the_master(broken: Broken, reference: dict[int, dict[
     broken.at_step(3)
     size = (broken.running.folder / "metrics.jsonl").stat().st_size
     resource.prlimit(broken.running.pid, resource.RLIMIT_FSIZE, (size + 300, resource.RLIM_INFINITY))
-    assert re.search(r"the master could not write: File too large: .*/(metrics.jsonl|trace.json)", broken.error())
+    assert re.search(
+        r"the master could not write: File too large: .*/(metrics.jsonl|trace.json|events.log)", broken.error()
+    )
     broken.goes_on_like(reference)
 
 

@@ -29,7 +29,7 @@ SEEDS = range(0, 2400, 100)
 
 @pytest.mark.parametrize("first", SEEDS)
 def test_random_runs_end_in_order_and_break_no_invariant(first: int) -> None:
-    n_events = n_evaluated_busy = 0
+    n_events = n_evaluated_busy = n_saved_busy = 0
     for seed in range(first, first + 100):
         rng = random.Random(seed)
         shape = random_shape(rng)
@@ -41,8 +41,10 @@ def test_random_runs_end_in_order_and_break_no_invariant(first: int) -> None:
         assert simulator.step == shape.steps, (seed, shape)
         n_events += simulator.n_events
         n_evaluated_busy += simulator.n_evaluated_busy
+        n_saved_busy += simulator.n_saved_busy
     assert n_events > 3_000  # 24 x 100 runs: over 10^5 events
     assert n_evaluated_busy > 0  # while groups are in the making
+    assert n_saved_busy > 0
 
 
 @pytest.mark.parametrize("seed", range(150))

@@ -8,7 +8,7 @@ import pytest
 
 from realgraph.runtime.commands.actions import Checkpointed, CheckpointWritten, StopRequested, WorkerLost
 from realgraph.runtime.job.rotation import older
-from realgraph.runtime.master.event_log import HEAD, DamagedLog, Diverged, EventLog, LogStart, Replay
+from realgraph.runtime.master.event_log import HEAD, DamagedLog, Diverged, EventLog, LogStart, Replay, Replayed
 from realgraph.runtime.scheduler.image import SchedulerImage
 from realgraph.runtime.scheduler.scheduler import Scheduler
 from realgraph.runtime.wire.protocol import Done, Heartbeat
@@ -55,7 +55,7 @@ def test_a_log_that_has_dropped_its_beginning_replays_the_rest(seed: int, tmp_pa
     simulator, scheduler = logged(path, shape, rng, most_bytes, states[0] if len(states) > 1 else None)
     simulator.run()
     scheduler.log.close()
-    n_before = 0
+    n_before, events = 0, list[Replayed]()
     for file in (older(path), path):
         if file.exists():
             replay, events = replayed(file)

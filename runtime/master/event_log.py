@@ -85,6 +85,7 @@ class EventLog:
         self._n_events = self._n_bytes = self._commands = 0
         self._file = self._opened()
         self._put(start)
+        self._start_bytes = self._n_bytes  # a state that is large is not written for every few events
 
     def _opened(self) -> BinaryIO:
         if self._path.exists():
@@ -95,7 +96,7 @@ class EventLog:
         """Log `event` (None: the start), which the Scheduler of `image` is told next. Raises OSError."""
         if isinstance(event, Hello | Ready | Heartbeat | Bye):
             return  # it leaves the Scheduler as it is
-        if self._n_bytes >= self._most_bytes:
+        if self._n_bytes >= max(self._most_bytes, 2 * self._start_bytes):
             self._rotate(image())
         if isinstance(event, Done) and event.transcripts:
             event = replace(event, transcripts=())
@@ -114,6 +115,7 @@ class EventLog:
         self._file = self._opened()
         self._n_bytes = self._commands = 0
         self._put(replace(self._start, image=image, n_before=self._n_events))
+        self._start_bytes = self._n_bytes
 
     def _put(self, record: LogStart | LoggedEvent) -> None:
         content = encode(record)

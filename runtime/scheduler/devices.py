@@ -16,7 +16,7 @@ from realgraph.runtime.scheduler.collection import Collection
 from realgraph.runtime.scheduler.program import CallPlan, Program
 from realgraph.runtime.scheduler.steps import OpenSteps
 from realgraph.runtime.scheduler.transitions import SessionEvent, SessionState, session_after
-from realgraph.runtime.scheduler.turns import LaneImage, Next, Turns
+from realgraph.runtime.scheduler.turns import LaneImage, NextTurn, Turns
 from realgraph.runtime.wire.protocol import Reallocate
 
 
@@ -128,7 +128,7 @@ class Devices:
         self._session_state = session_after(self._session_state, event)
         self.session = step
         if self._staleness:
-            self.turns.streaming = None if step is None else Next(self._program.generate, step)
+            self.turns.streaming = None if step is None else NextTurn(self._program.generate, step)
 
     def close_session(self, step: int) -> None:
         """The batch of `step` is there: a session opened for it or an earlier one has had its turn."""
@@ -145,7 +145,7 @@ class Devices:
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
-    def _may_run(self, head: Next) -> bool:
+    def _may_run(self, head: NextTurn) -> bool:
         """True where all that `head` needs is there, its copy of the weights left aside."""
         call = self._program.calls[head.call]
         if call.kind != "generate":
@@ -161,7 +161,7 @@ class Devices:
         staleness = self._staleness if call.kind == "generate" else 0
         return self.versions[call.role] // self._program.trains[call.role] >= step - staleness
 
-    def _take_moves(self, heads: list[Next], now: float) -> list[Action] | None:
+    def _take_moves(self, heads: list[NextTurn], now: float) -> list[Action] | None:
         """Start reallocations whose turn it is, pass those whose copy is what is trained already; None: neither."""
         moved = False
         actions: list[Action] = []
@@ -179,7 +179,7 @@ class Devices:
                 moved = True
         return actions if moved else None
 
-    def _skip_made(self, heads: list[Next]) -> bool:
+    def _skip_made(self, heads: list[NextTurn]) -> bool:
         """Pass the generate turns of steps whose batches are there already."""
         generate, next_batch = self._program.generate, self._collection.step
         made = [head for head in heads if head.call == generate and head.step < next_batch and self.session is None]

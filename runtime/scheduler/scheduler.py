@@ -65,7 +65,6 @@ class Scheduler:
         self._program = make_program(job, workers)
         self._fresh = state is None
         self._last_state = state or Checkpointed(0, dict.fromkeys(self._program.trains, 0), 0, 0, 0)
-        first = self._last_state.step
         # what frozen weights made, or was only loaded, never gets too old
         overdue = job.overdue if self._program.trains_of_generator else "allow"
         self._ledger = Ledger(job.batch.groups, job.staleness, overdue, job.plan.staleness)
@@ -73,11 +72,9 @@ class Scheduler:
             self._last_state.next_group, self._last_state.open, self._last_state.n_trained, self._last_state.n_discarded
         )
         self._tasks = Tasks()
-        self._boundary = StepBoundary(job, first, n_eval_rows)
-        self._boundary.best_step, self._boundary.best_value = self._last_state.best_step, self._last_state.best_value
-        self._boundary.evaluated_step = self._last_state.evaluated_step
+        self._boundary = StepBoundary(job, self._last_state, n_eval_rows)
         self._collection = Collection(self._program, self._ledger, self._tasks, job.runtime)
-        self._collection.step = first
+        self._collection.step = self._last_state.step
         self._steps = OpenSteps(job, self._program, self._tasks, self._last_state)
         self._devices = Devices(job, self._program, self._steps, self._collection, self._last_state)
         self._boundary_runner = BoundaryRunner(job, self._program, self._boundary, self._steps, self._devices)

@@ -6,6 +6,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from realgraph.runtime.commands.actions import Checkpointed
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.wire.protocol import Metric
 
@@ -36,13 +37,13 @@ class BoundaryImage(Struct, frozen=True):
 class StepBoundary:
     """The work due at step boundaries, the end of the run (`target` completed steps) and the best evaluation."""
 
-    def __init__(self, job: Job, first_step: int, n_eval_rows: int) -> None:
-        self.target = max(job.steps, first_step)
-        self.saved = first_step
+    def __init__(self, job: Job, state: Checkpointed, n_eval_rows: int) -> None:
+        self.target = max(job.steps, state.step)
+        self.saved = state.step
         self.stopping = False
         self.queue: deque[BoundaryWork] = deque()
-        self.best_step, self.best_value = -1, 0.0
-        self.evaluated_step = -1
+        self.best_step, self.best_value = state.best_step, state.best_value
+        self.evaluated_step = state.evaluated_step
         self._every_save, self._save_seconds = job.checkpoint.every, job.checkpoint.seconds
         self._saved_at = 0.0  # when the last checkpoint was, or the start
         self._due = -1  # the step that is saved because it is time; -1: none yet

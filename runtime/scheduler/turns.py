@@ -12,7 +12,7 @@ from realgraph.planner.plan.events import reallocation_node
 from realgraph.planner.plan.plan import Turn
 
 
-class Next(Struct, frozen=True):
+class NextTurn(Struct, frozen=True):
     """A call and the step it is run for."""
 
     call: str
@@ -53,15 +53,15 @@ class _Lane:
 
 
 class Turns:
-    """The lanes of a plan, from `first_step` on. `unheld`, a call, never waits at a barrier: see `_head`.
+    """The lanes of a plan, from `first_step` on. `unbarred`, a call, never waits at a barrier: see `_head`.
 
     streaming: the turn of a session whose samples may be some steps late. What comes after it in the lanes does not
     wait for its end: the session stands still meanwhile, and goes on where nothing else can run.
     """
 
-    def __init__(self, orders: Mapping[int, Sequence[Turn]], first_step: int, unheld: str) -> None:
-        self._unheld = (unheld, reallocation_node(unheld))
-        self.streaming: Next | None = None
+    def __init__(self, orders: Mapping[int, Sequence[Turn]], first_step: int, unbarred: str) -> None:
+        self._unbarred = (unbarred, reallocation_node(unbarred))
+        self.streaming: NextTurn | None = None
         lanes: dict[tuple[Turn, ...], _Lane] = {}
         for device in sorted(orders):
             order = tuple(orders[device])
@@ -87,7 +87,7 @@ class Turns:
         """The lanes that these calls hold."""
         return list({id(lane): lane for call in calls for lane in self._of[call]}.values())
 
-    def _head(self, lane: _Lane, barrier: int, limit: int) -> Next | None:
+    def _head(self, lane: _Lane, barrier: int, limit: int) -> NextTurn | None:
         """The lane's next turn, steps from `limit` on left out.
 
         Calls of steps behind `barrier` wait until that step is saved, generation excepted; a lane runs what
@@ -101,25 +101,25 @@ class Turns:
         if lane.position >= end:
             return None
         call, step = lane.at(lane.position)
-        if Next(call, step) == self.streaming:
+        if NextTurn(call, step) == self.streaming:
             return self._beside(lane, barrier, limit) or self.streaming
-        if step <= barrier or call in self._unheld:
-            return Next(call, step)
+        if step <= barrier or call in self._unbarred:
+            return NextTurn(call, step)
         for position in range(lane.position + 1, lane.end(barrier + 1)):
             call, step = lane.at(position)
             if step <= barrier and not lane.passed(position, limit):
-                return Next(call, step)
+                return NextTurn(call, step)
         return None
 
-    def _beside(self, lane: _Lane, barrier: int, limit: int) -> Next | None:
+    def _beside(self, lane: _Lane, barrier: int, limit: int) -> NextTurn | None:
         """The turn that follows the stream's, up to the stream's next; None where its step waits at the barrier."""
         for position in range(lane.position + 1, lane.position + len(lane.order)):
             call, step = lane.at(position)
             if not lane.passed(position, limit):
-                return Next(call, step) if step <= barrier else None
+                return NextTurn(call, step) if step <= barrier else None
         return None
 
-    def next(self, barrier: int, limit: int) -> list[Next]:
+    def next(self, barrier: int, limit: int) -> list[NextTurn]:
         """The calls that are next on every device of their mesh."""
         heads = [self._head(lane, barrier, limit) for lane in self.lanes]
         by_lane = dict(zip(map(id, self.lanes), heads, strict=True))
@@ -129,7 +129,7 @@ class Turns:
             if head is not None and all(by_lane[id(lane)] == head for lane in self._of[head.call])
         ]
 
-    def heads(self, barrier: int, limit: int) -> list[Next]:
+    def heads(self, barrier: int, limit: int) -> list[NextTurn]:
         """The turn that each lane waits for, whether or not the other devices of that call are there too."""
         heads = [self._head(lane, barrier, limit) for lane in self.lanes]
         return [head for head in dict.fromkeys(heads) if head is not None]
