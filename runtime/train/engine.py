@@ -23,7 +23,7 @@ from realgraph.runtime.models.train_state import Counters
 from realgraph.runtime.models.weights import full_tensors, take_weights, weight_specs
 from realgraph.runtime.parallel.groups import Ranks, shard
 from realgraph.runtime.train import files as train_files
-from realgraph.runtime.train.files import Contents, Snapshot
+from realgraph.runtime.train.files import Contents, HostSnapshot
 from realgraph.runtime.train.optimizer import Adam, LossScale, Masters, lr_factor
 from realgraph.runtime.train.passes import Aim, ModelPasses, PassTotals, StepShare, numerics_error
 from realgraph.runtime.wire.protocol import Mean, Metric
@@ -208,7 +208,7 @@ class TorchTrainEngine:
         """Write `folder` as `train_files` says; collective, rank 0 writes. Raises OSError on all ranks."""
         train_files.save(self._contents(), self._counters(), folder)
 
-    def snapshot(self) -> Snapshot | None:
+    def snapshot(self) -> HostSnapshot | None:
         """A copy of the state in host memory; None where the layout shards it, so that one rank can't have it whole."""
         return None if self.passes.sharded else train_files.snapshot(self._contents(), self._counters())
 

@@ -82,7 +82,7 @@ def save(contents: Contents, counters: Counters, folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class HostSnapshot:
     """A whole trained state in host memory, apart from the engine's own: what a rescue writes after a failure."""
 
     contents: Contents
@@ -104,13 +104,13 @@ class Snapshot:
 
 
 @torch.no_grad()
-def snapshot(contents: Contents, counters: Counters) -> Snapshot:
+def snapshot(contents: Contents, counters: Counters) -> HostSnapshot:
     """Copy the state of an engine whose layout does not shard."""
     has_state = contents.adam is not None or contents.wide
     weights = full_tensors(contents.model.network, contents.dtype)
     state = _state_tensors(contents) if has_state else iter(())
     copy = [tuple((name, tensor.detach().to("cpu", copy=True)) for name, tensor in part) for part in (weights, state)]
-    return Snapshot(contents, counters, copy[0], copy[1])
+    return HostSnapshot(contents, counters, copy[0], copy[1])
 
 
 def _drain(tensors: Iterable[Any], task: Callable[[Iterator[Any]], None] | None) -> OSError | None:
