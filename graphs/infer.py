@@ -1,7 +1,7 @@
 """What each call reads and writes, with types: declared keys and those its loss or its steps imply. Judges nothing."""
 
 from collections.abc import Callable, Iterator
-from typing import Literal, TypeGuard, TypeVar
+from typing import TypeGuard, TypeVar
 
 from msgspec import Struct
 
@@ -9,16 +9,28 @@ from realgraph.graphs.applied import OUTPUTS
 from realgraph.graphs.errors import Problem, Where
 from realgraph.graphs.graph import INPUT
 from realgraph.graphs.keys import (
+    ANY_TYPE,
+    BASELINE_TYPE,
     BEHAVIOUR_LOGPROBS,
     GENERATED,
+    LOGPROBS_TYPE,
     MASK,
+    MASK_TYPE,
     OWN_TOKENS,
+    PROMPT_TYPE,
+    REWARD_TYPE,
+    SEQUENCE_TYPE,
+    TENSOR_TYPE,
+    TOKEN_FLOAT_TYPE,
     TOKENS,
+    VALUES_TYPE,
     VERSIONS,
-    DType,
+    VERSIONS_TYPE,
+    WEIGHT_TYPE,
     KeyType,
-    Level,
     LogprobSemantics,
+    Meaning,
+    Requirement,
     own_tokens,
     parse_key_type,
 )
@@ -43,39 +55,6 @@ from realgraph.graphs.spec import Advantage, Function, Generate, GraphSpec, Infe
 
 RETURNS = "returns"
 
-Meaning = Literal["", "logprobs", "values", "scores", "advantages"]
-
-
-class Want(Struct, frozen=True):
-    """The types a reader accepts, and what the numbers must mean where an inference call wrote them."""
-
-    levels: tuple[Level, ...]
-    dtypes: tuple[DType, ...]
-    meaning: Meaning = ""
-
-    def accepts(self, key: KeyType) -> bool:
-        return key.level in self.levels and key.dtype in self.dtypes
-
-    def __str__(self) -> str:
-        words = {_NUMBERS: "numbers", _FLOATS: "float32"}.get(self.dtypes, " or ".join(self.dtypes))
-        return f"{' or '.join(self.levels)} {words}"
-
-
-_NUMBERS: tuple[DType, ...] = ("float32", "float64", "int32", "int64", "bool")
-_FLOATS: tuple[DType, ...] = ("float32", "float64")
-_ANY = Want(("group", "sample", "token"), ("bool", "int32", "int64", "float32", "float64", "tokens", "text", "json"))
-_PROMPT = Want(("group",), ("tokens",))
-_SEQUENCE = Want(("sample",), ("tokens",))
-_MASK = Want(("token",), ("bool",))
-_VERSIONS = Want(("token",), ("int32",))
-_REWARD = Want(("sample", "token"), _NUMBERS)
-_WEIGHT = Want(("sample", "token"), _FLOATS)
-_BASELINE = Want(("group", "sample", "token"), _FLOATS)
-_TOKEN_FLOAT = Want(("token",), _FLOATS)
-_LOGPROBS = Want(("token",), _FLOATS, "logprobs")
-_VALUES = Want(("token",), _FLOATS, "values")
-_TENSOR = Want(("group", "sample", "token"), _NUMBERS)
-
 
 class Read(Struct, frozen=True):
     """`key` is read because of what stands at `path`; `by` names the reader in words."""
@@ -83,7 +62,7 @@ class Read(Struct, frozen=True):
     key: str
     path: str
     by: str
-    want: Want
+    requires: Requirement
 
 
 class Write(Struct, frozen=True):
@@ -254,22 +233,22 @@ def _inferred_type(call: Inference) -> KeyType:
 
 
 def call_reads(name: str, call: ModelCall, spec: GraphSpec) -> tuple[Read, ...]:
-    """The keys a call reads: declared ones first, then those its maths implies; each once for each type wanted."""
+    """The keys a call reads: declared ones first, then those its maths implies; each once for each type required."""
     path = f"$.calls.{name}"
     match call:
         case Generate():
-            reads = _declared(name, call.reads, _PROMPT)
+            reads = _declared(name, call.reads, PROMPT_TYPE)
         case Inference(model=model, reads=keys):
             own = is_own(call) and any(isinstance(other, Generate) for other in spec.calls.values())
             keys = tuple(own_tokens(model) if own and key == TOKENS else key for key in keys)
-            reads = _declared(name, keys, _SEQUENCE)
+            reads = _declared(name, keys, SEQUENCE_TYPE)
         case Function():
-            reads = _declared(name, call.reads, _ANY)
+            reads = _declared(name, call.reads, ANY_TYPE)
         case Advantage():
             reward, others = call.reads[:1], call.reads[1:]
             reads = [
-                *_declared(name, reward, _REWARD),
-                *_declared(name, others, _TENSOR, first=1),
+                *_declared(name, reward, REWARD_TYPE),
+                *_declared(name, others, TENSOR_TYPE, first=1),
                 *_sequence_reads(name),
                 *(
                     read
@@ -285,10 +264,10 @@ def call_reads(name: str, call: ModelCall, spec: GraphSpec) -> tuple[Read, ...]:
                 *(read for entry, term in call.loss.terms.items() for read in term_reads(terms, entry, term)),
             ]
             if any(isinstance(other, Generate) for other in spec.calls.values()):
-                reads.append(Read(VERSIONS, path, f"the call {name!r}", _VERSIONS))
-    first: dict[tuple[str, Want], Read] = {}
+                reads.append(Read(VERSIONS, path, f"the call {name!r}", VERSIONS_TYPE))
+    first: dict[tuple[str, Requirement], Read] = {}
     for read in reads:
-        first.setdefault((read.key, read.want), read)
+        first.setdefault((read.key, read.requires), read)
     return tuple(first.values())
 
 
@@ -297,13 +276,13 @@ def step_reads(parent: str, entry: str, step: Step) -> list[Read]:
     path, by = f"{parent}.{entry}", f"the step {entry!r}"
     match step:
         case KLPenalty(to=to):
-            return [Read(to, f"{path}.to", by, _LOGPROBS), Read(BEHAVIOUR_LOGPROBS, path, by, _LOGPROBS)]
+            return [Read(to, f"{path}.to", by, LOGPROBS_TYPE), Read(BEHAVIOUR_LOGPROBS, path, by, LOGPROBS_TYPE)]
         case GAE(values=values):
-            return [Read(values, f"{path}.values", by, _VALUES)]
+            return [Read(values, f"{path}.values", by, VALUES_TYPE)]
         case Center(by="key", key=str(key)):
-            return [Read(key, f"{path}.key", by, _BASELINE)]
+            return [Read(key, f"{path}.key", by, BASELINE_TYPE)]
         case ApplyStep(reads=reads):
-            return [Read(key, f"{path}.reads[{i}]", by, _TENSOR) for i, key in enumerate(reads)]
+            return [Read(key, f"{path}.reads[{i}]", by, TENSOR_TYPE) for i, key in enumerate(reads)]
         case _:
             return []
 
@@ -314,33 +293,33 @@ def term_reads(parent: str, entry: str, term: Term) -> list[Read]:
     match term:
         case PolicyGradient(advantage=advantage):
             return [
-                Read(advantage, f"{path}.advantage", by, _WEIGHT),
-                Read(BEHAVIOUR_LOGPROBS, path, by, _LOGPROBS),
-                Read(VERSIONS, path, by, _VERSIONS),
+                Read(advantage, f"{path}.advantage", by, WEIGHT_TYPE),
+                Read(BEHAVIOUR_LOGPROBS, path, by, LOGPROBS_TYPE),
+                Read(VERSIONS, path, by, VERSIONS_TYPE),
             ]
         case Value(returns=returns, clip=clip, old=old):
-            clipped = [Read(old, f"{path}.old", by, _VALUES)] if clip is not None else []
-            return [Read(returns, f"{path}.returns", by, _TOKEN_FLOAT), *clipped]
+            clipped = [Read(old, f"{path}.old", by, VALUES_TYPE)] if clip is not None else []
+            return [Read(returns, f"{path}.returns", by, TOKEN_FLOAT_TYPE), *clipped]
         case KL(to=to):
-            return [Read(to, f"{path}.to", by, _LOGPROBS)]
+            return [Read(to, f"{path}.to", by, LOGPROBS_TYPE)]
         case Preference(ref=ref):
-            return [Read(ref, f"{path}.ref", by, _LOGPROBS)]
+            return [Read(ref, f"{path}.ref", by, LOGPROBS_TYPE)]
         case Distill(teacher=teacher):
-            return [Read(teacher, f"{path}.teacher", by, _LOGPROBS)]
+            return [Read(teacher, f"{path}.teacher", by, LOGPROBS_TYPE)]
         case CrossEntropy(key=str(key)):
-            return [Read(key, f"{path}.key", by, _WEIGHT)]
+            return [Read(key, f"{path}.key", by, WEIGHT_TYPE)]
         case ApplyTerm(reads=reads):
             keys = ((i, key) for i, key in enumerate(reads) if key not in OUTPUTS)
-            return [Read(key, f"{path}.reads[{i}]", by, _TENSOR) for i, key in keys]
+            return [Read(key, f"{path}.reads[{i}]", by, TENSOR_TYPE) for i, key in keys]
         case _:
             return []
 
 
-def _declared(name: str, keys: tuple[str, ...], want: Want, first: int = 0) -> list[Read]:
+def _declared(name: str, keys: tuple[str, ...], requires: Requirement, first: int = 0) -> list[Read]:
     by = f"the call {name!r}"
-    return [Read(key, f"$.calls.{name}.reads[{i}]", by, want) for i, key in enumerate(keys, first)]
+    return [Read(key, f"$.calls.{name}.reads[{i}]", by, requires) for i, key in enumerate(keys, first)]
 
 
 def _sequence_reads(name: str) -> list[Read]:
     by = f"the call {name!r}"
-    return [Read(TOKENS, f"$.calls.{name}", by, _SEQUENCE), Read(MASK, f"$.calls.{name}", by, _MASK)]
+    return [Read(TOKENS, f"$.calls.{name}", by, SEQUENCE_TYPE), Read(MASK, f"$.calls.{name}", by, MASK_TYPE)]

@@ -78,3 +78,41 @@ def is_prompt(key: KeyType) -> bool:
 def ids_keyword(key: str) -> str:
     """The keyword under which a function gets the token ids of a prompt that it reads."""
     return f"{key}_ids"
+
+
+# --- what a reader of a key accepts -----------------------------------------------------------------------------------
+
+Meaning = Literal["", "logprobs", "values", "scores", "advantages"]
+
+
+class Requirement(Struct, frozen=True):
+    """The types a reader accepts, and what the numbers must mean where an inference call wrote them."""
+
+    levels: tuple[Level, ...]
+    dtypes: tuple[DType, ...]
+    meaning: Meaning = ""
+
+    def accepts(self, key: KeyType) -> bool:
+        return key.level in self.levels and key.dtype in self.dtypes
+
+    def __str__(self) -> str:
+        words = {_NUMBERS: "numbers", _FLOATS: "float32"}.get(self.dtypes, " or ".join(self.dtypes))
+        return f"{' or '.join(self.levels)} {words}"
+
+
+_NUMBERS: tuple[DType, ...] = ("float32", "float64", "int32", "int64", "bool")
+_FLOATS: tuple[DType, ...] = ("float32", "float64")
+ANY_TYPE = Requirement(
+    ("group", "sample", "token"), ("bool", "int32", "int64", "float32", "float64", "tokens", "text", "json")
+)
+PROMPT_TYPE = Requirement(("group",), ("tokens",))
+SEQUENCE_TYPE = Requirement(("sample",), ("tokens",))
+MASK_TYPE = Requirement(("token",), ("bool",))
+VERSIONS_TYPE = Requirement(("token",), ("int32",))
+REWARD_TYPE = Requirement(("sample", "token"), _NUMBERS)
+WEIGHT_TYPE = Requirement(("sample", "token"), _FLOATS)
+BASELINE_TYPE = Requirement(("group", "sample", "token"), _FLOATS)
+TOKEN_FLOAT_TYPE = Requirement(("token",), _FLOATS)
+LOGPROBS_TYPE = Requirement(("token",), _FLOATS, "logprobs")
+VALUES_TYPE = Requirement(("token",), _FLOATS, "values")
+TENSOR_TYPE = Requirement(("group", "sample", "token"), _NUMBERS)

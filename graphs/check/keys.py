@@ -86,7 +86,7 @@ def _missing_hint(draft: Draft, call: str, read: Read) -> str:
         return f"the call {lost.call!r} would write it, but {lost.switch} switches it off"
     if read.key in GENERATED:
         return "a generate call writes it, or an input of the data set may give it"
-    meaning = read.want.meaning
+    meaning = read.requires.meaning
     if meaning and not get_close_matches(read.key, draft.writes, 1, 0.6):
         return f"add an inference call with `output: {meaning}` and `writes: [{read.key}]`"
     own = {write.key for writes in draft.writes.values() for write in writes if write.call == call}
@@ -146,8 +146,8 @@ def key_type(draft: Draft, facts: Facts) -> Iterator[Problem]:
         for read in reads:
             writes = draft.writes.get(read.key, ())
             found = writes[0].type if writes else None
-            if found is not None and found.level != "step" and not read.want.accepts(found):
-                text = f"{read.key!r} is {found}, but {read.by} needs {read.want}"
+            if found is not None and found.level != "step" and not read.requires.accepts(found):
+                text = f"{read.key!r} is {found}, but {read.by} needs {read.requires}"
                 by = writes[0].call
                 hint = f"its type stands at {writes[0].path}" if by == INPUT else f"it is written by the call {by!r}"
                 yield draft.problem(read.path, text, hint)
@@ -165,13 +165,13 @@ def key_meaning(draft: Draft, facts: Facts) -> Iterator[Problem]:
         for read in reads:
             writes = draft.writes.get(read.key, ())
             found = writes[0] if writes else None
-            if found is None or found.type is None or not read.want.accepts(found.type):
+            if found is None or found.type is None or not read.requires.accepts(found.type):
                 continue
-            if read.want.meaning and found.meaning and found.meaning != read.want.meaning:
-                text = f"{read.key!r} holds {words[found.meaning]}, but {read.by} needs {words[read.want.meaning]}"
-                fitting = _of_meaning(draft, read.want.meaning)
-                known = f"keys that hold {words[read.want.meaning]}: {', '.join(fitting)}" if fitting else ""
-                hint = known or f"add an inference call with `output: {read.want.meaning}`"
+            if read.requires.meaning and found.meaning and found.meaning != read.requires.meaning:
+                text = f"{read.key!r} holds {words[found.meaning]}, but {read.by} needs {words[read.requires.meaning]}"
+                fitting = _of_meaning(draft, read.requires.meaning)
+                known = f"keys that hold {words[read.requires.meaning]}: {', '.join(fitting)}" if fitting else ""
+                hint = known or f"add an inference call with `output: {read.requires.meaning}`"
                 yield draft.problem(read.path, text, hint)
 
 
