@@ -5,8 +5,9 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from realgraph.graphs.maths import ApplyStep, ApplyTerm
+from realgraph.graphs.maths import ApplyTerm
 from realgraph.graphs.spec import Advantage, ModelCall, Train
+from realgraph.graphs.steps import ApplyStep
 
 OUTPUTS = ("logprobs", "entropy", "values", "scores")  # of the trained role: an `apply` term reads them like keys
 HEAD_OF_OUTPUT = {"logprobs": "lm", "entropy": "lm", "values": "value", "scores": "score"}

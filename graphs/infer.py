@@ -35,23 +35,18 @@ from realgraph.graphs.keys import (
     parse_key_type,
 )
 from realgraph.graphs.maths import (
-    GAE,
     KL,
-    ApplyStep,
     ApplyTerm,
-    Center,
     CrossEntropy,
     Distill,
-    KLPenalty,
     PairwiseScore,
     PolicyGradient,
     Preference,
-    Return,
-    Step,
     Term,
     Value,
 )
 from realgraph.graphs.spec import Advantage, Function, Generate, GraphSpec, Inference, ModelCall, Train
+from realgraph.graphs.steps import GAE, ApplyStep, Center, KLPenalty, Return, Step
 
 RETURNS = "returns"
 

@@ -7,26 +7,19 @@ from realgraph.graphs.facts import Facts
 from realgraph.graphs.infer import Draft
 from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS
 from realgraph.graphs.maths import (
-    GAE,
     KL,
-    AdaptiveKL,
-    Center,
     CrossEntropy,
     Distill,
     Entropy,
-    KLPenalty,
-    Overlong,
     PairMean,
     PairwiseScore,
     PolicyGradient,
     Preference,
-    Return,
-    Scale,
-    Step,
     Term,
     Value,
 )
 from realgraph.graphs.spec import Advantage, Generate, Train
+from realgraph.graphs.steps import GAE, AdaptiveKL, Center, KLPenalty, Overlong, Return, Scale, Step
 
 
 def steps_of(draft: Draft) -> Iterator[tuple[str, str, Step]]:

@@ -6,8 +6,9 @@ from msgspec import structs
 
 from realgraph.graphs.errors import Problem, Where
 from realgraph.graphs.infer import Lost, Read, call_writes, role_of, step_reads, term_reads
-from realgraph.graphs.maths import KL, KLPenalty, Step, Term
+from realgraph.graphs.maths import KL, Term
 from realgraph.graphs.spec import Advantage, GraphSpec, ModelCall, Switch, Train
+from realgraph.graphs.steps import KLPenalty, Step
 
 _FALSE_WORDS = ("false", "no", "off", "0", "none", "null", "~")
 

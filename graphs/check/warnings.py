@@ -9,8 +9,9 @@ from realgraph.graphs.check.maths import terms_of
 from realgraph.graphs.check.switch import switch_off
 from realgraph.graphs.errors import Problem, Where
 from realgraph.graphs.infer import Draft, infer, role_of, step_reads, term_reads
-from realgraph.graphs.maths import KL, KLPenalty, NoClip, PairwiseScore, PolicyGradient, Preference
+from realgraph.graphs.maths import KL, NoClip, PairwiseScore, PolicyGradient, Preference
 from realgraph.graphs.spec import Advantage, Generate, GraphSpec, ModelCall, Train
+from realgraph.graphs.steps import KLPenalty
 
 Written = Callable[[str], bool]  # whether a file or the command line gave the value at a YAML path
 Warn = Callable[[Draft, Written], Iterator[Problem]]

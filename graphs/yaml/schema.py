@@ -12,8 +12,9 @@ import msgspec
 from msgspec import inspect
 
 from realgraph.graphs.errors import Problem, suggest
-from realgraph.graphs.maths import Step, Term
+from realgraph.graphs.maths import Term
 from realgraph.graphs.spec import Inference, Train
+from realgraph.graphs.steps import Step
 from realgraph.graphs.yaml.document import Branch, Document, Tree, child
 
 # An entry of `steps` or `terms` that leaves its kind out is of the kind that its name says.

@@ -6,11 +6,12 @@ from typing import get_args
 
 from msgspec import inspect
 
-from realgraph.graphs.catalogue import library
 from realgraph.graphs.functions import BUILTINS
 from realgraph.graphs.keys import GENERATED
-from realgraph.graphs.maths import AdaptiveKL, Aggregate, Clip, Loss, OffPolicy, Step, Term
+from realgraph.graphs.maths import Aggregate, Clip, Loss, OffPolicy, Term
 from realgraph.graphs.spec import GraphSpec, ModelCall, ModelRole, Optimizer
+from realgraph.graphs.steps import AdaptiveKL, Step
+from realgraph.graphs.yaml.catalogue import library
 from realgraph.graphs.yaml.document import Document
 from realgraph.graphs.yaml.load import library_folder, load_graph
 from realgraph.graphs.yaml.schema import default_of, defaults_of, describe, structs, type_of

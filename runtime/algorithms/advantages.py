@@ -13,8 +13,8 @@ from torch import Tensor
 
 from realgraph.graphs.applied import step_keys
 from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS
-from realgraph.graphs.maths import GAE, AdaptiveKL, ApplyStep, Center, KLPenalty, Overlong, Return, Scale, Step
 from realgraph.graphs.spec import Advantage
+from realgraph.graphs.steps import GAE, AdaptiveKL, ApplyStep, Center, KLPenalty, Overlong, Return, Scale, Step
 from realgraph.runtime.algorithms.applied import Call, apply_step
 from realgraph.runtime.algorithms.estimators import indices_by_group, kl, segment_sum, suffix_sums
 from realgraph.runtime.batch import Packed

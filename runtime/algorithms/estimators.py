@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from realgraph.graphs.maths import Estimator
+from realgraph.graphs.entries import Estimator
 
 
 def kl(logprobs: Tensor, other: Tensor, estimator: Estimator) -> Tensor:
