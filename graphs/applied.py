@@ -1,16 +1,13 @@
 """The `apply` entries of a graph: the user's own advantage steps and loss terms, and what each is called with."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 from msgspec import Struct
 
 from realgraph.graphs.maths import ApplyTerm
-from realgraph.graphs.spec import Advantage, ModelCall, Train
+from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, Train
 from realgraph.graphs.steps import ApplyStep
-
-OUTPUTS = ("logprobs", "entropy", "values", "scores")  # of the trained role: an `apply` term reads them like keys
-HEAD_OF_OUTPUT = {"logprobs": "lm", "entropy": "lm", "values": "value", "scores": "score"}
 
 
 class Applied(Struct, frozen=True):
@@ -47,22 +44,13 @@ def applied_of(calls: Mapping[str, ModelCall]) -> Iterator[Applied]:
                 for entry, term in loss.terms.items():
                     if isinstance(term, ApplyTerm):
                         path = f"$.calls.{name}.loss.terms.{entry}"
-                        found = term_keys(term), term_outputs(term)
-                        yield Applied(path, name, entry, "term", term.fn, term.args, *found)
-            case _:
+                        yield Applied(path, name, entry, "term", term.fn, term.args, term.keys, term.outputs)
+            case Generate() | Inference() | Function():
                 pass
+            case _:
+                assert_never(call)
 
 
 def step_keys(call: Advantage, step: ApplyStep) -> tuple[str, ...]:
     """The keys that a step's function may look up: what its call and the step itself declare."""
     return tuple(dict.fromkeys((*call.reads, *step.reads)))
-
-
-def term_keys(term: ApplyTerm) -> tuple[str, ...]:
-    """The keys that a term's function may look up: what it declares and the forward pass does not give."""
-    return tuple(key for key in term.reads if key not in OUTPUTS)
-
-
-def term_outputs(term: ApplyTerm) -> tuple[str, ...]:
-    """The outputs of the forward pass that a term's function may use: those it reads, log-probabilities by default."""
-    return tuple(name for name in OUTPUTS if name in term.reads) or ("logprobs",)

@@ -5,15 +5,12 @@ from typing import TypeGuard, TypeVar
 
 from msgspec import Struct
 
-from realgraph.graphs.applied import OUTPUTS
 from realgraph.graphs.errors import Problem, Where
 from realgraph.graphs.graph import INPUT
 from realgraph.graphs.keys import (
     ANY_TYPE,
-    BASELINE_TYPE,
     BEHAVIOUR_LOGPROBS,
     GENERATED,
-    LOGPROBS_TYPE,
     MASK,
     MASK_TYPE,
     OWN_TOKENS,
@@ -21,12 +18,9 @@ from realgraph.graphs.keys import (
     REWARD_TYPE,
     SEQUENCE_TYPE,
     TENSOR_TYPE,
-    TOKEN_FLOAT_TYPE,
     TOKENS,
-    VALUES_TYPE,
     VERSIONS,
     VERSIONS_TYPE,
-    WEIGHT_TYPE,
     KeyType,
     LogprobSemantics,
     Meaning,
@@ -35,18 +29,10 @@ from realgraph.graphs.keys import (
     parse_key_type,
 )
 from realgraph.graphs.maths import (
-    KL,
-    ApplyTerm,
-    CrossEntropy,
-    Distill,
-    PairwiseScore,
-    PolicyGradient,
-    Preference,
     Term,
-    Value,
 )
 from realgraph.graphs.spec import Advantage, Function, Generate, GraphSpec, Inference, ModelCall, Train
-from realgraph.graphs.steps import GAE, ApplyStep, Center, KLPenalty, Return, Step
+from realgraph.graphs.steps import Step
 
 RETURNS = "returns"
 
@@ -142,7 +128,7 @@ def samples_per_group(spec: GraphSpec) -> int:
         if isinstance(call, Generate):
             return call.n
     terms = (term for call in spec.calls.values() if isinstance(call, Train) for term in call.loss.terms.values())
-    return 2 if any(isinstance(term, Preference | PairwiseScore) for term in terms) else 1
+    return 2 if any(term.of_pairs for term in terms) else 1
 
 
 def role_of(call: ModelCall) -> str:
@@ -202,7 +188,7 @@ def advantage_writes(call: Advantage) -> tuple[tuple[int, str], ...]:
 
 
 def makes_returns(call: Advantage) -> bool:
-    return any(isinstance(step, GAE | Return) for step in call.steps.values())
+    return any(step is not None and step.makes_returns for step in call.steps.values())
 
 
 def _meaning(key: str) -> Meaning:
@@ -266,48 +252,22 @@ def call_reads(name: str, call: ModelCall, spec: GraphSpec) -> tuple[Read, ...]:
     return tuple(first.values())
 
 
+def _entry_reads(parent: str, entry: str, value: Step | Term, by: str) -> list[Read]:
+    """Keys that an entry of a pipeline needs beside what its call reads. by: the entry in words."""
+    path = f"{parent}.{entry}"
+    return [
+        Read(read.key, f"{path}.{read.field}" if read.field else path, by, read.requires) for read in value.key_reads
+    ]
+
+
 def step_reads(parent: str, entry: str, step: Step) -> list[Read]:
     """Keys that one advantage step needs beside the running reward."""
-    path, by = f"{parent}.{entry}", f"the step {entry!r}"
-    match step:
-        case KLPenalty(to=to):
-            return [Read(to, f"{path}.to", by, LOGPROBS_TYPE), Read(BEHAVIOUR_LOGPROBS, path, by, LOGPROBS_TYPE)]
-        case GAE(values=values):
-            return [Read(values, f"{path}.values", by, VALUES_TYPE)]
-        case Center(by="key", key=str(key)):
-            return [Read(key, f"{path}.key", by, BASELINE_TYPE)]
-        case ApplyStep(reads=reads):
-            return [Read(key, f"{path}.reads[{i}]", by, TENSOR_TYPE) for i, key in enumerate(reads)]
-        case _:
-            return []
+    return _entry_reads(parent, entry, step, f"the step {entry!r}")
 
 
 def term_reads(parent: str, entry: str, term: Term) -> list[Read]:
     """Keys that one loss term needs beside tokens and mask."""
-    path, by = f"{parent}.{entry}", f"the term {entry!r}"
-    match term:
-        case PolicyGradient(advantage=advantage):
-            return [
-                Read(advantage, f"{path}.advantage", by, WEIGHT_TYPE),
-                Read(BEHAVIOUR_LOGPROBS, path, by, LOGPROBS_TYPE),
-                Read(VERSIONS, path, by, VERSIONS_TYPE),
-            ]
-        case Value(returns=returns, clip=clip, old=old):
-            clipped = [Read(old, f"{path}.old", by, VALUES_TYPE)] if clip is not None else []
-            return [Read(returns, f"{path}.returns", by, TOKEN_FLOAT_TYPE), *clipped]
-        case KL(to=to):
-            return [Read(to, f"{path}.to", by, LOGPROBS_TYPE)]
-        case Preference(ref=ref):
-            return [Read(ref, f"{path}.ref", by, LOGPROBS_TYPE)]
-        case Distill(teacher=teacher):
-            return [Read(teacher, f"{path}.teacher", by, LOGPROBS_TYPE)]
-        case CrossEntropy(key=str(key)):
-            return [Read(key, f"{path}.key", by, WEIGHT_TYPE)]
-        case ApplyTerm(reads=reads):
-            keys = ((i, key) for i, key in enumerate(reads) if key not in OUTPUTS)
-            return [Read(key, f"{path}.reads[{i}]", by, TENSOR_TYPE) for i, key in keys]
-        case _:
-            return []
+    return _entry_reads(parent, entry, term, f"the term {entry!r}")
 
 
 def _declared(name: str, keys: tuple[str, ...], requires: Requirement, first: int = 0) -> list[Read]:

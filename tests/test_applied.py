@@ -21,7 +21,7 @@ from realgraph.runtime.batch import Outputs
 from realgraph.runtime.functions.host import FunctionHost
 from realgraph.runtime.preflight.applied import try_applied
 from realgraph.runtime.preflight.preflight import preflight
-from realgraph.runtime.train.microbatch import cut, needs_whole_groups
+from realgraph.runtime.train.microbatch import cut
 from realgraph.runtime.worker.failures import failure
 from tests.strategies import Tree, change, rl_tree, spec_of
 from tests.test_compile import graph_of
@@ -228,7 +228,7 @@ def test_a_term_over_groups_gets_them_whole() -> None:
     sizes = {}
     for over in ("sample", "group"):
         loss = Loss({"own": ApplyTerm("m:f", over=over)})  # type: ignore[arg-type]
-        cuts = cut(made_up({}, 4), 9, needs_whole_groups(loss))
+        cuts = cut(made_up({}, 4), 9, loss.needs_whole_groups)
         sizes[over] = {len({i // 4 for i in part}) == 1 and len(part) == 4 for part in cuts}
     assert sizes == {"sample": {False}, "group": {True}}
 

@@ -9,9 +9,8 @@ from realgraph.graphs.check.maths import terms_of
 from realgraph.graphs.check.switch import switch_off
 from realgraph.graphs.errors import Problem, Where
 from realgraph.graphs.infer import Draft, infer, role_of, step_reads, term_reads
-from realgraph.graphs.maths import KL, NoClip, PairwiseScore, PolicyGradient, Preference
+from realgraph.graphs.maths import KL, NoClip, PolicyGradient
 from realgraph.graphs.spec import Advantage, Generate, GraphSpec, ModelCall, Train
-from realgraph.graphs.steps import KLPenalty
 
 Written = Callable[[str], bool]  # whether a file or the command line gave the value at a YAML path
 Warn = Callable[[Draft, Written], Iterator[Problem]]
@@ -83,7 +82,7 @@ def entries_left_out(spec: GraphSpec, draft: Draft) -> Iterator[Problem]:
         before = spec.calls[name]
         for parent, entries, left in _entries(before, call):
             for entry, value in entries.items():
-                if value is None or entry in left or (isinstance(value, KL | KLPenalty) and value.coef == 0):
+                if value is None or entry in left or (value.switched_by_coefficient and value.coefficient == 0):
                     continue
                 path = f"$.calls.{name}.{parent}.{entry}"
                 reads = step_reads("", entry, value) if parent == "steps" else term_reads("", entry, value)
@@ -105,7 +104,7 @@ def pairs_without_order(draft: Draft, written: Written) -> Iterator[Problem]:
     if not any(True for _ in draft.of(Generate)):
         return
     for path, _, entry, term in terms_of(draft):
-        if isinstance(term, Preference | PairwiseScore):
+        if term.of_pairs:
             text = f"the term {entry!r} prefers sample 0 of a group to sample 1, and samples come in no order of merit"
             hint = "take pairs from the data (columns chosen and rejected), or write the loss as an `apply` term"
             yield draft.problem(path, text, hint)

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from realgraph.graphs.applied import OUTPUTS
 from realgraph.graphs.keys import MASK, TOKENS
+from realgraph.graphs.maths import OUTPUTS
 from realgraph.runtime.batch import Outputs, Packed
 from realgraph.runtime.functions.user_errors import error_text, user_place
 

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from realgraph.graphs.applied import OUTPUTS, term_keys, term_outputs
 from realgraph.graphs.maths import (
     KL,
+    OUTPUTS,
     ApplyTerm,
     Constant,
     CrossEntropy,
-    Decoupled,
     Distill,
     Entropy,
     Loss,
@@ -28,7 +27,6 @@ from realgraph.graphs.maths import (
     SequenceMean,
     Term,
     TokenMean,
-    Truncated,
     Value,
 )
 from realgraph.runtime.algorithms import loss_terms
@@ -53,24 +51,9 @@ class Needs:
 
 def needs(loss: Loss) -> Needs:
     """What `loss` asks of the forward pass; an `apply` term gets log-probabilities unless it reads other outputs."""
-    wanted: set[str] = set()
-    proximal = False
-    for term in loss.terms.values():
-        match term:
-            case PolicyGradient(off_policy=off_policy):
-                wanted.add("logprobs")
-                proximal = proximal or isinstance(off_policy, Truncated | Decoupled)
-            case KL() | CrossEntropy() | Preference() | Distill():
-                wanted.add("logprobs")
-            case Entropy():
-                wanted.add("entropy")
-            case Value():
-                wanted.add("values")
-            case PairwiseScore():
-                wanted.add("scores")
-            case ApplyTerm():
-                wanted.update(term_outputs(term))
-    return Needs(**{name: name in wanted for name in OUTPUTS}, proximal=proximal)
+    terms = loss.terms.values()
+    outputs = {output for term in terms for output in term.outputs}
+    return Needs(**{name: name in outputs for name in OUTPUTS}, proximal=any(term.needs_proximal for term in terms))
 
 
 def denominator(loss: Loss, batch: Packed) -> Tensor:
@@ -147,13 +130,13 @@ def _term(name: str, term: Term, view: View, functions: Mapping[str, LossFunctio
         case ApplyTerm(fn=fn):
             if fn not in functions:
                 raise ValueError(f"term {name!r}: the function {fn!r} was not loaded")
-            call = Call(f"term {name!r}", fn, functions[fn], term_keys(term), term.args)
-            return apply_term(call, view.batch, view.outputs, term_outputs(term)), {}
+            call = Call(f"term {name!r}", fn, functions[fn], term.keys, term.args)
+            return apply_term(call, view.batch, view.outputs, term.outputs), {}
 
 
 def _numerator(loss: Loss, name: str, losses: Tensor, view: View) -> Tensor:
     """float64 scalar: the sum that the aggregation divides."""
-    of_pairs = isinstance(loss.terms[name], Preference | PairwiseScore)
+    of_pairs = loss.terms[name].of_pairs
     if of_pairs != isinstance(loss.aggregate, PairMean):
         kind = "is a loss of pairs: aggregate by pair_mean" if of_pairs else "is a loss of tokens: pair_mean has no use"
         raise ValueError(f"term {name!r} {kind}")
@@ -168,7 +151,7 @@ def _numerator(loss: Loss, name: str, losses: Tensor, view: View) -> Tensor:
 
 def _counted(loss: Loss, batch: Packed) -> Tensor:
     """[N] bool: samples that some term gives a weight other than 0."""
-    keys = [term.key if isinstance(term, CrossEntropy) else None for term in loss.terms.values()]
+    keys = [term.sample_weight for term in loss.terms.values()]
     counted = torch.zeros(batch.n_samples, dtype=torch.bool, device=batch.mask.device)
     for key in keys:
         if key is None or key in batch.token_keys:
