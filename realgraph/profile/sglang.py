@@ -4,7 +4,6 @@ Two answers of different length to the same prompts, whose keys and values the s
 alone: seconds of a step are the difference over the difference in tokens. All requests of a batch go in one message.
 """
 
-import os
 import time
 import urllib.error
 import urllib.request
@@ -25,6 +24,7 @@ from realgraph.planner.inputs.devices import Costs
 from realgraph.planner.inputs.model_spec import ModelSpec, load_model_spec
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.run.planning import hub_cache_folder
+from realgraph.runtime.processes.environment import variables
 
 SIZES = ((1, 512), (8, 512), (64, 512), (256, 512), (8, 4096), (64, 4096))  # sequences, tokens of context
 SHORT, LONG = 8, 40  # new tokens of the two answers
@@ -88,7 +88,7 @@ def open_server(url: str) -> Server:
     """Ask the server what it runs. Raises ConfigError where it can't be reached, or can't be priced."""
     base = url.rstrip("/")
     info, args = _ask(base, "/get_model_info", ModelInfo), _ask(base, "/get_server_info", ServerInfo)
-    model = load_model_spec(info.model_path, Where(base), hub_cache_folder(os.environ))
+    model = load_model_spec(info.model_path, Where(base), hub_cache_folder(variables()))
     if (args.pp_size or 1) > 1 or (args.dp_size or 1) > 1:
         raise _error(base, "the server has several pipeline stages or replicas", "start one with --tp-size alone")
     weights, cache = args.quantization or "", args.kv_cache_dtype or "auto"

@@ -1,7 +1,6 @@
 """From a checked run to a plan: gathers what the planner needs to know. Imports no torch and uses no network."""
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -25,6 +24,7 @@ from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.search import Infeasible, reprice, search
 from realgraph.run_file.compose import Checked
 from realgraph.run_file.local_data import data_files, first_rows
+from realgraph.runtime.processes.environment import variables
 from realgraph.screen.first_search import prepare_search
 
 PLAN_HINT = "a plan is what `realgraph plan --out FILE` writes"
@@ -51,7 +51,7 @@ def request_for(checked: Checked, hub_cache: Path | None = None, asked: Asked = 
 
     Raises ConfigError where a model's shape or the cluster is unknown, or a sample is longer than a model's positions.
     """
-    cache = hub_cache or hub_cache_folder(os.environ)
+    cache = hub_cache or hub_cache_folder(variables())
     problems: list[Problem] = []
     models: dict[str, ModelSpec] = {}
     for name, role in checked.graph.models.items():

@@ -1,6 +1,5 @@
 """A run that goes on: read from its directory, compared with what it was, from its newest intact checkpoint."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ from realgraph.runtime.job.manifest import FileSum
 from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.master.checkpoint_folders import recover
 from realgraph.runtime.master.checkpoints import Damaged, newest_intact
+from realgraph.runtime.processes.environment import variables
 
 # What a resumed run may change: nothing that its next losses depend on.
 CHANGEABLE = ("name", "steps", "eval", "checkpoint", "outputs", "runtime")
@@ -63,7 +63,7 @@ def prepare_resume(root: Path, overrides: Sequence[str], new_data: bool = False)
     if checkpoint is None:
         raise _nothing_left(folder, damaged)
     checked = check_run(folder.config, overrides)
-    refuse_unset(checked, os.environ)
+    refuse_unset(checked, variables())
     request = request_for(checked)
     request = replace(request, cluster=_same_machine(old.cluster, request.cluster, checked.run.cluster))
     new = with_sums(replace(job_of(checked, request, old.plan, folder), user_dir=old.user_dir))

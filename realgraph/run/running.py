@@ -1,6 +1,5 @@
 """From a checked run to a Job in a run directory. Imports no torch."""
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
@@ -23,6 +22,7 @@ from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.run_folder import RunFolder, exclusive, write_atomic
 from realgraph.runtime.master.checkpoint_folders import point_best, set_aside
 from realgraph.runtime.master.checkpoints import Damaged, read_state
+from realgraph.runtime.processes.environment import variables
 
 
 class Prepared(Struct, frozen=True):
@@ -68,7 +68,7 @@ def prepare(file: Path, overrides: Sequence[str], plan_file: Path | None, costs_
     names one, `runs/<name>-<date>` of the working directory. Raises ConfigError.
     """
     checked = check_run(file, overrides)
-    refuse_unset(checked, os.environ)
+    refuse_unset(checked, variables())
     costs = load_costs(costs_file) if costs_file is not None else CostTable()
     request = request_for(checked, asked=Asked(costs=costs, costs_file=str(costs_file or "")))
     plan = read_plan(plan_file, request) if plan_file is not None else plan_for(checked, request)
