@@ -27,7 +27,7 @@ class Applied(Struct, frozen=True):
 
     @property
     def positional(self) -> tuple[str, str]:
-        """What the function gets before its keywords, under the names that the documentation gives them."""
+        """The names of the arguments before its keywords, as the documentation has them."""
         return ("batch", "running") if self.kind == "step" else ("batch", "outputs")
 
 

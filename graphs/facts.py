@@ -1,10 +1,10 @@
-"""What a run adds to an algorithm: facts about data and sizes that rules may use. A default means "unknown"."""
+"""Facts about a run, its data and its sizes, that rules may use. A default means "unknown"."""
 
 from msgspec import Struct, field
 
 
 class Facts(Struct, frozen=True):
-    """What is known of the run around a graph; a rule that needs an unknown fact stays silent.
+    """Facts about the run around a graph; a rule that needs an unknown fact stays silent.
 
     data_columns: graph input -> data column, as the user maps them. columns: those the data set has.
     groups: prompt groups a step. n_rows: rows of the data set, after its limit. max_new_tokens: the run's.

@@ -1,4 +1,4 @@
-"""What each call reads and writes, with types: declared keys and those its loss or its steps imply. Judges nothing."""
+"""Keys that each call reads and writes, with types: declared ones and those its loss or steps imply. Judges nothing."""
 
 from collections.abc import Callable, Iterator
 from typing import TypeGuard, TypeVar
@@ -87,7 +87,7 @@ class Draft(Struct, frozen=True):
         return Problem(self.where(path), text, hint)
 
     def semantics(self, key: str) -> LogprobSemantics | None:
-        """What the log-probabilities under `key` are, None where unknown or no log-probabilities."""
+        """The meaning of the log-probabilities under `key`, None where unknown or no log-probabilities."""
         for write in self.writes.get(key, ()):
             return write.type.logprobs if write.type else None
         return None
@@ -168,7 +168,7 @@ def call_writes(name: str, call: ModelCall) -> tuple[Write, ...]:
 
 
 def _own_writes(spec: GraphSpec) -> Iterator[Write]:
-    """What a generate call writes for roles that read its samples by their own tokenizer."""
+    """Keys that a generate call writes for roles that read its samples by their own tokenizer."""
     roles = dict.fromkeys(call.model for call in spec.calls.values() if is_own(call))
     generate = next((name for name, call in spec.calls.items() if isinstance(call, Generate)), None)
     if generate is not None:
@@ -177,7 +177,7 @@ def _own_writes(spec: GraphSpec) -> Iterator[Write]:
 
 
 def is_own(call: ModelCall) -> TypeGuard[Inference]:
-    """Whether a call reads samples as its own tokenizer cuts them."""
+    """True where a call reads samples as its own tokenizer cuts them."""
     return isinstance(call, Inference) and call.tokenizer == "own"
 
 

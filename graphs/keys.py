@@ -71,7 +71,7 @@ def own_tokens(role: str) -> str:
 
 
 def is_prompt(key: KeyType) -> bool:
-    """Whether functions get the key as text: it is a prompt's tokens."""
+    """True where functions get the key as text: it is a prompt's tokens."""
     return key.level == "group" and key.dtype == "tokens"
 
 

@@ -212,7 +212,7 @@ def main() -> None:
 
 
 def _exit_code() -> int:
-    """Of the command that was typed, its mistakes said on stderr."""
+    """The exit code of the command that was typed; its mistakes go to stderr."""
     try:
         code = app(prog_name="realgraph", standalone_mode=False)
     except ConfigError as error:
@@ -228,7 +228,7 @@ def _exit_code() -> int:
 
 
 def usage_problem(error: Exception) -> Problem:
-    """What the parser of the command line refuses, placed at the option or argument that it is about."""
+    """A mistake that the parser of the command line refuses, placed at its option or argument."""
     context, param = getattr(error, "ctx", None), getattr(error, "param", None)
     command = context.command_path if context is not None else "realgraph"
     place = getattr(error, "option_name", None) or (_parameter_name(param) if param is not None else command)

@@ -1,4 +1,4 @@
-"""The loader: every type error at once, each where it was written, typos with their mend, and graph files."""
+"""The loader: every type error at once, each where it was written, typos with their fix, and graph files."""
 
 from pathlib import Path
 from typing import Any

@@ -72,7 +72,7 @@ def _unknown(draft: Draft, name: str, call: Function, signature: Signature) -> I
 
 
 def function_environment(draft: Draft, facts: Facts) -> Iterator[Problem]:
-    """What a function gets of the environment is listed by name; the values stand nowhere in the file."""
+    """The variables that a function gets are listed by name; the values stand nowhere in the file."""
     for name, call in draft.of(Function):
         for i, variable in enumerate(call.env):
             own, _, value = variable.partition("=")

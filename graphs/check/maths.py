@@ -54,7 +54,7 @@ def two_returns(draft: Draft, facts: Facts) -> Iterator[Problem]:
 
 
 def reward_after_return(draft: Draft, facts: Facts) -> Iterator[Problem]:
-    """What changes the reward stands before what turns rewards into advantages."""
+    """Steps that change the reward stand before those that turn rewards into advantages."""
     for name, call in draft.of(Advantage):
         summed = ""
         for entry, step in call.steps.items():
@@ -189,9 +189,11 @@ def reference_temperature(draft: Draft, facts: Facts) -> Iterator[Problem]:
 
 
 def _same_temperature(draft: Draft, path: str, key: str, temperature: float, by: str) -> Iterator[Problem]:
-    found = draft.semantics(key)
-    if found is not None and found.temperature not in (0, temperature):
-        text = f"{by} compares log-probabilities at temperature {temperature:g} with {key!r} at {found.temperature:g}"
+    semantics = draft.semantics(key)
+    if semantics is not None and semantics.temperature not in (0, temperature):
+        text = (
+            f"{by} compares log-probabilities at temperature {temperature:g} with {key!r} at {semantics.temperature:g}"
+        )
         yield draft.problem(path, text, f"set `temperature: {temperature:g}` in calls.{draft.producer(key)}")
 
 

@@ -17,12 +17,12 @@ Warn = Callable[[Draft, Written], Iterator[Problem]]
 
 
 def warnings_of(spec: GraphSpec, where: Callable[[str], Where], written: Written) -> tuple[Problem, ...]:
-    """What a person should know of a graph that compiles, in the order of the places; `rule` names the warning."""
+    """Warnings of a graph that compiles, in the order of their places; `rule` names the warning."""
     live, switched_off = switch_off(spec)
     draft = infer(live, where, switched_off)
-    found = [structs.replace(problem, rule=warn.__name__) for warn in WARNINGS for problem in warn(draft, written)]
+    warnings = [structs.replace(problem, rule=warn.__name__) for warn in WARNINGS for problem in warn(draft, written)]
     fallen = (structs.replace(problem, rule=entries_left_out.__name__) for problem in entries_left_out(spec, draft))
-    return tuple(sorted([*found, *fallen]))
+    return tuple(sorted([*warnings, *fallen]))
 
 
 def kl_without_gradient(draft: Draft, written: Written) -> Iterator[Problem]:

@@ -107,13 +107,13 @@ def _with_points(
 
 
 def _neighbours(chains: Mapping[tuple[str, str], Sequence[_Node]]) -> dict[_Node, tuple[list[_Node], list[_Node]]]:
-    """Of each node: those one column to the left and to the right."""
-    found: dict[_Node, tuple[list[_Node], list[_Node]]] = {}
+    """Neighbours of each node: those one column to the left and to the right."""
+    neighbours: dict[_Node, tuple[list[_Node], list[_Node]]] = {}
     for chain in chains.values():
         for left, right in pairwise(chain):
-            found.setdefault(left, ([], []))[1].append(right)
-            found.setdefault(right, ([], []))[0].append(left)
-    return found
+            neighbours.setdefault(left, ([], []))[1].append(right)
+            neighbours.setdefault(right, ([], []))[0].append(left)
+    return neighbours
 
 
 def _ordered(
@@ -159,24 +159,24 @@ def _middles(
         middles |= _stacked(column, [0.0] * len(column), heights)
     for sweep in range(2 * _SWEEPS):
         for column in columns if sweep % 2 == 0 else columns[::-1]:
-            wishes = []
+            targets = []
             for node in column:
                 left, right = neighbours.get(node, ([], []))
-                wishes.append(_mean([middles[other] for other in (*left, *right)], middles[node]))
-            middles |= _stacked(column, wishes, heights)
+                targets.append(_mean([middles[other] for other in (*left, *right)], middles[node]))
+            middles |= _stacked(column, targets, heights)
     return middles
 
 
-def _stacked(column: Sequence[_Node], wishes: Sequence[float], heights: Mapping[_Node, float]) -> dict[_Node, float]:
-    """The middles closest to `wishes` (least squares) that keep order and gaps: isotonic regression of what is left
-    of each wish after the room that the nodes above need; neighbours that pull past each other are pooled."""
+def _stacked(column: Sequence[_Node], targets: Sequence[float], heights: Mapping[_Node, float]) -> dict[_Node, float]:
+    """The middles closest to `targets` (least squares) that keep order and gaps: isotonic regression of what is left
+    of each target after the room that the nodes above need; neighbours that pull past each other are pooled."""
     offsets, room = [], 0.0
     for above, node in zip([None, *column], column, strict=False):
         room += 0.0 if above is None else heights[above] / 2 + ROW_GAP + heights[node] / 2
         offsets.append(room)
     pools: list[tuple[float, int]] = []  # mean, count
-    for wish, offset in zip(wishes, offsets, strict=True):
-        pools.append((wish - offset, 1))
+    for target, offset in zip(targets, offsets, strict=True):
+        pools.append((target - offset, 1))
         while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
             (low, n_low), (high, n_high) = pools.pop(), pools.pop()
             pools.append(((low * n_low + high * n_high) / (n_low + n_high), n_low + n_high))

@@ -45,7 +45,7 @@ def structs(kind: inspect.Type) -> tuple[inspect.StructType, ...]:
 
 
 def admits_null(kind: inspect.Type) -> bool:
-    """Whether null is a value of this type."""
+    """True where null is a value of this type."""
     return any(isinstance(member, inspect.NoneType | inspect.AnyType) for member in members(kind))
 
 
@@ -314,7 +314,7 @@ def shown(value: Tree) -> str:
 
 
 def describe(kind: inspect.Type) -> str:
-    """What a type expects, for a problem and for the reference."""
+    """The values of a type in words, for a problem and for the reference."""
     match kind:
         case inspect.UnionType():
             parts = [describe(member) for member in kind.types if not isinstance(member, inspect.StructType)]

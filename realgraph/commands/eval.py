@@ -68,9 +68,9 @@ def for_evaluation(prepared: Prepared, checkpoint: Path | None) -> Prepared:
 def step_of(model: Path) -> int:
     """Completed steps of the weights in a checkpoint's folder, or in a role's within it; 0 where no name says so."""
     for path in (model.resolve(), model.resolve().parent):
-        found = re.fullmatch(r"step-(\d+)", path.name)
-        if found:
-            return int(found.group(1))
+        match = re.fullmatch(r"step-(\d+)", path.name)
+        if match:
+            return int(match.group(1))
     return 0
 
 

@@ -16,7 +16,8 @@ from realgraph.screen.output import say
 
 
 class Ask(NamedTuple):
-    """How to sample. temperature 0 is greedy; `chat` wraps prompts in the model's chat template, where it has one.
+    """Sampling and the form of prompts. temperature 0 is greedy; `chat` wraps prompts in the model's chat template, if
+    it has one.
 
     template_args: `name=value` texts, over those of the run that the model comes from.
     """
@@ -30,7 +31,7 @@ class Ask(NamedTuple):
 
 
 class _Data(Struct, frozen=True):
-    """Of a run's data, how its chats were rendered."""
+    """The part of a run's data that says how its chats were rendered."""
 
     chat: bool | None = None
     system: str | None = None
@@ -96,7 +97,7 @@ def answers(folder: Path, prompts: Sequence[str], ask: Ask) -> list[tuple[str, s
 
 
 def chat_settings(folder: Path, ask: Ask, has_template: bool) -> DataSpec:
-    """How prompts are rendered: as in the run that the model is a checkpoint of, if it is one, but for what was asked
+    """The rendering of prompts: as in the run that the model is a checkpoint of, if it is one, but for what was asked
     otherwise. Raises ConfigError."""
     roots = [parent.parent for parent in folder.parents if parent.name == "checkpoints"]
     run = next((root / "job.json" for root in roots if (root / "job.json").is_file()), None)
@@ -114,10 +115,10 @@ def chat_settings(folder: Path, ask: Ask, has_template: bool) -> DataSpec:
 
 def _named(texts: Sequence[str]) -> Mapping[str, Any]:
     """`enable_thinking=false` -> its name and YAML value. Raises ConfigError."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for text in texts:
-        found |= parse_override(text).tree
-    return found
+        arguments |= parse_override(text).tree
+    return arguments
 
 
 def _refuse_args(ask: Ask, has_template: bool) -> None:
@@ -128,7 +129,7 @@ def _refuse_args(ask: Ask, has_template: bool) -> None:
 
 
 def _unreadable(prompt: str) -> str:
-    """Why a prompt is no text to answer; '' where it is."""
+    """The reason why a prompt is no text to answer; '' where it is one."""
     if not prompt:
         return "it is empty, and a model continues something"
     try:
@@ -139,7 +140,7 @@ def _unreadable(prompt: str) -> str:
 
 
 def _unanswerable(tokens: Sequence[int], positions: int, vocabulary: int) -> str:
-    """Why a model of so many positions and tokens can't continue a prompt; '' where it can."""
+    """The reason why a model of so many positions and tokens can't continue a prompt; '' where it can."""
     if not tokens:
         return "the tokenizer makes no tokens of it"
     if len(tokens) >= positions:

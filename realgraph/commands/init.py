@@ -78,8 +78,8 @@ def run_template(graph: str, folder: Path, schema: str = "") -> str:
 
 
 def _comment(line: str) -> str:
-    found = re.search(r"\s#\s*(.*)$", line)
-    return found.group(1) if found else ""
+    comment = re.search(r"\s#\s*(.*)$", line)
+    return comment.group(1) if comment else ""
 
 
 def _line(text: str, note: str = "") -> str:

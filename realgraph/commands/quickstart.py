@@ -90,8 +90,8 @@ def sampled_accuracy(home: Path, model: Path) -> float:
     """Share of the first held-out sums that are right at temperature 1."""
     lines = (home / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()[:PROBED]
     rows = [json.loads(line) for line in lines]
-    found = answers(model, [row["prompt"] for row in rows], Ask(temperature=1.0, max_new_tokens=8))
-    right = [text == row["answer"] for row, (_, text) in zip(rows, found, strict=True)]
+    texts = answers(model, [row["prompt"] for row in rows], Ask(temperature=1.0, max_new_tokens=8))
+    right = [text == row["answer"] for row, (_, text) in zip(rows, texts, strict=True)]
     return float(sum(right)) / len(right)
 
 

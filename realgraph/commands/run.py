@@ -32,7 +32,7 @@ FAILED, INTERRUPTED = 3, 130
 
 
 class RunOptions(Struct, frozen=True):
-    """What the command line says of a run beside its file and overrides."""
+    """Options of a run on the command line, beside its file and overrides."""
 
     plan_file: Path | None = None
     costs_file: Path | None = None
@@ -158,7 +158,7 @@ def write_detail(detail: str, file: Path) -> None:
 
 
 def report(outcome: Outcome, prepared: Prepared, console: Terminal) -> None:
-    """What a person needs to know at the end; of a failure: what, where the details are, and how to go on, on stderr.
+    """Print how the run ended; of a failure: what, where the details are, and how to go on, on stderr.
 
     The screen has said after which step the run has ended.
     """

@@ -63,7 +63,7 @@ class ShortRun(Struct, frozen=True):
     steps: Sequence[StepRecord]
 
     def least_seconds(self, call: str) -> float:
-        """Of the call's quickest step: what disturbs a machine only ever makes it slower."""
+        """Seconds of the call's quickest step: what disturbs a machine only ever makes it slower."""
         return min(self._seconds(call))
 
     def spread(self, call: str) -> float:
@@ -82,8 +82,8 @@ def overheads(costs: Costs, cluster: Cluster, dtype: DType) -> tuple[Costs, Stag
         runs = [short_run(home, cluster, dtype, groups) for groups in GROUPS]
     points = [point for run in runs for point in _points(run)]
     fit = fit_costs(costs, FIELDS, points)
-    found = replace(fit.costs, function_seconds=_function_seconds(runs[-1]))
-    return found, Stage("calls", (*FIELDS, "function_seconds"), fit.error, len(points))
+    factors = replace(fit.costs, function_seconds=_function_seconds(runs[-1]))
+    return factors, Stage("calls", (*FIELDS, "function_seconds"), fit.error, len(points))
 
 
 def write_home(home: Path, cluster: Cluster, dtype: DType) -> None:
@@ -136,17 +136,17 @@ def _points(run: ShortRun) -> Iterator[Point]:
     """The calls that hold a mesh, each by its quickest step."""
     request, plan = run.request, run.prepared.job.plan
     for name, allocation in plan.allocations.items():
-        bare = Setting(request.model(name), request.role(name), allocation.layout, request.cluster)
+        unfitted = Setting(request.model(name), request.role(name), allocation.layout, request.cluster)
         chosen = candidate_of(request, plan.allocations, name)
 
-        def predict(costs: Costs, name: str = name, bare: Setting = bare, chosen: Candidate = chosen) -> float:
-            return setting_seconds(request, name, replace(bare, factors=costs), chosen)
+        def predict(costs: Costs, name: str = name, unfitted: Setting = unfitted, chosen: Candidate = chosen) -> float:
+            return setting_seconds(request, name, replace(unfitted, factors=costs), chosen)
 
         yield Point(predict, run.least_seconds(name), math.hypot(FORMULA_ERROR, run.spread(name)))
 
 
 def _function_seconds(run: ShortRun) -> float:
-    """Of one sample of a function in one worker's subprocess."""
+    """Seconds of one sample of a function in one worker's subprocess."""
     per_worker = run.request.workload.n_samples / run.request.cluster.n_devices
     functions = [name for name, call in run.request.graph.calls.items() if isinstance(call, Function)]
     return max(run.least_seconds(name) for name in functions) / per_worker

@@ -37,13 +37,13 @@ Answered = TypeVar("Answered")
 
 
 class ModelInfo(Struct):
-    """What is read of /get_model_info."""
+    """The fields of /get_model_info that are read."""
 
     model_path: str
 
 
 class ServerInfo(Struct):
-    """What is read of /get_server_info; null where the server was started without it."""
+    """The fields of /get_server_info that are read; null where the server was started without it."""
 
     tp_size: int | None = None
     pp_size: int | None = None
@@ -58,13 +58,13 @@ class Finished(Struct):
 
 
 class Answer(Struct):
-    """What is read of one answer of /generate."""
+    """The fields of one answer of /generate that are read."""
 
     meta_info: Finished
 
 
 class Server(Struct, frozen=True):
-    """What a server says of itself."""
+    """A server as it describes itself."""
 
     url: str
     model: ModelSpec
@@ -109,10 +109,12 @@ def _points(server: Server, cluster: Cluster) -> Iterator[Point]:
     for running, context in SIZES:
         if context + LONG > server.longest:
             continue
-        bare = Setting(server.model, role, layout, cluster)
+        unfitted = Setting(server.model, role, layout, cluster)
 
-        def predict(costs: Costs, running: int = running, context: int = context, bare: Setting = bare) -> float:
-            setting = msgspec.structs.replace(bare, factors=costs)
+        def predict(
+            costs: Costs, running: int = running, context: int = context, unfitted: Setting = unfitted
+        ) -> float:
+            setting = msgspec.structs.replace(unfitted, factors=costs)
             return decode_step(setting, server.precision).seconds(running, context + (SHORT + LONG) / 2)
 
         yield Point(predict, step_seconds(server, running, context))

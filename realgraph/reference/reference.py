@@ -195,12 +195,12 @@ def documented() -> set[type]:
 
 def reachable(kind: inspect.Type) -> set[type]:
     """Every struct that a file of this type may hold."""
-    found: set[type] = set()
+    structs: set[type] = set()
     todo = [kind]
     while todo:
         match todo.pop():
-            case inspect.StructType() as struct if struct.cls not in found:
-                found.add(struct.cls)
+            case inspect.StructType() as struct if struct.cls not in structs:
+                structs.add(struct.cls)
                 todo += [field.type for field in struct.fields]
             case inspect.UnionType() as union:
                 todo += union.types
@@ -210,4 +210,4 @@ def reachable(kind: inspect.Type) -> set[type]:
                 todo.append(items.item_type)
             case _:
                 pass
-    return found
+    return structs

@@ -1,4 +1,4 @@
-"""What a person reads when a run has ended, however it ended: the newest checkpoint, and which commands come next."""
+"""The last lines of a run, however it ended: the newest checkpoint, and which commands come next."""
 
 import shlex
 from collections.abc import Iterator

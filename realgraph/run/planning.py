@@ -35,7 +35,7 @@ SMALL_VOCABULARY = 2000  # with fewer tokens a token is about a character
 
 
 class Asked(Struct, frozen=True):
-    """What a command asks of the planner beside the run file. engine `auto`: the whole space on GPUs, on CPUs what the
+    """Options of planning beside the run file. engine `auto`: the whole space on GPUs, on CPUs what the
     installed engines run. lengths: measured new tokens of samples, in any order; they come before those of `costs`.
     costs_file: where `costs` come from, for messages.
     """
@@ -47,7 +47,7 @@ class Asked(Struct, frozen=True):
 
 
 def request_for(checked: Checked, hub_cache: Path | None = None, asked: Asked = Asked()) -> PlanRequest:
-    """What to plan for a run. hub_cache: the Hugging Face cache's `hub` folder, by default where its own tools look.
+    """The planner's request for a run. hub_cache: the Hugging Face cache's `hub` folder, by default that of its tools.
 
     Raises ConfigError where a model's shape or the cluster is unknown, or a sample is longer than a model's positions.
     """
@@ -108,7 +108,7 @@ def _costs_for(cluster: Cluster, asked: Asked, where: Where) -> CostTable:
 
 
 def hub_cache_folder(environment: Mapping[str, str]) -> Path:
-    """Where huggingface_hub keeps models, by its own rules (its constants.py), so that planner and runtime agree."""
+    """The folder of huggingface_hub's models, by its own rules (constants.py), so that planner and runtime agree."""
     home = environment.get("HF_HOME") or f"{environment.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
     given = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
     return Path(given or f"{home}/hub").expanduser()

@@ -85,7 +85,7 @@ def _nothing_left(folder: RunFolder, damaged: Sequence[Damaged]) -> ConfigError:
 
 
 class _Planned(Struct, frozen=True):
-    """Of a plan, or of a job with one, what every version has."""
+    """The fields of a plan, or of a job with one, that every version has."""
 
     format: int = PLAN_FORMAT
     plan: "_Planned | None" = None

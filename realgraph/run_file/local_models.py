@@ -1,4 +1,4 @@
-"""What a local model folder must be before anything heavy starts: readable, safe to load. No network, no torch."""
+"""Checks of a local model folder before anything heavy starts: readable, safe to load. No network, no torch."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def model_problems(folder: Path, where: Where, weights: bool = True) -> list[Problem]:
-    """What is wrong with a model folder; its shape is the planner's matter. weights: whether they are needed too."""
+    """Problems of a model folder; its shape is the planner's matter. weights: whether they are needed too."""
     try:
         config = msgspec.json.decode(read_file(folder / "config.json"))
     except OSError as error:

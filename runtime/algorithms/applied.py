@@ -111,7 +111,7 @@ def apply_term(call: Call, batch: Packed, outputs: Outputs, declared: Sequence[s
 
 
 def _called(call: Call, batch: Packed, second: object) -> Tensor:
-    """What the function returns, a real tensor on the batch's device."""
+    """Call the function: a real tensor on the batch's device. Raises AppliedError."""
     seen = replace(
         batch,
         token_keys=DeclaredKeys(batch.token_keys, call.keys),

@@ -40,7 +40,7 @@ LossFunction = Callable[..., Tensor]  # (batch: Packed, outputs: Outputs, **args
 
 @dataclass(frozen=True)
 class Needs:
-    """What a forward pass must give a loss; `proximal`: log-probabilities from before the batch's first step."""
+    """The outputs that a loss needs; `proximal`: log-probabilities from before the batch's first step."""
 
     logprobs: bool = False
     entropy: bool = False
@@ -50,7 +50,7 @@ class Needs:
 
 
 def needs(loss: Loss) -> Needs:
-    """What `loss` asks of the forward pass; an `apply` term gets log-probabilities unless it reads other outputs."""
+    """The outputs that `loss` needs; an `apply` term gets log-probabilities unless it reads other outputs."""
     terms = loss.terms.values()
     outputs = {output for term in terms for output in term.outputs}
     return Needs(**{name: name in outputs for name in OUTPUTS}, proximal=any(term.needs_proximal for term in terms))
@@ -98,11 +98,11 @@ def evaluate(
     total = local.new_zeros(())
     stats: Stats = {}
     for name, term in loss.terms.items():
-        losses, found = _term(name, term, view, functions or {})
+        losses, term_stats = _term(name, term, view, functions or {})
         part = _numerator(loss, name, losses, view)
         total = total + part
         prefix = f"{name}_" if kinds.count(type(term)) > 1 else ""
-        stats |= {f"{name}_loss": (part.detach(), local), **{prefix + key: stat for key, stat in found.items()}}
+        stats |= {f"{name}_loss": (part.detach(), local), **{prefix + key: stat for key, stat in term_stats.items()}}
     stats["loss"] = (total.detach(), local)
     whole = denominator.to(total)
     return total / torch.where(whole > 0, whole, torch.ones_like(whole)), _metrics(stats)

@@ -104,8 +104,8 @@ def _outputs(batch: Packed, dtype: torch.dtype) -> Outputs:
         return torch.rand(n, generator=random, dtype=dtype)
 
     t, n = batch.n_tokens, batch.n_samples
-    found = (-numbers(t) - 0.1, numbers(t) + 0.1, numbers(t), numbers(n))
-    return Outputs(*(tensor.requires_grad_() for tensor in found))
+    tensors = (-numbers(t) - 0.1, numbers(t) + 0.1, numbers(t), numbers(n))
+    return Outputs(*(tensor.requires_grad_() for tensor in tensors))
 
 
 def made_up(keys: Mapping[str, KeyType], samples_per_group: int) -> Packed:
