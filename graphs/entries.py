@@ -20,8 +20,12 @@ class KeyRead(Struct, frozen=True):
     field: str = ""  # of the entry, where the user names the key; empty where the entry implies it
 
 
-class Entry(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
-    """One entry of a pipeline: a tagged variant, written by the user."""
+class TaggedVariant(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
+    """One of several kinds of a thing, written by the user."""
+
+
+class PipelineEntry(TaggedVariant, frozen=True):
+    """One entry of a pipeline: an advantage step or a loss term."""
 
     switched_by_coefficient: ClassVar[bool] = False  # the coefficient 0 is how users switch it off
 

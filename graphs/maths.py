@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct, field
 
-from realgraph.graphs.entries import Entry, Estimator, KeyRead, NonNegative, Positive
+from realgraph.graphs.entries import Estimator, KeyRead, NonNegative, PipelineEntry, Positive, TaggedVariant
 from realgraph.graphs.keys import (
     BEHAVIOUR_LOGPROBS,
     LOGPROBS_TYPE,
@@ -28,7 +28,7 @@ OUTPUTS: tuple[Output, ...] = ("logprobs", "entropy", "values", "scores")  # of 
 HEAD_OF_OUTPUT: dict[Output, str] = {"logprobs": "lm", "entropy": "lm", "values": "value", "scores": "score"}
 
 
-class _Term(Entry, frozen=True):
+class _LossTerm(PipelineEntry, frozen=True):
     """One term of a loss. Each also states `outputs`: what of a forward pass of the trained role it needs."""
 
     of_pairs: ClassVar[bool] = False  # a loss per pair of samples, not per token
@@ -55,11 +55,11 @@ class _Term(Entry, frozen=True):
         return None
 
 
-class NoClip(Entry, frozen=True, tag="none"):
+class NoClip(TaggedVariant, frozen=True, tag="none"):
     """The plain importance-weighted objective."""
 
 
-class TwoSided(Entry, frozen=True, tag="two_sided"):
+class TwoSided(TaggedVariant, frozen=True, tag="two_sided"):
     """PPO's clip to [1 - low, 1 + high] (arXiv:1707.06347, eq. 7); `dual` bounds negative terms (arXiv:1912.09729)."""
 
     low: NonNegative = 0.2  # below 1
@@ -67,7 +67,7 @@ class TwoSided(Entry, frozen=True, tag="two_sided"):
     dual: Annotated[float, Meta(gt=1)] | None = None  # null: no bound
 
 
-class StopGradient(Entry, frozen=True, tag="stop_gradient"):
+class StopGradient(TaggedVariant, frozen=True, tag="stop_gradient"):
     """CISPO (arXiv:2506.13585, eq. 4): the clipped ratio is a constant weight of the log-probability."""
 
     low: NonNegative = 1.0  # below 1
@@ -77,17 +77,17 @@ class StopGradient(Entry, frozen=True, tag="stop_gradient"):
 Clip = NoClip | TwoSided | StopGradient
 
 
-class Ignore(Entry, frozen=True, tag="ignore"):
+class Ignore(TaggedVariant, frozen=True, tag="ignore"):
     """Take the behaviour policy as the proximal policy."""
 
 
-class Truncated(Entry, frozen=True, tag="truncated"):
+class Truncated(TaggedVariant, frozen=True, tag="truncated"):
     """Weight by the proximal / behaviour ratio, cut at `cap` (truncated importance sampling)."""
 
     cap: Positive = 2.0  # largest weight
 
 
-class Decoupled(Entry, frozen=True, tag="decoupled"):
+class Decoupled(TaggedVariant, frozen=True, tag="decoupled"):
     """Decoupled PPO (AReaL, arXiv:2505.24298, eq. 5): clip against the proximal policy, weigh by proximal/behaviour."""
 
     cap: Positive = 5.0  # largest weight
@@ -97,7 +97,7 @@ class Decoupled(Entry, frozen=True, tag="decoupled"):
 OffPolicy = Ignore | Truncated | Decoupled
 
 
-class PolicyGradient(_Term, frozen=True, tag="policy_gradient"):
+class PolicyGradient(_LossTerm, frozen=True, tag="policy_gradient"):
     """The clipped surrogate of a ratio per token, per sequence (GSPO, arXiv:2507.18071) or none (REINFORCE)."""
 
     advantage: str = "advantages"  # key
@@ -121,7 +121,7 @@ class PolicyGradient(_Term, frozen=True, tag="policy_gradient"):
         return self.advantage
 
 
-class KL(_Term, frozen=True, tag="kl"):
+class KL(_LossTerm, frozen=True, tag="kl"):
     """coef x the estimated KL(policy || `to`) of every sampled token, with gradient."""
 
     to: str  # key of reference logprobs
@@ -144,7 +144,7 @@ class KL(_Term, frozen=True, tag="kl"):
         return self.to
 
 
-class Entropy(_Term, frozen=True, tag="entropy"):
+class Entropy(_LossTerm, frozen=True, tag="entropy"):
     """-coef x the entropy of the policy's distribution at every sampled token."""
 
     coef: float = 0.0  # weight of the bonus
@@ -156,7 +156,7 @@ class Entropy(_Term, frozen=True, tag="entropy"):
         return self.coef
 
 
-class Value(_Term, frozen=True, tag="value"):
+class Value(_LossTerm, frozen=True, tag="value"):
     """Half the squared error of the critic, clipped around the old values (PPO2); `old` names them."""
 
     returns: str = "returns"  # key of the target
@@ -176,7 +176,7 @@ class Value(_Term, frozen=True, tag="value"):
         return self.coef
 
 
-class CrossEntropy(_Term, frozen=True, tag="cross_entropy"):
+class CrossEntropy(_LossTerm, frozen=True, tag="cross_entropy"):
     """Negative log-likelihood of the masked tokens; `key` names a weight per sample."""
 
     weight: NonNegative = 1.0  # of the term
@@ -197,7 +197,7 @@ class CrossEntropy(_Term, frozen=True, tag="cross_entropy"):
         return self.key
 
 
-class Preference(_Term, frozen=True, tag="preference"):
+class Preference(_LossTerm, frozen=True, tag="preference"):
     """DPO (arXiv:2305.18290, eq. 7) over pairs: sample 0 of a group is preferred over sample 1."""
 
     beta: Positive = 0.1  # inverse temperature
@@ -215,14 +215,14 @@ class Preference(_Term, frozen=True, tag="preference"):
         return self.ref
 
 
-class PairwiseScore(_Term, frozen=True, tag="pairwise_score"):
+class PairwiseScore(_LossTerm, frozen=True, tag="pairwise_score"):
     """Bradley-Terry loss of a reward model over pairs (arXiv:2203.02155, eq. 1)."""
 
     outputs: ClassVar[tuple[Output, ...]] = ("scores",)
     of_pairs: ClassVar[bool] = True
 
 
-class Distill(_Term, frozen=True, tag="distill"):
+class Distill(_LossTerm, frozen=True, tag="distill"):
     """Per-token divergence to a teacher's log-probabilities of the sampled tokens."""
 
     teacher: str  # key of the teacher's logprobs
@@ -239,7 +239,7 @@ class Distill(_Term, frozen=True, tag="distill"):
         return self.teacher
 
 
-class ApplyTerm(_Term, frozen=True, tag="apply"):
+class ApplyTerm(_LossTerm, frozen=True, tag="apply"):
     """The user's own pure function `module:function` of packed tensors: `fn(batch, outputs, **args)`, a loss per token.
 
     It may look up the keys and the outputs (logprobs, entropy, values, scores) that `reads` names, and no others; where
@@ -275,21 +275,21 @@ class ApplyTerm(_Term, frozen=True, tag="apply"):
 Term = PolicyGradient | KL | Entropy | Value | CrossEntropy | Preference | PairwiseScore | Distill | ApplyTerm
 
 
-class TokenMean(Entry, frozen=True, tag="token_mean"):
+class TokenMean(TaggedVariant, frozen=True, tag="token_mean"):
     """Sum over masked tokens / their number in the whole batch of the optimizer step."""
 
 
-class SequenceMean(Entry, frozen=True, tag="sequence_mean"):
+class SequenceMean(TaggedVariant, frozen=True, tag="sequence_mean"):
     """Mean over samples of each sample's mean over its masked tokens."""
 
 
-class Constant(Entry, frozen=True, tag="constant"):
+class Constant(TaggedVariant, frozen=True, tag="constant"):
     """Sum over masked tokens / (samples x length): Dr.GRPO (arXiv:2503.20783)."""
 
     length: Annotated[int, Meta(ge=1)]  # tokens
 
 
-class PairMean(Entry, frozen=True, tag="pair_mean"):
+class PairMean(TaggedVariant, frozen=True, tag="pair_mean"):
     """Mean over pairs of samples."""
 
 

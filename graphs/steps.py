@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct, field
 
-from realgraph.graphs.entries import Entry, Estimator, Fraction, KeyRead, NonNegative, Positive
+from realgraph.graphs.entries import Estimator, Fraction, KeyRead, NonNegative, PipelineEntry, Positive
 from realgraph.graphs.keys import BASELINE_TYPE, BEHAVIOUR_LOGPROBS, LOGPROBS_TYPE, TENSOR_TYPE, VALUES_TYPE
 
 
@@ -16,7 +16,7 @@ class AdaptiveKL(Struct, frozen=True, forbid_unknown_fields=True):
     horizon: Positive = 10_000.0  # samples
 
 
-class _Step(Entry, frozen=True):
+class _AdvantageStep(PipelineEntry, frozen=True):
     """One step of an advantage."""
 
     makes_returns: ClassVar[bool] = False  # sums rewards over time, and leaves `returns`
@@ -29,7 +29,7 @@ class _Step(Entry, frozen=True):
         return False
 
 
-class KLPenalty(_Step, frozen=True, tag="kl_penalty"):
+class KLPenalty(_AdvantageStep, frozen=True, tag="kl_penalty"):
     """Subtract coef x the estimated KL to the logprobs key `to` from every sampled token's reward."""
 
     to: str  # key of reference logprobs
@@ -52,7 +52,7 @@ class KLPenalty(_Step, frozen=True, tag="kl_penalty"):
         return self.to
 
 
-class Overlong(_Step, frozen=True, tag="overlong"):
+class Overlong(_AdvantageStep, frozen=True, tag="overlong"):
     """DAPO's soft penalty (arXiv:2503.14476, eq. 13): from `start` response tokens on, falling to -1 at `limit`."""
 
     start: Annotated[int, Meta(ge=0)]  # response tokens
@@ -61,7 +61,7 @@ class Overlong(_Step, frozen=True, tag="overlong"):
     changes_reward: ClassVar[bool] = True
 
 
-class Center(_Step, frozen=True, tag="center"):
+class Center(_AdvantageStep, frozen=True, tag="center"):
     """Subtract a baseline: the mean of the group, of the group's other samples, of the batch, or a key."""
 
     by: Literal["group", "leave_one_out", "batch", "key"] = "group"  # which mean, or a key
@@ -78,7 +78,7 @@ class Center(_Step, frozen=True, tag="center"):
         return self.by in ("group", "leave_one_out")
 
 
-class Scale(_Step, frozen=True, tag="scale"):
+class Scale(_AdvantageStep, frozen=True, tag="scale"):
     """Divide by the standard deviation of the group or the batch, plus eps."""
 
     by: Literal["group", "batch"] = "group"  # which standard deviation
@@ -91,7 +91,7 @@ class Scale(_Step, frozen=True, tag="scale"):
         return self.by == "group"
 
 
-class GAE(_Step, frozen=True, tag="gae"):
+class GAE(_AdvantageStep, frozen=True, tag="gae"):
     """Generalised advantage estimation over tokens (arXiv:1506.02438, eq. 16); also writes `returns`."""
 
     gamma: Fraction = 1.0  # discount per token
@@ -105,7 +105,7 @@ class GAE(_Step, frozen=True, tag="gae"):
         return (KeyRead(self.values, VALUES_TYPE, "values"),)
 
 
-class Return(_Step, frozen=True, tag="return"):
+class Return(_AdvantageStep, frozen=True, tag="return"):
     """Discounted reward-to-go of every token; also writes `returns`."""
 
     gamma: Fraction = 1.0  # discount per token
@@ -113,7 +113,7 @@ class Return(_Step, frozen=True, tag="return"):
     makes_returns: ClassVar[bool] = True
 
 
-class ApplyStep(_Step, frozen=True, tag="apply"):
+class ApplyStep(_AdvantageStep, frozen=True, tag="apply"):
     """The user's own pure function `module:function` of packed tensors: `fn(batch, running, **args)`."""
 
     fn: str  # module:function

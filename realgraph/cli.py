@@ -105,9 +105,9 @@ def generate(
 ) -> None:
     """Try a trained model on prompts, rendered as in its run."""
     _need_torch(f"generate {model}")
-    from realgraph.commands.generate import Ask, generate_command
+    from realgraph.commands.generate import SamplingRequest, generate_command
 
-    generate_command(model, prompts, Ask(temperature, max_new_tokens, n, seed, chat, template_arg or ()))
+    generate_command(model, prompts, SamplingRequest(temperature, max_new_tokens, n, seed, chat, template_arg or ()))
 
 
 @app.command()
@@ -187,9 +187,9 @@ def profile(
 ) -> None:
     """Measure this machine for the planner: realgraph plan FILE --costs costs.json. Takes at most 5 minutes."""
     _need_torch("profile")
-    from realgraph.profile.command import Asked, profile_command
+    from realgraph.profile.command import ProfileRequest, profile_command
 
-    profile_command(Asked(file, tuple(overrides or ()), devices, quick, sglang), out)
+    profile_command(ProfileRequest(file, tuple(overrides or ()), devices, quick, sglang), out)
 
 
 def _need_torch(what: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.maths import ApplyTerm, Loss
-from realgraph.runtime.algorithms.applied import AppliedError, Call, apply_step, apply_term
+from realgraph.runtime.algorithms.applied import AppliedCall, AppliedError, apply_step, apply_term
 from realgraph.runtime.algorithms.losses import denominator, evaluate
 from realgraph.runtime.algorithms.trial import made_up
 from realgraph.runtime.batch import Outputs
@@ -214,7 +214,7 @@ def test_a_failure_in_the_run_names_entry_function_and_line() -> None:
     def raises(batch: Any, running: Tensor) -> Tensor:
         raise KeyError("reward")
 
-    call = Call("step 'own'", "mine:raises", raises, (), {})
+    call = AppliedCall("step 'own'", "mine:raises", raises, (), {})
     with pytest.raises(
         AppliedError, match=r"^step 'own': mine:raises raised KeyError: 'reward' \(test_applied.py:\d+\)$"
     ) as caught:
@@ -243,7 +243,7 @@ def test_keys_and_outputs_that_are_declared_are_all_there() -> None:
         seen.append((set(batch.token_keys), set(batch.sample_keys), getattr(outputs, "entropy", None)))
         return outputs.logprobs  # type: ignore[no-any-return]
 
-    call = Call("term 'spy'", "m:spy", spy, ("reward", "values"), {})
+    call = AppliedCall("term 'spy'", "m:spy", spy, ("reward", "values"), {})
     assert torch.equal(apply_term(call, batch, outputs, ("logprobs",)), outputs.logprobs)  # type: ignore[arg-type]
     assert seen == [({"values"}, {"reward"}, None)]
     loss = Loss({"spy": ApplyTerm("m:spy", ("entropy", "logprobs"))})

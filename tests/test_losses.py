@@ -12,7 +12,7 @@ from realgraph.graphs import maths
 from realgraph.graphs.maths import Loss, Term
 from realgraph.runtime.algorithms.estimators import kl, segment_sum, suffix_sums
 from realgraph.runtime.algorithms.loss_terms import surrogate
-from realgraph.runtime.algorithms.losses import OUTPUTS, Needs, denominator, evaluate, needs
+from realgraph.runtime.algorithms.losses import OUTPUTS, LossNeeds, denominator, evaluate, needs
 from realgraph.runtime.batch import Outputs, Packed
 from realgraph.runtime.wire.protocol import Metric, merge
 from tests.slow_losses import AGGREGATES, DTYPE, FUNCTIONS, PAIR_TERMS, TERMS, grads, make, part, slow_loss
@@ -220,13 +220,15 @@ def test_float32_stays_close_to_float64() -> None:
 
 
 def test_needs_follow_from_the_terms() -> None:
-    assert needs(Loss({"a": maths.PolicyGradient()})) == Needs(logprobs=True)
-    assert needs(Loss({"a": maths.PolicyGradient(off_policy=maths.Decoupled())})) == Needs(logprobs=True, proximal=True)
-    assert needs(Loss({"a": maths.PolicyGradient(), "b": maths.Entropy()})) == Needs(logprobs=True, entropy=True)
-    assert needs(Loss({"a": maths.Value()})) == Needs(values=True)
-    assert needs(Loss({"a": maths.PairwiseScore()})) == Needs(scores=True)
-    assert needs(Loss({"a": maths.ApplyTerm("x:y", ("values", "reward"))})) == Needs(values=True)
-    assert needs(Loss({"a": maths.ApplyTerm("x:y")})) == Needs(logprobs=True)
+    assert needs(Loss({"a": maths.PolicyGradient()})) == LossNeeds(logprobs=True)
+    assert needs(Loss({"a": maths.PolicyGradient(off_policy=maths.Decoupled())})) == LossNeeds(
+        logprobs=True, proximal=True
+    )
+    assert needs(Loss({"a": maths.PolicyGradient(), "b": maths.Entropy()})) == LossNeeds(logprobs=True, entropy=True)
+    assert needs(Loss({"a": maths.Value()})) == LossNeeds(values=True)
+    assert needs(Loss({"a": maths.PairwiseScore()})) == LossNeeds(scores=True)
+    assert needs(Loss({"a": maths.ApplyTerm("x:y", ("values", "reward"))})) == LossNeeds(values=True)
+    assert needs(Loss({"a": maths.ApplyTerm("x:y")})) == LossNeeds(logprobs=True)
 
 
 def stated(term: Term, batch: Packed, outputs: Outputs, without: str = "") -> tuple[Packed, Outputs]:

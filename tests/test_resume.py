@@ -19,7 +19,7 @@ from realgraph.planner.inputs.detect import Probe
 from realgraph.run import resume
 from realgraph.run.costs_record import CostsFile, Planned
 from realgraph.run.resume import CHANGEABLE, prepare_resume, resumed
-from realgraph.run.running import Prepared, claim
+from realgraph.run.running import PreparedRun, claim
 from realgraph.runtime.data.data import DataSet, tokenizer_source
 from realgraph.runtime.data.tokenize import load_tokenizer
 from realgraph.runtime.job.manifest import MANIFEST
@@ -284,7 +284,7 @@ def outcome_of(folder: Path, file: Path, content: bytes) -> str:
     return "goes on" if prepared.resume.name == "step-000002" else "passed over"
 
 
-def check_rows(prepared: Prepared) -> None:
+def check_rows(prepared: PreparedRun) -> None:
     """What a run does with its directory and its first rows before workers start."""
     folder, job = prepared.folder, prepared.job
     DataSet(job.data, {key.name: key.type for key in job.graph.inputs}, load_tokenizer(*tokenizer_source(job.graph)))

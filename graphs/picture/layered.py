@@ -16,7 +16,7 @@ MARGIN = 24.0
 _SWEEPS = 12
 
 
-class Size(Struct, frozen=True):
+class BoxSize(Struct, frozen=True):
     """Width and height of a box in pixels."""
 
     width: float
@@ -65,7 +65,7 @@ _Point = tuple[str, str, int]  # source, target, column: where a long edge cross
 _Node = str | _Point
 
 
-def place(sizes: Mapping[str, Size], edges: Sequence[tuple[str, str]]) -> Placement:
+def place(sizes: Mapping[str, BoxSize], edges: Sequence[tuple[str, str]]) -> Placement:
     """Place boxes of these sizes so that every edge of the acyclic `edges` runs from left to right."""
     graph = nx.DiGraph()
     graph.add_nodes_from(sizes)
@@ -91,7 +91,7 @@ def _columns(graph: nx.DiGraph) -> dict[str, int]:
 
 
 def _with_points(
-    sizes: Mapping[str, Size], edges: Sequence[tuple[str, str]], column_of: Mapping[str, int]
+    sizes: Mapping[str, BoxSize], edges: Sequence[tuple[str, str]], column_of: Mapping[str, int]
 ) -> tuple[list[list[_Node]], dict[tuple[str, str], list[_Node]]]:
     """Nodes and crossing points by column, and for each edge the chain of nodes that it goes through."""
     columns: list[list[_Node]] = [[] for _ in range(max(column_of.values(), default=-1) + 1)]
@@ -185,7 +185,7 @@ def _stacked(column: Sequence[_Node], targets: Sequence[float], heights: Mapping
 
 
 def _placement(
-    sizes: Mapping[str, Size],
+    sizes: Mapping[str, BoxSize],
     edges: Sequence[tuple[str, str]],
     columns: Sequence[Sequence[_Node]],
     chains: Mapping[tuple[str, str], Sequence[_Node]],

@@ -11,7 +11,7 @@ import msgspec
 from realgraph.commands.run import FAILED, INTERRUPTED, execute, report
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import Generate
-from realgraph.run.running import Prepared, prepare
+from realgraph.run.running import PreparedRun, prepare
 from realgraph.runtime.job.job import CheckpointSpec, EvalSpec
 from realgraph.runtime.job.manifest import MANIFEST, damage
 from realgraph.runtime.job.run_folder import RunFolder
@@ -36,7 +36,7 @@ def eval_command(file: Path, overrides: Sequence[str], checkpoint: Path | None) 
         sys.exit(INTERRUPTED if outcome.interrupted else FAILED)
 
 
-def for_evaluation(prepared: Prepared, checkpoint: Path | None) -> Prepared:
+def for_evaluation(prepared: PreparedRun, checkpoint: Path | None) -> PreparedRun:
     """The same run with no steps and one evaluation at its start, of `checkpoint` if one is given."""
     job = prepared.job
     spec = job.eval or EvalSpec()

@@ -15,7 +15,7 @@ from realgraph.runtime.job.job import DataSpec
 from realgraph.screen.output import say
 
 
-class Ask(NamedTuple):
+class SamplingRequest(NamedTuple):
     """Sampling and the form of prompts. temperature 0 is greedy; `chat` wraps prompts in the model's chat template, if
     it has one.
 
@@ -43,14 +43,14 @@ class _Job(Struct, frozen=True):
     data: _Data
 
 
-def generate_command(model: Path, prompts: Sequence[str], ask: Ask) -> None:
+def generate_command(model: Path, prompts: Sequence[str], ask: SamplingRequest) -> None:
     """Print each prompt with its samples. Raises ConfigError where no model lies at `model`, and for prompts that it
     can't answer."""
     for prompt, text in answers(model_folder(model), prompts, ask):
         say(f"{prompt}{text}" if len(prompts) * ask.n == 1 else f"{prompt!r} -> {text!r}")
 
 
-def answers(folder: Path, prompts: Sequence[str], ask: Ask) -> list[tuple[str, str]]:
+def answers(folder: Path, prompts: Sequence[str], ask: SamplingRequest) -> list[tuple[str, str]]:
     """(prompt, text) for every sample, in the order of the prompts. Raises ConfigError."""
     import torch
 
@@ -96,7 +96,7 @@ def answers(folder: Path, prompts: Sequence[str], ask: Ask) -> list[tuple[str, s
     return [(prompts[index // ask.n], text) for index, text in sorted(texts.items())]
 
 
-def chat_settings(folder: Path, ask: Ask, has_template: bool) -> DataSpec:
+def chat_settings(folder: Path, ask: SamplingRequest, has_template: bool) -> DataSpec:
     """The rendering of prompts: as in the run that the model is a checkpoint of, if it is one, but for what was asked
     otherwise. Raises ConfigError."""
     roots = [parent.parent for parent in folder.parents if parent.name == "checkpoints"]
@@ -121,7 +121,7 @@ def _named(texts: Sequence[str]) -> Mapping[str, Any]:
     return arguments
 
 
-def _refuse_args(ask: Ask, has_template: bool) -> None:
+def _refuse_args(ask: SamplingRequest, has_template: bool) -> None:
     if ask.template_args:
         why = "the prompts are plain text" if has_template else "the model has no chat template"
         text = f"--template-arg is given, but {why}"

@@ -9,11 +9,11 @@ from pathlib import Path
 from rich.text import Text
 
 from realgraph.commands.arithmetic import write_data, write_model
-from realgraph.commands.generate import Ask, answers
+from realgraph.commands.generate import SamplingRequest, answers
 from realgraph.commands.run import FAILED, INTERRUPTED, execute, report
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
 from realgraph.run.resume import resumed
-from realgraph.run.running import Prepared, prepare
+from realgraph.run.running import PreparedRun, prepare
 from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.master.master import Outcome
 from realgraph.screen.summary import summarise
@@ -90,12 +90,12 @@ def sampled_accuracy(home: Path, model: Path) -> float:
     """Share of the first held-out sums that are right at temperature 1."""
     lines = (home / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()[:PROBED]
     rows = [json.loads(line) for line in lines]
-    texts = answers(model, [row["prompt"] for row in rows], Ask(temperature=1.0, max_new_tokens=8))
+    texts = answers(model, [row["prompt"] for row in rows], SamplingRequest(temperature=1.0, max_new_tokens=8))
     right = [text == row["answer"] for row, (_, text) in zip(rows, texts, strict=True)]
     return float(sum(right)) / len(right)
 
 
-def run(prepared: Prepared, console: Terminal) -> Path:
+def run(prepared: PreparedRun, console: Terminal) -> Path:
     """One run to its end; its newest checkpoint. Exits where it failed."""
     outcome: Outcome = execute(prepared, console)
     if not outcome.ok or outcome.saved is None:

@@ -47,7 +47,7 @@ MEANINGS = {
 }
 
 
-class Asked(Struct, frozen=True):
+class ProfileRequest(Struct, frozen=True):
     """A request to measure. file, overrides: a run whose machine it is; None: this machine, with `devices` of it.
 
     sglang: the URL of a running server, whose decode steps then stand for the embedded engine's.
@@ -60,7 +60,7 @@ class Asked(Struct, frozen=True):
     sglang: str | None = None
 
 
-def profile_command(asked: Asked, out: Path) -> CostTable:
+def profile_command(asked: ProfileRequest, out: Path) -> CostTable:
     """Measure, write the table to `out`, and print what was found. Raises ConfigError."""
     console = Terminal()
     cluster, dtype = machine_of(asked)
@@ -94,7 +94,7 @@ def with_overheads(kernels: Profiled, cluster: Cluster, dtype: DType) -> Profile
     return Profiled(costs, (*kernels.stages, stage))
 
 
-def machine_of(asked: Asked) -> tuple[Cluster, DType]:
+def machine_of(asked: ProfileRequest) -> tuple[Cluster, DType]:
     """One node of the cluster and the dtype to measure in. Raises ConfigError where this machine is not such a node."""
     if asked.file is None:
         if asked.overrides:

@@ -30,7 +30,7 @@ from realgraph.planner.options.calls import Candidate, setting_seconds
 from realgraph.planner.options.holdings import candidate_of
 from realgraph.planner.request.request import PlanRequest
 from realgraph.run.costs_record import steady, with_lengths
-from realgraph.run.running import Prepared, prepare
+from realgraph.run.running import PreparedRun, prepare
 from realgraph.runtime.master.observer import RunRecord, StepRecord
 from realgraph.screen.terminal import Terminal
 
@@ -41,7 +41,7 @@ FIELDS = ("call_seconds", "sample_seconds")
 GPU_VOCABULARY = 16
 
 
-class Steps:
+class StepRecorder:
     """An observer that keeps the records of steps."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Steps:
 class ShortRun(Struct, frozen=True):
     """One short run: what was planned, and the steps after its warm-up. The request has the lengths that it had."""
 
-    prepared: Prepared
+    prepared: PreparedRun
     request: PlanRequest
     steps: Sequence[StepRecord]
 
@@ -101,7 +101,7 @@ def short_run(home: Path, cluster: Cluster, dtype: DType, groups: int) -> ShortR
     file = home / f"run-{groups}.yaml"
     file.write_bytes(msgspec.json.encode(run_file(home, cluster, dtype, groups)))
     prepared = prepare(file, (), None)
-    seen = Steps()
+    seen = StepRecorder()
     outcome = execute(prepared, Terminal(quiet=True), (seen,))
     steps = steady(seen.records)
     if outcome.interrupted:

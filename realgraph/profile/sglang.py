@@ -57,13 +57,13 @@ class Finished(Struct):
     completion_tokens: int
 
 
-class Answer(Struct):
+class GenerateReply(Struct):
     """The fields of one answer of /generate that are read."""
 
     meta_info: Finished
 
 
-class Server(Struct, frozen=True):
+class SGLangServer(Struct, frozen=True):
     """A server as it describes itself."""
 
     url: str
@@ -73,7 +73,7 @@ class Server(Struct, frozen=True):
     precision: Precision = SAME
 
 
-def sglang_costs(costs: Costs, server: Server, cluster: Cluster) -> tuple[Costs, Stage]:
+def sglang_costs(costs: Costs, server: SGLangServer, cluster: Cluster) -> tuple[Costs, Stage]:
     """`costs` with the decode steps of the server instead of the embedded engine's. Raises ConfigError."""
     points = list(_points(server, cluster))
     if not points:
@@ -84,7 +84,7 @@ def sglang_costs(costs: Costs, server: Server, cluster: Cluster) -> tuple[Costs,
     return fit.costs, Stage("decoding by SGLang", DECODING, fit.error, len(points))
 
 
-def open_server(url: str) -> Server:
+def open_server(url: str) -> SGLangServer:
     """Ask the server what it runs. Raises ConfigError where it can't be reached, or can't be priced."""
     base = url.rstrip("/")
     info, args = _ask(base, "/get_model_info", ModelInfo), _ask(base, "/get_server_info", ServerInfo)
@@ -100,10 +100,10 @@ def open_server(url: str) -> Server:
             base, f"weights quantized by {weights!r} have no formula", "start a server with bf16 or fp8 weights"
         )
     longest = args.max_req_input_len or model.max_positions or max(length for _, length in SIZES)
-    return Server(base, model, args.tp_size or 1, longest, precision)
+    return SGLangServer(base, model, args.tp_size or 1, longest, precision)
 
 
-def _points(server: Server, cluster: Cluster) -> Iterator[Point]:
+def _points(server: SGLangServer, cluster: Cluster) -> Iterator[Point]:
     layout = Layout(DeviceMesh(0, server.tp), tp=server.tp)
     role = ModelRole(dtype="float32" if cluster.is_cpu else "bfloat16")
     for running, context in SIZES:
@@ -120,7 +120,7 @@ def _points(server: Server, cluster: Cluster) -> Iterator[Point]:
         yield Point(predict, step_seconds(server, running, context))
 
 
-def step_seconds(server: Server, running: int, context: int) -> float:
+def step_seconds(server: SGLangServer, running: int, context: int) -> float:
     """Least seconds of one decode step of `running` sequences. Raises ConfigError."""
     prompts = [prompt(number, context) for number in range(running)]
     _generate(server, prompts, 1)  # the server keeps the prompts' keys and values
@@ -137,12 +137,12 @@ def prompt(number: int, length: int) -> list[int]:
     return [FIRST_TOKEN + (number + 31 * number * i + i) % TOKENS for i in range(length)]
 
 
-def _generate(server: Server, prompts: Sequence[Sequence[int]], new: int) -> float:
+def _generate(server: SGLangServer, prompts: Sequence[Sequence[int]], new: int) -> float:
     """Seconds until all answers of exactly `new` tokens are there."""
     sampling = {"max_new_tokens": new, "ignore_eos": True, "temperature": 0.0}
     began = time.perf_counter()
     asked = {"input_ids": prompts, "sampling_params": sampling}
-    answers = _ask(server.url, "/generate", list[Answer], asked)
+    answers = _ask(server.url, "/generate", list[GenerateReply], asked)
     seconds = time.perf_counter() - began
     counts = {answer.meta_info.completion_tokens for answer in answers}
     if len(answers) != len(prompts) or counts != {new}:

@@ -4,11 +4,11 @@ import shlex
 from collections.abc import Iterator
 
 from realgraph.graphs.spec import Generate, Train
-from realgraph.run.running import Prepared
+from realgraph.run.running import PreparedRun
 from realgraph.runtime.master.master import Outcome
 
 
-def next_lines(outcome: Outcome, prepared: Prepared) -> Iterator[str]:
+def next_lines(outcome: Outcome, prepared: PreparedRun) -> Iterator[str]:
     """Lines for below the last one of the run; none for an evaluation, which is its own result."""
     job, root = prepared.job, prepared.folder.root
     calls = job.graph.calls.values()

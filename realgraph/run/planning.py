@@ -34,7 +34,7 @@ CHARACTERS_PER_TOKEN = 4  # of English text under a vocabulary of 32,000 or more
 SMALL_VOCABULARY = 2000  # with fewer tokens a token is about a character
 
 
-class Asked(Struct, frozen=True):
+class RequestOptions(Struct, frozen=True):
     """Options of planning beside the run file. engine `auto`: the whole space on GPUs, on CPUs what the
     installed engines run. lengths: measured new tokens of samples, in any order; they come before those of `costs`.
     costs_file: where `costs` come from, for messages.
@@ -46,7 +46,9 @@ class Asked(Struct, frozen=True):
     costs_file: str = ""
 
 
-def request_for(checked: Checked, hub_cache: Path | None = None, asked: Asked = Asked()) -> PlanRequest:
+def request_for(
+    checked: Checked, hub_cache: Path | None = None, asked: RequestOptions = RequestOptions()
+) -> PlanRequest:
     """The planner's request for a run. hub_cache: the Hugging Face cache's `hub` folder, by default that of its tools.
 
     Raises ConfigError where a model's shape or the cluster is unknown, or a sample is longer than a model's positions.
@@ -97,7 +99,7 @@ def with_lengths(workload: Workload, measured: Sequence[int]) -> Workload:
     return msgspec.structs.replace(workload, lengths=quantiles(cut), mean_new_tokens=mean)
 
 
-def _costs_for(cluster: Cluster, asked: Asked, where: Where) -> CostTable:
+def _costs_for(cluster: Cluster, asked: RequestOptions, where: Where) -> CostTable:
     """The table where it speaks of a kind that the cluster has. Raises ConfigError where it does not."""
     costs, kinds = asked.costs, sorted({group.kind for group in cluster.groups})
     if costs.kind and costs.kind not in kinds:

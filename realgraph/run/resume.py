@@ -16,7 +16,7 @@ from realgraph.planner.inputs.cluster import Cluster, ClusterSpec
 from realgraph.planner.plan.plan import PLAN_FORMAT
 from realgraph.planner.request.request import PlanRequest, hashes
 from realgraph.run.planning import request_for
-from realgraph.run.running import Prepared, job_of, owned, unwritable_folder, with_sums
+from realgraph.run.running import PreparedRun, job_of, owned, unwritable_folder, with_sums
 from realgraph.run_file.compose import Checked, check_run
 from realgraph.run_file.function_variables import refuse_unset
 from realgraph.run_file.resolved import resolved_text
@@ -34,7 +34,7 @@ APART = ("run_dir", "data_sums", "eval_sums")  # may differ, or are compared by 
 
 
 @contextmanager
-def resumed(root: Path, overrides: Sequence[str], new_data: bool = False) -> Iterator[Prepared]:
+def resumed(root: Path, overrides: Sequence[str], new_data: bool = False) -> Iterator[PreparedRun]:
     """The run of a directory that is the caller's own from before it is read. Raises ConfigError."""
     with owned(run_at(root)):
         yield prepare_resume(root, overrides, new_data)
@@ -48,7 +48,7 @@ def run_at(root: Path) -> RunFolder:
     return folder
 
 
-def prepare_resume(root: Path, overrides: Sequence[str], new_data: bool = False) -> Prepared:
+def prepare_resume(root: Path, overrides: Sequence[str], new_data: bool = False) -> PreparedRun:
     """Go on with a run from its newest intact checkpoint, under the plan it had. The caller owns the directory.
 
     new_data: data files may differ from those at the start. Raises ConfigError.
@@ -71,7 +71,7 @@ def prepare_resume(root: Path, overrides: Sequence[str], new_data: bool = False)
     if not new_data:
         _refuse_data(old, new, checked)
     _refuse_plan(old, request, folder)
-    return Prepared(new, folder, checked, request, resolved_text(checked.composed), checkpoint, damaged=damaged)
+    return PreparedRun(new, folder, checked, request, resolved_text(checked.composed), checkpoint, damaged=damaged)
 
 
 def _nothing_left(folder: RunFolder, damaged: Sequence[Damaged]) -> ConfigError:

@@ -61,7 +61,7 @@ class OutputError(Exception):
         self.gone = cause.errno == errno.EPIPE  # its reader has ended, as `head` does
 
 
-class Stream:
+class WatchedStream:
     """A text stream whose failures go to `on_failure`; anything else is the stream's own."""
 
     def __init__(self, inner: TextIO, on_failure: Callable[[OSError], None]) -> None:
@@ -95,8 +95,8 @@ class Stream:
 
 def forgiving_stdout() -> TextIO:
     """Standard output for a run, which goes on where nobody takes what it shows: that is lost, and said on stderr."""
-    inner = sys.stdout.inner if isinstance(sys.stdout, Stream) else sys.stdout
-    return Stream(inner, _lost)  # type: ignore[return-value]
+    inner = sys.stdout.inner if isinstance(sys.stdout, WatchedStream) else sys.stdout
+    return WatchedStream(inner, _lost)  # type: ignore[return-value]
 
 
 def _lost(error: OSError) -> None:
@@ -115,9 +115,9 @@ def standard_streams() -> Iterator[None]:
     for stream in before:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    out = Stream(before[0] or _nowhere(), _raise)
+    out = WatchedStream(before[0] or _nowhere(), _raise)
     sys.stdout = out
-    sys.stderr = Stream(before[1] or _nowhere(), lambda error: None)
+    sys.stderr = WatchedStream(before[1] or _nowhere(), lambda error: None)
     try:
         try:
             yield

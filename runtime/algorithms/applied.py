@@ -77,7 +77,7 @@ class DeclaredOutputs:
 
 
 @dataclass(frozen=True)
-class Call:
+class AppliedCall:
     """A function of an `apply` entry. what: `step 'half'` or `term 'more'`. keys: those that it may look up."""
 
     what: str
@@ -90,7 +90,7 @@ class Call:
         return AppliedError(f"{self.what}: {self.fn} {text}")
 
 
-def apply_step(call: Call, batch: Packed, running: Tensor) -> Tensor:
+def apply_step(call: AppliedCall, batch: Packed, running: Tensor) -> Tensor:
     """The new running quantity: [N] or [T] float64. Raises AppliedError."""
     result = _called(call, batch, running)
     n, t = batch.n_samples, batch.n_tokens
@@ -99,7 +99,7 @@ def apply_step(call: Call, batch: Packed, running: Tensor) -> Tensor:
     return result.double()
 
 
-def apply_term(call: Call, batch: Packed, outputs: Outputs, declared: Sequence[str]) -> Tensor:
+def apply_term(call: AppliedCall, batch: Packed, outputs: Outputs, declared: Sequence[str]) -> Tensor:
     """A loss per token [T], floating. declared: the outputs that the function may use. Raises AppliedError."""
     result = _called(call, batch, DeclaredOutputs(outputs, declared))
     if result.shape != (batch.n_tokens,):
@@ -110,7 +110,7 @@ def apply_term(call: Call, batch: Packed, outputs: Outputs, declared: Sequence[s
     return result
 
 
-def _called(call: Call, batch: Packed, second: object) -> Tensor:
+def _called(call: AppliedCall, batch: Packed, second: object) -> Tensor:
     """Call the function: a real tensor on the batch's device. Raises AppliedError."""
     seen = replace(
         batch,

@@ -30,7 +30,7 @@ from realgraph.graphs.maths import (
     Value,
 )
 from realgraph.runtime.algorithms import loss_terms
-from realgraph.runtime.algorithms.applied import Call, apply_term
+from realgraph.runtime.algorithms.applied import AppliedCall, apply_term
 from realgraph.runtime.algorithms.loss_terms import Largest, Stats, View
 from realgraph.runtime.batch import Outputs, Packed
 from realgraph.runtime.wire.protocol import Max, Mean, Metric
@@ -39,7 +39,7 @@ LossFunction = Callable[..., Tensor]  # (batch: Packed, outputs: Outputs, **args
 
 
 @dataclass(frozen=True)
-class Needs:
+class LossNeeds:
     """The outputs that a loss needs; `proximal`: log-probabilities from before the batch's first step."""
 
     logprobs: bool = False
@@ -49,11 +49,11 @@ class Needs:
     proximal: bool = False
 
 
-def needs(loss: Loss) -> Needs:
+def needs(loss: Loss) -> LossNeeds:
     """The outputs that `loss` needs; an `apply` term gets log-probabilities unless it reads other outputs."""
     terms = loss.terms.values()
     outputs = {output for term in terms for output in term.outputs}
-    return Needs(**{name: name in outputs for name in OUTPUTS}, proximal=any(term.needs_proximal for term in terms))
+    return LossNeeds(**{name: name in outputs for name in OUTPUTS}, proximal=any(term.needs_proximal for term in terms))
 
 
 def denominator(loss: Loss, batch: Packed) -> Tensor:
@@ -130,7 +130,7 @@ def _term(name: str, term: Term, view: View, functions: Mapping[str, LossFunctio
         case ApplyTerm(fn=fn):
             if fn not in functions:
                 raise ValueError(f"term {name!r}: the function {fn!r} was not loaded")
-            call = Call(f"term {name!r}", fn, functions[fn], term.keys, term.args)
+            call = AppliedCall(f"term {name!r}", fn, functions[fn], term.keys, term.args)
             return apply_term(call, view.batch, view.outputs, term.outputs), {}
 
 
