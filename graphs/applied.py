@@ -11,19 +11,16 @@ from realgraph.graphs.steps import ApplyStep
 
 
 class Applied(Struct, frozen=True):
-    """One `apply` entry. path: of the entry, in YAML. reads: the keys that the function may look up in the batch.
+    """One `apply` entry."""
 
-    outputs: the fields of `outputs` that a loss term may use; a step has none.
-    """
-
-    path: str
-    call: str
-    entry: str
+    path: str  # of the entry, in YAML
+    call: str  # that the entry stands in
+    entry: str  # its name
     kind: Literal["step", "term"]
-    fn: str
-    args: dict[str, Any]
-    reads: tuple[str, ...]
-    outputs: tuple[str, ...] = ()
+    fn: str  # module:function
+    args: dict[str, Any]  # keywords, as they are
+    reads: tuple[str, ...]  # the keys that the function may look up in the batch
+    outputs: tuple[str, ...] = ()  # of the forward pass that a loss term may use; a step has none
 
     @property
     def positional(self) -> tuple[str, str]:

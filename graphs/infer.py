@@ -38,45 +38,42 @@ RETURNS = "returns"
 
 
 class Read(Struct, frozen=True):
-    """`key` is read because of what stands at `path`; `by` names the reader in words."""
+    """A key that something in the graph reads."""
 
     key: str
-    path: str
-    by: str
+    path: str  # of what reads it, in YAML
+    by: str  # the reader in words
     requires: Requirement
 
 
 class Write(Struct, frozen=True):
-    """`key` is written by `call` (`INPUT` for the data set). type is None where the user's text could not be read."""
+    """A key that a call or the data set writes."""
 
     key: str
-    path: str
-    call: str
-    type: KeyType | None
+    path: str  # of what writes it, in YAML
+    call: str  # `INPUT` for the data set
+    type: KeyType | None  # None where the user's text could not be read
     meaning: Meaning = ""
 
 
 class Lost(Struct, frozen=True):
-    """A key that only `call` would write, which the `when` at `switch` has switched off."""
+    """A key that nothing writes any more, since its call is switched off."""
 
-    call: str
-    switch: str
+    call: str  # the only one that would write it
+    switch: str  # YAML path of the `when`
 
 
 C = TypeVar("C", Generate, Inference, Function, Advantage, Train)
 
 
 class Draft(Struct, frozen=True):
-    """A graph under examination: what `when` switched off is gone, nothing else is known to be right.
-
-    switched_off: keys that only switched-off calls would write.
-    """
+    """A graph under examination: what `when` switched off is gone, nothing else is known to be right."""
 
     spec: GraphSpec
-    where: Callable[[str], Where]
-    reads: dict[str, tuple[Read, ...]]
+    where: Callable[[str], Where]  # YAML path -> its place in a file
+    reads: dict[str, tuple[Read, ...]]  # of each call
     writes: dict[str, tuple[Write, ...]]  # of each key, inputs first
-    switched_off: dict[str, Lost]
+    switched_off: dict[str, Lost]  # keys that only switched-off calls would write
     samples_per_group: int
 
     def of(self, kind: type[C]) -> Iterator[tuple[str, C]]:

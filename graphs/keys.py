@@ -12,15 +12,12 @@ DTYPES: tuple[DType, ...] = ("bool", "int32", "int64", "float32", "float64", "to
 
 
 class LogprobSemantics(Struct, frozen=True):
-    """Whose log-probabilities: `behaviour` at sampling time (one version per token), else the role's weights of a step.
+    """The distribution that log-probabilities are of."""
 
-    `truncated` is true where top-p or top-k renormalised the distribution over part of the vocabulary.
-    """
-
-    role: str
+    role: str  # whose
     temperature: float
-    behaviour: bool = False
-    truncated: bool = False
+    behaviour: bool = False  # at sampling time (one version per token), else by the role's weights of a step
+    truncated: bool = False  # top-p or top-k renormalised it over part of the vocabulary
 
 
 class KeyType(Struct, frozen=True):
@@ -86,11 +83,11 @@ Meaning = Literal["", "logprobs", "values", "scores", "advantages"]
 
 
 class Requirement(Struct, frozen=True):
-    """The types a reader accepts, and what the numbers must mean where an inference call wrote them."""
+    """The types that a reader accepts."""
 
     levels: tuple[Level, ...]
     dtypes: tuple[DType, ...]
-    meaning: Meaning = ""
+    meaning: Meaning = ""  # of the numbers, where an inference call wrote them
 
     def accepts(self, key: KeyType) -> bool:
         return key.level in self.levels and key.dtype in self.dtypes

@@ -20,14 +20,11 @@ _DEFAULT = _Default()
 
 
 class Definition(Struct, frozen=True):
-    """A name that a module binds. line: from 1. kind: what binds it, as far as the text says it.
+    """A name that a module binds."""
 
-    signature: None where the text does not say it.
-    """
-
-    line: int
+    line: int  # from 1
     kind: str  # "function", "async", "class", "value", "import" or "unknown"
-    signature: inspect.Signature | None = None
+    signature: inspect.Signature | None = None  # None where the text does not say it
 
 
 class Absent(Struct, frozen=True):

@@ -78,14 +78,13 @@ for _side in (Loader, Dumper):
 
 
 class Document(Struct, frozen=True):
-    """A mapping and `marks`: YAML path -> where that value was written. A value without a mark is a default.
-
-    removed: paths of entries that an upper layer of the user's deleted out of a lower one.
-    """
+    """A mapping, and where its values were written."""
 
     tree: Branch
-    marks: dict[str, Where] = field(default_factory=dict)
-    removed: frozenset[str] = frozenset()
+    marks: dict[str, Where] = field(default_factory=dict)  # YAML path -> place; a value without one is a default
+    removed: frozenset[str] = (
+        frozenset()
+    )  # paths of entries that an upper layer of the user's deleted out of a lower one
 
     def where(self, path: str) -> Where:
         """The place of `path`: its own mark, else that of its nearest ancestor."""

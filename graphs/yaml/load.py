@@ -38,14 +38,11 @@ class _GraphFile(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Resolved(Struct, frozen=True):
-    """A document made ready to decode.
+    """A document made ready to decode."""
 
-    written: after deletions, before defaults and references. document: with both. deleted: the paths that null removed.
-    """
-
-    written: Document
-    document: Document
-    deleted: tuple[str, ...]
+    written: Document  # after deletions, before defaults and references
+    document: Document  # with both
+    deleted: tuple[str, ...]  # paths that null removed
 
 
 # --- finding ----------------------------------------------------------------------------------------------------------

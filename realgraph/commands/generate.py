@@ -16,18 +16,14 @@ from realgraph.screen.output import say
 
 
 class SamplingRequest(NamedTuple):
-    """Sampling and the form of prompts. temperature 0 is greedy; `chat` wraps prompts in the model's chat template, if
-    it has one.
+    """Sampling, and the form of the prompts."""
 
-    template_args: `name=value` texts, over those of the run that the model comes from.
-    """
-
-    temperature: float = 0.0
+    temperature: float = 0.0  # 0: greedy
     max_new_tokens: int = 256
-    n: int = 1
+    n: int = 1  # samples of each prompt
     seed: int = 0
-    chat: bool = True
-    template_args: Sequence[str] = ()
+    chat: bool = True  # wrap prompts in the model's chat template, if it has one
+    template_args: Sequence[str] = ()  # `name=value` texts, over those of the run that the model comes from
 
 
 class _Data(Struct, frozen=True):

@@ -48,16 +48,13 @@ MEANINGS = {
 
 
 class ProfileRequest(Struct, frozen=True):
-    """A request to measure. file, overrides: a run whose machine it is; None: this machine, with `devices` of it.
+    """A request to measure."""
 
-    sglang: the URL of a running server, whose decode steps then stand for the embedded engine's.
-    """
-
-    file: Path | None = None
-    overrides: tuple[str, ...] = ()
-    devices: int | None = None
-    quick: bool = False
-    sglang: str | None = None
+    file: Path | None = None  # a run whose machine it is; None: this machine
+    overrides: tuple[str, ...] = ()  # of that run
+    devices: int | None = None  # of this machine; None: all
+    quick: bool = False  # fewer repeats
+    sglang: str | None = None  # URL of a running server, whose decode steps then stand for the embedded engine's
 
 
 def profile_command(asked: ProfileRequest, out: Path) -> CostTable:

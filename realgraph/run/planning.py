@@ -35,15 +35,12 @@ SMALL_VOCABULARY = 2000  # with fewer tokens a token is about a character
 
 
 class RequestOptions(Struct, frozen=True):
-    """Options of planning beside the run file. engine `auto`: the whole space on GPUs, on CPUs what the
-    installed engines run. lengths: measured new tokens of samples, in any order; they come before those of `costs`.
-    costs_file: where `costs` come from, for messages.
-    """
+    """Options of planning beside the run file."""
 
-    engine: Literal["installed", "any", "auto"] = "installed"
-    costs: CostTable = CostTable()
-    lengths: tuple[int, ...] = ()
-    costs_file: str = ""
+    engine: Literal["installed", "any", "auto"] = "installed"  # auto: any on GPUs, installed on CPUs
+    costs: CostTable = CostTable()  # measured
+    lengths: tuple[int, ...] = ()  # measured new tokens of samples, in any order; they come before those of `costs`
+    costs_file: str = ""  # where `costs` come from, for messages
 
 
 def request_for(

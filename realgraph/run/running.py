@@ -26,19 +26,16 @@ from realgraph.runtime.processes.environment import variables
 
 
 class PreparedRun(Struct, frozen=True):
-    """A run that is ready to start: its job, its directory, and the checkpoint it goes on from.
-
-    damaged: newer checkpoints than that one, which are passed over.
-    """
+    """A run that is ready to start."""
 
     job: Job
-    folder: RunFolder
+    folder: RunFolder  # its directory
     checked: Checked
     request: PlanRequest
     config: str  # the resolved run file
-    resume: Path | None = None
+    resume: Path | None = None  # the checkpoint that it goes on from
     begun_at: int = 0  # completed steps of the weights, of a run that has no steps of its own
-    damaged: tuple[Damaged, ...] = ()
+    damaged: tuple[Damaged, ...] = ()  # newer checkpoints than that one, which are passed over
 
 
 @contextmanager

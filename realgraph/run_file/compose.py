@@ -49,12 +49,9 @@ from realgraph.runtime.job.job import EvalSpec
 
 
 class Composed(Struct, frozen=True):
-    """A run file laid over its graph, decoded; not yet checked by the rules of the language.
+    """A run file laid over its graph, decoded; not yet checked by the rules of the language."""
 
-    file: absolute. folder: where the user's `module:function` names are imported from.
-    """
-
-    file: Path
+    file: Path  # absolute
     run: RunSpec
     spec: GraphSpec
     resolved: Resolved

@@ -22,18 +22,18 @@ _ONE_FILE = 4 << 20  # bytes of a module that is read; a longer one is not looke
 
 
 class Use(Struct, frozen=True):
-    """A `module:function` that a graph names, and what it will be called with. path: of its `fn`, in YAML."""
+    """A `module:function` that a graph names, and what it will be called with."""
 
-    path: str
-    fn: str
-    positional: tuple[str, ...]
-    keywords: tuple[str, ...]
+    path: str  # of its `fn`, in YAML
+    fn: str  # module:function
+    positional: tuple[str, ...]  # names of arguments
+    keywords: tuple[str, ...]  # names of arguments
 
 
 class _Module(Struct, frozen=True):
-    """A module that was found. file: None where its text can't be read (a compiled or built-in one)."""
+    """A module of the import path."""
 
-    file: Path | None
+    file: Path | None  # None where its text can't be read (a compiled or built-in one)
 
 
 def functions_folder(file: Path) -> Path:

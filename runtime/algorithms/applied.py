@@ -78,13 +78,13 @@ class DeclaredOutputs:
 
 @dataclass(frozen=True)
 class AppliedCall:
-    """A function of an `apply` entry. what: `step 'half'` or `term 'more'`. keys: those that it may look up."""
+    """A function of an `apply` entry, and its arguments."""
 
-    what: str
-    fn: str
+    what: str  # `step 'half'` or `term 'more'`
+    fn: str  # module:function
     function: Callable[..., Any]
-    keys: tuple[str, ...]
-    args: Mapping[str, Any]
+    keys: tuple[str, ...]  # that it may look up
+    args: Mapping[str, Any]  # keywords, as they are
 
     def fail(self, text: str) -> AppliedError:
         return AppliedError(f"{self.what}: {self.fn} {text}")

@@ -40,13 +40,13 @@ LossFunction = Callable[..., Tensor]  # (batch: Packed, outputs: Outputs, **args
 
 @dataclass(frozen=True)
 class LossNeeds:
-    """The outputs that a loss needs; `proximal`: log-probabilities from before the batch's first step."""
+    """The outputs of a forward pass that a loss needs."""
 
     logprobs: bool = False
     entropy: bool = False
     values: bool = False
     scores: bool = False
-    proximal: bool = False
+    proximal: bool = False  # log-probabilities from before the batch's first step
 
 
 def needs(loss: Loss) -> LossNeeds:
