@@ -57,7 +57,7 @@ def look_up(source: str, path: str) -> Definition | Absent | None:
 def refusal(definition: Definition, positional: Sequence[str], keywords: Iterable[str]) -> str:
     """The reason why the function can't be called with these arguments, '' where it can or nobody knows."""
     if definition.kind == "value":
-        return "it is no function but a plain value"
+        return "it is a plain value, not a function"
     if positional and definition.kind == "async":
         return "it is async, and a step or term is a plain function"
     if definition.signature is None:

@@ -92,7 +92,7 @@ def evaluate(
 @app.command()
 def generate(
     model: Annotated[Path, typer.Argument(metavar="DIR", help="Model folder, checkpoint or run directory.")],
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Prompts, each answered by itself.")],
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Prompts, answered independently.")],
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     n: Annotated[int, typer.Option(min=1, help="Samples of each prompt.")] = 1,
@@ -100,7 +100,9 @@ def generate(
     chat: Annotated[bool, typer.Option(help="Wrap prompts in the model's chat template, where it has one.")] = True,
     template_arg: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Of the chat template, over the run's: enable_thinking=false."),
+        typer.Option(
+            metavar="NAME=VALUE", help="Arguments of the chat template, over the run's: enable_thinking=false."
+        ),
     ] = None,
 ) -> None:
     """Try a trained model on prompts, rendered as in its run."""
@@ -254,7 +256,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass

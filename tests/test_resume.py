@@ -150,7 +150,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(whole: Path, tmp_path: Pa
     output = finish(whole.parent, "run", "--resume", str(folder), name="whole").output()
     assert re.search(r"step-000004 is damaged: critic/optimizer.safetensors is not what was written", output)
     assert re.search(r"step-000003 is damaged: state.json has 1 bytes", output)
-    assert f"going on from {folder}/checkpoints/step-000002" in output
+    assert f"resuming from {folder}/checkpoints/step-000002" in output
     last = "checkpoints/step-000006/actor/model.safetensors"
     assert (folder / last).read_bytes() == (whole / last).read_bytes()
     names = {path.name for path in (folder / "checkpoints").iterdir()}

@@ -225,7 +225,7 @@ def test_a_new_run_file_names_a_schema_that_lies_beside_it(tmp_path: Path) -> No
     assert (tmp_path / name).read_text() == (ROOT / "docs" / "realgraph.schema.json").read_text()
     init_command("ppo", tmp_path / "ppo.yaml")  # the schema is ours: written anew
     (tmp_path / name).write_text("{}")
-    with pytest.raises(ConfigError, match="is no schema of ours"):
+    with pytest.raises(ConfigError, match="is not a schema of realgraph"):
         init_command("sft", tmp_path / "sft.yaml")
     assert not (tmp_path / "sft.yaml").exists()
 

@@ -23,7 +23,7 @@ def plain_name(draft: Draft, facts: Facts) -> Iterator[Problem]:
     for path, name in [*_entries(draft), *keys.items()]:
         if not name.isidentifier() or (path in keys and iskeyword(name)):
             hint = "use letters, digits and _, such as ref_logp"
-            yield draft.problem(path, f"{name!r} can't be a name: it is no Python name", hint)
+            yield draft.problem(path, f"{name!r} can't be a name: it is not a Python identifier", hint)
 
 
 def _entries(draft: Draft) -> Iterator[tuple[str, str]]:
@@ -125,7 +125,7 @@ def cycle(draft: Draft, facts: Facts) -> Iterator[Problem]:
         ring = _ring(graph.subgraph(knot), start)
         keys = [f"{b!r} reads {graph.edges[a, b]['key']!r} of {a!r}" for a, b in pairwise(ring)]
         text = f"calls wait for each other: {' -> '.join(ring)}"
-        yield draft.problem(f"$.calls.{start}", text, f"{'; '.join(keys)}: one of these reads must go")
+        yield draft.problem(f"$.calls.{start}", text, f"{'; '.join(keys)}: remove one of these reads")
 
 
 def _selfish(graph: nx.DiGraph, knot: set[str]) -> bool:
@@ -186,7 +186,7 @@ def keep_type(draft: Draft, facts: Facts) -> Iterator[Problem]:
             text = f"{KEEP!r} decides which groups stay: it is group bool, not {write.type}"
             yield draft.problem(write.path, text, f"write `{KEEP}: group bool`, or give the key another name")
         elif write.call == INPUT:
-            text = f"{KEEP!r} of the data filters nothing: what a function writes under that name does"
+            text = f"{KEEP!r} of the data filters nothing: only what a function writes under that name does"
             yield draft.problem(write.path, text, "leave the rows out of the data, or give the key another name")
         elif not _in_time(draft, write.call):
             text = f"{KEEP!r} is decided before a batch is made, but {_late_because(draft, write.call)}"

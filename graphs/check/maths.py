@@ -224,7 +224,7 @@ def pair_aggregate(draft: Draft, facts: Facts) -> Iterator[Problem]:
             text = f"the term {pairs[0]!r} compares pairs of samples, so the loss is a mean over pairs"
             yield draft.problem(path, text, "write `aggregate: {kind: pair_mean}`")
         if others and over_pairs:
-            text = f"the term {others[0]!r} knows no pairs, so pair_mean can't average it"
+            text = f"the term {others[0]!r} has a loss per token, so pair_mean can't average it"
             yield draft.problem(
                 path, text, "write `aggregate: {kind: token_mean}`, or move the term to another train call"
             )

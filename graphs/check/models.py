@@ -86,7 +86,7 @@ def _applied_heads(draft: Draft, path: str, role: str, term: ApplyTerm) -> Itera
             if output in draft.writes:
                 writer = draft.producer(output) or "the data set"
                 hint += f"; {output!r} in `reads` is the output of {role!r}, not the key of {writer!r}: rename that key"
-            yield draft.problem(place, f"{output!r} is no output of the trained role: {gives}", hint)
+            yield draft.problem(place, f"{output!r} is not an output of the trained role: {gives}", hint)
         else:
             text = f"a term that reads no output gets log-probabilities, but {gives}"
             yield draft.problem(path, text, f"write `reads: [{fitting[0]}, ...]`")
@@ -108,13 +108,13 @@ def own_tokenizer(draft: Draft, facts: Facts) -> Iterator[Problem]:
         path = f"$.calls.{name}.tokenizer"
         if call.output != "scores":
             what = _HEAD_GIVES[HEAD_OF_OUTPUT[call.output]]
-            text = f"{name!r} would give {what} of other tokens than those sampled: none belongs to one of these"
+            text = f"{name!r} would give {what} of tokens of its own, which do not match the sampled ones"
             hint = (
                 "only `output: scores`, one number a sample, can have a tokenizer of its own; take a model of the same"
             )
             yield draft.problem(path, text, f"{hint} family")
         elif not any(True for _ in draft.of(Generate)):
-            text = f"{name!r} reads samples of the data, which have no text to cut anew: no call generates"
+            text = f"{name!r} reads samples of the data, which have no text to tokenize again: no call generates"
             yield draft.problem(path, text, "leave `tokenizer` out")
         elif role.trainable or role.ema_rate is not None:
             text = f"{call.model!r} is trained, on the tokens of the role that generates"
@@ -150,7 +150,7 @@ def model_without_path(draft: Draft, facts: Facts) -> Iterator[Problem]:
         return
     for name, role in draft.spec.models.items():
         if role.path is None and role.init is None:
-            text = f"nobody says where the weights of {name!r} come from"
+            text = f"the weights of {name!r} have no source"
             yield draft.problem(f"$.models.{name}", text, f"give models.{name} a `path`: a directory or a Hub id")
 
 

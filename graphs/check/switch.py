@@ -42,7 +42,7 @@ def switch_problems(spec: GraphSpec, where: Callable[[str], Where]) -> Iterator[
     for path, when in entries:
         if isinstance(when, str) and when.strip().lower() in _FALSE_WORDS:
             hint = "write false without quotes; false, 0, null and the empty text switch off"
-            yield Problem(where(path), f"{when!r} is a text, and a text switches on", hint, "switch_problems")
+            yield Problem(where(path), f"{when!r} is text, and any text switches on", hint, "switch_problems")
 
 
 def _falls(entry: Step | Term, reads: Sequence[Read], lost: Container[str]) -> bool:

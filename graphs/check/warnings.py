@@ -29,7 +29,9 @@ def kl_without_gradient(draft: Draft, written: Written) -> Iterator[Problem]:
     """k1 of the policy's own samples has the gradient of log p, whose mean is zero: it holds nothing back."""
     for path, _, entry, term in terms_of(draft):
         if isinstance(term, KL) and term.estimator == "k1" and term.coef != 0:
-            text = f"the term {entry!r} estimates the KL by k1, whose gradient is zero in the mean: it only adds noise"
+            text = (
+                f"the term {entry!r} estimates the KL by k1, whose gradient is zero in expectation: it only adds noise"
+            )
             hint = (
                 "as a loss take k2 (the gradient of KL(policy || to)) or k3; k1 is for the kl_penalty step of rewards"
             )
@@ -105,7 +107,7 @@ def pairs_without_order(draft: Draft, written: Written) -> Iterator[Problem]:
         return
     for path, _, entry, term in terms_of(draft):
         if term.of_pairs:
-            text = f"the term {entry!r} prefers sample 0 of a group to sample 1, and samples come in no order of merit"
+            text = f"the term {entry!r} prefers sample 0 of a group to sample 1, but samples are not ordered by quality"
             hint = "take pairs from the data (columns chosen and rejected), or write the loss as an `apply` term"
             yield draft.problem(path, text, hint)
 

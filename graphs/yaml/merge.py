@@ -184,7 +184,7 @@ def _unresolved(value: str, error: str, where: Where, tree: Tree) -> Problem:
             if not isinstance(parent, dict):
                 break
             if part not in parent:
-                return Problem(where, f"${{{name}}} leads nowhere: there is no {part!r}", suggest(part, parent))
+                return Problem(where, f"${{{name}}} refers to nothing: there is no {part!r}", suggest(part, parent))
             parent = parent[part]
-    reason = "it leads round in a circle" if "ecursi" in error else error.splitlines()[0]
+    reason = "it refers to itself" if "ecursi" in error else error.splitlines()[0]
     return Problem(where, f"{value!r} can't be resolved: {reason}")

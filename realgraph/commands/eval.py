@@ -99,7 +99,7 @@ def model_folder(path: Path, role: str | None = None) -> Path:
                 refuse_damage(part)
                 return part
     hint = "name a folder with a config.json, a checkpoint, or a run directory that has a checkpoint"
-    raise ConfigError([Problem(Where(str(path)), "no model lies here", hint)])
+    raise ConfigError([Problem(Where(str(path)), "there is no model here", hint)])
 
 
 def refuse_damage(model: Path) -> None:

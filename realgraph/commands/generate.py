@@ -127,7 +127,7 @@ def _refuse_args(ask: SamplingRequest, has_template: bool) -> None:
 def _unreadable(prompt: str) -> str:
     """The reason why a prompt is no text to answer; '' where it is one."""
     if not prompt:
-        return "it is empty, and a model continues something"
+        return "it is empty, and a model needs some text to continue"
     try:
         prompt.encode()
     except UnicodeEncodeError as error:

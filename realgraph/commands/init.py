@@ -47,7 +47,9 @@ def write_schema(file: Path) -> None:
             ours = False
         if not ours:
             hint = "rename it, or print the run file: realgraph init > FILE"
-            raise ConfigError([Problem(Where(str(file)), "exists already, and is no schema of ours", hint, "output")])
+            raise ConfigError(
+                [Problem(Where(str(file)), "exists already, and is not a schema of realgraph", hint, "output")]
+            )
     write(file, text)
 
 

@@ -77,7 +77,7 @@ def warm_up(home: Path, seed: int, console: Terminal) -> None:
     model, steps = run(prepared, console) / "actor", prepared.job.steps
     while True:
         share = sampled_accuracy(home, model)
-        console.print(f"right on held-out sums when sampled: {share:.2f} (wanted: {WARM_ACCURACY} or more)")
+        console.print(f"accuracy on held-out sums, sampled: {share:.2f} (wanted: {WARM_ACCURACY} or more)")
         if share >= WARM_ACCURACY or steps >= MOST_WARM_STEPS:
             break
         steps += MORE_WARM_STEPS

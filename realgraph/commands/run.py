@@ -73,7 +73,7 @@ def open_run(file: Path | None, overrides: Sequence[str], options: RunOptions) -
             yield prepared
         return
     if options.new_data:
-        text = "--new-data is about a run that goes on"
+        text = "--new-data is for a resumed run"
         raise ConfigError([Problem(Where("command line"), text, "add --resume DIR")])
     if file is None:
         hint = "realgraph run FILE, or realgraph run --resume DIR; realgraph init writes a run file"
@@ -108,7 +108,7 @@ def passed_over(prepared: PreparedRun) -> Iterator[str]:
     for checkpoint in prepared.damaged:
         yield f"warning: the checkpoint {checkpoint.path} is damaged: {checkpoint.reason}"
     if prepared.damaged:
-        yield f"going on from {prepared.resume}, the newest intact one; damaged ones are kept as step-N.damaged"
+        yield f"resuming from {prepared.resume}, the newest intact one; damaged ones are kept as step-N.damaged"
 
 
 def _train(prepared: PreparedRun, watchers: Sequence[Observer]) -> Outcome:

@@ -63,7 +63,7 @@ def profile_command(asked: ProfileRequest, out: Path) -> CostTable:
     cluster, dtype = machine_of(asked)
     refuse_unwritable(out)  # minutes of measuring should not end there
     console.print(
-        f"measuring {cluster.devices_per_node} x {cluster.kind} in {dtype}, all at once: some minutes at most"
+        f"measuring {cluster.devices_per_node} x {cluster.kind} in {dtype}, all at once: a few minutes at most"
     )
     served = None if asked.sglang is None else open_server(asked.sglang)  # to refuse it before minutes of work
     rounds = QUICK_ROUNDS if asked.quick else ROUNDS

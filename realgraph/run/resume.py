@@ -44,7 +44,9 @@ def run_at(root: Path) -> RunFolder:
     """A directory that holds a run. Raises ConfigError."""
     folder = RunFolder(root.expanduser().absolute())
     if not folder.job.is_file():
-        raise ConfigError([Problem(Where(str(root)), "no run lies here: there is no job.json", "name a run directory")])
+        raise ConfigError(
+            [Problem(Where(str(root)), "this is not a run directory: it has no job.json", "name a run directory")]
+        )
     return folder
 
 
@@ -75,7 +77,7 @@ def prepare_resume(root: Path, overrides: Sequence[str], new_data: bool = False)
 
 
 def _nothing_left(folder: RunFolder, damaged: Sequence[Damaged]) -> ConfigError:
-    hint = f"start it anew: realgraph run {folder.config} outputs.dir=ANOTHER"
+    hint = f"start a new run: realgraph run {folder.config} outputs.dir=ANOTHER"
     where = Where(str(folder.root))
     if not damaged:
         return ConfigError([Problem(where, "the run has no checkpoint to go on from", hint)])
@@ -98,7 +100,8 @@ def _old_job(folder: RunFolder) -> Job:
         head = msgspec.json.decode(content, type=_Planned).plan
         if head is not None and head.format != PLAN_FORMAT:
             text = f"this run's plan has format {head.format}; this version reads format {PLAN_FORMAT}"
-            hint = f"go on with the version that began it, or anew: realgraph run {folder.config} outputs.dir=ANOTHER"
+            anew = f"realgraph run {folder.config} outputs.dir=ANOTHER"
+            hint = f"resume with the version that started it, or start a new run: {anew}"
             raise ConfigError([Problem(Where(str(folder.job), path="$.plan.format"), text, hint, "plan_format")])
         return msgspec.json.decode(content, type=Job)
     except (OSError, UnicodeDecodeError) as error:

@@ -359,7 +359,7 @@ def _constrained_calls(composed: Composed) -> Iterator[Problem]:
     for path, name in named:
         if name in placed:
             continue
-        what = "is no call of the graph"
+        what = "is not a call of the graph"
         if name in composed.spec.calls:
             what = "holds no devices" if name in live.calls else "is switched off by its `when`"
         yield Problem(composed.where(path), f"{name!r} {what}", suggest(name, placed), "constraint")
@@ -384,7 +384,7 @@ def _eval_problems(composed: Composed, spec: EvalSpec) -> Iterator[Problem]:
     run, calls = composed.run, composed.spec.calls
     functions = [name for name, call in calls.items() if isinstance(call, Function)]
     if spec.call not in functions:
-        text = f"{spec.call!r} is no function call of the graph, so it can't score samples"
+        text = f"{spec.call!r} is not a function call of the graph, so it can't score samples"
         yield Problem(composed.where("$.eval.call"), text, suggest(spec.call, functions), "eval")
     if max(spec.k, default=1) > spec.n:
         text = f"pass@{max(spec.k)} needs at least {max(spec.k)} samples a prompt, but eval.n is {spec.n}"

@@ -39,7 +39,7 @@ def _weight_problems(folder: Path, where: Where) -> list[Problem]:
         return [Problem(where, text, "expected one or more .safetensors files", "model")]
     text = f"{folder} has only pickled weights ({pickled[0]}), which can run code when they are loaded"
     hint = (
-        "convert them once, on a machine you can lose: AutoModelForCausalLM.from_pretrained(FOLDER)"
+        "convert them once, on an isolated machine: AutoModelForCausalLM.from_pretrained(FOLDER)"
         ".save_pretrained(FOLDER, safe_serialization=True)"
     )
     return [Problem(where, text, hint, "pickled_weights")]

@@ -28,7 +28,7 @@ def template_mistakes(data: DataSpec, path: str) -> Iterator[Mistake]:
     for name, value in data.template_args.items():
         at = child(parent, name)
         if name in _GIVEN:
-            yield at, f"{name!r} is no argument to be set here", _GIVEN[name]
+            yield at, f"{name!r} is not an argument that can be set here", _GIVEN[name]
         elif name in _OPTIONS:
             yield at, f"{name!r} is an option of rendering, not an argument of a template", "leave it out"
         elif not name.isidentifier():
@@ -56,6 +56,6 @@ def _values(value: Any, path: str) -> Iterator[Mistake]:
         case _:
             yield (
                 path,
-                f"a {type(value).__name__} is no JSON value",
+                f"a {type(value).__name__} is not a JSON value",
                 "use text, numbers, true, false, null, lists, mappings",
             )

@@ -94,10 +94,10 @@ def _text_problems(use: Use, path: str, file: Path, where: Where) -> Iterator[Pr
         yield Problem(where, f"{file} can't be read: {reason(error)}", "", RULE)
         return
     except SyntaxError as error:
-        yield Problem(where, f"{file}:{error.lineno or 0} is no Python: {error.msg}", "", RULE)
+        yield Problem(where, f"{file}:{error.lineno or 0} is not valid Python: {error.msg}", "", RULE)
         return
     except (ValueError, RecursionError) as error:
-        yield Problem(where, f"{file} is no Python: {error}", "", RULE)
+        yield Problem(where, f"{file} is not valid Python: {error}", "", RULE)
         return
     part = path.partition(".")[0]
     if isinstance(definition, Absent) and file.name == "__init__.py" and _find_part(file.parent, part):
