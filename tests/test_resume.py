@@ -117,10 +117,10 @@ def test_what_would_make_it_another_run_is_refused(whole: Path, tmp_path: Path, 
 
 
 def test_what_can_not_be_resumed_says_why(whole: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no run lies here"):
+    with pytest.raises(ConfigError, match="this is not a run directory"):
         prepare_resume(tmp_path, [])
     folder = copied(whole.parent, "whole", tmp_path / "bare", 0)
-    with pytest.raises(ConfigError, match="no checkpoint to go on from"):
+    with pytest.raises(ConfigError, match="no checkpoint to resume from"):
         prepare_resume(folder, [])
     job = (folder / "job.json").read_text()
     (folder / "job.json").write_text(re.sub(r'("format": )\d', r"\g<1>2", job))

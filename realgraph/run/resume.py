@@ -80,7 +80,7 @@ def _nothing_left(folder: RunFolder, damaged: Sequence[Damaged]) -> ConfigError:
     hint = f"start a new run: realgraph run {folder.config} outputs.dir=ANOTHER"
     where = Where(str(folder.root))
     if not damaged:
-        return ConfigError([Problem(where, "the run has no checkpoint to go on from", hint)])
+        return ConfigError([Problem(where, "the run has no checkpoint to resume from", hint)])
     return ConfigError(
         Problem(Where(str(one.path)), f"the checkpoint is damaged: {one.reason}", hint) for one in damaged
     )
