@@ -186,28 +186,3 @@ def _library_rows() -> Iterator[str]:
         yield f"### {name}\n\n{description}.\n\nCalls: {', '.join(f'`{call}`' for call in spec.calls)}.\n"
         if params:
             yield f"Parameters: {params}.\n"
-
-
-def documented() -> set[type]:
-    """The structs that the reference has a heading for."""
-    return {struct for _, _, members in SECTIONS for struct in members}
-
-
-def reachable(kind: inspect.Type) -> set[type]:
-    """Every struct that a file of this type may hold."""
-    structs: set[type] = set()
-    todo = [kind]
-    while todo:
-        match todo.pop():
-            case inspect.StructType() as struct if struct.cls not in structs:
-                structs.add(struct.cls)
-                todo += [field.type for field in struct.fields]
-            case inspect.UnionType() as union:
-                todo += union.types
-            case inspect.DictType() as mapping:
-                todo.append(mapping.value_type)
-            case inspect.VarTupleType() | inspect.ListType() as items:
-                todo.append(items.item_type)
-            case _:
-                pass
-    return structs

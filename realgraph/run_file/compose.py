@@ -17,7 +17,6 @@ from realgraph.graphs.yaml.document import (
     COMMAND_LINE,
     Document,
     Tree,
-    parse_document,
     parse_override,
     read_document,
 )
@@ -91,18 +90,15 @@ class Checked(Struct, frozen=True):
 
 def compose(file: Path, overrides: Sequence[str] = ()) -> Composed:
     """Read, merge, resolve and decode a run file. Raises ConfigError with all problems."""
-    return _without_problems(_compose(read_document(file, shown_name(file)), file, overrides))
+    return compose_document(read_document(file, shown_name(file)), file, overrides)
 
 
-def compose_text(text: str, file: Path, overrides: Sequence[str] = ()) -> Composed:
-    """The same from text, as if it were written in `file`, which need not exist."""
-    return _without_problems(_compose(parse_document(text, shown_name(file)), file, overrides))
-
-
-def _without_problems(composed: tuple[Composed, list[Problem]]) -> Composed:
-    if composed[1]:
-        raise ConfigError(composed[1])
-    return composed[0]
+def compose_document(document: Document, file: Path, overrides: Sequence[str] = ()) -> Composed:
+    """The same from what was read of `file`, which need not exist."""
+    composed, problems = _compose(document, file, overrides)
+    if problems:
+        raise ConfigError(problems)
+    return composed
 
 
 def _compose(document: Document, file: Path, overrides: Sequence[str]) -> tuple[Composed, list[Problem]]:
@@ -244,11 +240,6 @@ def check_run(file: Path, overrides: Sequence[str] = (), weights: bool = True) -
 def check_document(document: Document, file: Path, overrides: Sequence[str] = (), weights: bool = True) -> Checked:
     """The same from what was read of `file`: a pipe can be read once."""
     return _check(*_compose(document, file, overrides), weights)
-
-
-def check_text(text: str, file: Path, overrides: Sequence[str] = ()) -> Checked:
-    """The same from text, as if it were written in `file`, which need not exist."""
-    return _check(*_compose(parse_document(text, shown_name(file)), file, overrides))
 
 
 def _check(composed: Composed, problems_before: Sequence[Problem], weights: bool = True) -> Checked:
