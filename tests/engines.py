@@ -11,7 +11,8 @@ from realgraph.graphs.maths import Loss, PolicyGradient, TokenMean
 from realgraph.graphs.spec import ModelRole, Optimizer, Train
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.parallel.groups import Ranks
-from realgraph.runtime.train.engine import Settings, TorchTrainEngine, open_engine
+from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
+from realgraph.runtime.train.passes import Settings
 from tests import tiny
 
 CPU = torch.device("cpu")

@@ -10,12 +10,14 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 ROOT = Path(__file__).parent.parent
 LAYERS = {"graphs": 0, "planner": 1, "runtime": 2, "": 3}  # '' is the command line; imports go downwards
 PRODUCTION = ("graphs", "planner", "runtime", "configs", "realgraph")
 _PATH_TEXT = re.compile(r"[\w.]+[.:]\w+")  # `module:function` and dotted names in texts
+
+T = TypeVar("T")
 
 
 class Source(NamedTuple):
@@ -303,7 +305,7 @@ def _listed(name: str, values: Sequence[object]) -> Iterator[str]:
     yield from (f"  {value}" for value in values)
 
 
-def _largest(sizes: Mapping[object, int]) -> str:
+def _largest(sizes: Mapping[T, int]) -> str:
     name = max(sizes, key=lambda one: sizes[one])
     return f"{sizes[name]} ({name})"
 
@@ -311,11 +313,11 @@ def _largest(sizes: Mapping[object, int]) -> str:
 def report() -> Iterator[str]:
     """Every mark, a line each, with the places under it."""
     files, functions, packages = file_sizes(), function_sizes(), package_sizes()
-    yield f"largest file: {_largest(dict(files))} lines"
+    yield f"largest file: {_largest(files)} lines"
     yield f"median file: {statistics.median(files.values()):g} lines of {len(files)} files"
     yield f"function p95: {percentile(functions.values(), 0.95)} lines of {len(functions)} functions"
-    yield f"longest function: {_largest(dict(functions))} lines"
-    yield f"modules per package: at most {_largest(dict(packages))}"
+    yield f"longest function: {_largest(functions)} lines"
+    yield f"modules per package: at most {_largest(packages)}"
     yield from (f"  {package}: {n}" for package, n in sorted(packages.items()))
     yield from _listed("upward imports", [f"{one.source.file}: {one.module}" for one in upward_imports()])
     yield from _listed("cycles of layers", cycles(layer_imports()))

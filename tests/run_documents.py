@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from msgspec import inspect
+from msgspec import Struct, inspect
 
 from realgraph.graphs.yaml.document import parse_document
 from realgraph.graphs.yaml.load import shown_name
@@ -20,9 +20,9 @@ def check_text(text: str, file: Path) -> Checked:
     return check_document(parse_document(text, shown_name(file)), file)
 
 
-def reachable(kind: inspect.Type) -> set[type]:
+def reachable(kind: inspect.Type) -> set[type[Struct]]:
     """Every struct that a file of this type may hold."""
-    structs: set[type] = set()
+    structs: set[type[Struct]] = set()
     todo = [kind]
     while todo:
         match todo.pop():

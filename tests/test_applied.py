@@ -227,7 +227,7 @@ def test_a_failure_in_the_run_names_entry_function_and_line() -> None:
 def test_a_term_over_groups_gets_them_whole() -> None:
     sizes = {}
     for over in ("sample", "group"):
-        loss = Loss({"own": ApplyTerm("m:f", over=over)})  # type: ignore[arg-type]
+        loss = Loss({"own": ApplyTerm("m:f", over=over)})
         cuts = cut(made_up({}, 4), 9, loss.needs_whole_groups)
         sizes[over] = {len({i // 4 for i in part}) == 1 and len(part) == 4 for part in cuts}
     assert sizes == {"sample": {False}, "group": {True}}
@@ -241,11 +241,12 @@ def test_keys_and_outputs_that_are_declared_are_all_there() -> None:
 
     def spy(batch: Any, outputs: Any) -> Tensor:
         seen.append((set(batch.token_keys), set(batch.sample_keys), getattr(outputs, "entropy", None)))
-        return outputs.logprobs  # type: ignore[no-any-return]
+        return outputs.logprobs
 
     call = AppliedCall("term 'spy'", "m:spy", spy, ("reward", "values"), {})
     assert torch.equal(apply_term(call, batch, outputs, ("logprobs",)), outputs.logprobs)  # type: ignore[arg-type]
     assert seen == [({"values"}, {"reward"}, None)]
     loss = Loss({"spy": ApplyTerm("m:spy", ("entropy", "logprobs"))})
     evaluate(loss, batch, outputs, denominator(loss, batch), {"m:spy": spy})
+    assert outputs.entropy is not None
     assert seen[-1][:2] == (set(), set()) and torch.equal(seen[-1][2], outputs.entropy)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from realgraph.graphs import maths
-from realgraph.graphs.maths import Loss, Term
+from realgraph.graphs.maths import OUTPUTS, Loss, Term
 from realgraph.runtime.algorithms.estimators import kl, segment_sum, suffix_sums
 from realgraph.runtime.algorithms.loss_terms import surrogate
-from realgraph.runtime.algorithms.losses import OUTPUTS, LossNeeds, denominator, evaluate, needs
+from realgraph.runtime.algorithms.losses import LossNeeds, denominator, evaluate, needs
 from realgraph.runtime.batch import Outputs, Packed
 from realgraph.runtime.wire.protocol import Metric, merge
 from tests.slow_losses import AGGREGATES, DTYPE, FUNCTIONS, PAIR_TERMS, TERMS, grads, make, part, slow_loss
@@ -263,7 +263,7 @@ def test_a_term_has_no_gradient_where_it_says_that_it_is_idle(name: str) -> None
     term = TERMS[name]
     key = term.idle_where_zero
     assert key is not None
-    silent = replace(batch, token_keys=batch.token_keys | {key: torch.zeros_like(batch.key(key))})
+    silent = replace(batch, token_keys={**batch.token_keys, key: torch.zeros_like(batch.key(key))})
     loss = Loss({name: term})
     assert all(
         bool((g == 0).all()) for g in grads(evaluate(loss, silent, outputs, denominator(loss, batch))[0], outputs)

@@ -14,7 +14,8 @@ from realgraph.graphs.spec import ModelRole, Optimizer
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.models.models import PackedModel, Start, Wants, build
 from realgraph.runtime.parallel.groups import Ranks
-from realgraph.runtime.train.engine import Settings, TorchTrainEngine, open_engine
+from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
+from realgraph.runtime.train.passes import Settings
 from tests import tiny
 
 CPU = torch.device("cpu")
@@ -81,6 +82,7 @@ def test_gradients_equal_plain_transformers(kind: str, folder: Path) -> None:
     for name, parameter in model.network.named_parameters():
         assert parameter.grad is not None
         grad = expected[name].grad
+        assert grad is not None
         scale = float(grad.abs().max())
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-3, atol=1e-4 * scale, msg=name)
 

@@ -12,8 +12,8 @@ from realgraph.graphs.spec import ModelRole, Optimizer, Train
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.parallel.groups import CollectiveError, Ranks
-from realgraph.runtime.train.engine import LogprobGap, Settings, TorchTrainEngine, open_engine
-from realgraph.runtime.train.passes import NumericsError
+from realgraph.runtime.train.engine import LogprobGap, TorchTrainEngine, open_engine
+from realgraph.runtime.train.passes import NumericsError, Settings
 from realgraph.runtime.wire.protocol import Metric, merge
 from tests import tiny
 from tests.ranks import RankProcesses, joined
@@ -273,7 +273,9 @@ def step_out(ranks: Ranks) -> str:
 
     import torch.distributed as dist
 
-    short = Ranks(ranks.device, dist.new_group([0, 1], timeout=timedelta(seconds=1)), "workers 0 to 1")
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    assert isinstance(group, dist.ProcessGroup)
+    short = Ranks(ranks.device, group, "workers 0 to 1")
     if ranks.rank == 1:
         return ""
     try:

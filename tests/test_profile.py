@@ -125,6 +125,7 @@ def test_a_long_run_holds_no_more_steps_than_a_short_one(n: int) -> None:
 def test_the_table_of_a_long_run_says_how_much_was_measured(home: Path, tmp_path: Path) -> None:
     observer = CostsFile(planned(home), tmp_path / COSTS_FILE)
     tracemalloc.start()
+    before = 0
     for number in range(6_000):
         observer.observe(steps([9.0 if number < 2 else 1.0 + number % 2])[0])
         if number == 1_000:

@@ -73,7 +73,7 @@ def test_data_are_no_markup_no_emoji_and_no_escape_codes_anywhere_on_a_console()
 
 
 def records(name: str) -> list[RunRecord]:
-    started = RunStarted(name, 0, 2, 0, name, (name,), {}, 0.0)
+    started = RunStarted(name, "", 2, 0, name, (name,), {}, 0.0)
     return [
         started,
         StepRecord(1, 1.0, {f"{name}/seconds": 0.5, "reward/reward": 1.0}),
