@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.bad_inputs --seed 0 --count 400
 
-Run files, graphs, data, plans, tables of costs, bare problems, models, run directories, checkpoints and command lines
-are damaged one at a time (`tests/mutations.py`); every case runs in a process of its own, in a copy of a folder where
-everything was valid: before the cases, every command is given that, and must end with 0. `--only N` runs one case of a
-seed and prints what it says.
+Run files, graphs, data, plans, tables of costs, planning problems, models, run directories, checkpoints and command
+lines are damaged one at a time (`tests/mutations.py`); every case runs in a process of its own, in a copy of a folder
+where everything was valid: before the cases, every command is given that, and must end with 0. `--only N` runs one
+case of a seed and prints what it says.
 """
 
 import argparse

@@ -37,7 +37,7 @@ from realgraph.planner.problem_file.spec import problem_text
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.baselines import baselines_of
 from realgraph.planner.solve.solver import solve
-from realgraph.run.planning import Asked, request_for
+from realgraph.run.planning import RequestOptions, request_for
 from realgraph.run_file.compose import check_run
 
 HERE = Path(__file__).parent
@@ -168,7 +168,7 @@ def requested(case: Case, folder: Path) -> PlanRequest:
     file = folder / "run.yaml"
     file.write_text(run_file(case), encoding="utf-8")
     shutil.copy(HERE / "bench_rewards.py", folder)  # functions are looked for beside the run file
-    return request_for(check_run(file, ()), asked=Asked(engine="any"))
+    return request_for(check_run(file, ()), asked=RequestOptions(engine="any"))
 
 
 # --- one case ---------------------------------------------------------------------------------------------------------

@@ -27,10 +27,10 @@ from realgraph.commands.run import execute
 from realgraph.planner.request.cost_table import CostTable
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.search import search
-from realgraph.profile.command import Asked, profile_command
-from realgraph.profile.runs import Steps
+from realgraph.profile.command import ProfileRequest, profile_command
+from realgraph.profile.runs import StepRecorder
 from realgraph.run.costs_record import with_lengths
-from realgraph.run.running import Prepared, prepare
+from realgraph.run.running import PreparedRun, prepare
 from realgraph.runtime.master.observer import StepRecord
 
 RESULTS = Path(__file__).parent / "results"
@@ -95,7 +95,7 @@ def make_home(home: Path) -> None:
     (home / "warm").symlink_to(outcome.saved / "actor")
 
 
-def prepared(home: Path, setting: Setting, number: int) -> Prepared:
+def prepared(home: Path, setting: Setting, number: int) -> PreparedRun:
     """The quickstart's run file with a reference model and next to no learning: each repeat computes the same."""
     changes = {
         "params.kl_coef": 0.01,
@@ -112,7 +112,7 @@ def prepared(home: Path, setting: Setting, number: int) -> Prepared:
 
 def run(home: Path, setting: Setting, number: int) -> list[StepRecord]:
     """The steps of one short run after its warm-up."""
-    seen = Steps()
+    seen = StepRecorder()
     outcome = execute(prepared(home, setting, number), Console(quiet=True), (seen,))
     if not outcome.ok:
         raise RuntimeError(f"{setting}: {outcome.reason}")
@@ -175,7 +175,7 @@ def main() -> int:
         home = Path(name) / "quickstart"
         out = Path(name) / "costs.json"
         if asked.costs is None:
-            table = profile_command(Asked(devices=DEVICES), out)
+            table = profile_command(ProfileRequest(devices=DEVICES), out)
         else:
             table = msgspec.json.decode(asked.costs.read_bytes(), type=CostTable)
         make_home(home)

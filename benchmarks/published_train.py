@@ -59,7 +59,7 @@ HANDS_OVER = "RL trainer"  # of prime-rl: writes weights for the engines each st
 OTHER_KIND = "A100-80GB"
 LIVE = 1.25  # layers' worth of tensors in a layer's backward pass, where gradients are freed as they are used
 DEEPSPEED_BUCKET_BYTES = 2_000_000_000  # two buckets of 5e8 elements in 16 bits, its default
-# On 25 February 2022 the nodes' PCIe and NUMA settings were mended; the source says that all speeds rose by 1 to 5 %.
+# On 25 February 2022 the nodes' PCIe and NUMA settings were fixed; the source says that all speeds rose by 1 to 5 %.
 SLOW_NUMA = 1.03
 SCORE_BYTES = 5  # scores, their softmax in 16 bits, and a mask (arXiv:2205.05198, sec. 4.1)
 

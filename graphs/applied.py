@@ -1,35 +1,30 @@
 """The `apply` entries of a graph: the user's own advantage steps and loss terms, and what each is called with."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 from msgspec import Struct
 
-from realgraph.graphs.maths import ApplyStep, ApplyTerm
-from realgraph.graphs.spec import Advantage, ModelCall, Train
-
-OUTPUTS = ("logprobs", "entropy", "values", "scores")  # of the trained role: an `apply` term reads them like keys
-HEAD_OF_OUTPUT = {"logprobs": "lm", "entropy": "lm", "values": "value", "scores": "score"}
+from realgraph.graphs.maths import ApplyTerm
+from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, Train
+from realgraph.graphs.steps import ApplyStep
 
 
 class Applied(Struct, frozen=True):
-    """One `apply` entry. path: of the entry, in YAML. reads: the keys that the function may look up in the batch.
+    """One `apply` entry."""
 
-    outputs: the fields of `outputs` that a loss term may use; a step has none.
-    """
-
-    path: str
-    call: str
-    entry: str
+    path: str  # of the entry, in YAML
+    call: str  # that the entry stands in
+    entry: str  # its name
     kind: Literal["step", "term"]
-    fn: str
-    args: dict[str, Any]
-    reads: tuple[str, ...]
-    outputs: tuple[str, ...] = ()
+    fn: str  # module:function
+    args: dict[str, Any]  # keywords, as they are
+    reads: tuple[str, ...]  # the keys that the function may look up in the batch
+    outputs: tuple[str, ...] = ()  # of the forward pass that a loss term may use; a step has none
 
     @property
     def positional(self) -> tuple[str, str]:
-        """What the function gets before its keywords, under the names that the documentation gives them."""
+        """The names of the arguments before its keywords, as the documentation has them."""
         return ("batch", "running") if self.kind == "step" else ("batch", "outputs")
 
 
@@ -46,22 +41,13 @@ def applied_of(calls: Mapping[str, ModelCall]) -> Iterator[Applied]:
                 for entry, term in loss.terms.items():
                     if isinstance(term, ApplyTerm):
                         path = f"$.calls.{name}.loss.terms.{entry}"
-                        found = term_keys(term), term_outputs(term)
-                        yield Applied(path, name, entry, "term", term.fn, term.args, *found)
-            case _:
+                        yield Applied(path, name, entry, "term", term.fn, term.args, term.keys, term.outputs)
+            case Generate() | Inference() | Function():
                 pass
+            case _:
+                assert_never(call)
 
 
 def step_keys(call: Advantage, step: ApplyStep) -> tuple[str, ...]:
     """The keys that a step's function may look up: what its call and the step itself declare."""
     return tuple(dict.fromkeys((*call.reads, *step.reads)))
-
-
-def term_keys(term: ApplyTerm) -> tuple[str, ...]:
-    """The keys that a term's function may look up: what it declares and the forward pass does not give."""
-    return tuple(key for key in term.reads if key not in OUTPUTS)
-
-
-def term_outputs(term: ApplyTerm) -> tuple[str, ...]:
-    """The outputs of the forward pass that a term's function may use: those it reads, log-probabilities by default."""
-    return tuple(name for name in OUTPUTS if name in term.reads) or ("logprobs",)

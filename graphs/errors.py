@@ -1,4 +1,4 @@
-"""What is wrong with a user's input, where, and how to mend it. Knows no YAML and no graph."""
+"""A user's mistakes: the text, the place and the fix of each. Knows no YAML and no graph."""
 
 import difflib
 import re
@@ -23,7 +23,7 @@ class Where(Struct, frozen=True, order=True):
 
 
 class Problem(Struct, frozen=True, order=True):
-    """One mistake. `text` says what is wrong and what was expected; `hint` how to mend it; `rule` names the check."""
+    """One mistake. `text` says what is wrong and what was expected; `hint` how to fix it; `rule` names the check."""
 
     where: Where
     text: str
@@ -46,14 +46,14 @@ class ConfigError(Exception):
 
 
 def reason(error: OSError | UnicodeDecodeError) -> str:
-    """Why a file can't be read as text, in words."""
+    """The reason why a file can't be read as text, in words."""
     if isinstance(error, UnicodeDecodeError):
         return f"it is not UTF-8 text: byte {error.start}"
     return (error.strerror or str(error)).lower()
 
 
 def in_words(error: Exception) -> str:
-    """What a library says of a file that it can't read, on one line."""
+    """A library's message about a file that it can't read, on one line."""
     text = re.sub(r"\b\w+Error: ", "", " ".join(str(error).split()))
     return (text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + " ...") or type(error).__name__
 
@@ -74,7 +74,7 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 def _is_slip(word: str, choice: str) -> bool:
-    """Whether a choice may be what a person meant to write. A long common beginning alone is not enough."""
+    """True where a choice may be what a person meant to write. A long common beginning alone is not enough."""
     one, two = word.lower(), choice.lower()
     changes = difflib.SequenceMatcher(None, one, two, autojunk=False).get_opcodes()
     changed = sum(max(i2 - i1, j2 - j1) for kind, i1, i2, j1, j2 in changes if kind != "equal")

@@ -1,19 +1,15 @@
-"""What a run adds to an algorithm: facts about data and sizes that rules may use. A default means "unknown"."""
+"""Facts about a run, its data and its sizes, that rules may use. A default means "unknown"."""
 
 from msgspec import Struct, field
 
 
 class Facts(Struct, frozen=True):
-    """What is known of the run around a graph; a rule that needs an unknown fact stays silent.
+    """Facts about the run around a graph; a rule that needs an unknown fact stays silent."""
 
-    data_columns: graph input -> data column, as the user maps them. columns: those the data set has.
-    groups: prompt groups a step. n_rows: rows of the data set, after its limit. max_new_tokens: the run's.
-    """
-
-    data_columns: dict[str, str] = field(default_factory=dict)
-    columns: tuple[str, ...] | None = None
-    n_rows: int | None = None
-    groups: int | None = None
-    steps: int | None = None
+    data_columns: dict[str, str] = field(default_factory=dict)  # graph input -> data column, as the user maps them
+    columns: tuple[str, ...] | None = None  # that the data set has
+    n_rows: int | None = None  # of the data set, after its limit
+    groups: int | None = None  # prompt groups a step
+    steps: int | None = None  # of the run
     staleness: int = 0
-    max_new_tokens: int | None = None
+    max_new_tokens: int | None = None  # of the run

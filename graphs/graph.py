@@ -18,13 +18,13 @@ class Key(Struct, frozen=True):
 
 
 class Edge(Struct, frozen=True):
-    """`consumer` of step k reads `keys` that `producer` wrote in step k - `distance` (weights: no keys, the role)."""
+    """A value that flows from call to call: `consumer` of step k reads what `producer` wrote in step k - `distance`."""
 
     producer: str
     consumer: str
-    keys: tuple[str, ...] = ()
-    role: str = ""
-    distance: int = 0
+    keys: tuple[str, ...] = ()  # of data; none where weights flow
+    role: str = ""  # whose weights flow; empty for data
+    distance: int = 0  # steps
 
 
 class Graph(Struct, frozen=True):

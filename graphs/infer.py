@@ -1,122 +1,79 @@
-"""What each call reads and writes, with types: declared keys and those its loss or its steps imply. Judges nothing."""
+"""Keys that each call reads and writes, with types: declared ones and those its loss or steps imply. Judges nothing."""
 
 from collections.abc import Callable, Iterator
-from typing import Literal, TypeGuard, TypeVar
+from typing import TypeGuard, TypeVar
 
 from msgspec import Struct
 
-from realgraph.graphs.applied import OUTPUTS
 from realgraph.graphs.errors import Problem, Where
 from realgraph.graphs.graph import INPUT
 from realgraph.graphs.keys import (
+    ANY_TYPE,
     BEHAVIOUR_LOGPROBS,
     GENERATED,
     MASK,
+    MASK_TYPE,
     OWN_TOKENS,
+    PROMPT_TYPE,
+    REWARD_TYPE,
+    SEQUENCE_TYPE,
+    TENSOR_TYPE,
     TOKENS,
     VERSIONS,
-    DType,
+    VERSIONS_TYPE,
     KeyType,
-    Level,
     LogprobSemantics,
+    Meaning,
+    Requirement,
     own_tokens,
     parse_key_type,
 )
 from realgraph.graphs.maths import (
-    GAE,
-    KL,
-    ApplyStep,
-    ApplyTerm,
-    Center,
-    CrossEntropy,
-    Distill,
-    KLPenalty,
-    PairwiseScore,
-    PolicyGradient,
-    Preference,
-    Return,
-    Step,
     Term,
-    Value,
 )
 from realgraph.graphs.spec import Advantage, Function, Generate, GraphSpec, Inference, ModelCall, Train
+from realgraph.graphs.steps import Step
 
 RETURNS = "returns"
 
-Meaning = Literal["", "logprobs", "values", "scores", "advantages"]
-
-
-class Want(Struct, frozen=True):
-    """The types a reader accepts, and what the numbers must mean where an inference call wrote them."""
-
-    levels: tuple[Level, ...]
-    dtypes: tuple[DType, ...]
-    meaning: Meaning = ""
-
-    def accepts(self, key: KeyType) -> bool:
-        return key.level in self.levels and key.dtype in self.dtypes
-
-    def __str__(self) -> str:
-        words = {_NUMBERS: "numbers", _FLOATS: "float32"}.get(self.dtypes, " or ".join(self.dtypes))
-        return f"{' or '.join(self.levels)} {words}"
-
-
-_NUMBERS: tuple[DType, ...] = ("float32", "float64", "int32", "int64", "bool")
-_FLOATS: tuple[DType, ...] = ("float32", "float64")
-_ANY = Want(("group", "sample", "token"), ("bool", "int32", "int64", "float32", "float64", "tokens", "text", "json"))
-_PROMPT = Want(("group",), ("tokens",))
-_SEQUENCE = Want(("sample",), ("tokens",))
-_MASK = Want(("token",), ("bool",))
-_VERSIONS = Want(("token",), ("int32",))
-_REWARD = Want(("sample", "token"), _NUMBERS)
-_WEIGHT = Want(("sample", "token"), _FLOATS)
-_BASELINE = Want(("group", "sample", "token"), _FLOATS)
-_TOKEN_FLOAT = Want(("token",), _FLOATS)
-_LOGPROBS = Want(("token",), _FLOATS, "logprobs")
-_VALUES = Want(("token",), _FLOATS, "values")
-_TENSOR = Want(("group", "sample", "token"), _NUMBERS)
-
 
 class Read(Struct, frozen=True):
-    """`key` is read because of what stands at `path`; `by` names the reader in words."""
+    """A key that something in the graph reads."""
 
     key: str
-    path: str
-    by: str
-    want: Want
+    path: str  # of what reads it, in YAML
+    by: str  # the reader in words
+    requires: Requirement
 
 
 class Write(Struct, frozen=True):
-    """`key` is written by `call` (`INPUT` for the data set). type is None where the user's text could not be read."""
+    """A key that a call or the data set writes."""
 
     key: str
-    path: str
-    call: str
-    type: KeyType | None
+    path: str  # of what writes it, in YAML
+    call: str  # `INPUT` for the data set
+    type: KeyType | None  # None where the user's text could not be read
     meaning: Meaning = ""
 
 
 class Lost(Struct, frozen=True):
-    """A key that only `call` would write, which the `when` at `switch` has switched off."""
+    """A key that nothing writes any more, since its call is switched off."""
 
-    call: str
-    switch: str
+    call: str  # the only one that would write it
+    switch: str  # YAML path of the `when`
 
 
 C = TypeVar("C", Generate, Inference, Function, Advantage, Train)
 
 
 class Draft(Struct, frozen=True):
-    """A graph under examination: what `when` switched off is gone, nothing else is known to be right.
-
-    switched_off: keys that only switched-off calls would write.
-    """
+    """A graph under examination: what `when` switched off is gone, nothing else is known to be right."""
 
     spec: GraphSpec
-    where: Callable[[str], Where]
-    reads: dict[str, tuple[Read, ...]]
+    where: Callable[[str], Where]  # YAML path -> its place in a file
+    reads: dict[str, tuple[Read, ...]]  # of each call
     writes: dict[str, tuple[Write, ...]]  # of each key, inputs first
-    switched_off: dict[str, Lost]
+    switched_off: dict[str, Lost]  # keys that only switched-off calls would write
     samples_per_group: int
 
     def of(self, kind: type[C]) -> Iterator[tuple[str, C]]:
@@ -127,7 +84,7 @@ class Draft(Struct, frozen=True):
         return Problem(self.where(path), text, hint)
 
     def semantics(self, key: str) -> LogprobSemantics | None:
-        """What the log-probabilities under `key` are, None where unknown or no log-probabilities."""
+        """The meaning of the log-probabilities under `key`, None where unknown or no log-probabilities."""
         for write in self.writes.get(key, ()):
             return write.type.logprobs if write.type else None
         return None
@@ -168,7 +125,7 @@ def samples_per_group(spec: GraphSpec) -> int:
         if isinstance(call, Generate):
             return call.n
     terms = (term for call in spec.calls.values() if isinstance(call, Train) for term in call.loss.terms.values())
-    return 2 if any(isinstance(term, Preference | PairwiseScore) for term in terms) else 1
+    return 2 if any(term.of_pairs for term in terms) else 1
 
 
 def role_of(call: ModelCall) -> str:
@@ -208,7 +165,7 @@ def call_writes(name: str, call: ModelCall) -> tuple[Write, ...]:
 
 
 def _own_writes(spec: GraphSpec) -> Iterator[Write]:
-    """What a generate call writes for roles that read its samples by their own tokenizer."""
+    """Keys that a generate call writes for roles that read its samples by their own tokenizer."""
     roles = dict.fromkeys(call.model for call in spec.calls.values() if is_own(call))
     generate = next((name for name, call in spec.calls.items() if isinstance(call, Generate)), None)
     if generate is not None:
@@ -217,7 +174,7 @@ def _own_writes(spec: GraphSpec) -> Iterator[Write]:
 
 
 def is_own(call: ModelCall) -> TypeGuard[Inference]:
-    """Whether a call reads samples as its own tokenizer cuts them."""
+    """True where a call reads samples as its own tokenizer cuts them."""
     return isinstance(call, Inference) and call.tokenizer == "own"
 
 
@@ -228,7 +185,7 @@ def advantage_writes(call: Advantage) -> tuple[tuple[int, str], ...]:
 
 
 def makes_returns(call: Advantage) -> bool:
-    return any(isinstance(step, GAE | Return) for step in call.steps.values())
+    return any(step is not None and step.makes_returns for step in call.steps.values())
 
 
 def _meaning(key: str) -> Meaning:
@@ -254,22 +211,22 @@ def _inferred_type(call: Inference) -> KeyType:
 
 
 def call_reads(name: str, call: ModelCall, spec: GraphSpec) -> tuple[Read, ...]:
-    """The keys a call reads: declared ones first, then those its maths implies; each once for each type wanted."""
+    """The keys a call reads: declared ones first, then those its maths implies; each once for each type required."""
     path = f"$.calls.{name}"
     match call:
         case Generate():
-            reads = _declared(name, call.reads, _PROMPT)
+            reads = _declared(name, call.reads, PROMPT_TYPE)
         case Inference(model=model, reads=keys):
             own = is_own(call) and any(isinstance(other, Generate) for other in spec.calls.values())
             keys = tuple(own_tokens(model) if own and key == TOKENS else key for key in keys)
-            reads = _declared(name, keys, _SEQUENCE)
+            reads = _declared(name, keys, SEQUENCE_TYPE)
         case Function():
-            reads = _declared(name, call.reads, _ANY)
+            reads = _declared(name, call.reads, ANY_TYPE)
         case Advantage():
             reward, others = call.reads[:1], call.reads[1:]
             reads = [
-                *_declared(name, reward, _REWARD),
-                *_declared(name, others, _TENSOR, first=1),
+                *_declared(name, reward, REWARD_TYPE),
+                *_declared(name, others, TENSOR_TYPE, first=1),
                 *_sequence_reads(name),
                 *(
                     read
@@ -285,62 +242,36 @@ def call_reads(name: str, call: ModelCall, spec: GraphSpec) -> tuple[Read, ...]:
                 *(read for entry, term in call.loss.terms.items() for read in term_reads(terms, entry, term)),
             ]
             if any(isinstance(other, Generate) for other in spec.calls.values()):
-                reads.append(Read(VERSIONS, path, f"the call {name!r}", _VERSIONS))
-    first: dict[tuple[str, Want], Read] = {}
+                reads.append(Read(VERSIONS, path, f"the call {name!r}", VERSIONS_TYPE))
+    first: dict[tuple[str, Requirement], Read] = {}
     for read in reads:
-        first.setdefault((read.key, read.want), read)
+        first.setdefault((read.key, read.requires), read)
     return tuple(first.values())
+
+
+def _entry_reads(parent: str, entry: str, value: Step | Term, by: str) -> list[Read]:
+    """Keys that an entry of a pipeline needs beside what its call reads. by: the entry in words."""
+    path = f"{parent}.{entry}"
+    return [
+        Read(read.key, f"{path}.{read.field}" if read.field else path, by, read.requires) for read in value.key_reads
+    ]
 
 
 def step_reads(parent: str, entry: str, step: Step) -> list[Read]:
     """Keys that one advantage step needs beside the running reward."""
-    path, by = f"{parent}.{entry}", f"the step {entry!r}"
-    match step:
-        case KLPenalty(to=to):
-            return [Read(to, f"{path}.to", by, _LOGPROBS), Read(BEHAVIOUR_LOGPROBS, path, by, _LOGPROBS)]
-        case GAE(values=values):
-            return [Read(values, f"{path}.values", by, _VALUES)]
-        case Center(by="key", key=str(key)):
-            return [Read(key, f"{path}.key", by, _BASELINE)]
-        case ApplyStep(reads=reads):
-            return [Read(key, f"{path}.reads[{i}]", by, _TENSOR) for i, key in enumerate(reads)]
-        case _:
-            return []
+    return _entry_reads(parent, entry, step, f"the step {entry!r}")
 
 
 def term_reads(parent: str, entry: str, term: Term) -> list[Read]:
     """Keys that one loss term needs beside tokens and mask."""
-    path, by = f"{parent}.{entry}", f"the term {entry!r}"
-    match term:
-        case PolicyGradient(advantage=advantage):
-            return [
-                Read(advantage, f"{path}.advantage", by, _WEIGHT),
-                Read(BEHAVIOUR_LOGPROBS, path, by, _LOGPROBS),
-                Read(VERSIONS, path, by, _VERSIONS),
-            ]
-        case Value(returns=returns, clip=clip, old=old):
-            clipped = [Read(old, f"{path}.old", by, _VALUES)] if clip is not None else []
-            return [Read(returns, f"{path}.returns", by, _TOKEN_FLOAT), *clipped]
-        case KL(to=to):
-            return [Read(to, f"{path}.to", by, _LOGPROBS)]
-        case Preference(ref=ref):
-            return [Read(ref, f"{path}.ref", by, _LOGPROBS)]
-        case Distill(teacher=teacher):
-            return [Read(teacher, f"{path}.teacher", by, _LOGPROBS)]
-        case CrossEntropy(key=str(key)):
-            return [Read(key, f"{path}.key", by, _WEIGHT)]
-        case ApplyTerm(reads=reads):
-            keys = ((i, key) for i, key in enumerate(reads) if key not in OUTPUTS)
-            return [Read(key, f"{path}.reads[{i}]", by, _TENSOR) for i, key in keys]
-        case _:
-            return []
+    return _entry_reads(parent, entry, term, f"the term {entry!r}")
 
 
-def _declared(name: str, keys: tuple[str, ...], want: Want, first: int = 0) -> list[Read]:
+def _declared(name: str, keys: tuple[str, ...], requires: Requirement, first: int = 0) -> list[Read]:
     by = f"the call {name!r}"
-    return [Read(key, f"$.calls.{name}.reads[{i}]", by, want) for i, key in enumerate(keys, first)]
+    return [Read(key, f"$.calls.{name}.reads[{i}]", by, requires) for i, key in enumerate(keys, first)]
 
 
 def _sequence_reads(name: str) -> list[Read]:
     by = f"the call {name!r}"
-    return [Read(TOKENS, f"$.calls.{name}", by, _SEQUENCE), Read(MASK, f"$.calls.{name}", by, _MASK)]
+    return [Read(TOKENS, f"$.calls.{name}", by, SEQUENCE_TYPE), Read(MASK, f"$.calls.{name}", by, MASK_TYPE)]

@@ -12,15 +12,12 @@ DTYPES: tuple[DType, ...] = ("bool", "int32", "int64", "float32", "float64", "to
 
 
 class LogprobSemantics(Struct, frozen=True):
-    """Whose log-probabilities: `behaviour` at sampling time (one version per token), else the role's weights of a step.
+    """The distribution that log-probabilities are of."""
 
-    `truncated` is true where top-p or top-k renormalised the distribution over part of the vocabulary.
-    """
-
-    role: str
+    role: str  # whose
     temperature: float
-    behaviour: bool = False
-    truncated: bool = False
+    behaviour: bool = False  # at sampling time (one version per token), else by the role's weights of a step
+    truncated: bool = False  # top-p or top-k renormalised it over part of the vocabulary
 
 
 class KeyType(Struct, frozen=True):
@@ -71,10 +68,48 @@ def own_tokens(role: str) -> str:
 
 
 def is_prompt(key: KeyType) -> bool:
-    """Whether functions get the key as text: it is a prompt's tokens."""
+    """True where functions get the key as text: it is a prompt's tokens."""
     return key.level == "group" and key.dtype == "tokens"
 
 
 def ids_keyword(key: str) -> str:
     """The keyword under which a function gets the token ids of a prompt that it reads."""
     return f"{key}_ids"
+
+
+# --- what a reader of a key accepts -----------------------------------------------------------------------------------
+
+Meaning = Literal["", "logprobs", "values", "scores", "advantages"]
+
+
+class Requirement(Struct, frozen=True):
+    """The types that a reader accepts."""
+
+    levels: tuple[Level, ...]
+    dtypes: tuple[DType, ...]
+    meaning: Meaning = ""  # of the numbers, where an inference call wrote them
+
+    def accepts(self, key: KeyType) -> bool:
+        return key.level in self.levels and key.dtype in self.dtypes
+
+    def __str__(self) -> str:
+        words = {_NUMBERS: "numbers", _FLOATS: "float32"}.get(self.dtypes, " or ".join(self.dtypes))
+        return f"{' or '.join(self.levels)} {words}"
+
+
+_NUMBERS: tuple[DType, ...] = ("float32", "float64", "int32", "int64", "bool")
+_FLOATS: tuple[DType, ...] = ("float32", "float64")
+ANY_TYPE = Requirement(
+    ("group", "sample", "token"), ("bool", "int32", "int64", "float32", "float64", "tokens", "text", "json")
+)
+PROMPT_TYPE = Requirement(("group",), ("tokens",))
+SEQUENCE_TYPE = Requirement(("sample",), ("tokens",))
+MASK_TYPE = Requirement(("token",), ("bool",))
+VERSIONS_TYPE = Requirement(("token",), ("int32",))
+REWARD_TYPE = Requirement(("sample", "token"), _NUMBERS)
+WEIGHT_TYPE = Requirement(("sample", "token"), _FLOATS)
+BASELINE_TYPE = Requirement(("group", "sample", "token"), _FLOATS)
+TOKEN_FLOAT_TYPE = Requirement(("token",), _FLOATS)
+LOGPROBS_TYPE = Requirement(("token",), _FLOATS, "logprobs")
+VALUES_TYPE = Requirement(("token",), _FLOATS, "values")
+TENSOR_TYPE = Requirement(("group", "sample", "token"), _NUMBERS)

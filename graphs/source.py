@@ -1,4 +1,4 @@
-"""What the text of a Python module says about one of its functions. Runs nothing of it and imports nothing."""
+"""A function as the text of its Python module defines it. Runs nothing of it and imports nothing."""
 
 import ast
 import inspect
@@ -20,14 +20,11 @@ _DEFAULT = _Default()
 
 
 class Definition(Struct, frozen=True):
-    """A name that a module binds. line: from 1. kind: what binds it, as far as the text says it.
+    """A name that a module binds."""
 
-    signature: None where the text does not say it.
-    """
-
-    line: int
+    line: int  # from 1
     kind: str  # "function", "async", "class", "value", "import" or "unknown"
-    signature: inspect.Signature | None = None
+    signature: inspect.Signature | None = None  # None where the text does not say it
 
 
 class Absent(Struct, frozen=True):
@@ -43,24 +40,24 @@ def look_up(source: str, path: str) -> Definition | Absent | None:
     """
     tree = ast.parse(source)
     name, *inner = path.split(".")
-    found = _in_body(tree.body, name)
-    if found is None:
+    node = _in_body(tree.body, name)
+    if node is None:
         return None if _is_dynamic(tree) else Absent(_names(tree.body))
     for part in inner:
-        if not isinstance(found, ast.ClassDef):
+        if not isinstance(node, ast.ClassDef):
             return None
-        inside = _in_body(found.body, part)
+        inside = _in_body(node.body, part)
         if inside is None:
-            plain = not found.bases and not found.keywords and not found.decorator_list
-            return Absent(_names(found.body)) if plain else None
-        found = inside
-    return _definition(found)
+            plain = not node.bases and not node.keywords and not node.decorator_list
+            return Absent(_names(node.body)) if plain else None
+        node = inside
+    return _definition(node)
 
 
 def refusal(definition: Definition, positional: Sequence[str], keywords: Iterable[str]) -> str:
-    """Why the function can't be called with these arguments, '' where it can or nobody knows."""
+    """The reason why the function can't be called with these arguments, '' where it can or nobody knows."""
     if definition.kind == "value":
-        return "it is no function but a plain value"
+        return "it is a plain value, not a function"
     if positional and definition.kind == "async":
         return "it is async, and a step or term is a plain function"
     if definition.signature is None:
@@ -69,7 +66,7 @@ def refusal(definition: Definition, positional: Sequence[str], keywords: Iterabl
 
 
 def binding_error(signature: inspect.Signature, positional: Sequence[str], keywords: Iterable[str]) -> str:
-    """Why a call with these arguments does not fit `signature`, '' where it does."""
+    """The reason why a call with these arguments does not fit `signature`, '' where it does."""
     named = tuple(keywords)
     try:
         signature.bind(*positional, **dict.fromkeys(named))
@@ -81,11 +78,11 @@ def binding_error(signature: inspect.Signature, positional: Sequence[str], keywo
 
 def _in_body(body: Sequence[ast.stmt], name: str) -> ast.AST | None:
     """The last statement that binds `name`, as the last one wins when the module runs."""
-    found: ast.AST | None = None
+    last: ast.AST | None = None
     for node in _statements(body):
         if name in _bound(node):
-            found = node
-    return found
+            last = node
+    return last
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
@@ -140,7 +137,7 @@ def _walk_scope(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_dynamic(tree: ast.Module) -> bool:
-    """Whether the module may have names that its text does not show."""
+    """True where the module may have names that its text does not show."""
     for node in ast.walk(tree):
         match node:
             case ast.ImportFrom(names=[ast.alias(name="*")]):
@@ -153,7 +150,7 @@ def _is_dynamic(tree: ast.Module) -> bool:
 
 
 def _names(body: Sequence[ast.stmt]) -> tuple[str, ...]:
-    """What a person may have meant: functions and classes first, then everything else that is bound."""
+    """Names that a person may have meant: functions and classes first, then everything else that is bound."""
     defined: list[str] = []
     others: list[str] = []
     for node in _statements(body):
@@ -182,7 +179,7 @@ def _definition(node: ast.AST) -> Definition:
 
 
 def _is_plain(value: ast.expr) -> bool:
-    """Whether an expression can only be data, never something to call."""
+    """True where an expression can only be data, never something to call."""
     return isinstance(value, ast.Constant | ast.List | ast.Tuple | ast.Dict | ast.Set | ast.JoinedStr | ast.ListComp)
 
 

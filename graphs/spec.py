@@ -4,7 +4,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-from realgraph.graphs.maths import Fraction, Loss, NonNegative, Positive, Step
+from realgraph.graphs.entries import Fraction, NonNegative, Positive
+from realgraph.graphs.maths import Loss
+from realgraph.graphs.steps import Step
 
 FORMAT = 1  # version of the graph and run file format
 

@@ -92,7 +92,7 @@ def evaluate(
 @app.command()
 def generate(
     model: Annotated[Path, typer.Argument(metavar="DIR", help="Model folder, checkpoint or run directory.")],
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Prompts, each answered by itself.")],
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Prompts, answered independently.")],
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     n: Annotated[int, typer.Option(min=1, help="Samples of each prompt.")] = 1,
@@ -100,14 +100,16 @@ def generate(
     chat: Annotated[bool, typer.Option(help="Wrap prompts in the model's chat template, where it has one.")] = True,
     template_arg: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Of the chat template, over the run's: enable_thinking=false."),
+        typer.Option(
+            metavar="NAME=VALUE", help="Arguments of the chat template, over the run's: enable_thinking=false."
+        ),
     ] = None,
 ) -> None:
     """Try a trained model on prompts, rendered as in its run."""
     _need_torch(f"generate {model}")
-    from realgraph.commands.generate import Ask, generate_command
+    from realgraph.commands.generate import SamplingRequest, generate_command
 
-    generate_command(model, prompts, Ask(temperature, max_new_tokens, n, seed, chat, template_arg or ()))
+    generate_command(model, prompts, SamplingRequest(temperature, max_new_tokens, n, seed, chat, template_arg or ()))
 
 
 @app.command()
@@ -187,9 +189,9 @@ def profile(
 ) -> None:
     """Measure this machine for the planner: realgraph plan FILE --costs costs.json. Takes at most 5 minutes."""
     _need_torch("profile")
-    from realgraph.profile.command import Asked, profile_command
+    from realgraph.profile.command import ProfileRequest, profile_command
 
-    profile_command(Asked(file, tuple(overrides or ()), devices, quick, sglang), out)
+    profile_command(ProfileRequest(file, tuple(overrides or ()), devices, quick, sglang), out)
 
 
 @app.command(name="replay-events")
@@ -223,7 +225,7 @@ def main() -> None:
 
 
 def _exit_code() -> int:
-    """Of the command that was typed, its mistakes said on stderr."""
+    """The exit code of the command that was typed; its mistakes go to stderr."""
     try:
         code = app(prog_name="realgraph", standalone_mode=False)
     except ConfigError as error:
@@ -239,7 +241,7 @@ def _exit_code() -> int:
 
 
 def usage_problem(error: Exception) -> Problem:
-    """What the parser of the command line refuses, placed at the option or argument that it is about."""
+    """A mistake that the parser of the command line refuses, placed at its option or argument."""
     context, param = getattr(error, "ctx", None), getattr(error, "param", None)
     command = context.command_path if context is not None else "realgraph"
     place = getattr(error, "option_name", None) or (_parameter_name(param) if param is not None else command)
@@ -265,7 +267,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass

@@ -1,7 +1,7 @@
 """Valid inputs of every command, damage to one of them, and what the answer must be: no traceback, no hang, a place.
 
-A place is a folder with a model, data, run files, a graph, a plan, a table of costs, lengths and a bare problem, and
-where `runs` is asked for also a finished run. `draw` picks one file and damages it; `verdict` judges what came of it.
+A place is a folder with a model, data, run files, a graph, a plan, a table of costs, lengths and a planning problem,
+and where `runs` is asked for also a finished run. `draw` picks one file and damages it; `verdict` judges the outcome.
 """
 
 import csv

@@ -26,7 +26,7 @@ class CrashPoints:
     def install(self) -> None:
         """From here on operations count."""
         self._pid = os.getpid()
-        os.fsync = self._fsync
+        os.fsync = self._fsync  # type: ignore[assignment]  # of descriptors alone
         sys.addaudithook(self._hook)
 
     def _hook(self, event: str, args: tuple[Any, ...]) -> None:

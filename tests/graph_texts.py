@@ -66,7 +66,7 @@ def line_of(text: str, part: str) -> int:
     return 1 + next(i for i, line in enumerate(text.splitlines()) if part in line)
 
 
-TEXT = st.characters(exclude_categories=("Cs",), exclude_characters="\0")  # what no YAML text may hold
+TEXT = st.characters(exclude_categories=["Cs"], exclude_characters="\0")  # what no YAML text may hold
 WHOLE = st.integers(1 - 2**63, 2**63 - 1)
 LEAVES = st.none() | st.booleans() | WHOLE | st.floats(allow_nan=False, allow_infinity=False) | st.text(TEXT)
 KEYS = st.text(TEXT, min_size=1, max_size=6)

@@ -232,12 +232,12 @@ def _edges(rng: random.Random, tasks: tuple[SearchTask, ...]) -> tuple[tuple[Pre
     last = {task.role: i for i, task in enumerate(tasks) if task.trains}
     for i, target in enumerate(tasks):
         if target.role in last and not target.trains:
-            source = tasks[last[target.role]].name
+            trained = tasks[last[target.role]].name
             distance = rng.choice([1, 1, 1, 2]) if last[target.role] > i else rng.choice([0, 1])
             if rng.random() < 0.8:
-                moves.append(Move(source, target.name, distance))
+                moves.append(Move(trained, target.name, distance))
             if rng.random() < 0.5:
-                found.append(Precedence(source, target.name, distance))
+                found.append(Precedence(trained, target.name, distance))
     return tuple(found), tuple(moves)
 
 

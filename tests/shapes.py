@@ -50,8 +50,9 @@ def build_graph(rows: list[Row], inputs: tuple[str, ...], samples_per_group: int
         for call in calls.values()
         if isinstance(call, Generate | Inference | Train)
     }
-    reads, writes = {row[0]: row[2] for row in rows}, {row[0]: row[3] for row in rows}
-    return Graph("test", calls, models, keys, reads, writes, (), samples_per_group)
+    read = {row[0]: row[2] for row in rows}
+    written = {row[0]: row[3] for row in rows}
+    return Graph("test", calls, models, keys, read, written, (), samples_per_group)
 
 
 def _train(model: str, minibatches: int, epochs: int, term: Term) -> Train:
@@ -183,7 +184,9 @@ def plan_of(shape: Shape, graph: Graph) -> Plan:
             mesh = (
                 DeviceMesh(0, half) if isinstance(call, Generate) or call.model == "critic" else DeviceMesh(half, half)
             )
-        sharding = "fsdp" if shape.fsdp and graph.models[call.model].trainable else "replicated"
+        sharding: Literal["replicated", "fsdp"] = (
+            "fsdp" if shape.fsdp and graph.models[call.model].trainable else "replicated"
+        )
         layout = Layout(mesh, dp=mesh.n_devices // tp, tp=tp, sharding=sharding)
         allocations[name] = Allocation(layout, 4096, seconds=1.0)
     orders = {}
@@ -196,9 +199,9 @@ def plan_of(shape: Shape, graph: Graph) -> Plan:
         orders[device] = tuple(turns)
     if shape.moves:
         layouts = {name: allocation.layout for name, allocation in allocations.items()}
-        for call, train in reallocations(graph, layouts).items():
-            for device in {*layouts[call].mesh.devices, *layouts[train].mesh.devices}:
-                orders[device] = (Turn(reallocation_node(call)), *orders[device])
+        for target, train in reallocations(graph, layouts).items():
+            for device in {*layouts[target].mesh.devices, *layouts[train].mesh.devices}:
+                orders[device] = (Turn(reallocation_node(target)), *orders[device])
     return Plan(allocations, orders, Hashes("", "", ""), shape.kept)
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from realgraph.graphs import maths
-from realgraph.graphs.maths import Aggregate, Loss, Term
-from realgraph.runtime.algorithms.losses import OUTPUTS, LossFunction
+from realgraph.graphs.maths import OUTPUTS, Aggregate, Loss, Term
+from realgraph.runtime.algorithms.losses import LossFunction
 from realgraph.runtime.batch import Outputs, Packed
 
 DTYPE = torch.float64

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from realgraph.graphs import maths
-from realgraph.graphs.maths import Step
 from realgraph.graphs.spec import Advantage
+from realgraph.graphs.steps import GAE, AdaptiveKL, ApplyStep, Center, KLPenalty, Overlong, Return, Scale, Step
 from realgraph.runtime.algorithms.advantages import compute
 from realgraph.runtime.batch import Packed
 
@@ -91,22 +90,22 @@ def test_baselines_and_scales_of_samples(seed: int) -> None:
     group = [[r[j] for j in members(batch, i)] for i in range(n)]
     cases: list[tuple[dict[str, Step | None], list[float]]] = [
         ({}, r),
-        ({"center": maths.Center()}, [r[i] - statistics.mean(group[i]) for i in range(n)]),
+        ({"center": Center()}, [r[i] - statistics.mean(group[i]) for i in range(n)]),
         (
-            {"center": maths.Center(), "scale": maths.Scale()},
+            {"center": Center(), "scale": Scale()},
             [(r[i] - statistics.mean(group[i])) / (statistics.stdev(group[i]) + 1e-6) for i in range(n)],
         ),
         (
-            {"center": maths.Center("leave_one_out")},
+            {"center": Center("leave_one_out")},
             [r[i] - (sum(group[i]) - r[i]) / (len(group[i]) - 1) for i in range(n)],
         ),
-        ({"center": maths.Center("batch")}, [x - statistics.mean(r) for x in r]),
+        ({"center": Center("batch")}, [x - statistics.mean(r) for x in r]),
         (
-            {"center": maths.Center("key", "greedy")},
+            {"center": Center("key", "greedy")},
             (batch.sample_keys["reward"] - batch.sample_keys["greedy"]).tolist(),
         ),
         (
-            {"scale": maths.Scale("batch", 0.0), "center": maths.Center()},
+            {"scale": Scale("batch", 0.0), "center": Center()},
             [(r[i] - statistics.mean(group[i])) / statistics.stdev(r) for i in range(n)],
         ),
         ({"center": None, "scale": None}, r),
@@ -120,10 +119,10 @@ def test_reinforce_plus_plus_by_loops(seed: int) -> None:
     """KL penalty per token, return, then centre and scale over the sampled tokens of the batch."""
     batch = make(seed)
     steps: dict[str, Step | None] = {
-        "kl_penalty": maths.KLPenalty("ref_logprobs", 0.1),
-        "return": maths.Return(0.9),
-        "center": maths.Center("batch"),
-        "scale": maths.Scale("batch", 0.0),
+        "kl_penalty": KLPenalty("ref_logprobs", 0.1),
+        "return": Return(0.9),
+        "center": Center("batch"),
+        "scale": Scale("batch", 0.0),
     }
     gaps = masked(batch, batch.token_keys["behaviour_logprobs"] - batch.token_keys["ref_logprobs"])
     returns: list[list[float]] = []
@@ -142,8 +141,8 @@ def test_gae_is_the_recursion_over_sampled_tokens(seed: int) -> None:
     batch = make(seed)
     gamma, lam = 0.98, 0.9
     steps: dict[str, Step | None] = {
-        "kl_penalty": maths.KLPenalty("ref_logprobs", 0.2, "k3"),
-        "gae": maths.GAE(gamma, lam),
+        "kl_penalty": KLPenalty("ref_logprobs", 0.2, "k3"),
+        "gae": GAE(gamma, lam),
     }
     values = masked(batch, batch.token_keys["values"])
     behaviour, ref = (masked(batch, batch.token_keys[k]) for k in ("behaviour_logprobs", "ref_logprobs"))
@@ -173,18 +172,18 @@ def test_baselines_and_scales_of_tokens(seed: int) -> None:
     others = [[x for j in members(batch, i) if j != i for x in rows[j]] for i in range(n)]
     values = masked(batch, batch.token_keys["values"])
     cases: list[tuple[dict[str, Step | None], list[list[float]]]] = [
-        ({"center": maths.Center()}, [[x - statistics.mean(of_group[i]) for x in rows[i]] for i in range(n)]),
+        ({"center": Center()}, [[x - statistics.mean(of_group[i]) for x in rows[i]] for i in range(n)]),
         (
-            {"center": maths.Center("leave_one_out")},
+            {"center": Center("leave_one_out")},
             [[x - statistics.mean(others[i]) for x in rows[i]] for i in range(n)],
         ),
-        ({"scale": maths.Scale()}, [[x / (statistics.stdev(of_group[i]) + 1e-6) for x in rows[i]] for i in range(n)]),
+        ({"scale": Scale()}, [[x / (statistics.stdev(of_group[i]) + 1e-6) for x in rows[i]] for i in range(n)]),
         (
-            {"center": maths.Center("key", "values")},
+            {"center": Center("key", "values")},
             [[x - v for x, v in zip(a, b, strict=True)] for a, b in zip(rows, values, strict=True)],
         ),
         (
-            {"center": maths.Center("key", "greedy")},
+            {"center": Center("key", "greedy")},
             [[x - float(batch.sample_keys["greedy"][i]) for x in rows[i]] for i in range(n)],
         ),
     ]
@@ -202,7 +201,7 @@ def test_overlong_is_the_papers_line(per_token: bool) -> None:
         sample_keys={"reward": torch.ones(5)},
         token_keys={"process": torch.zeros(sum(lengths))},
     )
-    steps: dict[str, Step | None] = {"overlong": maths.Overlong(10, 14)}
+    steps: dict[str, Step | None] = {"overlong": Overlong(10, 14)}
     penalties = [0.0, 0.0, -0.5, -1.0, -1.0]
     if per_token:
         expected = [[0.0] * (n - 2) + [p] for n, p in zip(lengths, penalties, strict=True)]
@@ -213,8 +212,8 @@ def test_overlong_is_the_papers_line(per_token: bool) -> None:
 
 def test_the_adaptive_kl_follows_its_target_and_is_carried() -> None:
     batch = make(0)
-    coef = maths.AdaptiveKL(init=0.1, target=2.0, horizon=100.0)
-    call = Advantage({"kl_penalty": maths.KLPenalty("ref_logprobs", coef), "return": maths.Return()})
+    coef = AdaptiveKL(init=0.1, target=2.0, horizon=100.0)
+    call = Advantage({"kl_penalty": KLPenalty("ref_logprobs", coef), "return": Return()})
     _, state, metrics = compute(call, batch, {})
     gaps = masked(batch, batch.token_keys["behaviour_logprobs"] - batch.token_keys["ref_logprobs"])
     n = sum(bool(row) for row in gaps)
@@ -225,7 +224,7 @@ def test_the_adaptive_kl_follows_its_target_and_is_carried() -> None:
     assert metrics["kl_per_sample"].value == pytest.approx(per_sample)
     again, _, later = compute(call, batch, state)
     assert later["kl_coef"].value == state["kl_coef"]
-    fixed = Advantage({"kl_penalty": maths.KLPenalty("ref_logprobs", state["kl_coef"]), "return": maths.Return()})
+    fixed = Advantage({"kl_penalty": KLPenalty("ref_logprobs", state["kl_coef"]), "return": Return()})
     torch.testing.assert_close(again["advantages"], compute(fixed, batch, {})[0]["advantages"])
 
 
@@ -238,9 +237,7 @@ def test_the_users_step_may_change_the_level() -> None:
     def to_tokens(batch: Packed, running: Tensor) -> Tensor:
         return running[batch.sample_index()] * batch.key("values")
 
-    call = Advantage(
-        {"a": maths.ApplyStep("m:shout", args={"by": 3.0}), "b": maths.ApplyStep("m:to_tokens", ("values",))}
-    )
+    call = Advantage({"a": ApplyStep("m:shout", args={"by": 3.0}), "b": ApplyStep("m:to_tokens", ("values",))})
     outputs, _, _ = compute(call, batch, {}, {"m:shout": shout, "m:to_tokens": to_tokens})
     expected = torch.where(batch.mask, 3.0 * batch.key("reward") * batch.key("values"), 0.0).float()
     torch.testing.assert_close(outputs["advantages"], expected)
@@ -255,41 +252,41 @@ def test_a_reward_that_is_no_number_names_its_sample(value: float) -> None:
     batch = make(0)
     batch.sample_keys["reward"][4] = value
     with pytest.raises(ValueError, match="the reward of sample 54 is"):
-        compute(Advantage({"center": maths.Center()}), batch, {})
+        compute(Advantage({"center": Center()}), batch, {})
 
 
 def test_other_mistakes_are_named() -> None:
     batch = make(0)
     with pytest.raises(ValueError, match="needs the key 'critic'"):
-        compute(Advantage({"gae": maths.GAE(values="critic")}), batch, {})
+        compute(Advantage({"gae": GAE(values="critic")}), batch, {})
     with pytest.raises(ValueError, match="sample 50 has no other sample in its group"):
-        compute(Advantage({"center": maths.Center("leave_one_out")}), batch.select([0, 3, 4]), {})
+        compute(Advantage({"center": Center("leave_one_out")}), batch.select([0, 3, 4]), {})
     batch.token_keys["values"][batch.mask.nonzero()[0, 0]] = math.nan
     with pytest.raises(ValueError, match="the advantage of sample 50 is not finite"):
-        compute(Advantage({"gae": maths.GAE()}), batch, {})
+        compute(Advantage({"gae": GAE()}), batch, {})
 
 
 def test_equal_rewards_and_single_samples_give_zero() -> None:
     batch = make(0)
     equal = Packed(**{**vars(batch), "sample_keys": {"reward": torch.full((12,), 0.3)}})
     for eps in (0.0, 1e-6):
-        steps: dict[str, Step | None] = {"center": maths.Center(), "scale": maths.Scale(eps=eps)}
+        steps: dict[str, Step | None] = {"center": Center(), "scale": Scale(eps=eps)}
         outputs, _, metrics = compute(Advantage(steps), equal, {})
         assert float(outputs["advantages"].abs().max()) < 1e-6
         assert metrics["equal_groups"].value == 1.0
     single = make(0, groups=3, per_group=1)
-    outputs, _, _ = compute(Advantage({"center": maths.Center(), "scale": maths.Scale()}), single, {})
+    outputs, _, _ = compute(Advantage({"center": Center(), "scale": Scale()}), single, {})
     assert float(outputs["advantages"].abs().max()) == 0.0
 
 
 def test_an_empty_batch_is_no_error() -> None:
     empty = make(0).select([])
     steps: dict[str, Step | None] = {
-        "kl_penalty": maths.KLPenalty("ref_logprobs"),
-        "overlong": maths.Overlong(3, 9),
-        "gae": maths.GAE(),
-        "center": maths.Center("batch"),
-        "scale": maths.Scale("batch"),
+        "kl_penalty": KLPenalty("ref_logprobs"),
+        "overlong": Overlong(3, 9),
+        "gae": GAE(),
+        "center": Center("batch"),
+        "scale": Scale("batch"),
     }
     outputs, _, _ = compute(Advantage(steps), empty, {})
     assert outputs["advantages"].shape == (0,)
@@ -297,7 +294,7 @@ def test_an_empty_batch_is_no_error() -> None:
 
 def test_names_follow_the_call_and_metrics_add_up() -> None:
     batch = make(3)
-    call = Advantage({"return": maths.Return()}, reads=("greedy",), writes=("mine", "targets"))
+    call = Advantage({"return": Return()}, reads=("greedy",), writes=("mine", "targets"))
     outputs, _, metrics = compute(call, batch, {})
     assert set(outputs) == {"mine", "targets"}
     assert outputs["mine"].dtype == torch.float32

@@ -14,14 +14,14 @@ from torch import Tensor
 from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.maths import ApplyTerm, Loss
-from realgraph.runtime.algorithms.applied import AppliedError, Call, apply_step, apply_term
+from realgraph.runtime.algorithms.applied import AppliedCall, AppliedError, apply_step, apply_term
 from realgraph.runtime.algorithms.losses import denominator, evaluate
 from realgraph.runtime.algorithms.trial import made_up
 from realgraph.runtime.batch import Outputs
 from realgraph.runtime.functions.host import FunctionHost
 from realgraph.runtime.preflight.applied import try_applied
 from realgraph.runtime.preflight.preflight import preflight
-from realgraph.runtime.train.microbatch import cut, needs_whole_groups
+from realgraph.runtime.train.microbatch import cut
 from realgraph.runtime.worker.failures import failure
 from tests.strategies import Tree, change, rl_tree, spec_of
 from tests.test_compile import graph_of
@@ -214,7 +214,7 @@ def test_a_failure_in_the_run_names_entry_function_and_line() -> None:
     def raises(batch: Any, running: Tensor) -> Tensor:
         raise KeyError("reward")
 
-    call = Call("step 'own'", "mine:raises", raises, (), {})
+    call = AppliedCall("step 'own'", "mine:raises", raises, (), {})
     with pytest.raises(
         AppliedError, match=r"^step 'own': mine:raises raised KeyError: 'reward' \(test_applied.py:\d+\)$"
     ) as caught:
@@ -227,8 +227,8 @@ def test_a_failure_in_the_run_names_entry_function_and_line() -> None:
 def test_a_term_over_groups_gets_them_whole() -> None:
     sizes = {}
     for over in ("sample", "group"):
-        loss = Loss({"own": ApplyTerm("m:f", over=over)})  # type: ignore[arg-type]
-        cuts = cut(made_up({}, 4), 9, needs_whole_groups(loss))
+        loss = Loss({"own": ApplyTerm("m:f", over=over)})
+        cuts = cut(made_up({}, 4), 9, loss.needs_whole_groups)
         sizes[over] = {len({i // 4 for i in part}) == 1 and len(part) == 4 for part in cuts}
     assert sizes == {"sample": {False}, "group": {True}}
 
@@ -241,11 +241,12 @@ def test_keys_and_outputs_that_are_declared_are_all_there() -> None:
 
     def spy(batch: Any, outputs: Any) -> Tensor:
         seen.append((set(batch.token_keys), set(batch.sample_keys), getattr(outputs, "entropy", None)))
-        return outputs.logprobs  # type: ignore[no-any-return]
+        return outputs.logprobs
 
-    call = Call("term 'spy'", "m:spy", spy, ("reward", "values"), {})
+    call = AppliedCall("term 'spy'", "m:spy", spy, ("reward", "values"), {})
     assert torch.equal(apply_term(call, batch, outputs, ("logprobs",)), outputs.logprobs)  # type: ignore[arg-type]
     assert seen == [({"values"}, {"reward"}, None)]
     loss = Loss({"spy": ApplyTerm("m:spy", ("entropy", "logprobs"))})
     evaluate(loss, batch, outputs, denominator(loss, batch), {"m:spy": spy})
+    assert outputs.entropy is not None
     assert seen[-1][:2] == (set(), set()) and torch.equal(seen[-1][2], outputs.entropy)

@@ -69,13 +69,15 @@ def answered(folder: Path, words: tuple[str, ...]) -> tuple[int | None, str]:
         with (folder / "output.txt").open("w", encoding="utf-8") as output:
             patch.setattr(sys, "stdout", output)
             patch.setattr(sys, "stderr", output)
+            code: int | None = None  # of one that did not end in time
             try:
                 with ended_in(DEADLINE_SECONDS):
                     cli.main()
+                raise AssertionError("the console script ends by an exit code")
             except SystemExit as end:
-                code: int | None = end.code if isinstance(end.code, int) else 1
+                code = end.code if isinstance(end.code, int) else 1
             except TimeoutError:
-                code = None
+                pass
     return code, (folder / "output.txt").read_text(encoding="utf-8")
 
 

@@ -211,7 +211,10 @@ def test_token_ids_outside_of_the_vocabulary_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("data.template_args={tools: [x]}", "$.data.template_args.tools: 'tools' is no argument to be set here"),
+        (
+            "data.template_args={tools: [x]}",
+            "$.data.template_args.tools: 'tools' is not an argument that can be set here",
+        ),
         ("data.template_args={tokenize: true}", "$.data.template_args.tokenize: 'tokenize' is an option of rendering"),
         ("data.template_args={a-b: 1}", "$.data.template_args.a-b: 'a-b' can't be the name of an argument"),
         ("data.template_args={x: {y: [1, .nan]}}", "$.data.template_args.x.y[1]: expected a finite number, got nan"),

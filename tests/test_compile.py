@@ -9,12 +9,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realgraph.graphs.catalogue import library
 from realgraph.graphs.check.compile import compile_graph
 from realgraph.graphs.errors import ConfigError
 from realgraph.graphs.facts import Facts
 from realgraph.graphs.graph import INPUT, Edge, Graph
 from realgraph.graphs.spec import Train
+from realgraph.graphs.yaml.catalogue import library
 from tests.strategies import DELETE, Tree, change, dpo_tree, rl_tree, sft_tree, spec_of, trees, where
 
 

@@ -12,7 +12,6 @@ import pytest
 from realgraph.runtime.commands.actions import Checkpointed
 from realgraph.runtime.job.manifest import MANIFEST, damage, seal
 from realgraph.runtime.job.run_folder import RunFolder, exclusive
-from realgraph.runtime.master import checkpoint_folders
 from realgraph.runtime.master.checkpoints import Checkpoints, newest_intact
 from realgraph.runtime.master.observer import CheckpointRecord
 from realgraph.runtime.master.records import MetricsFile
@@ -94,7 +93,7 @@ def test_no_checkpoint_is_lost_whatever_file_operation_is_the_last(
         assert not damaged
         assert step >= recorded, f"operation {at}: the checkpoint of step {recorded} is lost"
         for part in PARTS if newest is not None else ():
-            assert (newest / part).read_bytes() == content(step, part)
+            assert newest is not None and (newest / part).read_bytes() == content(step, part)
         left = [path.name for path in folder.checkpoints.glob("*.*")]
         assert not left, left
         at += 1
@@ -150,20 +149,20 @@ def test_a_real_run_goes_on_after_its_master_died_at_a_file_operation(home: Path
 def test_a_checkpoint_that_can_not_be_removed_is_a_warning_and_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, remove = RunFolder(tmp_path), checkpoint_folders.shutil.rmtree
+    folder, remove = RunFolder(tmp_path), shutil.rmtree
     checkpoints = Checkpoints(folder, keep=1)
 
     def busy(path: Path) -> None:
         raise OSError(errno.EBUSY, "Device or resource busy", str(path))
 
     assert not save(folder, checkpoints, 1)
-    monkeypatch.setattr(checkpoint_folders.shutil, "rmtree", busy)
+    monkeypatch.setattr(shutil, "rmtree", busy)
     (warning,) = save(folder, checkpoints, 2)
     assert "was not removed, which is tried again: Device or resource busy" in warning
     assert str(folder.checkpoints / "step-000001") in warning
     assert folder.steps() == [2]
     assert len(save(folder, checkpoints, 3)) == 1, "each is named once"
-    monkeypatch.setattr(checkpoint_folders.shutil, "rmtree", remove)
+    monkeypatch.setattr(shutil, "rmtree", remove)
     assert not save(folder, checkpoints, 4)
     assert [path.name for path in folder.checkpoints.iterdir()] == ["step-000004"]
 

@@ -279,8 +279,8 @@ def test_references_see_defaults() -> None:
 @pytest.mark.parametrize(
     ("value", "words", "hint"),
     [
-        ("${params.lrr}", "${params.lrr} leads nowhere: there is no 'lrr'", "did you mean 'lr'?"),
-        ("${parms.lr}", "${parms.lr} leads nowhere: there is no 'parms'", "did you mean 'params'?"),
+        ("${params.lrr}", "${params.lrr} refers to nothing: there is no 'lrr'", "did you mean 'lr'?"),
+        ("${parms.lr}", "${parms.lr} refers to nothing: there is no 'parms'", "did you mean 'params'?"),
         ("${oc.env:HOME}", "${oc.env:HOME} is not a plain reference", "write ${params.name}"),
         ("${oc.decode:'1'}", "${oc.decode:'1'} is not a plain reference", "write ${params.name}"),
         ("a ${eval:1+1} b", "${eval:1+1} is not a plain reference", "write ${params.name}"),
@@ -288,7 +288,7 @@ def test_references_see_defaults() -> None:
         ("${.lr}", "${.lr} is not a plain reference", "write ${params.name}"),
         ("${params.lr", "${params.lr is not a plain reference", "write ${params.name}"),
         ("???", "??? stands for a value that is still to be given", ""),
-        ("${calls.train.lr}", "'${calls.train.lr}' can't be resolved: it leads round in a circle", ""),
+        ("${calls.train.lr}", "'${calls.train.lr}' can't be resolved: it refers to itself", ""),
     ],
 )
 def test_a_reference_that_fails_is_one_problem_at_its_line(value: str, words: str, hint: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from realgraph.commands.generate import Ask, answers, chat_settings
+from realgraph.commands.generate import SamplingRequest, answers, chat_settings
 from realgraph.graphs.errors import ConfigError
 from realgraph.runtime.job.job import DataSpec
 from tests import tiny
@@ -45,35 +45,35 @@ def model(run: Path) -> Path:
 )
 def test_prompts_that_cannot_be_answered_are_told(run: Path, prompt: str, said: str, chat: bool) -> None:
     with pytest.raises(ConfigError) as error:
-        answers(model(run), ["hello", prompt], Ask(chat=chat))
+        answers(model(run), ["hello", prompt], SamplingRequest(chat=chat))
     assert said in str(error.value)
     assert "prompt 1" not in str(error.value)
 
 
 @pytest.mark.parametrize("prompt", ["a\x00b", "\x1b[31m\r\n", "\u2028\ufeff", " "])
 def test_control_characters_are_text_like_any_other(run: Path, prompt: str) -> None:
-    assert [asked for asked, _ in answers(model(run), [prompt], Ask(max_new_tokens=2))] == [prompt]
+    assert [asked for asked, _ in answers(model(run), [prompt], SamplingRequest(max_new_tokens=2))] == [prompt]
 
 
 def test_a_prompt_of_tokens_that_the_model_does_not_have_is_told(tmp_path: Path) -> None:
     tiny.save(tmp_path, vocab_size=10)
     TOKENIZER.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"prompt 1 can't be answered: it has the token \d+, and the model's vocab"):
-        answers(tmp_path, ["hello"], Ask(chat=False))
+        answers(tmp_path, ["hello"], SamplingRequest(chat=False))
 
 
 def test_chats_are_rendered_as_in_the_run(run: Path) -> None:
     folder = str(model(run))
-    assert chat_settings(model(run), Ask(), True) == DataSpec(folder, system="be brief", template_args=ARGS)
-    asked = chat_settings(model(run), Ask(template_args=("enable_thinking=true",)), True)
+    assert chat_settings(model(run), SamplingRequest(), True) == DataSpec(folder, system="be brief", template_args=ARGS)
+    asked = chat_settings(model(run), SamplingRequest(template_args=("enable_thinking=true",)), True)
     assert asked.template_args == {"enable_thinking": True}
-    assert chat_settings(model(run), Ask(chat=False), True) == DataSpec(folder, chat=False)
+    assert chat_settings(model(run), SamplingRequest(chat=False), True) == DataSpec(folder, chat=False)
     with pytest.raises(ConfigError, match="--template-arg is given, but the prompts are plain text"):
-        chat_settings(model(run), Ask(chat=False, template_args=("a=1",)), True)
+        chat_settings(model(run), SamplingRequest(chat=False, template_args=("a=1",)), True)
     with pytest.raises(ConfigError, match="'enable' is not an override"):
-        chat_settings(model(run), Ask(template_args=("enable",)), True)
+        chat_settings(model(run), SamplingRequest(template_args=("enable",)), True)
     with pytest.raises(ConfigError, match="chat template reads no 'thinking'"):
-        answers(model(run), ["hello"], Ask(template_args=("thinking=1",)))
+        answers(model(run), ["hello"], SamplingRequest(template_args=("thinking=1",)))
 
 
 def test_every_end_of_the_generation_config_ends_an_answer(tmp_path: Path) -> None:
@@ -85,5 +85,5 @@ def test_every_end_of_the_generation_config_ends_an_answer(tmp_path: Path) -> No
     single = {TOKENIZER.decode([token], skip_special_tokens=True) for token in range(len(TOKENIZER.get_vocab()))}
     for ends, all_single in ((2, False), (list(range(len(TOKENIZER.get_vocab()))), True)):
         file.write_text(json.dumps({"eos_token_id": ends}))
-        found = answers(tmp_path, ["hello"], Ask(n=8, temperature=1.0, max_new_tokens=20))
+        found = answers(tmp_path, ["hello"], SamplingRequest(n=8, temperature=1.0, max_new_tokens=20))
         assert all(text in single for _, text in found) == all_single

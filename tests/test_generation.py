@@ -96,8 +96,14 @@ def test_greedy_equals_transformers_generate(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2"])
 def test_slots_of_equal_tokens_are_one_row_of_the_walk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples that go the same way for a while, over preemption and updates: their probabilities are their own."""
-    module, rows = model(name), []
-    monkeypatch.setattr(LeanDecoder, "logits", lambda *a: rows.append(len(a[1])) or LOGITS(*a))
+    module = model(name)
+    rows: list[int] = []
+
+    def counted(*arguments: Any) -> Tensor:
+        rows.append(len(arguments[1]))
+        return LOGITS(*arguments)
+
+    monkeypatch.setattr(LeanDecoder, "logits", counted)
     for limits in (
         RolloutLimits(max_running=24),
         RolloutLimits(max_running=10, max_cache_tokens=256, prefill_tokens=16),
@@ -306,7 +312,7 @@ def test_a_stop_string_ends_a_sample_at_the_token_that_completes_it() -> None:
         ({"stop_strings": ("x",)}, "decode"),
     ],
 )
-def test_a_request_that_can_never_run_is_refused_by_name(change: dict[str, object], says: str) -> None:
+def test_a_request_that_can_never_run_is_refused_by_name(change: dict[str, Any], says: str) -> None:
     engine = TorchRolloutEngine(SMALL, RolloutLimits(max_cache_tokens=64))
     good = Request(4, (1, 2, 3), 5, seed=0)
     with pytest.raises(ValueError, match=says.replace("+", r"\+")) as raised:

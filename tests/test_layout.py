@@ -1,18 +1,19 @@
-"""The two truths about the repository's layout agree, and imports run one way, between layers and between packages."""
+"""The two truths about the repository's layout agree, the marks of its structure hold, and imports run one way."""
 
-import ast
+import statistics
 import subprocess
 import sys
 import tomllib
-from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
-import networkx as nx
 import pytest
 
-ROOT = Path(__file__).parent.parent
-FLOORS = {"graphs": 0, "planner": 1, "runtime": 2, "": 3}
+from tests import marks
+from tests.marks import ROOT
+
+LARGEST_FILE = 400  # lines
+MEDIAN_FILE = 150  # lines
+LONGEST_FUNCTION = 60  # lines
+LONG_FUNCTION = 30  # lines; 95 % of the functions have no more
 LARGEST_PACKAGE = 12  # modules
 # Packages of the runtime by the processes that import them: those of the master's side reach no torch.
 MASTER_SIDE = {"commands", "scheduler", "master", "preflight"}
@@ -24,84 +25,73 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 HEAVY = {"torch", "transformers", "datasets", "sglang", "accelerate"}
 
 
-def sources() -> Iterator[tuple[str, Path]]:
-    """(floor, file) of every module of ours."""
-    for part in ("graphs", "planner", "runtime", "configs", "realgraph"):
-        for path in sorted((ROOT / part).rglob("*.py")):
-            if any(parent.is_symlink() for parent in path.parents):
-                continue
-            yield ("" if part in ("realgraph", "configs") else part), path
+# --- imports ----------------------------------------------------------------------------------------------------------
 
 
-def imported(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        match node:
-            case ast.Import(names=names):
-                yield from (name.name for name in names)
-            case ast.ImportFrom(module=str(module), level=0, names=names):
-                yield module
-                yield from (f"{module}.{name.name}" for name in names)
-            case ast.ImportFrom(level=level) if level:
-                raise AssertionError(f"{path}: relative import")
+def test_a_module_imports_only_from_its_layer_or_below() -> None:
+    assert [f"{one.source.file} imports {one.module}" for one in marks.upward_imports()] == []
 
 
-@pytest.mark.parametrize(("floor", "path"), list(sources()), ids=lambda value: getattr(value, "name", value))
-def test_a_module_imports_only_from_its_floor_or_below(floor: str, path: Path) -> None:
-    for module in imported(path):
-        parts = module.split(".")
-        assert parts[0] not in FLOORS, f"{path}: import realgraph.{module}"
-        if parts[0] == "realgraph" and len(parts) > 1:
-            target = parts[1] if parts[1] in FLOORS else ""
-            assert FLOORS[target] <= FLOORS[floor], f"{path} imports {module}"
+def test_imports_between_layers_and_packages_have_no_cycle() -> None:
+    assert marks.cycles(marks.layer_imports()) == []
+    edges = marks.package_imports()
+    cycles = marks.cycles(edges)
+    inside = [(a, b, file) for (a, b), file in edges.items() if any(a in one and b in one for one in cycles)]
+    assert inside == []
 
 
-def package_of(path: Path) -> str:
-    """The folder of a module, as its package is imported."""
-    inner = path.parent.relative_to(ROOT).parts
-    return ".".join(inner if inner[0] == "realgraph" else ("realgraph", *inner))
-
-
-def imports_between_packages() -> nx.DiGraph:
-    """Packages, and an edge from each to those that its modules import; each edge with the first such module."""
-    owner = {f"{package_of(path)}.{path.stem}": package_of(path) for _, path in sources()}
-    edges: nx.DiGraph = nx.DiGraph()
-    for _, path in sources():
-        package = package_of(path)
-        edges.add_node(package)
-        for module in imported(path):
-            # `from package import module` names a module too; what is neither lies outside
-            target = owner.get(module)
-            if target is not None and target != package:
-                edges.add_edge(package, target, module=str(path.relative_to(ROOT)))
-    return edges
-
-
-def test_imports_between_packages_have_no_cycle() -> None:
-    edges = imports_between_packages()
-    cycles = [sorted(part) for part in nx.strongly_connected_components(edges) if len(part) > 1]
-    inside = [(a, b, edges.edges[a, b]["module"]) for part in cycles for a, b in edges.subgraph(part).edges]
-    assert not cycles, inside
+def test_a_cycle_is_found() -> None:
+    assert marks.cycles([("a", "b"), ("b", "c"), ("c", "a"), ("c", "d"), ("d", "e"), ("e", "d"), ("e", "f")]) == [
+        ["a", "b", "c"],
+        ["d", "e"],
+    ]
 
 
 @pytest.mark.parametrize("package", sorted(MASTER_SIDE))
 def test_packages_of_the_master_import_none_of_the_workers(package: str) -> None:
-    edges = imports_between_packages()
-    reached = {
-        name.removeprefix("realgraph.runtime.") for name in nx.descendants(edges, f"realgraph.runtime.{package}")
-    }
-    assert not reached & WORKER_SIDE
+    reached = marks.reached(marks.package_imports(), f"realgraph.runtime.{package}")
+    assert not {name.removeprefix("realgraph.runtime.") for name in reached} & WORKER_SIDE
 
 
 def test_every_package_of_the_runtime_has_a_side() -> None:
     names = {
-        package_of(path).removeprefix("realgraph.runtime") for _, path in sources() if path.parts[-3:-2] == ("runtime",)
+        source.package.split(".", 2)[2]
+        for source in marks.production()
+        if source.package.count(".") == 2 and source.layer == "runtime"
     }
-    assert {name.removeprefix(".") for name in names} == MASTER_SIDE | WORKER_SIDE | BOTH_SIDES
+    assert names == MASTER_SIDE | WORKER_SIDE | BOTH_SIDES
+
+
+# --- sizes and names --------------------------------------------------------------------------------------------------
+
+
+def test_files_stay_small() -> None:
+    sizes = marks.file_sizes()
+    assert {file: n for file, n in sizes.items() if n > LARGEST_FILE} == {}
+    assert statistics.median(sizes.values()) <= MEDIAN_FILE
+
+
+def test_functions_stay_short() -> None:
+    sizes = marks.function_sizes()
+    assert {str(place): n for place, n in sizes.items() if n > LONGEST_FUNCTION} == {}
+    assert marks.percentile(sizes.values(), 0.95) <= LONG_FUNCTION
+
+
+def test_a_percentile_is_a_value_that_the_share_does_not_exceed() -> None:
+    assert [marks.percentile(range(1, 101), share) for share in (0.05, 0.5, 0.95, 1.0)] == [5, 50, 95, 100]
+    assert marks.percentile([7], 0.95) == 7
 
 
 def test_a_package_has_at_most_twelve_modules() -> None:
-    counts = Counter(package_of(path) for _, path in sources() if path.name != "__init__.py")
-    assert {package: n for package, n in counts.items() if n > LARGEST_PACKAGE} == {}
+    assert {package: n for package, n in marks.package_sizes().items() if n > LARGEST_PACKAGE} == {}
+
+
+def test_state_is_in_no_global_and_one_file_reads_the_environment() -> None:
+    assert marks.global_statements() == []
+    assert marks.environment_readers() == ["runtime/processes/environment.py"]
+
+
+# --- the package table ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("part", ["graphs", "planner", "runtime", "configs"])
@@ -122,11 +112,6 @@ def test_every_folder_with_modules_is_packaged() -> None:
                 continue
             inner = path.parent.relative_to(ROOT / folder).parts
             assert ".".join((name, *inner)) in packages, f"{path} is in no package"
-
-
-@pytest.mark.parametrize("path", [path for _, path in sources()], ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_files_stay_small(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 400
 
 
 LIGHT = (

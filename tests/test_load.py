@@ -1,4 +1,4 @@
-"""The loader: every type error at once, each where it was written, typos with their mend, and graph files."""
+"""The loader: every type error at once, each where it was written, typos with their fix, and graph files."""
 
 from pathlib import Path
 from typing import Any
@@ -155,7 +155,7 @@ def test_an_empty_section_changes_nothing() -> None:
 
 def keys_of_structs(text: str) -> list[tuple[str, str]]:
     """Each key of a graph text that the schema knows, long enough for a typo to be recognisable, with its line."""
-    from realgraph.reference.reference import reachable
+    from tests.run_documents import reachable
 
     fields = {name for struct in reachable(type_of(GraphSpec)) for name in struct.__struct_fields__}
     return [

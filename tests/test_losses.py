@@ -2,16 +2,17 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from realgraph.graphs import maths
-from realgraph.graphs.maths import Loss, Term
+from realgraph.graphs.maths import OUTPUTS, Loss, Term
 from realgraph.runtime.algorithms.estimators import kl, segment_sum, suffix_sums
 from realgraph.runtime.algorithms.loss_terms import surrogate
-from realgraph.runtime.algorithms.losses import OUTPUTS, Needs, denominator, evaluate, needs
+from realgraph.runtime.algorithms.losses import LossNeeds, denominator, evaluate, needs
 from realgraph.runtime.batch import Outputs, Packed
 from realgraph.runtime.wire.protocol import Metric, merge
 from tests.slow_losses import AGGREGATES, DTYPE, FUNCTIONS, PAIR_TERMS, TERMS, grads, make, part, slow_loss
@@ -219,13 +220,57 @@ def test_float32_stays_close_to_float64() -> None:
 
 
 def test_needs_follow_from_the_terms() -> None:
-    assert needs(Loss({"a": maths.PolicyGradient()})) == Needs(logprobs=True)
-    assert needs(Loss({"a": maths.PolicyGradient(off_policy=maths.Decoupled())})) == Needs(logprobs=True, proximal=True)
-    assert needs(Loss({"a": maths.PolicyGradient(), "b": maths.Entropy()})) == Needs(logprobs=True, entropy=True)
-    assert needs(Loss({"a": maths.Value()})) == Needs(values=True)
-    assert needs(Loss({"a": maths.PairwiseScore()})) == Needs(scores=True)
-    assert needs(Loss({"a": maths.ApplyTerm("x:y", ("values", "reward"))})) == Needs(values=True)
-    assert needs(Loss({"a": maths.ApplyTerm("x:y")})) == Needs(logprobs=True)
+    assert needs(Loss({"a": maths.PolicyGradient()})) == LossNeeds(logprobs=True)
+    assert needs(Loss({"a": maths.PolicyGradient(off_policy=maths.Decoupled())})) == LossNeeds(
+        logprobs=True, proximal=True
+    )
+    assert needs(Loss({"a": maths.PolicyGradient(), "b": maths.Entropy()})) == LossNeeds(logprobs=True, entropy=True)
+    assert needs(Loss({"a": maths.Value()})) == LossNeeds(values=True)
+    assert needs(Loss({"a": maths.PairwiseScore()})) == LossNeeds(scores=True)
+    assert needs(Loss({"a": maths.ApplyTerm("x:y", ("values", "reward"))})) == LossNeeds(values=True)
+    assert needs(Loss({"a": maths.ApplyTerm("x:y")})) == LossNeeds(logprobs=True)
+
+
+def stated(term: Term, batch: Packed, outputs: Outputs, without: str = "") -> tuple[Packed, Outputs]:
+    """What a term says that it reads, and nothing else. without: a key or an output left out."""
+    keys = {read.key for read in term.key_reads} | ({"proximal_logprobs"} if term.needs_proximal else set())
+    given = replace(
+        batch,
+        token_keys={key: values for key, values in batch.token_keys.items() if key in keys - {without}},
+        sample_keys={key: values for key, values in batch.sample_keys.items() if key in keys - {without}},
+    )
+    return given, Outputs(**{name: getattr(outputs, name) for name in term.outputs if name != without})
+
+
+@pytest.mark.parametrize("name", [*TERMS, *PAIR_TERMS])
+def test_a_term_reads_what_it_states_and_nothing_else(name: str) -> None:
+    batch, outputs = make(3)
+    term = (TERMS | PAIR_TERMS)[name]
+    loss = Loss({name: term}, maths.PairMean() if term.of_pairs else maths.TokenMean())
+    whole = denominator(loss, batch)
+    expected, _ = evaluate(loss, batch, outputs, whole, FUNCTIONS)
+    value, _ = evaluate(loss, *stated(term, batch, outputs), whole, FUNCTIONS)
+    torch.testing.assert_close(value, expected, rtol=0, atol=0)
+    # what the entry implies (behaviour log-probabilities, versions) not every variant looks up
+    for missing in (*term.outputs, *(read.key for read in term.key_reads if read.field)):
+        with pytest.raises(ValueError, match=missing):
+            evaluate(loss, *stated(term, batch, outputs, missing), whole, FUNCTIONS)
+
+
+@pytest.mark.parametrize("name", [name for name, term in TERMS.items() if term.idle_where_zero])
+def test_a_term_has_no_gradient_where_it_says_that_it_is_idle(name: str) -> None:
+    batch, outputs = make(4)
+    term = TERMS[name]
+    key = term.idle_where_zero
+    assert key is not None
+    silent = replace(batch, token_keys={**batch.token_keys, key: torch.zeros_like(batch.key(key))})
+    loss = Loss({name: term})
+    assert all(
+        bool((g == 0).all()) for g in grads(evaluate(loss, silent, outputs, denominator(loss, batch))[0], outputs)
+    )
+    assert any(
+        bool((g != 0).any()) for g in grads(evaluate(loss, batch, outputs, denominator(loss, batch))[0], outputs)
+    )
 
 
 @pytest.mark.parametrize(

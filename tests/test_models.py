@@ -82,6 +82,7 @@ def test_gradients_equal_plain_transformers(kind: str, folder: Path) -> None:
     for name, parameter in model.network.named_parameters():
         assert parameter.grad is not None
         grad = expected[name].grad
+        assert grad is not None
         scale = float(grad.abs().max())
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-3, atol=1e-4 * scale, msg=name)
 

@@ -13,7 +13,7 @@ from realgraph.graphs.maths import KL, Loss, PairMean, PolicyGradient, Preferenc
 from realgraph.runtime.attention.attention import packed_attention
 from realgraph.runtime.attention.segments import Segments
 from realgraph.runtime.models.logprobs import Readout, token_logprobs
-from realgraph.runtime.train.microbatch import balance, cut, idle, needs_whole_groups, rejoin, units
+from realgraph.runtime.train.microbatch import balance, cut, idle, rejoin, units
 from tests import tiny
 
 CPU = torch.device("cpu")
@@ -170,7 +170,7 @@ def test_rejoin_undoes_cut(seed: int) -> None:
 
 def test_pairs_are_never_cut() -> None:
     loss = Loss({"dpo": Preference()}, PairMean())
-    assert needs_whole_groups(loss)
+    assert loss.needs_whole_groups
     batch = tiny.batch([20, 30, 5, 5, 40, 2])
     assert units(batch, True) == [(0, 1), (2, 3), (4, 5)]
     for limit in (1, 12, 45, 60):

@@ -273,7 +273,9 @@ def step_out(ranks: Ranks) -> str:
 
     import torch.distributed as dist
 
-    short = Ranks(ranks.device, dist.new_group([0, 1], timeout=timedelta(seconds=1)), "workers 0 to 1")
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    assert isinstance(group, dist.ProcessGroup)
+    short = Ranks(ranks.device, group, "workers 0 to 1")
     if ranks.rank == 1:
         return ""
     try:

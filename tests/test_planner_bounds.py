@@ -139,6 +139,7 @@ def test_weights_are_brought_only_after_the_outputs_of_their_source_are_ready() 
 
 def test_the_checker_shares_no_code_with_the_search() -> None:
     for module in (planner_bounds_arrays, planner_bounds_check, planner_bounds_walk):
+        assert module.__file__ is not None
         tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
         froms = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
         names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -33,7 +34,8 @@ def points(draw: st.DrawFn) -> tuple[Setting, TrainWork]:
     tp, cp, pp = draw(st.sampled_from((1, 2, 4, 8))), draw(st.sampled_from((1, 2))), draw(st.sampled_from((1, 2, 4)))
     dp = draw(st.sampled_from((1, 2, 8)))
     ep = draw(st.sampled_from([n for n in (1, 2, 8) if dp % n == 0])) if model.experts else 1
-    sharding = draw(st.sampled_from(("replicated", "fsdp"))) if pp == 1 and ep == 1 else "replicated"
+    shardings: tuple[Literal["replicated", "fsdp"], ...] = ("replicated", "fsdp")
+    sharding = draw(st.sampled_from(shardings)) if pp == 1 and ep == 1 else shardings[0]
     devices = max(8, tp * cp * pp * dp)
     layout = Layout(DeviceMesh(0, tp * cp * pp * dp), dp=dp, tp=tp, pp=pp, ep=ep, cp=cp, sharding=sharding)
     machine = cluster(draw(st.sampled_from(KINDS)), 8, -(-devices // 8))

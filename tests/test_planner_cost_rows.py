@@ -229,9 +229,9 @@ def answered(rows: list[Row]) -> None:
     predicted = {one.row for one in plain if one.phase != "fits" or one.row.metric == "oom"}
     for one in rows:
         assert one in predicted or reasons.get(one) or one.phase not in (*published_rl.PHASES, "train"), one
-    for one in plain:
-        assert math.isfinite(one.predicted) and (one.predicted > 0 or one.phase == "fits"), one
-        assert math.isfinite(one.measured) and (one.measured > 0 or one.phase == "fits"), one
+    for found in plain:
+        assert math.isfinite(found.predicted) and (found.predicted > 0 or found.phase == "fits"), found
+        assert math.isfinite(found.measured) and (found.measured > 0 or found.phase == "fits"), found
     if plain:
         pairs = list(zip(plain, calibrated(plain), strict=True))
         list(targets(pairs, ranked(plain)))

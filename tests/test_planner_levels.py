@@ -7,7 +7,7 @@ from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.inputs.workload import Workload
 from realgraph.planner.options.tables import problem_of
 from realgraph.planner.plan.plan import Plan
-from realgraph.planner.plan.problem import Limits
+from realgraph.planner.plan.problem import Limits, Solution
 from realgraph.planner.request.request import PlanRequest, at_staleness, kept_by
 from realgraph.planner.search.baselines import baselines_of, best_of_rules
 from realgraph.planner.search.levels import levels_up_to
@@ -60,6 +60,7 @@ def test_levels_of_a_smaller_bound_are_among_those_of_a_larger_one() -> None:
 def test_a_search_that_had_no_time_gives_no_plan_that_a_rule_beats() -> None:
     prepared = problem_of(request(ppo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), engine="any"))
     found = solve(prepared.problem, Limits(gap=0.0, seconds=10.0))
+    assert isinstance(found, Solution)
     slow = replace(found, period=found.period * 2, stopped="time limit")
     where, best = best_of_rules(prepared, slow)
     assert best.period < slow.period and best.stopped == "time limit" and best.bound == slow.bound

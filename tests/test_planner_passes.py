@@ -133,7 +133,9 @@ def test_zero_bubble_stages_of_a_role_that_recomputes_are_refused_with_the_cause
 
 
 def test_forbidden_schedules_leave_the_others() -> None:
-    forbid = {name: (Pin(schedule="interleaved"), Pin(schedule="zero_bubble")) for name in STAGES}
+    forbid: dict[str, tuple[Pin, ...]] = {
+        name: (Pin(schedule="interleaved"), Pin(schedule="zero_bubble")) for name in STAGES
+    }
     plan = search(replace(PPO, pins=STAGES, constraints=Constraints(forbid=forbid)), QUICK)
     assert all(plan.allocations[name].schedule == "1f1b" for name in STAGES)
     free = search(replace(PPO, pins=STAGES), QUICK)

@@ -356,7 +356,7 @@ def test_a_file_of_five_megabytes_is_read_within_a_second() -> None:
     ]
     n = len(options)
     seconds = [[rng.random() for _ in range(n)] for _ in range(n)]
-    calls = [{"name": f"call{i}", "options": options} for i in range(4)]
+    calls: list[dict[str, object]] = [{"name": f"call{i}", "options": options} for i in range(4)]
     calls += [
         {"name": name, "role": "actor", "trains": name == "train", "options": options} for name in ("generate", "train")
     ]

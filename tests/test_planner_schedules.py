@@ -83,10 +83,11 @@ def in_flight(stages: int, running: Running) -> tuple[float, float]:
     return 1 + (first - alone) / kept, 1 + (last - alone) / kept
 
 
+Speeds = tuple[float, float, float | None]  # of 1F1B, zero bubble and interleaved
 # arXiv:2401.10241, tables 3 and 4: layers, heads, width, stages and samples of a micro-batch; for each number of
 # micro-batches samples per second and device of A100 80 GB in 1F1B, ZB-1p (which is no better than ZB-H1 in its table
 # 5) and interleaved with one layer in each group, None where layers do not fill the groups.
-MEASURED = [
+MEASURED: list[tuple[int, int, int, int, int, dict[int, Speeds]]] = [
     (22, 24, 2304, 8, 6, {24: (11.8, 12.9, 13.1), 32: (12.5, 13.4, 13.4), 64: (13.6, 14.2, 13.9)}),
     (30, 32, 4096, 8, 3, {24: (3.50, 3.88, 4.01), 32: (3.70, 4.00, 4.08), 64: (4.03, 4.20, 4.19)}),
     (46, 40, 5120, 16, 1, {48: (1.40, 1.61, 1.54), 64: (1.49, 1.67, 1.59), 128: (1.64, 1.76, 1.66)}),
@@ -114,7 +115,8 @@ def test_schedules_gain_what_their_paper_measured() -> None:
             ) -> float:
                 return train_seconds(point, TrainWork(tokens * count, 1024.0, tokens, schedule=schedule, chunks=chunks))
 
-            for schedule, speed in zip(("zero_bubble", "interleaved"), others, strict=True):
+            schedules: tuple[Schedule, ...] = ("zero_bubble", "interleaved")
+            for schedule, speed in zip(schedules, others, strict=True):
                 if speed is not None:
                     errors.append(seconds("1f1b") / seconds(schedule) / (speed / plain) - 1)
     assert max(map(abs, errors)) < 0.035

@@ -26,7 +26,7 @@ from realgraph.planner.inputs.cluster import ClusterSpec
 from realgraph.planner.inputs.detect import Gpu, Probe, resolve
 from realgraph.planner.request.cost_table import COSTS_FILE, CostTable, load_costs
 from realgraph.planner.request.request import at_staleness, call_hashes
-from realgraph.profile.command import Asked, machine_of, profile_command
+from realgraph.profile.command import ProfileRequest, machine_of, profile_command
 from realgraph.run.costs_record import MOST_STEPS, CostsFile, Planned, SomeSteps, costs_of
 from realgraph.run.running import prepare
 from realgraph.runtime.master.observer import RunEnded, RunStarted, StepRecord
@@ -125,6 +125,7 @@ def test_a_long_run_holds_no_more_steps_than_a_short_one(n: int) -> None:
 def test_the_table_of_a_long_run_says_how_much_was_measured(home: Path, tmp_path: Path) -> None:
     observer = CostsFile(planned(home), tmp_path / COSTS_FILE)
     tracemalloc.start()
+    before = 0
     for number in range(6_000):
         observer.observe(steps([9.0 if number < 2 else 1.0 + number % 2])[0])
         if number == 1_000:
@@ -203,25 +204,25 @@ def test_a_worker_that_fails_is_named_with_its_last_words() -> None:
 def test_mistakes_are_told_before_anything_is_measured(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def told(asked: Asked, out: Path) -> str:
+    def told(asked: ProfileRequest, out: Path) -> str:
         with pytest.raises(ConfigError) as raised:
             profile_command(asked, out)
         return str(raised.value.problems[0])
 
-    assert "there is no directory" in told(Asked(devices=1), tmp_path / "none" / "costs.json")
-    assert "it is a directory" in told(Asked(devices=1), tmp_path)
-    assert "need a run file" in told(Asked(overrides=("steps=1",)), tmp_path / "costs.json")
+    assert "there is no directory" in told(ProfileRequest(devices=1), tmp_path / "none" / "costs.json")
+    assert "it is a directory" in told(ProfileRequest(devices=1), tmp_path)
+    assert "need a run file" in told(ProfileRequest(overrides=("steps=1",)), tmp_path / "costs.json")
     file = write_run(home, "big", GRPO, {"cluster": {"kind": "H100-SXM", "devices": 64}})
-    assert "this machine has" in told(Asked(file), tmp_path / "costs.json")
+    assert "this machine has" in told(ProfileRequest(file), tmp_path / "costs.json")
     many = write_run(home, "many", GRPO, {"cluster": {"kind": "cpu", "devices": 9}})
     few = Probe(cores=2, host_memory_bytes=8_000_000_000)
     for machine, says in ((few, "64 processes; 2 cores"), (replace(few, gpus=(H100,) * 2), "this machine has 2 GPUs")):
         for module in ("realgraph.profile.command", "realgraph.run.planning"):
             monkeypatch.setattr(f"{module}.probe", lambda machine=machine: machine)
-        assert says in told(Asked(devices=64), tmp_path / "costs.json")
-        assert "9 processes" in told(Asked(many), tmp_path / "costs.json")
-        assert machine_of(Asked(many, devices=8))[0].devices_per_node == 8
-    assert machine_of(Asked(devices=2))[0].kind == "H100-SXM"
+        assert says in told(ProfileRequest(devices=64), tmp_path / "costs.json")
+        assert "9 processes" in told(ProfileRequest(many), tmp_path / "costs.json")
+        assert machine_of(ProfileRequest(many, devices=8))[0].devices_per_node == 8
+    assert machine_of(ProfileRequest(devices=2))[0].kind == "H100-SXM"
     result = CliRunner().invoke(app, ["profile", "--help"])
     assert result.exit_code == 0
     assert "--out" in result.output

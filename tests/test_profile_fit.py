@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Callable
 
 import pytest
 from msgspec.structs import replace
@@ -17,6 +18,7 @@ from realgraph.planner.costs.calibrate.measurements import (
     merged,
     toy_model,
 )
+from realgraph.planner.costs.memory.terms import DType
 from realgraph.planner.inputs.cluster import Cluster, ClusterSpec
 from realgraph.planner.inputs.detect import Probe, resolve
 from realgraph.planner.inputs.devices import Costs, device_kind
@@ -68,7 +70,7 @@ def hidden_costs(kind: str, rng: random.Random) -> Costs:
 def test_found_factors_predict_what_hidden_ones_took(kind: str, seed: int) -> None:
     node, rng = cluster(kind, 2), random.Random(seed)
     hidden = hidden_costs(kind, rng)
-    dtype = "float32" if kind == "cpu" else "bfloat16"
+    dtype: DType = "float32" if kind == "cpu" else "bfloat16"
     measured = [Measured(case, predicted_seconds(case, node, dtype, hidden)) for case in cases_of(node)]
     found = profiled(measured, node, dtype)
     gpus_only = {"host copies"} if kind == "cpu" else set()
@@ -89,7 +91,11 @@ def test_nothing_measured_leaves_the_kind_s_own_factors() -> None:
 def test_what_no_point_tells_stays_where_it_was(seed: int) -> None:
     rng, start = random.Random(seed), device_kind("cpu").costs
     true = start.gemm * math.exp(rng.uniform(-1, 1))
-    points = [Point(lambda costs, n=n: n / costs.gemm, n / true) for n in (1.0, 3.0, 9.0)]
+
+    def seconds_of(n: float) -> Callable[[Costs], float]:
+        return lambda costs: n / costs.gemm
+
+    points = [Point(seconds_of(n), n / true) for n in (1.0, 3.0, 9.0)]
     found = fit_costs(start, ("gemm", "attention"), points)
     assert found.costs.gemm == pytest.approx(true, rel=0.02)
     assert found.costs.attention == pytest.approx(start.attention, rel=1e-6)

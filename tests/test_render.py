@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from realgraph.graphs.check.compile import compile_graph
 from realgraph.graphs.facts import Facts
 from realgraph.graphs.graph import Graph
-from realgraph.graphs.picture.layered import COLUMN_GAP, MARGIN, ROW_GAP, Box, Size, place
+from realgraph.graphs.picture.layered import COLUMN_GAP, MARGIN, ROW_GAP, Box, BoxSize, place
 from realgraph.graphs.picture.render import mermaid, svg, tree
 from realgraph.screen.terminal import Terminal
 from tests.strategies import TREES, Tree, change, rl_tree, spec_of, trees, where
@@ -31,10 +31,10 @@ def overlap(one: Box, other: Box) -> bool:
 
 
 @st.composite
-def acyclic(draw: st.DrawFn) -> tuple[dict[str, Size], list[tuple[str, str]]]:
+def acyclic(draw: st.DrawFn) -> tuple[dict[str, BoxSize], list[tuple[str, str]]]:
     names = [f"n{i}" for i in range(draw(st.integers(1, 12)))]
     side = st.integers(20, 300).map(float)
-    sizes = {name: Size(draw(side), draw(side)) for name in names}
+    sizes = {name: BoxSize(draw(side), draw(side)) for name in names}
     pairs = list(combinations(names, 2))
     edges = draw(st.lists(st.sampled_from(pairs), unique=True, max_size=24)) if pairs else []
     return sizes, edges
@@ -42,7 +42,7 @@ def acyclic(draw: st.DrawFn) -> tuple[dict[str, Size], list[tuple[str, str]]]:
 
 @settings(max_examples=200, deadline=None)
 @given(acyclic())
-def test_boxes_keep_apart_and_edges_run_right(drawn: tuple[dict[str, Size], list[tuple[str, str]]]) -> None:
+def test_boxes_keep_apart_and_edges_run_right(drawn: tuple[dict[str, BoxSize], list[tuple[str, str]]]) -> None:
     sizes, edges = drawn
     placed = place(sizes, edges)
     assert {name: (box.width, box.height) for name, box in placed.boxes.items()} == {
@@ -66,7 +66,7 @@ def test_boxes_keep_apart_and_edges_run_right(drawn: tuple[dict[str, Size], list
 
 @settings(max_examples=100, deadline=None)
 @given(acyclic())
-def test_long_edges_pass_between_boxes(drawn: tuple[dict[str, Size], list[tuple[str, str]]]) -> None:
+def test_long_edges_pass_between_boxes(drawn: tuple[dict[str, BoxSize], list[tuple[str, str]]]) -> None:
     placed = place(*drawn)
     for route in placed.routes:
         for x, y in route.points[1:-1]:

@@ -19,7 +19,7 @@ from realgraph.planner.inputs.detect import Probe
 from realgraph.run import resume
 from realgraph.run.costs_record import CostsFile, Planned
 from realgraph.run.resume import CHANGEABLE, prepare_resume, resumed
-from realgraph.run.running import Prepared, claim
+from realgraph.run.running import PreparedRun, claim
 from realgraph.runtime.data.data import DataSet, tokenizer_source
 from realgraph.runtime.data.tokenize import load_tokenizer
 from realgraph.runtime.job.manifest import MANIFEST
@@ -117,10 +117,10 @@ def test_what_would_make_it_another_run_is_refused(whole: Path, tmp_path: Path, 
 
 
 def test_what_can_not_be_resumed_says_why(whole: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no run lies here"):
+    with pytest.raises(ConfigError, match="this is not a run directory"):
         prepare_resume(tmp_path, [])
     folder = copied(whole.parent, "whole", tmp_path / "bare", 0)
-    with pytest.raises(ConfigError, match="no checkpoint to go on from"):
+    with pytest.raises(ConfigError, match="no checkpoint to resume from"):
         prepare_resume(folder, [])
     job = (folder / "job.json").read_text()
     (folder / "job.json").write_text(re.sub(r'("format": )\d', r"\g<1>2", job))
@@ -150,7 +150,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(whole: Path, tmp_path: Pa
     output = finish(whole.parent, "run", "--resume", str(folder), name="whole").output()
     assert re.search(r"step-000004 is damaged: critic/optimizer.safetensors is not what was written", output)
     assert re.search(r"step-000003 is damaged: state.json has 1 bytes", output)
-    assert f"going on from {folder}/checkpoints/step-000002" in output
+    assert f"resuming from {folder}/checkpoints/step-000002" in output
     last = "checkpoints/step-000006/actor/model.safetensors"
     assert (folder / last).read_bytes() == (whole / last).read_bytes()
     names = {path.name for path in (folder / "checkpoints").iterdir()}
@@ -284,7 +284,7 @@ def outcome_of(folder: Path, file: Path, content: bytes) -> str:
     return "goes on" if prepared.resume.name == "step-000002" else "passed over"
 
 
-def check_rows(prepared: Prepared) -> None:
+def check_rows(prepared: PreparedRun) -> None:
     """What a run does with its directory and its first rows before workers start."""
     folder, job = prepared.folder, prepared.job
     DataSet(job.data, {key.name: key.type for key in job.graph.inputs}, load_tokenizer(*tokenizer_source(job.graph)))

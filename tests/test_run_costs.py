@@ -11,7 +11,7 @@ from realgraph.plan.command import plan_command
 from realgraph.plan.options import PlanOptions
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.request.cost_table import CostTable, PhaseFactor, costs_to_json
-from realgraph.run.running import Prepared, prepare
+from realgraph.run.running import PreparedRun, prepare
 
 RUN = """
 graph: grpo
@@ -65,7 +65,7 @@ def test_a_plan_made_with_costs_keeps_its_seconds_in_a_run_without_them(run_file
     assert prepared.job.plan.period_seconds == pytest.approx(plan.period_seconds)
     assert prepared.job.plan.latency_seconds == pytest.approx(plan.latency_seconds)
     assert prepared.job.plan.hashes == plan.hashes
-    with_table: Prepared = prepare(run_file, (), run_file.parent / "plan.json", run_file.parent / "costs.json")
+    with_table: PreparedRun = prepare(run_file, (), run_file.parent / "plan.json", run_file.parent / "costs.json")
     assert seconds(with_table.job.plan) == pytest.approx(seconds(plan))
 
 

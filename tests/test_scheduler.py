@@ -20,7 +20,7 @@ from realgraph.runtime.commands.actions import (
     WorkerLost,
 )
 from realgraph.runtime.scheduler.scheduler import Scheduler
-from realgraph.runtime.wire.protocol import Evaluate, Execute, Heartbeat, Reallocate, Save
+from realgraph.runtime.wire.protocol import Evaluate, Execute, Heartbeat, Mean, Reallocate, Save
 from tests.shapes import Shape, job_of, random_shape
 from tests.simulator import Simulator, ended_steps
 
@@ -243,8 +243,8 @@ def test_metrics_and_counts_of_a_step_are_merged_over_workers() -> None:
     simulator.run()
     for step in ended_steps(simulator):
         assert step.n_samples == 24
-        assert step.metrics["train"]["n"].total == 24
-        assert step.metrics["train"]["n"].weight == 4
+        n = step.metrics["train"]["n"]
+        assert isinstance(n, Mean) and (n.total, n.weight) == (24, 4)
         assert set(step.spans) == {"rollout", "reward", "ref_logp", "advantage", "train"}
         assert step.spans["reward"].ended <= step.spans["train"].ended
 

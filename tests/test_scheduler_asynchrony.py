@@ -60,6 +60,7 @@ def test_an_asynchronous_run_killed_again_and_again_trains_each_group_once_and_m
         state: Checkpointed | None = None
         trained: dict[int, set[int]] = {}
         evaluated: set[int] = set()
+        simulator: Simulator | None = None
         for life in range(5):
             scheduler = Scheduler(job_of(shape), range(shape.n_workers), 1000, state, 5)
             simulator = Simulator(shape, rng, scheduler)
@@ -77,7 +78,7 @@ def test_an_asynchronous_run_killed_again_and_again_trains_each_group_once_and_m
                 break
             if written:
                 state = msgspec.json.decode(msgspec.json.encode(written[-1]), type=Checkpointed)
-        assert simulator.halt is not None
+        assert simulator is not None and simulator.halt is not None
         assert simulator.halt.error is None, (seed, shape, simulator.halt.reason)
         assert evaluated == set(range(6))
         assert sorted(trained) == list(range(5))

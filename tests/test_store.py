@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from realgraph.runtime.store.memory import ALIGN_BYTES, Arena
+from realgraph.runtime.store.memory import ALIGN_BYTES, Arena, SharedBlock
 from realgraph.runtime.store.store import DTYPES, MissingValueError, Store
 
 
@@ -63,7 +63,11 @@ def test_a_store_equals_a_dict_of_clones(seed: int) -> None:
                     del truth[one]
             case 3:
                 odd = rng.randint(0, 1)
-                store.drop_where(lambda key, id, odd=odd: key == "b" and id % 2 == odd)
+
+                def is_odd(key: str, id: int, odd: int = odd) -> bool:
+                    return key == "b" and id % 2 == odd
+
+                store.drop_where(is_odd)
                 truth = {(k, i): v for (k, i), v in truth.items() if not (k == "b" and i % 2 == odd)}
             case 4 if truth:
                 key, id = rng.choice(sorted(truth))
@@ -106,7 +110,7 @@ def test_pieces_are_the_values_cut_one_by_one(seed: int) -> None:
 def test_blocks_never_overlap_and_all_memory_comes_back(seed: int) -> None:
     rng = random.Random(seed)
     arena = Arena(1 << 14)
-    blocks = []
+    blocks: list[SharedBlock] = []
     for _ in range(rng.randint(1, 120)):
         if blocks and rng.random() < 0.45:
             blocks.pop(rng.randrange(len(blocks)))

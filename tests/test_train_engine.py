@@ -29,7 +29,7 @@ from realgraph.runtime.models.models import Wants
 from realgraph.runtime.parallel.groups import Ranks
 from realgraph.runtime.train.engine import open_engine
 from realgraph.runtime.train.optimizer import LossScale
-from realgraph.runtime.wire.protocol import Metric
+from realgraph.runtime.wire.protocol import Mean, Metric
 from tests import tiny
 from tests.engines import CPU, OPTIMIZER, POLICY, call, close, engine, folder, optimizer, same, weights_of
 
@@ -81,7 +81,7 @@ def test_the_entropy_metric_is_the_first_micro_batchs(folder: Path) -> None:
     entropy = one.model.run(first, Wants(entropy="detached", where=first.mask)).entropy
     assert entropy is not None
     found = one.train(call(), [batch])["entropy"]
-    assert found.weight == int(first.mask.sum())
+    assert isinstance(found, Mean) and found.weight == int(first.mask.sum())
     assert found.value == pytest.approx(float(entropy[first.mask].mean()), rel=1e-5)
     assert "entropy" not in engine(folder, entropy_metric=False).train(call(), [batch])
 

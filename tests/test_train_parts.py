@@ -35,10 +35,10 @@ def test_schedules_rise_then_fall_and_end_at_the_fraction(schedule: Any, seed: i
 def test_after_the_warm_up_schedules_are_those_of_transformers(schedule: Any, total: int, warmup: int) -> None:
     from transformers import get_scheduler
 
-    theirs = get_scheduler(schedule, torch.optim.SGD([torch.zeros(1)], lr=1.0), warmup, total)
+    theirs: Any = get_scheduler(schedule, torch.optim.SGD([torch.zeros(1)], lr=1.0), warmup, total)
     settings = Optimizer(schedule=schedule, warmup_steps=warmup)
     for step in range(warmup, total):
-        (factor,) = (theirs.lr_lambdas[0](step),)  # type: ignore[attr-defined]
+        (factor,) = (theirs.lr_lambdas[0](step),)
         assert lr_factor(step, settings, total) == pytest.approx(factor, abs=1e-12)
         assert factor > 0
 

@@ -73,16 +73,16 @@ def test_a_gather_equals_a_lookup_in_dicts(four: list[DataPlane], route: Route |
     wants, expected = list[GatherRequest](), dict[str, dict[int, Tensor]]()
     for (worker, key), held in truth.items():
         if rng.random() < 0.8:
-            ids = tuple(rng.sample(sorted(held), rng.randint(0, len(held))))
-            wants.append(GatherRequest(worker, key, ids))
-            expected.setdefault(key, {}).update({id: held[id] for id in ids})
+            wanted = tuple(rng.sample(sorted(held), rng.randint(0, len(held))))
+            wants.append(GatherRequest(worker, key, wanted))
+            expected.setdefault(key, {}).update({id: held[id] for id in wanted})
     reader = rng.choice(four)
-    values = reader.gather_now(wants, route=route, deadline_seconds=20)
+    copies = reader.gather_now(wants, route=route, deadline_seconds=20)
     views = reader.gather_now(wants, route=route, deadline_seconds=20, copy=False)
     for plane in four:
         plane._store.drop_where(lambda key, id: True)
         plane._store.put("c", range(20), [torch.full((3000,), 7, dtype=torch.int64) for _ in range(20)])
-    assert equal(values, expected)
+    assert equal(copies, expected)
     assert equal(views, expected)
 
 

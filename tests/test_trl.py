@@ -20,8 +20,9 @@ from trl.trainer.reward_trainer import RewardTrainer
 from trl.trainer.utils import nanstd
 
 from realgraph.graphs import maths
-from realgraph.graphs.maths import Aggregate, Loss, OffPolicy, Step
+from realgraph.graphs.maths import Aggregate, Loss, OffPolicy
 from realgraph.graphs.spec import Advantage
+from realgraph.graphs.steps import Center, Scale, Step
 from realgraph.runtime.algorithms.advantages import compute
 from realgraph.runtime.algorithms.losses import denominator, evaluate
 from realgraph.runtime.batch import Outputs, Packed
@@ -254,11 +255,11 @@ def test_advantages_scaled_by_trls_deviation(seed: int) -> None:
     mean = rewards.view(-1, 2).mean(1).repeat_interleave(2)
     cases: list[tuple[dict[str, Step | None], Tensor]] = [
         (
-            {"center": maths.Center(), "scale": maths.Scale(eps=1e-4)},
+            {"center": Center(), "scale": Scale(eps=1e-4)},
             nanstd(rewards.view(-1, 2), dim=1).repeat_interleave(2),
         ),
         # TRL takes the batch's deviation of the rewards themselves: here, scale before centring.
-        ({"scale": maths.Scale("batch", 1e-4), "center": maths.Center()}, nanstd(rewards, dim=0).expand(N)),
+        ({"scale": Scale("batch", 1e-4), "center": Center()}, nanstd(rewards, dim=0).expand(N)),
     ]
     for steps, deviation in cases:
         expected = (rewards - mean) / (deviation + 1e-4)

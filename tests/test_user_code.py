@@ -64,10 +64,10 @@ def mine(place: Path) -> Path:
         (REWARD.format("parts.iner:score"), "reward.fn", "no module 'parts.iner'", "did you mean 'parts.inner'?"),
         (REWARD.format("mine.inner:score"), "reward.fn", "'mine' is a module, not a package", ""),
         (REWARD.format("bare:score"), "reward.fn", "'bare' is a folder of modules", ""),
-        (REWARD.format("broken:score"), "reward.fn", "broken.py:1 is no Python: ", ""),
+        (REWARD.format("broken:score"), "reward.fn", "broken.py:1 is not valid Python: ", ""),
         (REWARD.format("mine:scor"), "reward.fn", "mine.py defines no 'scor'", "did you mean 'score'?"),
         (REWARD.format("mine:Judge.scores"), "reward.fn", "mine.py defines no 'Judge.scores'", "did you mean 'score'?"),
-        (REWARD.format("mine:WEIGHT"), "reward.fn", "it is no function but a plain value", ""),
+        (REWARD.format("mine:WEIGHT"), "reward.fn", "it is a plain value, not a function", ""),
         (
             REWARD.format("mine:scaled"),
             "reward.fn",
@@ -97,7 +97,7 @@ def mine(place: Path) -> Path:
         (
             TERM.format("mine:term", ", reads: [values]"),
             "train.loss.terms.own.reads[0]",
-            "no output of the trained",
+            "not an output of the trained",
             "",
         ),
     ],

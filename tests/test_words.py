@@ -73,7 +73,7 @@ def test_data_are_no_markup_no_emoji_and_no_escape_codes_anywhere_on_a_console()
 
 
 def records(name: str) -> list[RunRecord]:
-    started = RunStarted(name, 0, 2, 0, name, (name,), {}, 0.0)
+    started = RunStarted(name, "", 2, 0, name, (name,), {}, 0.0)
     return [
         started,
         StepRecord(1, 1.0, {f"{name}/seconds": 0.5, "reward/reward": 1.0}),
@@ -225,7 +225,7 @@ def test_a_new_run_file_names_a_schema_that_lies_beside_it(tmp_path: Path) -> No
     assert (tmp_path / name).read_text() == (ROOT / "docs" / "realgraph.schema.json").read_text()
     init_command("ppo", tmp_path / "ppo.yaml")  # the schema is ours: written anew
     (tmp_path / name).write_text("{}")
-    with pytest.raises(ConfigError, match="is no schema of ours"):
+    with pytest.raises(ConfigError, match="is not a schema of realgraph"):
         init_command("sft", tmp_path / "sft.yaml")
     assert not (tmp_path / "sft.yaml").exists()
 

@@ -9,7 +9,7 @@ import time
 
 started = time.time()
 running = 0
-kept = []
+kept: "list[object]" = []
 
 
 def double(text, factor=2.0):

@@ -131,7 +131,7 @@ def compile_graph(spec: GraphSpec, where: Callable[[str], Where], facts: Facts) 
 
 
 def check(draft: Draft, facts: Facts) -> Iterator[Problem]:
-    """What every rule finds; each problem carries its rule's name."""
+    """The problems that the rules find; each problem carries its rule's name."""
     for rule in RULES:
         for problem in rule(draft, facts):
             yield structs.replace(problem, rule=rule.__name__)

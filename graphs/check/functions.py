@@ -72,12 +72,14 @@ def _unknown(draft: Draft, name: str, call: Function, signature: Signature) -> I
 
 
 def function_environment(draft: Draft, facts: Facts) -> Iterator[Problem]:
-    """What a function gets of the environment is listed by name; the values stand nowhere in the file."""
+    """The variables that a function gets are listed by name; the values stand nowhere in the file."""
     for name, call in draft.of(Function):
         for i, variable in enumerate(call.env):
             own, _, value = variable.partition("=")
             if not _VARIABLE.fullmatch(own):
-                yield draft.problem(f"$.calls.{name}.env[{i}]", "this is no name of an environment variable", _NAMES)
+                yield draft.problem(
+                    f"$.calls.{name}.env[{i}]", "this is not the name of an environment variable", _NAMES
+                )
             elif value or own != variable:
                 text = f"the value of {own!r} does not belong in the file"
                 yield draft.problem(
@@ -99,7 +101,7 @@ def function_ids(draft: Draft, facts: Facts) -> Iterator[Problem]:
                 text = f"{key!r} is {types[0]}, and reaches the function as it is"
                 yield draft.problem(place, text, "`ids` is for prompts, of type group tokens")
             elif ids_keyword(key) in (*call.reads, *call.args):
-                text = f"the token ids of {key!r} come as {ids_keyword(key)!r}, which the call has already"
+                text = f"the token ids of {key!r} come as {ids_keyword(key)!r}, which the call already has"
                 yield draft.problem(place, text, f"rename the other {ids_keyword(key)!r}")
 
 

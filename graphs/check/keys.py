@@ -23,7 +23,7 @@ def plain_name(draft: Draft, facts: Facts) -> Iterator[Problem]:
     for path, name in [*_entries(draft), *keys.items()]:
         if not name.isidentifier() or (path in keys and iskeyword(name)):
             hint = "use letters, digits and _, such as ref_logp"
-            yield draft.problem(path, f"{name!r} can't be a name: it is no Python name", hint)
+            yield draft.problem(path, f"{name!r} can't be a name: it is not a Python identifier", hint)
 
 
 def _entries(draft: Draft) -> Iterator[tuple[str, str]]:
@@ -86,7 +86,7 @@ def _missing_hint(draft: Draft, call: str, read: Read) -> str:
         return f"the call {lost.call!r} would write it, but {lost.switch} switches it off"
     if read.key in GENERATED:
         return "a generate call writes it, or an input of the data set may give it"
-    meaning = read.want.meaning
+    meaning = read.requires.meaning
     if meaning and not get_close_matches(read.key, draft.writes, 1, 0.6):
         return f"add an inference call with `output: {meaning}` and `writes: [{read.key}]`"
     own = {write.key for writes in draft.writes.values() for write in writes if write.call == call}
@@ -125,7 +125,7 @@ def cycle(draft: Draft, facts: Facts) -> Iterator[Problem]:
         ring = _ring(graph.subgraph(knot), start)
         keys = [f"{b!r} reads {graph.edges[a, b]['key']!r} of {a!r}" for a, b in pairwise(ring)]
         text = f"calls wait for each other: {' -> '.join(ring)}"
-        yield draft.problem(f"$.calls.{start}", text, f"{'; '.join(keys)}: one of these reads must go")
+        yield draft.problem(f"$.calls.{start}", text, f"{'; '.join(keys)}: remove one of these reads")
 
 
 def _selfish(graph: nx.DiGraph, knot: set[str]) -> bool:
@@ -145,9 +145,9 @@ def key_type(draft: Draft, facts: Facts) -> Iterator[Problem]:
     for reads in draft.reads.values():
         for read in reads:
             writes = draft.writes.get(read.key, ())
-            found = writes[0].type if writes else None
-            if found is not None and found.level != "step" and not read.want.accepts(found):
-                text = f"{read.key!r} is {found}, but {read.by} needs {read.want}"
+            key_type = writes[0].type if writes else None
+            if key_type is not None and key_type.level != "step" and not read.requires.accepts(key_type):
+                text = f"{read.key!r} is {key_type}, but {read.by} needs {read.requires}"
                 by = writes[0].call
                 hint = f"its type stands at {writes[0].path}" if by == INPUT else f"it is written by the call {by!r}"
                 yield draft.problem(read.path, text, hint)
@@ -164,14 +164,14 @@ def key_meaning(draft: Draft, facts: Facts) -> Iterator[Problem]:
     for reads in draft.reads.values():
         for read in reads:
             writes = draft.writes.get(read.key, ())
-            found = writes[0] if writes else None
-            if found is None or found.type is None or not read.want.accepts(found.type):
+            write = writes[0] if writes else None
+            if write is None or write.type is None or not read.requires.accepts(write.type):
                 continue
-            if read.want.meaning and found.meaning and found.meaning != read.want.meaning:
-                text = f"{read.key!r} holds {words[found.meaning]}, but {read.by} needs {words[read.want.meaning]}"
-                fitting = _of_meaning(draft, read.want.meaning)
-                known = f"keys that hold {words[read.want.meaning]}: {', '.join(fitting)}" if fitting else ""
-                hint = known or f"add an inference call with `output: {read.want.meaning}`"
+            if read.requires.meaning and write.meaning and write.meaning != read.requires.meaning:
+                text = f"{read.key!r} holds {words[write.meaning]}, but {read.by} needs {words[read.requires.meaning]}"
+                fitting = _of_meaning(draft, read.requires.meaning)
+                known = f"keys that hold {words[read.requires.meaning]}: {', '.join(fitting)}" if fitting else ""
+                hint = known or f"add an inference call with `output: {read.requires.meaning}`"
                 yield draft.problem(read.path, text, hint)
 
 
@@ -186,7 +186,7 @@ def keep_type(draft: Draft, facts: Facts) -> Iterator[Problem]:
             text = f"{KEEP!r} decides which groups stay: it is group bool, not {write.type}"
             yield draft.problem(write.path, text, f"write `{KEEP}: group bool`, or give the key another name")
         elif write.call == INPUT:
-            text = f"{KEEP!r} of the data filters nothing: what a function writes under that name does"
+            text = f"{KEEP!r} of the data filters nothing: only what a function writes under that name does"
             yield draft.problem(write.path, text, "leave the rows out of the data, or give the key another name")
         elif not _in_time(draft, write.call):
             text = f"{KEEP!r} is decided before a batch is made, but {_late_because(draft, write.call)}"
@@ -195,7 +195,7 @@ def keep_type(draft: Draft, facts: Facts) -> Iterator[Problem]:
 
 
 def _in_time(draft: Draft, name: str) -> bool:
-    """Whether a call runs as soon as its samples are there: a function that waits for nothing but such functions."""
+    """True where a call runs as soon as its samples are there: a function that waits for nothing but such functions."""
     call = draft.spec.calls[name]
     if not isinstance(call, Function):
         return isinstance(call, Generate)
@@ -204,12 +204,12 @@ def _in_time(draft: Draft, name: str) -> bool:
 
 def _producers(draft: Draft, name: str) -> list[str]:
     """The other calls that a call waits for; in a cycle, which a rule of its own refuses, none."""
-    found = {draft.producer(read.key) for read in draft.reads[name]} - {None, INPUT, name}
-    return sorted(p for p in found if p is not None and not _waits_for(draft, p, name))
+    producers = {draft.producer(read.key) for read in draft.reads[name]} - {None, INPUT, name}
+    return sorted(p for p in producers if p is not None and not _waits_for(draft, p, name))
 
 
 def _waits_for(draft: Draft, start: str, target: str) -> bool:
-    """Whether `start` reads, over any number of calls, what `target` writes."""
+    """True where `start` reads, over any number of calls, what `target` writes."""
     seen: set[str] = set()
     todo = [start]
     while todo:
@@ -237,10 +237,10 @@ def input_shape(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """Data rows are groups: other levels come only with the sample sequences of a graph that does not generate."""
     generates = any(True for _ in draft.of(Generate))
     for key in draft.spec.inputs:
-        found = draft.writes[key][0].type
-        if generates and found is not None and found.level in ("sample", "token"):
-            text = f"the input {key!r} is {found}, but a data row is one group: its samples are generated later"
-            yield draft.problem(f"$.inputs.{key}", text, f"write `{key}: group {found.dtype}`")
+        key_type = draft.writes[key][0].type
+        if generates and key_type is not None and key_type.level in ("sample", "token"):
+            text = f"the input {key!r} is {key_type}, but a data row is one group: its samples are generated later"
+            yield draft.problem(f"$.inputs.{key}", text, f"write `{key}: group {key_type.dtype}`")
 
 
 def call_shape(draft: Draft, facts: Facts) -> Iterator[Problem]:

@@ -7,26 +7,12 @@ from realgraph.graphs.facts import Facts
 from realgraph.graphs.infer import Draft
 from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS
 from realgraph.graphs.maths import (
-    GAE,
-    KL,
-    AdaptiveKL,
-    Center,
-    CrossEntropy,
-    Distill,
-    Entropy,
-    KLPenalty,
-    Overlong,
     PairMean,
-    PairwiseScore,
     PolicyGradient,
-    Preference,
-    Return,
-    Scale,
-    Step,
     Term,
-    Value,
 )
 from realgraph.graphs.spec import Advantage, Generate, Train
+from realgraph.graphs.steps import AdaptiveKL, Center, KLPenalty, Overlong, Step
 
 
 def steps_of(draft: Draft) -> Iterator[tuple[str, str, Step]]:
@@ -54,28 +40,29 @@ def group_of_one(draft: Draft, facts: Facts) -> Iterator[Problem]:
     generate = next((name for name, _ in draft.of(Generate)), None)
     hint = f"set calls.{generate}.n to 2 or more, or use `by: batch`" if generate else "use `by: batch`"
     for path, entry, step in steps_of(draft):
-        compares = isinstance(step, Center | Scale) and step.by in ("group", "leave_one_out")
-        if compares:
+        if step.compares_samples:
             yield draft.problem(path, f"the step {entry!r} compares the samples of a group, but a group has one", hint)
 
 
 def two_returns(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """Rewards are summed over time once: by gae or by return."""
     for name, call in draft.of(Advantage):
-        sums = [entry for entry, step in call.steps.items() if isinstance(step, GAE | Return)]
+        sums = [entry for entry, step in call.steps.items() if step is not None and step.makes_returns]
         for entry in sums[1:]:
             text = f"the step {entry!r} sums rewards over time, which {sums[0]!r} has done already"
             yield draft.problem(f"$.calls.{name}.steps.{entry}", text, f"set one of them to null: steps.{entry}: null")
 
 
 def reward_after_return(draft: Draft, facts: Facts) -> Iterator[Problem]:
-    """What changes the reward stands before what turns rewards into advantages."""
+    """Steps that change the reward stand before those that turn rewards into advantages."""
     for name, call in draft.of(Advantage):
         summed = ""
         for entry, step in call.steps.items():
-            if isinstance(step, GAE | Return):
+            if step is None:
+                continue
+            if step.makes_returns:
                 summed = summed or entry
-            elif summed and isinstance(step, KLPenalty | Overlong):
+            elif summed and step.changes_reward:
                 text = f"the step {entry!r} changes the reward, but {summed!r} has already made advantages of it"
                 yield draft.problem(f"$.calls.{name}.steps.{entry}", text, f"write {entry!r} before {summed!r}")
 
@@ -85,9 +72,11 @@ def overlong_after_baseline(draft: Draft, facts: Facts) -> Iterator[Problem]:
     for name, call in draft.of(Advantage):
         baseline = ""
         for entry, step in call.steps.items():
-            if isinstance(step, GAE | Return):
+            if step is None:
+                continue
+            if step.makes_returns:
                 break  # what follows is `reward_after_return`'s affair
-            if isinstance(step, Center | Scale):
+            if step.takes_baseline:
                 baseline = baseline or entry
             elif baseline and isinstance(step, Overlong):
                 text = f"the step {entry!r} changes the reward, but {baseline!r} has taken its baseline of it already"
@@ -141,7 +130,7 @@ def greedy_sampling(draft: Draft, facts: Facts) -> Iterator[Problem]:
     users = [
         f"the policy gradient {entry!r}" for _, _, entry, term in terms_of(draft) if isinstance(term, PolicyGradient)
     ]
-    users += [f"the step {entry!r}" for _, entry, step in steps_of(draft) if isinstance(step, KLPenalty)]
+    users += [f"the step {entry!r}" for _, entry, step in steps_of(draft) if step.compared_logprobs is not None]
     for name in greedy:
         if users:
             text = f"{name!r} decodes greedily, but {' and '.join(users)} needs samples of a distribution"
@@ -176,7 +165,7 @@ def truncated_sampling(draft: Draft, facts: Facts) -> Iterator[Problem]:
         for _, _, entry, term in terms_of(draft)
         if isinstance(term, PolicyGradient) and term.ratio != "none"
     ]
-    users += [f"the step {entry!r}" for _, entry, step in steps_of(draft) if isinstance(step, KLPenalty)]
+    users += [f"the step {entry!r}" for _, entry, step in steps_of(draft) if step.compared_logprobs is not None]
     if users:
         sampler = next(name for name, call in draft.of(Generate))
         field = "top_p" if next(call.top_p for _, call in draft.of(Generate)) < 1 else "top_k"
@@ -187,23 +176,24 @@ def truncated_sampling(draft: Draft, facts: Facts) -> Iterator[Problem]:
 def reference_temperature(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """Log-probabilities that are compared with the policy's are taken at the policy's temperature."""
     for path, call, entry, term in terms_of(draft):
-        match term:
-            case KL(to=key) | Preference(ref=key) | Distill(teacher=key):
-                yield from _same_temperature(draft, path, key, call.temperature, f"the term {entry!r}")
-            case _:
-                pass
+        if term.compared_logprobs is not None:
+            yield from _same_temperature(draft, path, term.compared_logprobs, call.temperature, f"the term {entry!r}")
     behaviour = draft.semantics(BEHAVIOUR_LOGPROBS)
     if behaviour is None or behaviour.temperature == 0:
         return
     for path, entry, step in steps_of(draft):
-        if isinstance(step, KLPenalty):
-            yield from _same_temperature(draft, path, step.to, behaviour.temperature, f"the step {entry!r}")
+        if step.compared_logprobs is not None:
+            yield from _same_temperature(
+                draft, path, step.compared_logprobs, behaviour.temperature, f"the step {entry!r}"
+            )
 
 
 def _same_temperature(draft: Draft, path: str, key: str, temperature: float, by: str) -> Iterator[Problem]:
-    found = draft.semantics(key)
-    if found is not None and found.temperature not in (0, temperature):
-        text = f"{by} compares log-probabilities at temperature {temperature:g} with {key!r} at {found.temperature:g}"
+    semantics = draft.semantics(key)
+    if semantics is not None and semantics.temperature not in (0, temperature):
+        text = (
+            f"{by} compares log-probabilities at temperature {temperature:g} with {key!r} at {semantics.temperature:g}"
+        )
         yield draft.problem(path, text, f"set `temperature: {temperature:g}` in calls.{draft.producer(key)}")
 
 
@@ -218,23 +208,15 @@ def empty_loss(draft: Draft, facts: Facts) -> Iterator[Problem]:
             yield draft.problem(
                 f"$.calls.{name}.loss.terms", "the loss has no term", "add one, or check `when` switches"
             )
-        elif all(_weight(term) == 0 for term in terms):
+        elif all(term.coefficient == 0 for term in terms):
             text = "every term of the loss has the coefficient 0: the call would train nothing"
             yield draft.problem(f"$.calls.{name}.loss.terms", text, "give one a coefficient, or remove the call")
-
-
-def _weight(term: Term) -> float:
-    match term:
-        case KL(coef=coef) | Entropy(coef=coef) | Value(coef=coef) | CrossEntropy(weight=coef):
-            return coef
-        case _:
-            return 1.0
 
 
 def pair_aggregate(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """Losses over pairs are averaged over pairs, others are not."""
     for name, call in draft.of(Train):
-        pairs = [entry for entry, term in call.loss.terms.items() if isinstance(term, Preference | PairwiseScore)]
+        pairs = [entry for entry, term in call.loss.terms.items() if term.of_pairs]
         others = [entry for entry in call.loss.terms if entry not in pairs]
         over_pairs = isinstance(call.loss.aggregate, PairMean)
         path = f"$.calls.{name}.loss.aggregate"
@@ -242,7 +224,7 @@ def pair_aggregate(draft: Draft, facts: Facts) -> Iterator[Problem]:
             text = f"the term {pairs[0]!r} compares pairs of samples, so the loss is a mean over pairs"
             yield draft.problem(path, text, "write `aggregate: {kind: pair_mean}`")
         if others and over_pairs:
-            text = f"the term {others[0]!r} knows no pairs, so pair_mean can't average it"
+            text = f"the term {others[0]!r} has a loss per token, so pair_mean can't average it"
             yield draft.problem(
                 path, text, "write `aggregate: {kind: token_mean}`, or move the term to another train call"
             )
@@ -251,6 +233,6 @@ def pair_aggregate(draft: Draft, facts: Facts) -> Iterator[Problem]:
 def pair_size(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """Losses over pairs need groups of two."""
     for path, _, entry, term in terms_of(draft):
-        if isinstance(term, Preference | PairwiseScore) and draft.samples_per_group != 2:
+        if term.of_pairs and draft.samples_per_group != 2:
             text = f"the term {entry!r} compares the two samples of a group, but a group has {draft.samples_per_group}"
             yield draft.problem(path, text, "set `n: 2` in the generate call")

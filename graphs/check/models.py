@@ -2,25 +2,16 @@
 
 from collections.abc import Iterator
 
-from realgraph.graphs.applied import HEAD_OF_OUTPUT, term_outputs
 from realgraph.graphs.errors import Problem, suggest
 from realgraph.graphs.facts import Facts
 from realgraph.graphs.infer import Draft, is_own, role_of
 from realgraph.graphs.maths import (
-    KL,
+    HEAD_OF_OUTPUT,
     ApplyTerm,
-    CrossEntropy,
-    Distill,
-    Entropy,
-    PairwiseScore,
     PolicyGradient,
-    Preference,
-    Term,
-    Value,
 )
 from realgraph.graphs.spec import Generate, Inference, Optimizer, Train
 
-_HEAD_OF = {"logprobs": "lm", "values": "value", "scores": "score"}
 _HEAD_GIVES = {"lm": "log-probabilities", "value": "values", "score": "scores"}
 
 
@@ -69,20 +60,22 @@ def head_mismatch(draft: Draft, facts: Facts) -> Iterator[Problem]:
     for name, generate in draft.of(Generate):
         yield from _head(draft, f"$.calls.{name}.model", generate.model, "lm", f"the generate call {name!r}")
     for name, inference in draft.of(Inference):
-        needed = _HEAD_OF[inference.output]
+        needed = HEAD_OF_OUTPUT[inference.output]
         yield from _head(draft, f"$.calls.{name}.output", inference.model, needed, f"the inference call {name!r}")
     for name, train in draft.of(Train):
         for entry, term in train.loss.terms.items():
             path = f"$.calls.{name}.loss.terms.{entry}"
-            yield from _head(draft, path, train.model, _head_for(term), f"the term {entry!r}")
             if isinstance(term, ApplyTerm):
                 yield from _applied_heads(draft, path, train.model, term)
+            else:
+                for head in dict.fromkeys(HEAD_OF_OUTPUT[output] for output in term.outputs):
+                    yield from _head(draft, path, train.model, head, f"the term {entry!r}")
 
 
 def _applied_heads(draft: Draft, path: str, role: str, term: ApplyTerm) -> Iterator[Problem]:
     """A term of the user's own reads outputs of one head, that of the trained role."""
     model = draft.spec.models.get(role)
-    for output in term_outputs(term):
+    for output in term.outputs:
         if model is None or HEAD_OF_OUTPUT[output] == model.head:
             continue
         fitting = [name for name, head in HEAD_OF_OUTPUT.items() if head == model.head]
@@ -93,27 +86,15 @@ def _applied_heads(draft: Draft, path: str, role: str, term: ApplyTerm) -> Itera
             if output in draft.writes:
                 writer = draft.producer(output) or "the data set"
                 hint += f"; {output!r} in `reads` is the output of {role!r}, not the key of {writer!r}: rename that key"
-            yield draft.problem(place, f"{output!r} is no output of the trained role: {gives}", hint)
+            yield draft.problem(place, f"{output!r} is not an output of the trained role: {gives}", hint)
         else:
             text = f"a term that reads no output gets log-probabilities, but {gives}"
             yield draft.problem(path, text, f"write `reads: [{fitting[0]}, ...]`")
 
 
-def _head_for(term: Term) -> str:
-    match term:
-        case PolicyGradient() | KL() | Entropy() | CrossEntropy() | Preference() | Distill():
-            return "lm"
-        case Value():
-            return "value"
-        case PairwiseScore():
-            return "score"
-        case _:
-            return ""
-
-
 def _head(draft: Draft, path: str, role: str, needed: str, by: str) -> Iterator[Problem]:
     model = draft.spec.models.get(role)
-    if model is not None and needed and model.head != needed:
+    if model is not None and model.head != needed:
         text = f"{by} needs {_HEAD_GIVES[needed]}, but the head of {role!r} gives {_HEAD_GIVES[model.head]}"
         yield draft.problem(path, text, f"set `head: {needed}` under models.{role}, or use another role")
 
@@ -126,14 +107,14 @@ def own_tokenizer(draft: Draft, facts: Facts) -> Iterator[Problem]:
             continue
         path = f"$.calls.{name}.tokenizer"
         if call.output != "scores":
-            what = _HEAD_GIVES[_HEAD_OF[call.output]]
-            text = f"{name!r} would give {what} of other tokens than those sampled: none belongs to one of these"
+            what = _HEAD_GIVES[HEAD_OF_OUTPUT[call.output]]
+            text = f"{name!r} would give {what} of tokens of its own, which do not match the sampled ones"
             hint = (
                 "only `output: scores`, one number a sample, can have a tokenizer of its own; take a model of the same"
             )
             yield draft.problem(path, text, f"{hint} family")
         elif not any(True for _ in draft.of(Generate)):
-            text = f"{name!r} reads samples of the data, which have no text to cut anew: no call generates"
+            text = f"{name!r} reads samples of the data, which have no text to tokenize again: no call generates"
             yield draft.problem(path, text, "leave `tokenizer` out")
         elif role.trainable or role.ema_rate is not None:
             text = f"{call.model!r} is trained, on the tokens of the role that generates"
@@ -169,7 +150,7 @@ def model_without_path(draft: Draft, facts: Facts) -> Iterator[Problem]:
         return
     for name, role in draft.spec.models.items():
         if role.path is None and role.init is None:
-            text = f"nobody says where the weights of {name!r} come from"
+            text = f"the weights of {name!r} have no source"
             yield draft.problem(f"$.models.{name}", text, f"give models.{name} a `path`: a directory or a Hub id")
 
 

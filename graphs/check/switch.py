@@ -1,13 +1,15 @@
 """`when`: takes out of a graph what is switched off, and what only made sense with it. Judges only the switches."""
 
 from collections.abc import Callable, Container, Iterator, Sequence
+from typing import assert_never
 
 from msgspec import structs
 
 from realgraph.graphs.errors import Problem, Where
 from realgraph.graphs.infer import Lost, Read, call_writes, role_of, step_reads, term_reads
-from realgraph.graphs.maths import KL, KLPenalty, Step, Term
-from realgraph.graphs.spec import Advantage, GraphSpec, ModelCall, Switch, Train
+from realgraph.graphs.maths import Term
+from realgraph.graphs.spec import Advantage, Function, Generate, GraphSpec, Inference, ModelCall, Switch, Train
+from realgraph.graphs.steps import Step
 
 _FALSE_WORDS = ("false", "no", "off", "0", "none", "null", "~")
 
@@ -40,11 +42,11 @@ def switch_problems(spec: GraphSpec, where: Callable[[str], Where]) -> Iterator[
     for path, when in entries:
         if isinstance(when, str) and when.strip().lower() in _FALSE_WORDS:
             hint = "write false without quotes; false, 0, null and the empty text switch off"
-            yield Problem(where(path), f"{when!r} is a text, and a text switches on", hint, "switch_problems")
+            yield Problem(where(path), f"{when!r} is text, and any text switches on", hint, "switch_problems")
 
 
 def _falls(entry: Step | Term, reads: Sequence[Read], lost: Container[str]) -> bool:
-    wanted = isinstance(entry, KL | KLPenalty) and entry.coef != 0
+    wanted = entry.switched_by_coefficient and entry.coefficient != 0
     return not wanted and any(read.key in lost for read in reads)
 
 
@@ -64,5 +66,7 @@ def _without(call: ModelCall, lost: dict[str, Lost]) -> ModelCall:
                 entry: term for entry, term in loss.terms.items() if not _falls(term, term_reads("", entry, term), lost)
             }
             return structs.replace(call, loss=structs.replace(loss, terms=kept_terms))
-        case _:
+        case Generate() | Inference() | Function():
             return call
+        case _:
+            assert_never(call)

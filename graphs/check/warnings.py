@@ -9,7 +9,7 @@ from realgraph.graphs.check.maths import terms_of
 from realgraph.graphs.check.switch import switch_off
 from realgraph.graphs.errors import Problem, Where
 from realgraph.graphs.infer import Draft, infer, role_of, step_reads, term_reads
-from realgraph.graphs.maths import KL, KLPenalty, NoClip, PairwiseScore, PolicyGradient, Preference
+from realgraph.graphs.maths import KL, NoClip, PolicyGradient
 from realgraph.graphs.spec import Advantage, Generate, GraphSpec, ModelCall, Train
 
 Written = Callable[[str], bool]  # whether a file or the command line gave the value at a YAML path
@@ -17,19 +17,21 @@ Warn = Callable[[Draft, Written], Iterator[Problem]]
 
 
 def warnings_of(spec: GraphSpec, where: Callable[[str], Where], written: Written) -> tuple[Problem, ...]:
-    """What a person should know of a graph that compiles, in the order of the places; `rule` names the warning."""
+    """Warnings of a graph that compiles, in the order of their places; `rule` names the warning."""
     live, switched_off = switch_off(spec)
     draft = infer(live, where, switched_off)
-    found = [structs.replace(problem, rule=warn.__name__) for warn in WARNINGS for problem in warn(draft, written)]
+    warnings = [structs.replace(problem, rule=warn.__name__) for warn in WARNINGS for problem in warn(draft, written)]
     fallen = (structs.replace(problem, rule=entries_left_out.__name__) for problem in entries_left_out(spec, draft))
-    return tuple(sorted([*found, *fallen]))
+    return tuple(sorted([*warnings, *fallen]))
 
 
 def kl_without_gradient(draft: Draft, written: Written) -> Iterator[Problem]:
     """k1 of the policy's own samples has the gradient of log p, whose mean is zero: it holds nothing back."""
     for path, _, entry, term in terms_of(draft):
         if isinstance(term, KL) and term.estimator == "k1" and term.coef != 0:
-            text = f"the term {entry!r} estimates the KL by k1, whose gradient is zero in the mean: it only adds noise"
+            text = (
+                f"the term {entry!r} estimates the KL by k1, whose gradient is zero in expectation: it only adds noise"
+            )
             hint = (
                 "as a loss take k2 (the gradient of KL(policy || to)) or k3; k1 is for the kl_penalty step of rewards"
             )
@@ -82,7 +84,7 @@ def entries_left_out(spec: GraphSpec, draft: Draft) -> Iterator[Problem]:
         before = spec.calls[name]
         for parent, entries, left in _entries(before, call):
             for entry, value in entries.items():
-                if value is None or entry in left or (isinstance(value, KL | KLPenalty) and value.coef == 0):
+                if value is None or entry in left or (value.switched_by_coefficient and value.coefficient == 0):
                     continue
                 path = f"$.calls.{name}.{parent}.{entry}"
                 reads = step_reads("", entry, value) if parent == "steps" else term_reads("", entry, value)
@@ -104,8 +106,8 @@ def pairs_without_order(draft: Draft, written: Written) -> Iterator[Problem]:
     if not any(True for _ in draft.of(Generate)):
         return
     for path, _, entry, term in terms_of(draft):
-        if isinstance(term, Preference | PairwiseScore):
-            text = f"the term {entry!r} prefers sample 0 of a group to sample 1, and samples come in no order of merit"
+        if term.of_pairs:
+            text = f"the term {entry!r} prefers sample 0 of a group to sample 1, but samples are not ordered by quality"
             hint = "take pairs from the data (columns chosen and rejected), or write the loss as an `apply` term"
             yield draft.problem(path, text, hint)
 

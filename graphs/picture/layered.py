@@ -16,7 +16,7 @@ MARGIN = 24.0
 _SWEEPS = 12
 
 
-class Size(Struct, frozen=True):
+class BoxSize(Struct, frozen=True):
     """Width and height of a box in pixels."""
 
     width: float
@@ -65,7 +65,7 @@ _Point = tuple[str, str, int]  # source, target, column: where a long edge cross
 _Node = str | _Point
 
 
-def place(sizes: Mapping[str, Size], edges: Sequence[tuple[str, str]]) -> Placement:
+def place(sizes: Mapping[str, BoxSize], edges: Sequence[tuple[str, str]]) -> Placement:
     """Place boxes of these sizes so that every edge of the acyclic `edges` runs from left to right."""
     graph = nx.DiGraph()
     graph.add_nodes_from(sizes)
@@ -91,7 +91,7 @@ def _columns(graph: nx.DiGraph) -> dict[str, int]:
 
 
 def _with_points(
-    sizes: Mapping[str, Size], edges: Sequence[tuple[str, str]], column_of: Mapping[str, int]
+    sizes: Mapping[str, BoxSize], edges: Sequence[tuple[str, str]], column_of: Mapping[str, int]
 ) -> tuple[list[list[_Node]], dict[tuple[str, str], list[_Node]]]:
     """Nodes and crossing points by column, and for each edge the chain of nodes that it goes through."""
     columns: list[list[_Node]] = [[] for _ in range(max(column_of.values(), default=-1) + 1)]
@@ -107,13 +107,13 @@ def _with_points(
 
 
 def _neighbours(chains: Mapping[tuple[str, str], Sequence[_Node]]) -> dict[_Node, tuple[list[_Node], list[_Node]]]:
-    """Of each node: those one column to the left and to the right."""
-    found: dict[_Node, tuple[list[_Node], list[_Node]]] = {}
+    """Neighbours of each node: those one column to the left and to the right."""
+    neighbours: dict[_Node, tuple[list[_Node], list[_Node]]] = {}
     for chain in chains.values():
         for left, right in pairwise(chain):
-            found.setdefault(left, ([], []))[1].append(right)
-            found.setdefault(right, ([], []))[0].append(left)
-    return found
+            neighbours.setdefault(left, ([], []))[1].append(right)
+            neighbours.setdefault(right, ([], []))[0].append(left)
+    return neighbours
 
 
 def _ordered(
@@ -159,24 +159,24 @@ def _middles(
         middles |= _stacked(column, [0.0] * len(column), heights)
     for sweep in range(2 * _SWEEPS):
         for column in columns if sweep % 2 == 0 else columns[::-1]:
-            wishes = []
+            targets = []
             for node in column:
                 left, right = neighbours.get(node, ([], []))
-                wishes.append(_mean([middles[other] for other in (*left, *right)], middles[node]))
-            middles |= _stacked(column, wishes, heights)
+                targets.append(_mean([middles[other] for other in (*left, *right)], middles[node]))
+            middles |= _stacked(column, targets, heights)
     return middles
 
 
-def _stacked(column: Sequence[_Node], wishes: Sequence[float], heights: Mapping[_Node, float]) -> dict[_Node, float]:
-    """The middles closest to `wishes` (least squares) that keep order and gaps: isotonic regression of what is left
-    of each wish after the room that the nodes above need; neighbours that pull past each other are pooled."""
+def _stacked(column: Sequence[_Node], targets: Sequence[float], heights: Mapping[_Node, float]) -> dict[_Node, float]:
+    """The middles closest to `targets` (least squares) that keep order and gaps: isotonic regression of what is left
+    of each target after the room that the nodes above need; neighbours that pull past each other are pooled."""
     offsets, room = [], 0.0
     for above, node in zip([None, *column], column, strict=False):
         room += 0.0 if above is None else heights[above] / 2 + ROW_GAP + heights[node] / 2
         offsets.append(room)
     pools: list[tuple[float, int]] = []  # mean, count
-    for wish, offset in zip(wishes, offsets, strict=True):
-        pools.append((wish - offset, 1))
+    for target, offset in zip(targets, offsets, strict=True):
+        pools.append((target - offset, 1))
         while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
             (low, n_low), (high, n_high) = pools.pop(), pools.pop()
             pools.append(((low * n_low + high * n_high) / (n_low + n_high), n_low + n_high))
@@ -185,7 +185,7 @@ def _stacked(column: Sequence[_Node], wishes: Sequence[float], heights: Mapping[
 
 
 def _placement(
-    sizes: Mapping[str, Size],
+    sizes: Mapping[str, BoxSize],
     edges: Sequence[tuple[str, str]],
     columns: Sequence[Sequence[_Node]],
     chains: Mapping[tuple[str, str], Sequence[_Node]],

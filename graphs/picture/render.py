@@ -9,7 +9,7 @@ from rich.tree import Tree
 
 from realgraph.graphs.graph import Edge, Graph
 from realgraph.graphs.keys import Level
-from realgraph.graphs.picture.layered import MARGIN, Box, Placement, Route, Size, place
+from realgraph.graphs.picture.layered import MARGIN, Box, BoxSize, Placement, Route, place
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, ModelRole, Train
 
 _ORDER: dict[Level, int] = {"step": 0, "group": 1, "sample": 2, "token": 3}
@@ -206,15 +206,15 @@ def _subtitle(graph: Graph, name: str) -> str:
     return f"{kind_of(call)} · {graph.role(name) or settings_of(call)}"
 
 
-def _call_size(graph: Graph, name: str) -> Size:
+def _call_size(graph: Graph, name: str) -> BoxSize:
     lines = _key_lines(graph, name)
     widths = [len(name) * _TITLE, len(_subtitle(graph, name)) * _SMALL]
     widths += [(len(key) + 2 + len(words)) * _SMALL for key, words in lines]
-    return Size(max(widths) + 2 * _PAD, 2 * _PAD + 32 + (len(lines) * _LINE + 6 if lines else 0))
+    return BoxSize(max(widths) + 2 * _PAD, 2 * _PAD + 32 + (len(lines) * _LINE + 6 if lines else 0))
 
 
-def _data_size(graph: Graph, key: str) -> Size:
-    return Size(max(len(key), len(str(graph.keys[key].type))) * _SMALL + 2 * _PAD, 44)
+def _data_size(graph: Graph, key: str) -> BoxSize:
+    return BoxSize(max(len(key), len(str(graph.keys[key].type))) * _SMALL + 2 * _PAD, 44)
 
 
 def _call_box(graph: Graph, name: str, box: Box) -> Iterator[str]:

@@ -78,14 +78,13 @@ for _side in (Loader, Dumper):
 
 
 class Document(Struct, frozen=True):
-    """A mapping and `marks`: YAML path -> where that value was written. A value without a mark is a default.
-
-    removed: paths of entries that an upper layer of the user's deleted out of a lower one.
-    """
+    """A mapping, and where its values were written."""
 
     tree: Branch
-    marks: dict[str, Where] = field(default_factory=dict)
-    removed: frozenset[str] = frozenset()
+    marks: dict[str, Where] = field(default_factory=dict)  # YAML path -> place; a value without one is a default
+    removed: frozenset[str] = (
+        frozenset()
+    )  # paths of entries that an upper layer of the user's deleted out of a lower one
 
     def where(self, path: str) -> Where:
         """The place of `path`: its own mark, else that of its nearest ancestor."""
@@ -100,13 +99,13 @@ class Document(Struct, frozen=True):
         return Where(mark.file, mark.line, known + path[len(_bare(known)) :])
 
     def wrote(self, path: str) -> bool:
-        """Whether a file or the command line gave the value at `path`: it is no default."""
+        """True where a file or the command line gave the value at `path`: it is no default."""
         return path in self.marks
 
 
 def _bare(path: str) -> str:
     """`$.calls["a b"].lr` -> `$.calls.a b.lr`."""
-    return _QUOTED.sub(lambda found: "." + re.sub(r"\\(.)", r"\1", found.group(1)), path) if '"' in path else path
+    return _QUOTED.sub(lambda match: "." + re.sub(r"\\(.)", r"\1", match.group(1)), path) if '"' in path else path
 
 
 def child(path: str, key: str | int) -> str:
@@ -143,8 +142,8 @@ def parse_document(text: str, shown: str) -> Document:
     if node is None:
         return Document({}, {"$": Where(shown, 1)})
     if not isinstance(node, yaml.MappingNode):
-        found = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
-        raise ConfigError([Problem(Where(shown, node.start_mark.line + 1), f"expected a mapping, found {found}")])
+        given = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
+        raise ConfigError([Problem(Where(shown, node.start_mark.line + 1), f"expected a mapping, found {given}")])
     builder = _Builder(loader, shown)
     tree = builder.build(node, "$", node.start_mark.line + 1)
     if builder.problems:
@@ -261,7 +260,7 @@ class _Builder:
         return tree
 
     def merged(self, node: yaml.Node, path: str) -> Branch:
-        """What `<<:` brings in: a mapping, or a list of mappings of which the first wins."""
+        """The mapping that `<<:` brings in: a mapping, or a list of mappings of which the first wins."""
         line = node.start_mark.line + 1
         parts = list(node.value) if isinstance(node, yaml.SequenceNode) else [node]
         tree: Branch = {}
@@ -296,11 +295,11 @@ class _Builder:
         return value
 
     def _refusal(self, node: yaml.ScalarNode) -> str:
-        """Why a scalar is no value of ours; empty where it is one."""
+        """The reason why a scalar is no value of ours; empty where it is one."""
         value: str = node.value
         if node.tag == _STR_TAG:
-            found = _NO_TEXT.search(value)
-            return f"the character U+{ord(found.group()):04X} can't stand in text" if found else ""
+            character = _NO_TEXT.search(value)
+            return f"the character U+{ord(character.group()):04X} can't stand in text" if character else ""
         if node.tag not in _SCALARS:
             return f"{node.tag} is not a plain value: expected text, a number or true/false"
         resolved = self.loader.resolve(yaml.ScalarNode, value, (True, False))  # type: ignore[no-untyped-call]

@@ -36,7 +36,7 @@ def _drain(descriptor: int, most_bytes: int) -> bytes:
     size, until = 0, time.monotonic() + PATIENCE_SECONDS
     while True:
         if not _readable(descriptor, until):  # a pipe whose writer has not written yet, or has not come
-            raise TimeoutError(errno.ETIMEDOUT, f"it gave nothing for {PATIENCE_SECONDS:.0f} s")
+            raise TimeoutError(errno.ETIMEDOUT, f"it gave no data for {PATIENCE_SECONDS:.0f} s")
         part = os.read(descriptor, _CHUNK)
         if not part:
             return b"".join(parts)

@@ -38,14 +38,11 @@ class _GraphFile(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Resolved(Struct, frozen=True):
-    """A document made ready to decode.
+    """A document made ready to decode."""
 
-    written: after deletions, before defaults and references. document: with both. deleted: the paths that null removed.
-    """
-
-    written: Document
-    document: Document
-    deleted: tuple[str, ...]
+    written: Document  # after deletions, before defaults and references
+    document: Document  # with both
+    deleted: tuple[str, ...]  # paths that null removed
 
 
 # --- finding ----------------------------------------------------------------------------------------------------------
@@ -80,7 +77,7 @@ def find_graph(name: str, folder: Path, where: Where) -> Path:
 
 
 def shown_name(file: Path) -> str:
-    """How problems name a file: short for the library, else relative to the working directory where that is shorter."""
+    """The name of a file in problems: short for the library, else relative to the working directory if shorter."""
     if file.parent == library_folder():
         return f"realgraph/graphs/library/{file.name}"
     try:
@@ -213,7 +210,7 @@ def _is_reference(value: Tree) -> bool:
 
 
 def _same_type(default: Tree, value: Tree) -> bool:
-    """Whether a value may stand for the default; any may where the default is null or refers to another value."""
+    """True where a value may stand for the default; any may where the default is null or refers to another value."""
     whole_for_float = isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool)
     return default is None or _is_reference(default) or whole_for_float or type(value) is type(default)
 
@@ -255,8 +252,8 @@ def resolve(struct: type, merged: Document, graph: Document, defaults: Branch) -
     referred, problems = interpolate(filled, defaults)
     final = _document(fill(kind, prepare(kind, referred.tree, "$", deleted)), merged)
     problems = (*problems, *_param_type_problems(graph, final))
-    found = list(check(kind, final))
-    mistakes = [traced(problem, filled) for problem in (*found, *_not_finite(final, found))]
+    type_problems = list(check(kind, final))
+    mistakes = [traced(problem, filled) for problem in (*type_problems, *_not_finite(final, type_problems))]
     if problems:  # what a failed reference (it is null now) or a wrong parameter breaks is no mistake of its own
         doubtful = {path for path, value in walk(filled.tree, "$") if _is_reference(value)}
         mistakes = [p for p in mistakes if doubtful.isdisjoint(ancestors(p.where.path))]
@@ -265,9 +262,9 @@ def resolve(struct: type, merged: Document, graph: Document, defaults: Branch) -
     return Resolved(written, final, tuple(dict.fromkeys(deleted)))
 
 
-def _not_finite(document: Document, found: Sequence[Problem]) -> Iterator[Problem]:
+def _not_finite(document: Document, problems: Sequence[Problem]) -> Iterator[Problem]:
     """Infinite numbers, and those that are none, where any value may stand: JSON has no such numbers."""
-    known = {problem.where.path for problem in found}
+    known = {problem.where.path for problem in problems}
     for path, value in walk(document.tree, "$"):
         if isinstance(value, float) and not math.isfinite(value) and path not in known:
             yield Problem(document.where(path), f"expected a finite number, got {shown(value)}", "", "schema")

@@ -66,7 +66,7 @@ def _in_order(low: Branch, high: Branch) -> list[str]:
 
 
 def _other_variant(path: str, old: Branch, new: Branch) -> bool:
-    """Whether two mappings are different variants of a call or of what stands in it: elsewhere `kind` is plain data."""
+    """True where two mappings are different variants of a call or of a part of it: elsewhere `kind` is plain data."""
     return path.startswith("$.calls.") and "kind" in old and "kind" in new and old["kind"] != new["kind"]
 
 
@@ -123,8 +123,8 @@ def interpolate(document: Document, defaults: Branch) -> tuple[Document, tuple[P
 
 def references(value: str) -> tuple[str, ...]:
     """The paths that a text refers to."""
-    found = (_REFERENCE.match(value, start) for start in _openings(value))
-    return tuple(match[1] for match in found if match)
+    matches = (_REFERENCE.match(value, start) for start in _openings(value))
+    return tuple(match[1] for match in matches if match)
 
 
 def show(keys: Keys) -> str:
@@ -149,15 +149,15 @@ def _refusal(value: str, where: Where) -> Problem | None:
         return Problem(where, f"{MISSING} stands for a value that is still to be given")
     for start in _openings(value):
         if not _REFERENCE.match(value, start):
-            found = "".join(value[start:].partition("}")[:2])
+            reference = "".join(value[start:].partition("}")[:2])
             ways = "write ${params.name} or another path of this file, or \\${ for the text ${"
             hint = f"{ways}; ${{...:...}} (environment, files, code) is refused"
-            return Problem(where, f"{found} is not a plain reference", hint)
+            return Problem(where, f"{reference} is not a plain reference", hint)
     return None
 
 
 def _openings(value: str) -> Iterator[int]:
-    """Where `${` begins a reference: not after an odd number of backslashes."""
+    """Positions where `${` begins a reference: not after an odd number of backslashes."""
     return (match.end() - 2 for match in _OPENING.finditer(value) if len(match[1]) % 2 == 0)
 
 
@@ -170,21 +170,21 @@ def _read(config: DictConfig, keys: Keys) -> Tree:
     node: DictConfig | ListConfig = config
     for key in keys[:-1]:
         node = node[key]  # type: ignore[index]
-    found = node[keys[-1]]  # type: ignore[index]
-    if isinstance(found, DictConfig | ListConfig):
-        return cast(Tree, OmegaConf.to_container(found, resolve=True))
-    return cast(Tree, found)
+    value = node[keys[-1]]  # type: ignore[index]
+    if isinstance(value, DictConfig | ListConfig):
+        return cast(Tree, OmegaConf.to_container(value, resolve=True))
+    return cast(Tree, value)
 
 
 def _unresolved(value: str, error: str, where: Where, tree: Tree) -> Problem:
-    """Which reference of `value` leads nowhere (or round in a circle), and the closest name beside it."""
+    """The reference of `value` that leads nowhere (or round in a circle), and the closest name beside it."""
     for name in references(value):
         parent = tree
         for part in name.split("."):
             if not isinstance(parent, dict):
                 break
             if part not in parent:
-                return Problem(where, f"${{{name}}} leads nowhere: there is no {part!r}", suggest(part, parent))
+                return Problem(where, f"${{{name}}} refers to nothing: there is no {part!r}", suggest(part, parent))
             parent = parent[part]
-    reason = "it leads round in a circle" if "ecursi" in error else error.splitlines()[0]
+    reason = "it refers to itself" if "ecursi" in error else error.splitlines()[0]
     return Problem(where, f"{value!r} can't be resolved: {reason}")

@@ -12,8 +12,9 @@ import msgspec
 from msgspec import inspect
 
 from realgraph.graphs.errors import Problem, suggest
-from realgraph.graphs.maths import Step, Term
+from realgraph.graphs.maths import Term
 from realgraph.graphs.spec import Inference, Train
+from realgraph.graphs.steps import Step
 from realgraph.graphs.yaml.document import Branch, Document, Tree, child
 
 # An entry of `steps` or `terms` that leaves its kind out is of the kind that its name says.
@@ -44,7 +45,7 @@ def structs(kind: inspect.Type) -> tuple[inspect.StructType, ...]:
 
 
 def admits_null(kind: inspect.Type) -> bool:
-    """Whether null is a value of this type."""
+    """True where null is a value of this type."""
     return any(isinstance(member, inspect.NoneType | inspect.AnyType) for member in members(kind))
 
 
@@ -313,7 +314,7 @@ def shown(value: Tree) -> str:
 
 
 def describe(kind: inspect.Type) -> str:
-    """What a type expects, for a problem and for the reference."""
+    """The values of a type in words, for a problem and for the reference."""
     match kind:
         case inspect.UnionType():
             parts = [describe(member) for member in kind.types if not isinstance(member, inspect.StructType)]

@@ -1,6 +1,5 @@
 """`realgraph check`: every mistake of a run file or a graph file at once. Imports no torch and uses no network."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from realgraph.run_file.compose import Checked, check_document
 from realgraph.run_file.function_variables import refuse_unset
 from realgraph.run_file.open_graph import graph_and_warnings, is_graph
 from realgraph.run_file.resolved import resolved_text
+from realgraph.runtime.processes.environment import variables
 from realgraph.screen.output import say, say_json, say_warnings
 
 
@@ -25,7 +25,7 @@ def check_command(file: Path, overrides: Sequence[str] = (), resolved: bool = Fa
             _report_graph(file, graph, warnings, resolved, json_out)
         else:
             checked = check_document(document, file, overrides)
-            refuse_unset(checked, os.environ)
+            refuse_unset(checked, variables())
             _report_run(file, checked, resolved, json_out)
     except ConfigError as error:
         if json_out:

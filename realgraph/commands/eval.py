@@ -11,7 +11,7 @@ import msgspec
 from realgraph.commands.run import FAILED, INTERRUPTED, execute, report
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import Generate
-from realgraph.run.running import Prepared, prepare
+from realgraph.run.running import PreparedRun, prepare
 from realgraph.runtime.job.job import CheckpointSpec, EvalSpec
 from realgraph.runtime.job.manifest import MANIFEST, damage
 from realgraph.runtime.job.run_folder import RunFolder
@@ -36,7 +36,7 @@ def eval_command(file: Path, overrides: Sequence[str], checkpoint: Path | None) 
         sys.exit(INTERRUPTED if outcome.interrupted else FAILED)
 
 
-def for_evaluation(prepared: Prepared, checkpoint: Path | None) -> Prepared:
+def for_evaluation(prepared: PreparedRun, checkpoint: Path | None) -> PreparedRun:
     """The same run with no steps and one evaluation at its start, of `checkpoint` if one is given."""
     job = prepared.job
     spec = job.eval or EvalSpec()
@@ -68,9 +68,9 @@ def for_evaluation(prepared: Prepared, checkpoint: Path | None) -> Prepared:
 def step_of(model: Path) -> int:
     """Completed steps of the weights in a checkpoint's folder, or in a role's within it; 0 where no name says so."""
     for path in (model.resolve(), model.resolve().parent):
-        found = re.fullmatch(r"step-(\d+)", path.name)
-        if found:
-            return int(found.group(1))
+        match = re.fullmatch(r"step-(\d+)", path.name)
+        if match:
+            return int(match.group(1))
     return 0
 
 
@@ -99,7 +99,7 @@ def model_folder(path: Path, role: str | None = None) -> Path:
                 refuse_damage(part)
                 return part
     hint = "name a folder with a config.json, a checkpoint, or a run directory that has a checkpoint"
-    raise ConfigError([Problem(Where(str(path)), "no model lies here", hint)])
+    raise ConfigError([Problem(Where(str(path)), "there is no model here", hint)])
 
 
 def refuse_damage(model: Path) -> None:

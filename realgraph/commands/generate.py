@@ -15,22 +15,19 @@ from realgraph.runtime.job.job import DataSpec
 from realgraph.screen.output import say
 
 
-class Ask(NamedTuple):
-    """How to sample. temperature 0 is greedy; `chat` wraps prompts in the model's chat template, where it has one.
+class SamplingRequest(NamedTuple):
+    """Sampling, and the form of the prompts."""
 
-    template_args: `name=value` texts, over those of the run that the model comes from.
-    """
-
-    temperature: float = 0.0
+    temperature: float = 0.0  # 0: greedy
     max_new_tokens: int = 256
-    n: int = 1
+    n: int = 1  # samples of each prompt
     seed: int = 0
-    chat: bool = True
-    template_args: Sequence[str] = ()
+    chat: bool = True  # wrap prompts in the model's chat template, if it has one
+    template_args: Sequence[str] = ()  # `name=value` texts, over those of the run that the model comes from
 
 
 class _Data(Struct, frozen=True):
-    """Of a run's data, how its chats were rendered."""
+    """The part of a run's data that says how its chats were rendered."""
 
     chat: bool | None = None
     system: str | None = None
@@ -42,14 +39,14 @@ class _Job(Struct, frozen=True):
     data: _Data
 
 
-def generate_command(model: Path, prompts: Sequence[str], ask: Ask) -> None:
+def generate_command(model: Path, prompts: Sequence[str], ask: SamplingRequest) -> None:
     """Print each prompt with its samples. Raises ConfigError where no model lies at `model`, and for prompts that it
     can't answer."""
     for prompt, text in answers(model_folder(model), prompts, ask):
         say(f"{prompt}{text}" if len(prompts) * ask.n == 1 else f"{prompt!r} -> {text!r}")
 
 
-def answers(folder: Path, prompts: Sequence[str], ask: Ask) -> list[tuple[str, str]]:
+def answers(folder: Path, prompts: Sequence[str], ask: SamplingRequest) -> list[tuple[str, str]]:
     """(prompt, text) for every sample, in the order of the prompts. Raises ConfigError."""
     import torch
 
@@ -95,8 +92,8 @@ def answers(folder: Path, prompts: Sequence[str], ask: Ask) -> list[tuple[str, s
     return [(prompts[index // ask.n], text) for index, text in sorted(texts.items())]
 
 
-def chat_settings(folder: Path, ask: Ask, has_template: bool) -> DataSpec:
-    """How prompts are rendered: as in the run that the model is a checkpoint of, if it is one, but for what was asked
+def chat_settings(folder: Path, ask: SamplingRequest, has_template: bool) -> DataSpec:
+    """The rendering of prompts: as in the run that the model is a checkpoint of, if it is one, but for what was asked
     otherwise. Raises ConfigError."""
     roots = [parent.parent for parent in folder.parents if parent.name == "checkpoints"]
     run = next((root / "job.json" for root in roots if (root / "job.json").is_file()), None)
@@ -114,13 +111,13 @@ def chat_settings(folder: Path, ask: Ask, has_template: bool) -> DataSpec:
 
 def _named(texts: Sequence[str]) -> Mapping[str, Any]:
     """`enable_thinking=false` -> its name and YAML value. Raises ConfigError."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for text in texts:
-        found |= parse_override(text).tree
-    return found
+        arguments |= parse_override(text).tree
+    return arguments
 
 
-def _refuse_args(ask: Ask, has_template: bool) -> None:
+def _refuse_args(ask: SamplingRequest, has_template: bool) -> None:
     if ask.template_args:
         why = "the prompts are plain text" if has_template else "the model has no chat template"
         text = f"--template-arg is given, but {why}"
@@ -128,9 +125,9 @@ def _refuse_args(ask: Ask, has_template: bool) -> None:
 
 
 def _unreadable(prompt: str) -> str:
-    """Why a prompt is no text to answer; '' where it is."""
+    """The reason why a prompt is no text to answer; '' where it is one."""
     if not prompt:
-        return "it is empty, and a model continues something"
+        return "it is empty, and a model needs some text to continue"
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
@@ -139,7 +136,7 @@ def _unreadable(prompt: str) -> str:
 
 
 def _unanswerable(tokens: Sequence[int], positions: int, vocabulary: int) -> str:
-    """Why a model of so many positions and tokens can't continue a prompt; '' where it can."""
+    """The reason why a model of so many positions and tokens can't continue a prompt; '' where it can."""
     if not tokens:
         return "the tokenizer makes no tokens of it"
     if len(tokens) >= positions:

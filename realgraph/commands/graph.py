@@ -5,8 +5,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from realgraph.graphs.catalogue import library
 from realgraph.graphs.picture.render import mermaid, svg, tree
+from realgraph.graphs.yaml.catalogue import library
 from realgraph.run_file.open_graph import open_graph
 from realgraph.screen.files import write
 from realgraph.screen.terminal import Terminal

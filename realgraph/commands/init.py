@@ -47,7 +47,9 @@ def write_schema(file: Path) -> None:
             ours = False
         if not ours:
             hint = "rename it, or print the run file: realgraph init > FILE"
-            raise ConfigError([Problem(Where(str(file)), "exists already, and is no schema of ours", hint, "output")])
+            raise ConfigError(
+                [Problem(Where(str(file)), "exists already, and is not a schema of realgraph", hint, "output")]
+            )
     write(file, text)
 
 
@@ -78,8 +80,8 @@ def run_template(graph: str, folder: Path, schema: str = "") -> str:
 
 
 def _comment(line: str) -> str:
-    found = re.search(r"\s#\s*(.*)$", line)
-    return found.group(1) if found else ""
+    comment = re.search(r"\s#\s*(.*)$", line)
+    return comment.group(1) if comment else ""
 
 
 def _line(text: str, note: str = "") -> str:

@@ -9,11 +9,11 @@ from pathlib import Path
 from rich.text import Text
 
 from realgraph.commands.arithmetic import write_data, write_model
-from realgraph.commands.generate import Ask, answers
+from realgraph.commands.generate import SamplingRequest, answers
 from realgraph.commands.run import FAILED, INTERRUPTED, execute, report
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
 from realgraph.run.resume import resumed
-from realgraph.run.running import Prepared, prepare
+from realgraph.run.running import PreparedRun, prepare
 from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.master.master import RunOutcome
 from realgraph.screen.summary import summarise
@@ -77,7 +77,7 @@ def warm_up(home: Path, seed: int, console: Terminal) -> None:
     model, steps = run(prepared, console) / "actor", prepared.job.steps
     while True:
         share = sampled_accuracy(home, model)
-        console.print(f"right on held-out sums when sampled: {share:.2f} (wanted: {WARM_ACCURACY} or more)")
+        console.print(f"accuracy on held-out sums, sampled: {share:.2f} (wanted: {WARM_ACCURACY} or more)")
         if share >= WARM_ACCURACY or steps >= MOST_WARM_STEPS:
             break
         steps += MORE_WARM_STEPS
@@ -90,12 +90,12 @@ def sampled_accuracy(home: Path, model: Path) -> float:
     """Share of the first held-out sums that are right at temperature 1."""
     lines = (home / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()[:PROBED]
     rows = [json.loads(line) for line in lines]
-    found = answers(model, [row["prompt"] for row in rows], Ask(temperature=1.0, max_new_tokens=8))
-    right = [text == row["answer"] for row, (_, text) in zip(rows, found, strict=True)]
+    texts = answers(model, [row["prompt"] for row in rows], SamplingRequest(temperature=1.0, max_new_tokens=8))
+    right = [text == row["answer"] for row, (_, text) in zip(rows, texts, strict=True)]
     return float(sum(right)) / len(right)
 
 
-def run(prepared: Prepared, console: Terminal) -> Path:
+def run(prepared: PreparedRun, console: Terminal) -> Path:
     """One run to its end; its newest checkpoint. Exits where it failed."""
     outcome: RunOutcome = execute(prepared, console)
     if not outcome.ok or outcome.saved is None:

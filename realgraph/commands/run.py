@@ -16,7 +16,7 @@ from realgraph.planner.inputs.detect import probe
 from realgraph.run.costs_record import CostsFile, Planned
 from realgraph.run.ending import next_lines
 from realgraph.run.resume import resumed
-from realgraph.run.running import Prepared, claim, owned, prepare, unwritable_folder, with_sums
+from realgraph.run.running import PreparedRun, claim, owned, prepare, unwritable_folder, with_sums
 from realgraph.runtime.job.rotation import MEGABYTE
 from realgraph.runtime.job.run_folder import disk_text
 from realgraph.runtime.master.master import Master, RunOutcome
@@ -32,7 +32,7 @@ FAILED, INTERRUPTED = 3, 130
 
 
 class RunOptions(Struct, frozen=True):
-    """What the command line says of a run beside its file and overrides."""
+    """Options of a run on the command line, beside its file and overrides."""
 
     plan_file: Path | None = None
     costs_file: Path | None = None
@@ -58,7 +58,7 @@ def run_command(file: Path | None, overrides: Sequence[str], options: RunOptions
 
 
 @contextmanager
-def open_run(file: Path | None, overrides: Sequence[str], options: RunOptions) -> Iterator[Prepared]:
+def open_run(file: Path | None, overrides: Sequence[str], options: RunOptions) -> Iterator[PreparedRun]:
     """The run that the command line asks for; of one that goes on, its directory is ours meanwhile.
 
     Raises ConfigError.
@@ -73,7 +73,7 @@ def open_run(file: Path | None, overrides: Sequence[str], options: RunOptions) -
             yield prepared
         return
     if options.new_data:
-        text = "--new-data is about a run that goes on"
+        text = "--new-data is for a resumed run"
         raise ConfigError([Problem(Where("command line"), text, "add --resume DIR")])
     if file is None:
         hint = "realgraph run FILE, or realgraph run --resume DIR; realgraph init writes a run file"
@@ -82,7 +82,7 @@ def open_run(file: Path | None, overrides: Sequence[str], options: RunOptions) -
 
 
 def execute(
-    prepared: Prepared, console: Terminal, extra: Sequence[Observer] = (), view: Observer | None = None
+    prepared: PreparedRun, console: Terminal, extra: Sequence[Observer] = (), view: Observer | None = None
 ) -> RunOutcome:
     """Start the workers and run to the end, watched by files, trackers and the screen. Raises ConfigError.
 
@@ -103,15 +103,15 @@ def execute(
         return _train(replace(prepared, job=with_sums(prepared.job)), watchers)
 
 
-def passed_over(prepared: Prepared) -> Iterator[str]:
+def passed_over(prepared: PreparedRun) -> Iterator[str]:
     """Lines about checkpoints that nothing can go on from."""
     for checkpoint in prepared.damaged:
         yield f"warning: the checkpoint {checkpoint.path} is damaged: {checkpoint.reason}"
     if prepared.damaged:
-        yield f"going on from {prepared.resume}, the newest intact one; damaged ones are kept as step-N.damaged"
+        yield f"resuming from {prepared.resume}, the newest intact one; damaged ones are kept as step-N.damaged"
 
 
-def _train(prepared: Prepared, watchers: Sequence[Observer]) -> RunOutcome:
+def _train(prepared: PreparedRun, watchers: Sequence[Observer]) -> RunOutcome:
     """In a directory that is ours."""
     job, folder = prepared.job, prepared.folder
     try:
@@ -132,7 +132,7 @@ def _train(prepared: Prepared, watchers: Sequence[Observer]) -> RunOutcome:
             say(f"warning: a file of {folder.root} could not be closed: {error}", err=True)
 
 
-def _first_rows(prepared: Prepared, console: Terminal) -> None:
+def _first_rows(prepared: PreparedRun, console: Terminal) -> None:
     """Show what the first rows and the functions gave. Raises ConfigError, placed in the user's files."""
     try:
         lines = preflight(prepared.job)
@@ -157,8 +157,8 @@ def write_detail(detail: str, file: Path) -> None:
         say(f"  details: {file}", err=True)
 
 
-def report(outcome: RunOutcome, prepared: Prepared, console: Terminal) -> None:
-    """What a person needs to know at the end; of a failure: what, where the details are, and how to go on, on stderr.
+def report(outcome: RunOutcome, prepared: PreparedRun, console: Terminal) -> None:
+    """Print how the run ended; of a failure: what, where the details are, and how to go on, on stderr.
 
     The screen has said after which step the run has ended.
     """

@@ -28,7 +28,7 @@ from realgraph.planner.request.cost_table import CostTable, load_costs
 from realgraph.planner.request.request import PlanRequest, kept_by
 from realgraph.planner.search.assembly import plan_of
 from realgraph.planner.search.search import solved
-from realgraph.run.planning import Asked, read_plan, request_for
+from realgraph.run.planning import RequestOptions, read_plan, request_for
 from realgraph.run_file.compose import Checked, check_run
 from realgraph.screen.files import refuse_unwritable, write
 from realgraph.screen.output import say_json, say_json_text, say_warnings
@@ -81,7 +81,9 @@ def asked_for(checked: Checked, options: PlanOptions) -> PlanRequest:
     """What to plan for, with what the options change. Raises ConfigError."""
     costs = load_costs(options.costs) if options.costs is not None else CostTable()
     lengths = read_lengths(options.lengths) if options.lengths is not None else ()
-    request = request_for(checked, asked=Asked(options.engine or "auto", costs, lengths, str(options.costs or "")))
+    request = request_for(
+        checked, asked=RequestOptions(options.engine or "auto", costs, lengths, str(options.costs or ""))
+    )
     if options.colocated:
         request = replace(request, constraints=replace(request.constraints, colocated=True))
     return request

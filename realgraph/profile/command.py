@@ -47,43 +47,40 @@ MEANINGS = {
 }
 
 
-class Asked(Struct, frozen=True):
-    """What to measure. file, overrides: a run whose machine it is; None: this machine, with `devices` of it.
+class ProfileRequest(Struct, frozen=True):
+    """A request to measure."""
 
-    sglang: the URL of a running server, whose decode steps then stand for the embedded engine's.
-    """
-
-    file: Path | None = None
-    overrides: tuple[str, ...] = ()
-    devices: int | None = None
-    quick: bool = False
-    sglang: str | None = None
+    file: Path | None = None  # a run whose machine it is; None: this machine
+    overrides: tuple[str, ...] = ()  # of that run
+    devices: int | None = None  # of this machine; None: all
+    quick: bool = False  # fewer repeats
+    sglang: str | None = None  # URL of a running server, whose decode steps then stand for the embedded engine's
 
 
-def profile_command(asked: Asked, out: Path) -> CostTable:
+def profile_command(asked: ProfileRequest, out: Path) -> CostTable:
     """Measure, write the table to `out`, and print what was found. Raises ConfigError."""
     console = Terminal()
     cluster, dtype = machine_of(asked)
     refuse_unwritable(out)  # minutes of measuring should not end there
     console.print(
-        f"measuring {cluster.devices_per_node} x {cluster.kind} in {dtype}, all at once: some minutes at most"
+        f"measuring {cluster.devices_per_node} x {cluster.kind} in {dtype}, all at once: a few minutes at most"
     )
     served = None if asked.sglang is None else open_server(asked.sglang)  # to refuse it before minutes of work
     rounds = QUICK_ROUNDS if asked.quick else ROUNDS
     measured = measure(ProfileTask(cases_of(cluster), cluster, dtype, rounds))
-    found = with_overheads(profiled(measured, cluster, dtype), cluster, dtype)
+    profile = with_overheads(profiled(measured, cluster, dtype), cluster, dtype)
     if served is not None:
-        costs, stage = sglang_costs(found.costs, served, cluster)
-        found = Profiled(costs, (*found.stages, stage))
+        costs, stage = sglang_costs(profile.costs, served, cluster)
+        profile = Profiled(costs, (*profile.stages, stage))
     table = CostTable(
         kind=cluster.kind,
         name=platform.node(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        factors=found.costs,
-        phases=phase_errors(found.stages),
+        factors=profile.costs,
+        phases=phase_errors(profile.stages),
     )
     write_atomic(out, costs_to_json(table))
-    print_profile(found, measured, cluster, console)
+    print_profile(profile, measured, cluster, console)
     console.print(f"written: {out}; use it: realgraph plan FILE --costs {out}", soft_wrap=True)
     return table
 
@@ -94,7 +91,7 @@ def with_overheads(kernels: Profiled, cluster: Cluster, dtype: DType) -> Profile
     return Profiled(costs, (*kernels.stages, stage))
 
 
-def machine_of(asked: Asked) -> tuple[Cluster, DType]:
+def machine_of(asked: ProfileRequest) -> tuple[Cluster, DType]:
     """One node of the cluster and the dtype to measure in. Raises ConfigError where this machine is not such a node."""
     if asked.file is None:
         if asked.overrides:
@@ -129,11 +126,11 @@ def _error(text: str, hint: str) -> ConfigError:
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
 
-def print_profile(found: Profiled, measured: Sequence[Measured], cluster: Cluster, console: Terminal) -> None:
+def print_profile(profile: Profiled, measured: Sequence[Measured], cluster: Cluster, console: Terminal) -> None:
     """The factors beside the shipped ones, the fixed seconds, and how well they meet the measurements."""
-    console.print(_rates(found.costs, measured, cluster))
-    console.print(_seconds(found.costs, cluster))
-    console.print(_stages(found.stages))
+    console.print(_rates(profile.costs, measured, cluster))
+    console.print(_seconds(profile.costs, cluster))
+    console.print(_stages(profile.stages))
     spread = sorted(one.spread for one in measured)[len(measured) // 2]
     console.print(f"repeats of one case differ by {spread:.0%} in the median; the least seconds count")
     if spread > BUSY_SPREAD:

@@ -30,7 +30,7 @@ from realgraph.planner.options.calls import Candidate, setting_seconds
 from realgraph.planner.options.holdings import candidate_of
 from realgraph.planner.request.request import PlanRequest
 from realgraph.run.costs_record import steady, with_lengths
-from realgraph.run.running import Prepared, prepare
+from realgraph.run.running import PreparedRun, prepare
 from realgraph.runtime.master.observer import RunRecord, StepRecord
 from realgraph.screen.terminal import Terminal
 
@@ -41,7 +41,7 @@ FIELDS = ("call_seconds", "sample_seconds")
 GPU_VOCABULARY = 16
 
 
-class Steps:
+class StepRecorder:
     """An observer that keeps the records of steps."""
 
     def __init__(self) -> None:
@@ -58,12 +58,12 @@ class Steps:
 class ShortRun(Struct, frozen=True):
     """One short run: what was planned, and the steps after its warm-up. The request has the lengths that it had."""
 
-    prepared: Prepared
+    prepared: PreparedRun
     request: PlanRequest
     steps: Sequence[StepRecord]
 
     def least_seconds(self, call: str) -> float:
-        """Of the call's quickest step: what disturbs a machine only ever makes it slower."""
+        """Seconds of the call's quickest step: what disturbs a machine only ever makes it slower."""
         return min(self._seconds(call))
 
     def spread(self, call: str) -> float:
@@ -82,8 +82,8 @@ def overheads(costs: Costs, cluster: Cluster, dtype: DType) -> tuple[Costs, Stag
         runs = [short_run(home, cluster, dtype, groups) for groups in GROUPS]
     points = [point for run in runs for point in _points(run)]
     fit = fit_costs(costs, FIELDS, points)
-    found = replace(fit.costs, function_seconds=_function_seconds(runs[-1]))
-    return found, Stage("calls", (*FIELDS, "function_seconds"), fit.error, len(points))
+    factors = replace(fit.costs, function_seconds=_function_seconds(runs[-1]))
+    return factors, Stage("calls", (*FIELDS, "function_seconds"), fit.error, len(points))
 
 
 def write_home(home: Path, cluster: Cluster, dtype: DType) -> None:
@@ -101,7 +101,7 @@ def short_run(home: Path, cluster: Cluster, dtype: DType, groups: int) -> ShortR
     file = home / f"run-{groups}.yaml"
     file.write_bytes(msgspec.json.encode(run_file(home, cluster, dtype, groups)))
     prepared = prepare(file, (), None)
-    seen = Steps()
+    seen = StepRecorder()
     outcome = execute(prepared, Terminal(quiet=True), (seen,))
     steps = steady(seen.records)
     if outcome.interrupted:
@@ -136,17 +136,17 @@ def _points(run: ShortRun) -> Iterator[Point]:
     """The calls that hold a mesh, each by its quickest step."""
     request, plan = run.request, run.prepared.job.plan
     for name, allocation in plan.allocations.items():
-        bare = Setting(request.model(name), request.role(name), allocation.layout, request.cluster)
+        unfitted = Setting(request.model(name), request.role(name), allocation.layout, request.cluster)
         chosen = candidate_of(request, plan.allocations, name)
 
-        def predict(costs: Costs, name: str = name, bare: Setting = bare, chosen: Candidate = chosen) -> float:
-            return setting_seconds(request, name, replace(bare, factors=costs), chosen)
+        def predict(costs: Costs, name: str = name, unfitted: Setting = unfitted, chosen: Candidate = chosen) -> float:
+            return setting_seconds(request, name, replace(unfitted, factors=costs), chosen)
 
         yield Point(predict, run.least_seconds(name), math.hypot(FORMULA_ERROR, run.spread(name)))
 
 
 def _function_seconds(run: ShortRun) -> float:
-    """Of one sample of a function in one worker's subprocess."""
+    """Seconds of one sample of a function in one worker's subprocess."""
     per_worker = run.request.workload.n_samples / run.request.cluster.n_devices
     functions = [name for name, call in run.request.graph.calls.items() if isinstance(call, Function)]
     return max(run.least_seconds(name) for name in functions) / per_worker

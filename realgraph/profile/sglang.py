@@ -4,7 +4,6 @@ Two answers of different length to the same prompts, whose keys and values the s
 alone: seconds of a step are the difference over the difference in tokens. All requests of a batch go in one message.
 """
 
-import os
 import time
 import urllib.error
 import urllib.request
@@ -25,6 +24,7 @@ from realgraph.planner.inputs.devices import Costs
 from realgraph.planner.inputs.model_spec import ModelSpec, load_model_spec
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.run.planning import hub_cache_folder
+from realgraph.runtime.processes.environment import variables
 
 SIZES = ((1, 512), (8, 512), (64, 512), (256, 512), (8, 4096), (64, 4096))  # sequences, tokens of context
 SHORT, LONG = 8, 40  # new tokens of the two answers
@@ -37,13 +37,13 @@ Answered = TypeVar("Answered")
 
 
 class ModelInfo(Struct):
-    """What is read of /get_model_info."""
+    """The fields of /get_model_info that are read."""
 
     model_path: str
 
 
 class ServerInfo(Struct):
-    """What is read of /get_server_info; null where the server was started without it."""
+    """The fields of /get_server_info that are read; null where the server was started without it."""
 
     tp_size: int | None = None
     pp_size: int | None = None
@@ -57,14 +57,14 @@ class Finished(Struct):
     completion_tokens: int
 
 
-class Answer(Struct):
-    """What is read of one answer of /generate."""
+class GenerateReply(Struct):
+    """The fields of one answer of /generate that are read."""
 
     meta_info: Finished
 
 
-class Server(Struct, frozen=True):
-    """What a server says of itself."""
+class SGLangServer(Struct, frozen=True):
+    """A server as it describes itself."""
 
     url: str
     model: ModelSpec
@@ -73,7 +73,7 @@ class Server(Struct, frozen=True):
     precision: Precision = SAME
 
 
-def sglang_costs(costs: Costs, server: Server, cluster: Cluster) -> tuple[Costs, Stage]:
+def sglang_costs(costs: Costs, server: SGLangServer, cluster: Cluster) -> tuple[Costs, Stage]:
     """`costs` with the decode steps of the server instead of the embedded engine's. Raises ConfigError."""
     points = list(_points(server, cluster))
     if not points:
@@ -84,11 +84,11 @@ def sglang_costs(costs: Costs, server: Server, cluster: Cluster) -> tuple[Costs,
     return fit.costs, Stage("decoding by SGLang", DECODING, fit.error, len(points))
 
 
-def open_server(url: str) -> Server:
+def open_server(url: str) -> SGLangServer:
     """Ask the server what it runs. Raises ConfigError where it can't be reached, or can't be priced."""
     base = url.rstrip("/")
     info, args = _ask(base, "/get_model_info", ModelInfo), _ask(base, "/get_server_info", ServerInfo)
-    model = load_model_spec(info.model_path, Where(base), hub_cache_folder(os.environ))
+    model = load_model_spec(info.model_path, Where(base), hub_cache_folder(variables()))
     if (args.pp_size or 1) > 1 or (args.dp_size or 1) > 1:
         raise _error(base, "the server has several pipeline stages or replicas", "start one with --tp-size alone")
     weights, cache = args.quantization or "", args.kv_cache_dtype or "auto"
@@ -100,25 +100,27 @@ def open_server(url: str) -> Server:
             base, f"weights quantized by {weights!r} have no formula", "start a server with bf16 or fp8 weights"
         )
     longest = args.max_req_input_len or model.max_positions or max(length for _, length in SIZES)
-    return Server(base, model, args.tp_size or 1, longest, precision)
+    return SGLangServer(base, model, args.tp_size or 1, longest, precision)
 
 
-def _points(server: Server, cluster: Cluster) -> Iterator[Point]:
+def _points(server: SGLangServer, cluster: Cluster) -> Iterator[Point]:
     layout = Layout(DeviceMesh(0, server.tp), tp=server.tp)
     role = ModelRole(dtype="float32" if cluster.is_cpu else "bfloat16")
     for running, context in SIZES:
         if context + LONG > server.longest:
             continue
-        bare = Setting(server.model, role, layout, cluster)
+        unfitted = Setting(server.model, role, layout, cluster)
 
-        def predict(costs: Costs, running: int = running, context: int = context, bare: Setting = bare) -> float:
-            setting = msgspec.structs.replace(bare, factors=costs)
+        def predict(
+            costs: Costs, running: int = running, context: int = context, unfitted: Setting = unfitted
+        ) -> float:
+            setting = msgspec.structs.replace(unfitted, factors=costs)
             return decode_step(setting, server.precision).seconds(running, context + (SHORT + LONG) / 2)
 
         yield Point(predict, step_seconds(server, running, context))
 
 
-def step_seconds(server: Server, running: int, context: int) -> float:
+def step_seconds(server: SGLangServer, running: int, context: int) -> float:
     """Least seconds of one decode step of `running` sequences. Raises ConfigError."""
     prompts = [prompt(number, context) for number in range(running)]
     _generate(server, prompts, 1)  # the server keeps the prompts' keys and values
@@ -135,12 +137,12 @@ def prompt(number: int, length: int) -> list[int]:
     return [FIRST_TOKEN + (number + 31 * number * i + i) % TOKENS for i in range(length)]
 
 
-def _generate(server: Server, prompts: Sequence[Sequence[int]], new: int) -> float:
+def _generate(server: SGLangServer, prompts: Sequence[Sequence[int]], new: int) -> float:
     """Seconds until all answers of exactly `new` tokens are there."""
     sampling = {"max_new_tokens": new, "ignore_eos": True, "temperature": 0.0}
     began = time.perf_counter()
     asked = {"input_ids": prompts, "sampling_params": sampling}
-    answers = _ask(server.url, "/generate", list[Answer], asked)
+    answers = _ask(server.url, "/generate", list[GenerateReply], asked)
     seconds = time.perf_counter() - began
     counts = {answer.meta_info.completion_tokens for answer in answers}
     if len(answers) != len(prompts) or counts != {new}:

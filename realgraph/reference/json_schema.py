@@ -18,7 +18,7 @@ Schema = dict[str, Any]
 
 
 def run_schema() -> Schema:
-    """Of a run file."""
+    """The schema of a run file."""
     return _root(RunSpec, "A realgraph run file", _PARTIAL_SECTIONS)
 
 
@@ -28,7 +28,7 @@ def schema_text(schema: Schema) -> str:
 
 
 def graph_schema() -> Schema:
-    """Of a graph file."""
+    """The schema of a graph file."""
     return _root(GraphSpec, "A realgraph graph file", ())
 
 
@@ -57,20 +57,20 @@ def _nullable(schema: Schema) -> Schema:
 
 
 def _reachable(schema: object, defs: dict[str, Schema]) -> set[str]:
-    found: set[str] = set()
+    names: set[str] = set()
     todo = [schema]
     while todo:
         match todo.pop():
             case {"$ref": str(ref)}:
                 name = ref.rpartition("/")[2]
-                if name not in found:
-                    found.add(name)
+                if name not in names:
+                    names.add(name)
                     todo.append(defs[name])
             case dict() as mapping:
                 todo += mapping.values()
             case list() as items:
                 todo += items
-    return found
+    return names
 
 
 class _Writer:

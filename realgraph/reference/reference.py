@@ -6,11 +6,12 @@ from typing import get_args
 
 from msgspec import inspect
 
-from realgraph.graphs.catalogue import library
 from realgraph.graphs.functions import BUILTINS
 from realgraph.graphs.keys import GENERATED
-from realgraph.graphs.maths import AdaptiveKL, Aggregate, Clip, Loss, OffPolicy, Step, Term
+from realgraph.graphs.maths import Aggregate, Clip, Loss, OffPolicy, Term
 from realgraph.graphs.spec import GraphSpec, ModelCall, ModelRole, Optimizer
+from realgraph.graphs.steps import AdaptiveKL, Step
+from realgraph.graphs.yaml.catalogue import library
 from realgraph.graphs.yaml.document import Document
 from realgraph.graphs.yaml.load import library_folder, load_graph
 from realgraph.graphs.yaml.schema import default_of, defaults_of, describe, structs, type_of
@@ -185,28 +186,3 @@ def _library_rows() -> Iterator[str]:
         yield f"### {name}\n\n{description}.\n\nCalls: {', '.join(f'`{call}`' for call in spec.calls)}.\n"
         if params:
             yield f"Parameters: {params}.\n"
-
-
-def documented() -> set[type]:
-    """The structs that the reference has a heading for."""
-    return {struct for _, _, members in SECTIONS for struct in members}
-
-
-def reachable(kind: inspect.Type) -> set[type]:
-    """Every struct that a file of this type may hold."""
-    found: set[type] = set()
-    todo = [kind]
-    while todo:
-        match todo.pop():
-            case inspect.StructType() as struct if struct.cls not in found:
-                found.add(struct.cls)
-                todo += [field.type for field in struct.fields]
-            case inspect.UnionType() as union:
-                todo += union.types
-            case inspect.DictType() as mapping:
-                todo.append(mapping.value_type)
-            case inspect.VarTupleType() | inspect.ListType() as items:
-                todo.append(items.item_type)
-            case _:
-                pass
-    return found

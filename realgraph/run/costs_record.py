@@ -29,7 +29,7 @@ from realgraph.runtime.job.run_folder import write_atomic
 from realgraph.runtime.master.observer import RunEnded, RunRecord, RunStarted, StepRecord
 
 WARM_UP_STEPS = 2  # left out, where more than twice as many follow; else all but the first
-MOST_STEPS = 512  # of one start of a run that are held: more would say the same of its costs
+MOST_STEPS = 512  # of one start of a run that are kept: more would say the same of its costs
 NORMAL = 1.4826  # standard deviation over median absolute deviation, of a normal distribution
 LENGTHS = 128  # quantiles kept
 REALLOCATE: Final = "reallocate"
@@ -104,7 +104,7 @@ class CostsFile:
 
 
 def _readable(path: Path) -> CostTable | None:
-    """What the run has left before; None where another version wrote it: a resumed run begins anew then."""
+    """The table that the run wrote before; None where another version wrote it: a resumed run begins anew then."""
     try:
         return load_costs(path)
     except ConfigError:
@@ -133,7 +133,7 @@ def costs_of(planned: Planned, steps: Sequence[StepRecord], now: datetime, every
 
 
 def steady(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
-    """Of what one start of a run ran the steps that count: without those that warm up."""
+    """The steps of one start of a run that count: without those that warm up."""
     return steps[WARM_UP_STEPS:] if len(steps) > 3 * WARM_UP_STEPS else steps[1:]
 
 
@@ -153,7 +153,7 @@ def with_lengths(request: PlanRequest, steps: Sequence[StepRecord]) -> PlanReque
 
 
 def _measured(planned: Planned, name: str, steps: Sequence[StepRecord]) -> tuple[MeasuredCall, ...]:
-    """Of one call; none where its steps overlap, so that from its start to its end other work is done as well."""
+    """Measurements of one call; none where its steps overlap, so that other work is done between its start and end."""
     request, allocation = planned.request, planned.plan.allocations[name]
     phase, seconds = phase_of(request.graph.calls[name]), _seconds(name, steps)
     streams = phase == "generate" and request.workload.staleness > 0
@@ -188,7 +188,7 @@ def _entry(planned: Planned, name: str, phase: Phase, seconds: Sequence[float], 
     allocation, median = planned.plan.allocations[name], statistics.median(seconds)
     deviation = NORMAL * statistics.median(abs(value - median) for value in seconds)
     model, workload = call_hashes(planned.request, name)
-    found = {
+    fields = {
         "call": name,
         "phase": phase,
         "model": model,
@@ -200,4 +200,4 @@ def _entry(planned: Planned, name: str, phase: Phase, seconds: Sequence[float], 
         "error": deviation / median if median > 0 else 0.0,
         "count": len(seconds),
     }
-    return msgspec.convert(found, MeasuredCall)
+    return msgspec.convert(fields, MeasuredCall)

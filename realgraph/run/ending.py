@@ -1,14 +1,14 @@
-"""What a person reads when a run has ended, however it ended: the newest checkpoint, and which commands come next."""
+"""The last lines of a run, however it ended: the newest checkpoint, and which commands come next."""
 
 import shlex
 from collections.abc import Iterator
 
 from realgraph.graphs.spec import Generate, Train
-from realgraph.run.running import Prepared
+from realgraph.run.running import PreparedRun
 from realgraph.runtime.master.master import RunOutcome
 
 
-def next_lines(outcome: RunOutcome, prepared: Prepared) -> Iterator[str]:
+def next_lines(outcome: RunOutcome, prepared: PreparedRun) -> Iterator[str]:
     """Lines for below the last one of the run; none for an evaluation, which is its own result."""
     job, root = prepared.job, prepared.folder.root
     calls = job.graph.calls.values()

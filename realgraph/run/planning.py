@@ -1,7 +1,6 @@
 """From a checked run to a plan: gathers what the planner needs to know. Imports no torch and uses no network."""
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -26,6 +25,7 @@ from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.search import Infeasible, reprice, search
 from realgraph.run_file.compose import Checked
 from realgraph.run_file.local_data import data_files, first_rows
+from realgraph.runtime.processes.environment import variables
 from realgraph.screen.first_search import prepare_search
 
 PLAN_HINT = "a plan is what `realgraph plan --out FILE` writes"
@@ -35,24 +35,23 @@ CHARACTERS_PER_TOKEN = 4  # of English text under a vocabulary of 32,000 or more
 SMALL_VOCABULARY = 2000  # with fewer tokens a token is about a character
 
 
-class Asked(Struct, frozen=True):
-    """What a command asks of the planner beside the run file. engine `auto`: the whole space on GPUs, on CPUs what the
-    installed engines run. lengths: measured new tokens of samples, in any order; they come before those of `costs`.
-    costs_file: where `costs` come from, for messages.
-    """
+class RequestOptions(Struct, frozen=True):
+    """Options of planning beside the run file."""
 
-    engine: Literal["installed", "any", "auto"] = "installed"
-    costs: CostTable = CostTable()
-    lengths: tuple[int, ...] = ()
-    costs_file: str = ""
+    engine: Literal["installed", "any", "auto"] = "installed"  # auto: any on GPUs, installed on CPUs
+    costs: CostTable = CostTable()  # measured
+    lengths: tuple[int, ...] = ()  # measured new tokens of samples, in any order; they come before those of `costs`
+    costs_file: str = ""  # where `costs` come from, for messages
 
 
-def request_for(checked: Checked, hub_cache: Path | None = None, asked: Asked = Asked()) -> PlanRequest:
-    """What to plan for a run. hub_cache: the Hugging Face cache's `hub` folder, by default where its own tools look.
+def request_for(
+    checked: Checked, hub_cache: Path | None = None, asked: RequestOptions = RequestOptions()
+) -> PlanRequest:
+    """The planner's request for a run. hub_cache: the Hugging Face cache's `hub` folder, by default that of its tools.
 
     Raises ConfigError where a model's shape or the cluster is unknown, or a sample is longer than a model's positions.
     """
-    cache = hub_cache or hub_cache_folder(os.environ)
+    cache = hub_cache or hub_cache_folder(variables())
     problems: list[Problem] = []
     models: dict[str, ModelSpec] = {}
     for name, role in checked.graph.models.items():
@@ -98,7 +97,7 @@ def with_lengths(workload: Workload, measured: Sequence[int]) -> Workload:
     return msgspec.structs.replace(workload, lengths=quantiles(cut), mean_new_tokens=mean)
 
 
-def _costs_for(cluster: Cluster, asked: Asked, where: Where) -> CostTable:
+def _costs_for(cluster: Cluster, asked: RequestOptions, where: Where) -> CostTable:
     """The table where it speaks of a kind that the cluster has. Raises ConfigError where it does not."""
     costs, kinds = asked.costs, sorted({group.kind for group in cluster.groups})
     if costs.kind and costs.kind not in kinds:
@@ -109,7 +108,7 @@ def _costs_for(cluster: Cluster, asked: Asked, where: Where) -> CostTable:
 
 
 def hub_cache_folder(environment: Mapping[str, str]) -> Path:
-    """Where huggingface_hub keeps models, by its own rules (its constants.py), so that planner and runtime agree."""
+    """The folder of huggingface_hub's models, by its own rules (constants.py), so that planner and runtime agree."""
     home = environment.get("HF_HOME") or f"{environment.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
     given = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
     return Path(given or f"{home}/hub").expanduser()

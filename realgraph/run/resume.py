@@ -1,6 +1,5 @@
 """A run that goes on: read from its directory, compared with what it was, from its newest intact checkpoint."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from realgraph.planner.inputs.cluster import Cluster, ClusterSpec
 from realgraph.planner.plan.plan import PLAN_FORMAT
 from realgraph.planner.request.request import PlanRequest, hashes
 from realgraph.run.planning import request_for
-from realgraph.run.running import Prepared, job_of, owned, unwritable_folder, with_sums
+from realgraph.run.running import PreparedRun, job_of, owned, unwritable_folder, with_sums
 from realgraph.run_file.compose import Checked, check_run
 from realgraph.run_file.function_variables import refuse_unset
 from realgraph.run_file.resolved import resolved_text
@@ -27,6 +26,7 @@ from realgraph.runtime.job.manifest import FileSum
 from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.master.checkpoint_folders import recover
 from realgraph.runtime.master.checkpoints import Damaged, newest_intact
+from realgraph.runtime.processes.environment import variables
 
 # What a resumed run may change: nothing that its next losses depend on.
 CHANGEABLE = ("name", "steps", "eval", "checkpoint", "outputs", "runtime")
@@ -34,7 +34,7 @@ APART = ("run_dir", "data_sums", "eval_sums")  # may differ, or are compared by 
 
 
 @contextmanager
-def resumed(root: Path, overrides: Sequence[str], new_data: bool = False) -> Iterator[Prepared]:
+def resumed(root: Path, overrides: Sequence[str], new_data: bool = False) -> Iterator[PreparedRun]:
     """The run of a directory that is the caller's own from before it is read. Raises ConfigError."""
     with owned(run_at(root)):
         yield prepare_resume(root, overrides, new_data)
@@ -44,11 +44,13 @@ def run_at(root: Path) -> RunFolder:
     """A directory that holds a run. Raises ConfigError."""
     folder = RunFolder(root.expanduser().absolute())
     if not folder.job.is_file():
-        raise ConfigError([Problem(Where(str(root)), "no run lies here: there is no job.json", "name a run directory")])
+        raise ConfigError(
+            [Problem(Where(str(root)), "this is not a run directory: it has no job.json", "name a run directory")]
+        )
     return folder
 
 
-def prepare_resume(root: Path, overrides: Sequence[str], new_data: bool = False) -> Prepared:
+def prepare_resume(root: Path, overrides: Sequence[str], new_data: bool = False) -> PreparedRun:
     """Go on with a run from its newest intact checkpoint, under the plan it had. The caller owns the directory.
 
     new_data: data files may differ from those at the start. Raises ConfigError.
@@ -63,7 +65,7 @@ def prepare_resume(root: Path, overrides: Sequence[str], new_data: bool = False)
     if checkpoint is None:
         raise _nothing_left(folder, damaged)
     checked = check_run(folder.config, overrides)
-    refuse_unset(checked, os.environ)
+    refuse_unset(checked, variables())
     request = request_for(checked)
     request = replace(request, cluster=_same_machine(old.cluster, request.cluster, checked.run.cluster))
     new = with_sums(replace(job_of(checked, request, old.plan, folder), user_dir=old.user_dir))
@@ -71,21 +73,21 @@ def prepare_resume(root: Path, overrides: Sequence[str], new_data: bool = False)
     if not new_data:
         _refuse_data(old, new, checked)
     _refuse_plan(old, request, folder)
-    return Prepared(new, folder, checked, request, resolved_text(checked.composed), checkpoint, damaged=damaged)
+    return PreparedRun(new, folder, checked, request, resolved_text(checked.composed), checkpoint, damaged=damaged)
 
 
 def _nothing_left(folder: RunFolder, damaged: Sequence[Damaged]) -> ConfigError:
-    hint = f"start it anew: realgraph run {folder.config} outputs.dir=ANOTHER"
+    hint = f"start a new run: realgraph run {folder.config} outputs.dir=ANOTHER"
     where = Where(str(folder.root))
     if not damaged:
-        return ConfigError([Problem(where, "the run has no checkpoint to go on from", hint)])
+        return ConfigError([Problem(where, "the run has no checkpoint to resume from", hint)])
     return ConfigError(
         Problem(Where(str(one.path)), f"the checkpoint is damaged: {one.reason}", hint) for one in damaged
     )
 
 
 class _Planned(Struct, frozen=True):
-    """Of a plan, or of a job with one, what every version has."""
+    """The fields of a plan, or of a job with one, that every version has."""
 
     format: int = PLAN_FORMAT
     plan: "_Planned | None" = None
@@ -98,7 +100,8 @@ def _old_job(folder: RunFolder) -> Job:
         head = msgspec.json.decode(content, type=_Planned).plan
         if head is not None and head.format != PLAN_FORMAT:
             text = f"this run's plan has format {head.format}; this version reads format {PLAN_FORMAT}"
-            hint = f"go on with the version that began it, or anew: realgraph run {folder.config} outputs.dir=ANOTHER"
+            anew = f"realgraph run {folder.config} outputs.dir=ANOTHER"
+            hint = f"resume with the version that started it, or start a new run: {anew}"
             raise ConfigError([Problem(Where(str(folder.job), path="$.plan.format"), text, hint, "plan_format")])
         return msgspec.json.decode(content, type=Job)
     except (OSError, UnicodeDecodeError) as error:

@@ -1,6 +1,5 @@
 """From a checked run to a Job in a run directory. Imports no torch."""
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
@@ -14,7 +13,7 @@ from realgraph.planner.plan.codec import plan_to_json
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.request.cost_table import CostTable, load_costs
 from realgraph.planner.request.request import PlanRequest
-from realgraph.run.planning import Asked, plan_for, read_plan, request_for
+from realgraph.run.planning import RequestOptions, plan_for, read_plan, request_for
 from realgraph.run_file.compose import Checked, check_run
 from realgraph.run_file.function_variables import refuse_unset
 from realgraph.run_file.resolved import resolved_text
@@ -23,22 +22,20 @@ from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.run_folder import RunFolder, exclusive, write_atomic
 from realgraph.runtime.master.checkpoint_folders import point_best, set_aside
 from realgraph.runtime.master.checkpoints import Damaged, read_state
+from realgraph.runtime.processes.environment import variables
 
 
-class Prepared(Struct, frozen=True):
-    """A run that is ready to start: its job, its directory, and the checkpoint it goes on from.
-
-    damaged: newer checkpoints than that one, which are passed over.
-    """
+class PreparedRun(Struct, frozen=True):
+    """A run that is ready to start."""
 
     job: Job
-    folder: RunFolder
+    folder: RunFolder  # its directory
     checked: Checked
     request: PlanRequest
     config: str  # the resolved run file
-    resume: Path | None = None
+    resume: Path | None = None  # the checkpoint that it goes on from
     begun_at: int = 0  # completed steps of the weights, of a run that has no steps of its own
-    damaged: tuple[Damaged, ...] = ()
+    damaged: tuple[Damaged, ...] = ()  # newer checkpoints than that one, which are passed over
 
 
 @contextmanager
@@ -61,22 +58,24 @@ def unwritable_folder(folder: RunFolder, error: OSError) -> ConfigError:
     return ConfigError([Problem(Where(path="$.outputs.dir"), text, "choose another outputs.dir, or make room")])
 
 
-def prepare(file: Path, overrides: Sequence[str], plan_file: Path | None, costs_file: Path | None = None) -> Prepared:
+def prepare(
+    file: Path, overrides: Sequence[str], plan_file: Path | None, costs_file: Path | None = None
+) -> PreparedRun:
     """Check, plan and name a new run. Nothing is written. costs_file: a table of measured costs, or a finished run.
 
     The run's directory is `outputs.dir`, which like all paths of a run file is relative to that file; where nobody
     names one, `runs/<name>-<date>` of the working directory. Raises ConfigError.
     """
     checked = check_run(file, overrides)
-    refuse_unset(checked, os.environ)
+    refuse_unset(checked, variables())
     costs = load_costs(costs_file) if costs_file is not None else CostTable()
-    request = request_for(checked, asked=Asked(costs=costs, costs_file=str(costs_file or "")))
+    request = request_for(checked, asked=RequestOptions(costs=costs, costs_file=str(costs_file or "")))
     plan = read_plan(plan_file, request) if plan_file is not None else plan_for(checked, request)
     run = checked.run
     root = Path(run.outputs.dir) if run.outputs.dir else Path("runs") / f"{checked.name}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = RunFolder(root.expanduser().absolute())
     job = job_of(checked, request, plan, folder)
-    return Prepared(job, folder, checked, request, resolved_text(checked.composed))
+    return PreparedRun(job, folder, checked, request, resolved_text(checked.composed))
 
 
 def job_of(checked: Checked, request: PlanRequest, plan: Plan, folder: RunFolder) -> Job:
@@ -109,7 +108,7 @@ def with_sums(job: Job) -> Job:
     return msgspec.structs.replace(job, data_sums=sums_of(job.data), eval_sums=held_out)
 
 
-def claim(prepared: Prepared) -> None:
+def claim(prepared: PreparedRun) -> None:
     """Write what a run directory starts with; of a resumed run, what it has changed.
 
     The caller owns the directory. Raises ConfigError where a new run's directory holds another run, and OSError.

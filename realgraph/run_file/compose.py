@@ -17,7 +17,6 @@ from realgraph.graphs.yaml.document import (
     COMMAND_LINE,
     Document,
     Tree,
-    parse_document,
     parse_override,
     read_document,
 )
@@ -49,12 +48,9 @@ from realgraph.runtime.job.job import EvalSpec
 
 
 class Composed(Struct, frozen=True):
-    """A run file laid over its graph, decoded; not yet checked by the rules of the language.
+    """A run file laid over its graph, decoded; not yet checked by the rules of the language."""
 
-    file: absolute. folder: where the user's `module:function` names are imported from.
-    """
-
-    file: Path
+    file: Path  # absolute
     run: RunSpec
     spec: GraphSpec
     resolved: Resolved
@@ -79,12 +75,12 @@ class Checked(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Of the run."""
+        """The name of the run."""
         return self.run.name or self.graph.name
 
     @property
     def folder(self) -> Path:
-        """Where the user's functions are imported from, absolute."""
+        """The folder that the user's functions are imported from, absolute."""
         return self.composed.folder
 
     def where(self, path: str) -> Where:
@@ -94,18 +90,15 @@ class Checked(Struct, frozen=True):
 
 def compose(file: Path, overrides: Sequence[str] = ()) -> Composed:
     """Read, merge, resolve and decode a run file. Raises ConfigError with all problems."""
-    return _without_problems(_compose(read_document(file, shown_name(file)), file, overrides))
+    return compose_document(read_document(file, shown_name(file)), file, overrides)
 
 
-def compose_text(text: str, file: Path, overrides: Sequence[str] = ()) -> Composed:
-    """The same from text, as if it were written in `file`, which need not exist."""
-    return _without_problems(_compose(parse_document(text, shown_name(file)), file, overrides))
-
-
-def _without_problems(composed: tuple[Composed, list[Problem]]) -> Composed:
-    if composed[1]:
-        raise ConfigError(composed[1])
-    return composed[0]
+def compose_document(document: Document, file: Path, overrides: Sequence[str] = ()) -> Composed:
+    """The same from what was read of `file`, which need not exist."""
+    composed, problems = _compose(document, file, overrides)
+    if problems:
+        raise ConfigError(problems)
+    return composed
 
 
 def _compose(document: Document, file: Path, overrides: Sequence[str]) -> tuple[Composed, list[Problem]]:
@@ -135,16 +128,16 @@ def _compose(document: Document, file: Path, overrides: Sequence[str]) -> tuple[
 
 
 def _with_held_out(document: Document) -> Document:
-    """What the held-out data leave unsaid is as in the training data: how rows are read, and of the same set which."""
+    """The held-out data, completed from the training data: how rows are read, and of the same set which."""
     data, evaluation = document.tree.get("data"), document.tree.get("eval")
-    held = evaluation.get("data") if isinstance(evaluation, dict) else None
-    if not isinstance(data, dict) or not isinstance(evaluation, dict) or not isinstance(held, dict):
+    held_out = evaluation.get("data") if isinstance(evaluation, dict) else None
+    if not isinstance(data, dict) or not isinstance(evaluation, dict) or not isinstance(held_out, dict):
         return document
-    keys = _READING if held.get("path", data.get("path")) != data.get("path") else ("path", "subset", *_READING)
-    taken = {key: data[key] for key in keys if key in data and key not in held}
+    keys = _READING if held_out.get("path", data.get("path")) != data.get("path") else ("path", "subset", *_READING)
+    taken = {key: data[key] for key in keys if key in data and key not in held_out}
     written = {key: document.marks.get(f"$.data.{key}") for key in taken}
     marks = {f"$.eval.data.{key}": mark for key, mark in written.items() if mark is not None}
-    tree = {**document.tree, "eval": {**evaluation, "data": {**taken, **held}}}
+    tree = {**document.tree, "eval": {**evaluation, "data": {**taken, **held_out}}}
     return Document(tree, {**document.marks, **marks})
 
 
@@ -166,15 +159,15 @@ def parse_overrides(overrides: Sequence[str]) -> list[Document]:
 
 
 def _graph_file(user: Document, file: Path) -> Path:
-    """The graph that the user's run `file` names. Where none is named, what else is wrong beside it is told as well."""
+    """The graph that the user's run `file` names. Where none is named, the error lists what else is wrong as well."""
     name = user.tree.get("graph")
     where = user.where("$.graph")
     if isinstance(name, str) and "${" not in name:
-        found = find_graph(name, Path.cwd() if where.file == COMMAND_LINE else file.parent, where)
-        if found.resolve() == file.resolve():
+        graph_file = find_graph(name, Path.cwd() if where.file == COMMAND_LINE else file.parent, where)
+        if graph_file.resolve() == file.resolve():
             hint = f"name another file, or one of {', '.join(library_names())}"
             raise ConfigError([Problem(where, "a run file can't be its own graph", hint, "graph")])
-        return found
+        return graph_file
     if name is None and {"calls", "name"} <= user.tree.keys() and "data" not in user.tree:
         text = "this is a graph file: it says how to train, but not on which data"
         hint = f"write a run file that names it: realgraph init --graph {shown_name(file)} --out run.yaml"
@@ -209,11 +202,11 @@ def _with_absolute_paths(document: Document, graph_file: Path, file: Path) -> tu
         if where.file == shown_name(graph_file) and graph_file.is_relative_to(file.parent):
             base = graph_file.parent
         target = base / Path(given).expanduser()
-        found = target.is_dir() if what == "model" else bool(data_files(str(target)))
-        if not found and not is_hub_id(given):
+        exists = target.is_dir() if what == "model" else bool(data_files(str(target)))
+        if not exists and not is_hub_id(given):
             hint = f"expected a {what} at {target}, or a Hub id such as {_EXAMPLES[what]}"
             problems.append(Problem(where, f"there is no {what} {given!r}", hint, "path"))
-        return {**section, "path": str(target) if found else given}
+        return {**section, "path": str(target) if exists else given}
 
     models = document.tree["models"]
     assert isinstance(models, dict)
@@ -249,16 +242,16 @@ def check_document(document: Document, file: Path, overrides: Sequence[str] = ()
     return _check(*_compose(document, file, overrides), weights)
 
 
-def check_text(text: str, file: Path, overrides: Sequence[str] = ()) -> Checked:
-    """The same from text, as if it were written in `file`, which need not exist."""
-    return _check(*_compose(parse_document(text, shown_name(file)), file, overrides))
-
-
-def _check(composed: Composed, found: Sequence[Problem], weights: bool = True) -> Checked:
-    """Rules, data, models: what needs the composed run. `found` are the problems known so far."""
-    problems = [*found, *_run_problems(composed), *_model_folders(composed, weights), *_function_problems(composed)]
+def _check(composed: Composed, problems_before: Sequence[Problem], weights: bool = True) -> Checked:
+    """Rules, data, models: what needs the composed run. `problems_before` are the problems known so far."""
+    problems = [
+        *problems_before,
+        *_run_problems(composed),
+        *_model_folders(composed, weights),
+        *_function_problems(composed),
+    ]
     path, data = composed.where("$.data.path"), LocalData()
-    if path not in [problem.where for problem in found]:
+    if path not in [problem.where for problem in problems_before]:
         try:
             data = probe_data(composed.run.data.path, composed.run.data.limit, path)
         except ConfigError as error:
@@ -301,7 +294,7 @@ def _eval_data_problems(composed: Composed, graph: Graph) -> Sequence[Problem]:
 
 
 def facts_of(run: RunSpec, data: LocalData) -> Facts:
-    """What the rules may know of a run. A Hub data set has at least the columns that the user maps."""
+    """Facts of a run for the rules. A Hub data set has at least the columns that the user maps."""
     return Facts(
         data_columns=dict(run.data.columns),
         columns=data.columns,
@@ -357,7 +350,7 @@ def _constrained_calls(composed: Composed) -> Iterator[Problem]:
     for path, name in named:
         if name in placed:
             continue
-        what = "is no call of the graph"
+        what = "is not a call of the graph"
         if name in composed.spec.calls:
             what = "holds no devices" if name in live.calls else "is switched off by its `when`"
         yield Problem(composed.where(path), f"{name!r} {what}", suggest(name, placed), "constraint")
@@ -382,7 +375,7 @@ def _eval_problems(composed: Composed, spec: EvalSpec) -> Iterator[Problem]:
     run, calls = composed.run, composed.spec.calls
     functions = [name for name, call in calls.items() if isinstance(call, Function)]
     if spec.call not in functions:
-        text = f"{spec.call!r} is no function call of the graph, so it can't score samples"
+        text = f"{spec.call!r} is not a function call of the graph, so it can't score samples"
         yield Problem(composed.where("$.eval.call"), text, suggest(spec.call, functions), "eval")
     if max(spec.k, default=1) > spec.n:
         text = f"pass@{max(spec.k)} needs at least {max(spec.k)} samples a prompt, but eval.n is {spec.n}"

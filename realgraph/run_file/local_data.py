@@ -1,4 +1,4 @@
-"""What can be known of a data set without reading it all: its columns and number of rows. No network, no torch."""
+"""Facts of a data set that need no reading of it all: its columns and number of rows. No network, no torch."""
 
 import glob
 import re
@@ -31,18 +31,18 @@ def probe_data(path: str, limit: int | None, where: Where) -> LocalData:
 
     Raises ConfigError at `where` for what is missing or can't be read.
     """
-    found = data_files(path)
-    if not found:
+    files = data_files(path)
+    if not files:
         if is_hub_id(path):
             return LocalData()
         hint = "a JSONL, CSV or parquet file, a folder or glob of them, or a Hub id such as openai/gsm8k"
         raise ConfigError([Problem(where, f"no data at {path}", hint, "data")])
-    form = form_of(found[0])
+    form = form_of(files[0])
     if form == "parquet":
-        return _probe_parquet(found, limit, where)
+        return _probe_parquet(files, limit, where)
     try:
-        return (_probe_csv if form == "CSV" else _probe_json_lines)(found, limit, where)
-    except ConfigError as error:  # what is wrong with a file, told at the place that names it
+        return (_probe_csv if form == "CSV" else _probe_json_lines)(files, limit, where)
+    except ConfigError as error:  # what is wrong with a file is reported at the place that names it
         raise ConfigError([_at(problem, where) for problem in error.problems]) from error
     except OSError as error:
         raise ConfigError([Problem(where, f"{path} can't be read: {error.strerror or error}", "", "data")]) from error
@@ -56,7 +56,7 @@ def _at(problem: Problem, where: Where) -> Problem:
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a path that is not there can be the id of a data set or model on the Hub."""
+    """True where a path that is not there can be the id of a data set or model on the Hub."""
     looks_local = path.startswith((".", "/", "~")) or form_of(Path(path)) is not None
     return not looks_local and _HUB_ID.fullmatch(path) is not None
 

@@ -1,4 +1,4 @@
-"""What a local model folder must be before anything heavy starts: readable, safe to load. No network, no torch."""
+"""Checks of a local model folder before anything heavy starts: readable, safe to load. No network, no torch."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def model_problems(folder: Path, where: Where, weights: bool = True) -> list[Problem]:
-    """What is wrong with a model folder; its shape is the planner's matter. weights: whether they are needed too."""
+    """Problems of a model folder; its shape is the planner's matter. weights: whether they are needed too."""
     try:
         config = msgspec.json.decode(read_file(folder / "config.json"))
     except OSError as error:
@@ -39,7 +39,7 @@ def _weight_problems(folder: Path, where: Where) -> list[Problem]:
         return [Problem(where, text, "expected one or more .safetensors files", "model")]
     text = f"{folder} has only pickled weights ({pickled[0]}), which can run code when they are loaded"
     hint = (
-        "convert them once, on a machine you can lose: AutoModelForCausalLM.from_pretrained(FOLDER)"
+        "convert them once, on an isolated machine: AutoModelForCausalLM.from_pretrained(FOLDER)"
         ".save_pretrained(FOLDER, safe_serialization=True)"
     )
     return [Problem(where, text, hint, "pickled_weights")]

@@ -16,7 +16,7 @@ from realgraph.run_file.run_spec import RunSpec
 
 
 def is_graph(document: Document) -> bool:
-    """Whether a file holds an algorithm and no run: calls, but no `graph`."""
+    """True where a file holds an algorithm and no run: calls, but no `graph`."""
     return "graph" not in document.tree and "calls" in document.tree
 
 

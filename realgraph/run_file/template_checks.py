@@ -1,4 +1,4 @@
-"""What is known of a chat template's arguments without the template: names and values. No network, no torch."""
+"""Checks of a chat template's arguments without the template: names and values. No network, no torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,12 +23,12 @@ Mistake = tuple[str, str, str]  # YAML path, text, hint
 
 
 def template_mistakes(data: DataSpec, path: str) -> Iterator[Mistake]:
-    """What no template can take of `template_args` and `tools` of the data set at `path`."""
+    """Mistakes of `template_args` and `tools` of the data set at `path`."""
     parent = f"{path}.template_args"
     for name, value in data.template_args.items():
         at = child(parent, name)
         if name in _GIVEN:
-            yield at, f"{name!r} is no argument to be set here", _GIVEN[name]
+            yield at, f"{name!r} is not an argument that can be set here", _GIVEN[name]
         elif name in _OPTIONS:
             yield at, f"{name!r} is an option of rendering, not an argument of a template", "leave it out"
         elif not name.isidentifier():
@@ -41,7 +41,7 @@ def template_mistakes(data: DataSpec, path: str) -> Iterator[Mistake]:
 
 
 def _values(value: Any, path: str) -> Iterator[Mistake]:
-    """What of a value is no JSON; numbers that JSON lacks are refused where files are read."""
+    """Parts of a value that are no JSON; numbers that JSON lacks are refused where files are read."""
     match value:
         case Mapping():
             for key, item in value.items():
@@ -56,6 +56,6 @@ def _values(value: Any, path: str) -> Iterator[Mistake]:
         case _:
             yield (
                 path,
-                f"a {type(value).__name__} is no JSON value",
+                f"a {type(value).__name__} is not a JSON value",
                 "use text, numbers, true, false, null, lists, mappings",
             )

@@ -22,22 +22,22 @@ _ONE_FILE = 4 << 20  # bytes of a module that is read; a longer one is not looke
 
 
 class Use(Struct, frozen=True):
-    """A `module:function` that a graph names, and what it will be called with. path: of its `fn`, in YAML."""
+    """A `module:function` that a graph names, and what it will be called with."""
 
-    path: str
-    fn: str
-    positional: tuple[str, ...]
-    keywords: tuple[str, ...]
+    path: str  # of its `fn`, in YAML
+    fn: str  # module:function
+    positional: tuple[str, ...]  # names of arguments
+    keywords: tuple[str, ...]  # names of arguments
 
 
 class _Module(Struct, frozen=True):
-    """A module that was found. file: None where its text can't be read (a compiled or built-in one)."""
+    """A module of the import path."""
 
-    file: Path | None
+    file: Path | None  # None where its text can't be read (a compiled or built-in one)
 
 
 def functions_folder(file: Path) -> Path:
-    """Where the functions of a run file lie: its own folder; of a run directory's copy, the folder it was made in."""
+    """The folder of a run file's functions: its own folder; of a run directory's copy, the folder it was made in."""
     root = file.absolute().parent
     job = RunFolder(root).job
     if file.absolute() != RunFolder(root).config or not job.is_file():
@@ -49,7 +49,7 @@ def functions_folder(file: Path) -> Path:
 
 
 class _UserDir(Struct, frozen=True):
-    """Of a job, the folder of its functions."""
+    """The part of a job that names the folder of its functions."""
 
     user_dir: str = ""
 
@@ -74,18 +74,18 @@ def _problems(use: Use, folder: Path, where: Where) -> Iterator[Problem]:
     module, colon, path = use.fn.partition(":")
     if not colon or not all(part.isidentifier() for part in (*module.split("."), *path.split("."))):
         return  # a rule of the language says so
-    found = _find(module, folder)
-    if isinstance(found, str):
+    source = _find(module, folder)
+    if isinstance(source, str):
         hint = (
             _spelling(module, folder) or f"expected {Path(*module.split('.'))}.py in {folder}, or an installed module"
         )
-        yield Problem(where, f"can't find the module of {use.fn!r}: {found}", hint, RULE)
-    elif found.file is not None:
-        yield from _text_problems(use, path, found.file, where)
+        yield Problem(where, f"can't find the module of {use.fn!r}: {source}", hint, RULE)
+    elif source.file is not None:
+        yield from _text_problems(use, path, source.file, where)
 
 
 def _text_problems(use: Use, path: str, file: Path, where: Where) -> Iterator[Problem]:
-    """What the module's text says: whether it is Python, defines the function, and with which parameters."""
+    """Problems that the module's text shows: whether it is Python, defines the function, and with which parameters."""
     try:
         if file.stat().st_size > _ONE_FILE:
             return
@@ -94,10 +94,10 @@ def _text_problems(use: Use, path: str, file: Path, where: Where) -> Iterator[Pr
         yield Problem(where, f"{file} can't be read: {reason(error)}", "", RULE)
         return
     except SyntaxError as error:
-        yield Problem(where, f"{file}:{error.lineno or 0} is no Python: {error.msg}", "", RULE)
+        yield Problem(where, f"{file}:{error.lineno or 0} is not valid Python: {error.msg}", "", RULE)
         return
     except (ValueError, RecursionError) as error:
-        yield Problem(where, f"{file} is no Python: {error}", "", RULE)
+        yield Problem(where, f"{file} is not valid Python: {error}", "", RULE)
         return
     part = path.partition(".")[0]
     if isinstance(definition, Absent) and file.name == "__init__.py" and _find_part(file.parent, part):
@@ -159,10 +159,10 @@ def _spec(whole: str, folder: Path, places: list[str] | None) -> ModuleSpec | No
         return PathFinder.find_spec(whole, places)
     if (built_in := BuiltinImporter.find_spec(whole) or FrozenImporter.find_spec(whole)) is not None:
         return built_in
-    if (found := PathFinder.find_spec(whole, [str(folder), *sys.path])) is not None:
-        return found
+    if (spec := PathFinder.find_spec(whole, [str(folder), *sys.path])) is not None:
+        return spec
     finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)  # editable installs have their own
-    return next((found for find in finders if find is not None and (found := find(whole, None)) is not None), None)
+    return next((spec for find in finders if find is not None and (spec := find(whole, None)) is not None), None)
 
 
 def _find_part(package: Path, name: str) -> bool:

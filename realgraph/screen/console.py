@@ -1,4 +1,4 @@
-"""What a run shows on the screen: a live table in a terminal, plain lines elsewhere."""
+"""A run on the screen: a live table in a terminal, plain lines elsewhere."""
 
 import time
 from collections import defaultdict, deque
@@ -113,8 +113,8 @@ def started(record: RunStarted) -> str:
 
 def ended(record: RunEnded) -> str:
     """`finished after step 40`; of a failure no more, since its error stands below."""
-    told = record.ok or record.reason in ("stopped", "interrupted")
-    return f"{record.reason if told else 'failed'} after step {record.step}"
+    has_reason = record.ok or record.reason in ("stopped", "interrupted")
+    return f"{record.reason if has_reason else 'failed'} after step {record.step}"
 
 
 def describe(record: EvalRecord) -> str:

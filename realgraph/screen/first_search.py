@@ -24,5 +24,5 @@ def prepare_search() -> None:
 def _say_if_slow(began: float, ended: threading.Event) -> None:
     while not ended.wait(LOOK_SECONDS):
         if time.process_time() - began > PATIENCE_SECONDS:
-            say("compiling the planner's search for this machine, this once: some 20 seconds", err=True)
+            say("compiling the planner's search for this machine, once: about 20 seconds", err=True)
             return

@@ -61,8 +61,8 @@ class OutputError(Exception):
         self.gone = cause.errno == errno.EPIPE  # its reader has ended, as `head` does
 
 
-class Stream:
-    """A text stream whose failures `on_failure` hears of; anything else is the stream's own."""
+class WatchedStream:
+    """A text stream whose failures go to `on_failure`; anything else is the stream's own."""
 
     def __init__(self, inner: TextIO, on_failure: Callable[[OSError], None]) -> None:
         self.inner, self._on_failure = inner, on_failure
@@ -71,7 +71,7 @@ class Stream:
         return getattr(self.inner, name)
 
     def write(self, text: str) -> int:
-        """As the stream does, or the failure is heard of."""
+        """As the stream does; a failure goes to `on_failure`."""
         try:
             return self.inner.write(text)
         except OSError as error:
@@ -79,14 +79,14 @@ class Stream:
             return len(text)
 
     def flush(self) -> None:
-        """As the stream does, or the failure is heard of."""
+        """As the stream does; a failure goes to `on_failure`."""
         try:
             self.inner.flush()
         except OSError as error:
             self._failed(error)
 
     def _failed(self, error: OSError) -> None:
-        """What the stream still holds must go somewhere, or Python fails when it flushes at its end."""
+        """Send what the stream still holds somewhere, or Python fails when it flushes at its end."""
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self.inner.fileno())
         os.close(null)
@@ -95,8 +95,8 @@ class Stream:
 
 def forgiving_stdout() -> TextIO:
     """Standard output for a run, which goes on where nobody takes what it shows: that is lost, and said on stderr."""
-    inner = sys.stdout.inner if isinstance(sys.stdout, Stream) else sys.stdout
-    return Stream(inner, _lost)  # type: ignore[return-value]
+    inner = sys.stdout.inner if isinstance(sys.stdout, WatchedStream) else sys.stdout
+    return WatchedStream(inner, _lost)  # type: ignore[return-value]
 
 
 def _lost(error: OSError) -> None:
@@ -109,15 +109,15 @@ def _lost(error: OSError) -> None:
 def standard_streams() -> Iterator[None]:
     """stdout and stderr that show any character; where stdout fails, exits with 1: quietly if its reader has ended.
 
-    Where stderr fails nobody can be told; the exit code says what there is to say.
+    Where stderr fails too, only the exit code is left to report it.
     """
     before = sys.stdout, sys.stderr
     for stream in before:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    out = Stream(before[0] or _nowhere(), _raise)
+    out = WatchedStream(before[0] or _nowhere(), _raise)
     sys.stdout = out
-    sys.stderr = Stream(before[1] or _nowhere(), lambda error: None)
+    sys.stderr = WatchedStream(before[1] or _nowhere(), lambda error: None)
     try:
         try:
             yield

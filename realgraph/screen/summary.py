@@ -1,4 +1,4 @@
-"""What a finished run has learned and where its time went, read from its run directory."""
+"""The results of a finished run and where its time went, read from its run directory."""
 
 from collections import defaultdict
 from collections.abc import Iterator

@@ -27,7 +27,7 @@ class Terminal(Console):
         return super().render_str(visible(text), **{**settings, "markup": False, "emoji": False})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """What any renderable comes to, a `Text` of data included; the console's own control codes stay."""
+        """The text of any renderable, a `Text` of data included; the console's own control codes stay."""
         for segment in super().render(renderable, options):
             if segment.control or segment.text.isprintable():
                 yield segment

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from realgraph.graphs.applied import step_keys
 from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS
-from realgraph.graphs.maths import GAE, AdaptiveKL, ApplyStep, Center, KLPenalty, Overlong, Return, Scale, Step
 from realgraph.graphs.spec import Advantage
-from realgraph.runtime.algorithms.applied import Call, apply_step
+from realgraph.graphs.steps import GAE, AdaptiveKL, ApplyStep, Center, KLPenalty, Overlong, Return, Scale, Step
+from realgraph.runtime.algorithms.applied import AppliedCall, apply_step
 from realgraph.runtime.algorithms.estimators import indices_by_group, kl, segment_sum, suffix_sums
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.wire.protocol import Mean
@@ -26,7 +26,7 @@ KL_COEF = "kl_coef"
 
 
 @dataclass
-class Pipeline:
+class AdvantagePipeline:
     """The running quantity of one batch, [N] or [T] float64 (zero off the mask), and what the steps leave beside it."""
 
     batch: Packed
@@ -127,9 +127,11 @@ def compute(
     return outputs, work.state, work.metrics
 
 
-def _start(call: Advantage, batch: Packed, functions: Mapping[str, StepFunction], state: dict[str, float]) -> Pipeline:
+def _start(
+    call: Advantage, batch: Packed, functions: Mapping[str, StepFunction], state: dict[str, float]
+) -> AdvantagePipeline:
     """The reward as the first running quantity, checked and measured."""
-    work = Pipeline(batch, torch.zeros(batch.n_samples, dtype=torch.float64), functions, state)
+    work = AdvantagePipeline(batch, torch.zeros(batch.n_samples, dtype=torch.float64), functions, state)
     name = call.reads[0] if call.reads else "reward"
     rewards = work.key(name)
     per_token = name in batch.token_keys
@@ -155,7 +157,7 @@ def _sample(batch: Packed, position: int) -> str:
     return f"sample {batch.samples[position] if batch.samples else position}"
 
 
-def _step(work: Pipeline, call: Advantage, name: str, step: Step) -> None:
+def _step(work: AdvantagePipeline, call: Advantage, name: str, step: Step) -> None:
     match step:
         case KLPenalty():
             _kl_penalty(work, name, step)
@@ -174,7 +176,7 @@ def _step(work: Pipeline, call: Advantage, name: str, step: Step) -> None:
             _apply(work, name, step, step_keys(call, step))
 
 
-def _kl_penalty(work: Pipeline, name: str, step: KLPenalty) -> None:
+def _kl_penalty(work: AdvantagePipeline, name: str, step: KLPenalty) -> None:
     """Reward per token: the score on the last sampled token, minus coef x KL(behaviour || `to`) on each sampled one.
 
     An adaptive coefficient follows its target by Ziegler et al. 2019 (arXiv:1909.08593), sec. 2.2: multiplied by
@@ -197,7 +199,7 @@ def _kl_penalty(work: Pipeline, name: str, step: KLPenalty) -> None:
     work.become_tokens(work.token_rewards() - coef * estimates)
 
 
-def _overlong(work: Pipeline, step: Overlong) -> None:
+def _overlong(work: AdvantagePipeline, step: Overlong) -> None:
     """Add 0 up to `start` sampled tokens, -1 from `limit` on, linear between (arXiv:2503.14476, eq. 13)."""
     penalty = -((work.counts - step.start) / max(step.limit - step.start, 1)).clamp(0, 1)
     work.metrics["overlong"] = Mean(float((penalty < 0).sum()), work.batch.n_samples)
@@ -209,7 +211,7 @@ def _overlong(work: Pipeline, step: Overlong) -> None:
     work.running[last] += penalty[work.index[last]]
 
 
-def _items(work: Pipeline, by: str) -> tuple[Tensor, Tensor]:
+def _items(work: AdvantagePipeline, by: str) -> tuple[Tensor, Tensor]:
     """[K] values that a baseline or a scale is taken over, and [K] the set (group or whole batch) of each."""
     values = work.running[work.sampled] if work.per_token else work.running
     if by == "batch":
@@ -231,19 +233,19 @@ def _moments(values: Tensor, sets: Tensor) -> tuple[Tensor, Tensor]:
     return mean, (square / (count - 1).clamp(min=1)).sqrt()
 
 
-def _put(work: Pipeline, values: Tensor) -> None:
+def _put(work: AdvantagePipeline, values: Tensor) -> None:
     """Take [K] values of `_items` back as the running quantity, at the same level."""
     work.running = _scatter(work, values) if work.per_token else values
 
 
-def _scatter(work: Pipeline, values: Tensor) -> Tensor:
+def _scatter(work: AdvantagePipeline, values: Tensor) -> Tensor:
     """[M] of the sampled tokens -> [T], zero elsewhere."""
     whole = torch.zeros(work.batch.n_tokens, dtype=torch.float64, device=values.device)
     whole[work.sampled] = values
     return whole
 
 
-def _center(work: Pipeline, step: Center) -> None:
+def _center(work: AdvantagePipeline, step: Center) -> None:
     """Subtract a mean over samples, or over sampled tokens once the running quantity is per token; or subtract a key.
 
     leave_one_out: the mean of the group's other samples (of all their tokens), RLOO, arXiv:2402.14740, eq. 8.
@@ -267,7 +269,7 @@ def _center(work: Pipeline, step: Center) -> None:
     _put(work, values - (_by(sets, values)[sets] - own_sum[owner]) / others)
 
 
-def _subtract_key(work: Pipeline, step: Center) -> None:
+def _subtract_key(work: AdvantagePipeline, step: Center) -> None:
     assert step.key is not None, "the checker refuses `by: key` without a key"
     baseline = work.key(step.key)
     if step.key in work.batch.token_keys:
@@ -278,7 +280,7 @@ def _subtract_key(work: Pipeline, step: Center) -> None:
         work.running = work.running - baseline
 
 
-def _scale(work: Pipeline, step: Scale) -> None:
+def _scale(work: AdvantagePipeline, step: Scale) -> None:
     """Divide by standard deviation (n - 1) + eps of the running values as they stand; by 1 where that sum is 0."""
     values, sets = _items(work, step.by)
     _, deviation = _moments(values, sets)
@@ -286,7 +288,7 @@ def _scale(work: Pipeline, step: Scale) -> None:
     _put(work, values / torch.where(divisor > 0, divisor, 1.0)[sets])
 
 
-def _gae(work: Pipeline, step: GAE) -> None:
+def _gae(work: AdvantagePipeline, step: GAE) -> None:
     """A[t] = delta[t] + gamma lam A[t + 1], delta[t] = r[t] + gamma V[t + 1] - V[t], over sampled tokens.
 
     V[t] is the value of the state before token t; beyond the last sampled token it is 0. returns = A + V.
@@ -301,11 +303,11 @@ def _gae(work: Pipeline, step: GAE) -> None:
     work.become_tokens(_scatter(work, advantages))
 
 
-def _apply(work: Pipeline, name: str, step: ApplyStep, keys: tuple[str, ...]) -> None:
+def _apply(work: AdvantagePipeline, name: str, step: ApplyStep, keys: tuple[str, ...]) -> None:
     """The user's function of the batch and the running quantity; the shape it returns says the new level."""
     if step.fn not in work.functions:
         raise ValueError(f"step {name!r}: the function {step.fn!r} was not loaded")
-    call = Call(f"step {name!r}", step.fn, work.functions[step.fn], keys, step.args)
+    call = AppliedCall(f"step {name!r}", step.fn, work.functions[step.fn], keys, step.args)
     result = apply_step(call, work.batch, work.running)
     if result.shape == work.running.shape and not work.per_token:
         work.running = result

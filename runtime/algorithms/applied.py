@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from realgraph.graphs.applied import OUTPUTS
 from realgraph.graphs.keys import MASK, TOKENS
+from realgraph.graphs.maths import OUTPUTS
 from realgraph.runtime.batch import Outputs, Packed
 from realgraph.runtime.functions.user_errors import error_text, user_place
 
@@ -77,20 +77,20 @@ class DeclaredOutputs:
 
 
 @dataclass(frozen=True)
-class Call:
-    """A function of an `apply` entry. what: `step 'half'` or `term 'more'`. keys: those that it may look up."""
+class AppliedCall:
+    """A function of an `apply` entry, and its arguments."""
 
-    what: str
-    fn: str
+    what: str  # `step 'half'` or `term 'more'`
+    fn: str  # module:function
     function: Callable[..., Any]
-    keys: tuple[str, ...]
-    args: Mapping[str, Any]
+    keys: tuple[str, ...]  # that it may look up
+    args: Mapping[str, Any]  # keywords, as they are
 
     def fail(self, text: str) -> AppliedError:
         return AppliedError(f"{self.what}: {self.fn} {text}")
 
 
-def apply_step(call: Call, batch: Packed, running: Tensor) -> Tensor:
+def apply_step(call: AppliedCall, batch: Packed, running: Tensor) -> Tensor:
     """The new running quantity: [N] or [T] float64. Raises AppliedError."""
     result = _called(call, batch, running)
     n, t = batch.n_samples, batch.n_tokens
@@ -99,7 +99,7 @@ def apply_step(call: Call, batch: Packed, running: Tensor) -> Tensor:
     return result.double()
 
 
-def apply_term(call: Call, batch: Packed, outputs: Outputs, declared: Sequence[str]) -> Tensor:
+def apply_term(call: AppliedCall, batch: Packed, outputs: Outputs, declared: Sequence[str]) -> Tensor:
     """A loss per token [T], floating. declared: the outputs that the function may use. Raises AppliedError."""
     result = _called(call, batch, DeclaredOutputs(outputs, declared))
     if result.shape != (batch.n_tokens,):
@@ -110,8 +110,8 @@ def apply_term(call: Call, batch: Packed, outputs: Outputs, declared: Sequence[s
     return result
 
 
-def _called(call: Call, batch: Packed, second: object) -> Tensor:
-    """What the function returns, a real tensor on the batch's device."""
+def _called(call: AppliedCall, batch: Packed, second: object) -> Tensor:
+    """Call the function: a real tensor on the batch's device. Raises AppliedError."""
     seen = replace(
         batch,
         token_keys=DeclaredKeys(batch.token_keys, call.keys),

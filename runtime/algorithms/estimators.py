@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from realgraph.graphs.maths import Estimator
+from realgraph.graphs.entries import Estimator
 
 
 def kl(logprobs: Tensor, other: Tensor, estimator: Estimator) -> Tensor:
@@ -43,10 +43,10 @@ def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
 
 def indices_by_group(groups: Sequence[int]) -> dict[int, list[int]]:
     """Positions of the samples of each prompt group; groups in the order of their first sample."""
-    found: dict[int, list[int]] = {}
+    members: dict[int, list[int]] = {}
     for position, group in enumerate(groups):
-        found.setdefault(group, []).append(position)
-    return found
+        members.setdefault(group, []).append(position)
+    return members
 
 
 def suffix_sums(values: Tensor, remaining: Tensor, decay: float) -> Tensor:

@@ -197,12 +197,12 @@ def importance_weight(off_policy: OffPolicy, log_weight: Tensor) -> tuple[Tensor
 
 def _ratio_stats(view: View, log_ratio: Tensor, clipped: Tensor) -> Stats:
     """clip_fraction; ratio; ratio_max, the largest ratio; approx_kl, k3 of KL(anchor || policy)."""
-    held = view.sampled(log_ratio.detach().double())
-    ratio = held.exp()
+    log_ratio = view.sampled(log_ratio.detach().double())
+    ratio = log_ratio.exp()
     stats: Stats = {
         "clip_fraction": view.mean(clipped),
         "ratio": view.mean(ratio),
-        "approx_kl": view.mean(kl(torch.zeros_like(held), held, "k3")),
+        "approx_kl": view.mean(kl(torch.zeros_like(log_ratio), log_ratio, "k3")),
     }
     if len(ratio):
         stats["ratio_max"] = Largest(torch.where(view.mask, ratio, 0.0).max())
@@ -303,5 +303,5 @@ def _pair_stats(margin: Tensor) -> Stats:
 
 def _mean_over(values: Tensor) -> tuple[Tensor, Tensor]:
     """Total and weight over all entries, float64, detached."""
-    held = values.detach().double()
-    return held.sum(), held.new_tensor(float(len(held)))
+    values = values.detach().double()
+    return values.sum(), values.new_tensor(float(len(values)))

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from realgraph.graphs.applied import OUTPUTS, term_keys, term_outputs
 from realgraph.graphs.maths import (
     KL,
+    OUTPUTS,
     ApplyTerm,
     Constant,
     CrossEntropy,
-    Decoupled,
     Distill,
     Entropy,
     Loss,
@@ -28,11 +27,10 @@ from realgraph.graphs.maths import (
     SequenceMean,
     Term,
     TokenMean,
-    Truncated,
     Value,
 )
 from realgraph.runtime.algorithms import loss_terms
-from realgraph.runtime.algorithms.applied import Call, apply_term
+from realgraph.runtime.algorithms.applied import AppliedCall, apply_term
 from realgraph.runtime.algorithms.loss_terms import Largest, Stats, View
 from realgraph.runtime.batch import Outputs, Packed
 from realgraph.runtime.wire.protocol import Max, Mean, Metric
@@ -41,36 +39,21 @@ LossFunction = Callable[..., Tensor]  # (batch: Packed, outputs: Outputs, **args
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What a forward pass must give a loss; `proximal`: log-probabilities from before the batch's first step."""
+class LossNeeds:
+    """The outputs of a forward pass that a loss needs."""
 
     logprobs: bool = False
     entropy: bool = False
     values: bool = False
     scores: bool = False
-    proximal: bool = False
+    proximal: bool = False  # log-probabilities from before the batch's first step
 
 
-def needs(loss: Loss) -> Needs:
-    """What `loss` asks of the forward pass; an `apply` term gets log-probabilities unless it reads other outputs."""
-    wanted: set[str] = set()
-    proximal = False
-    for term in loss.terms.values():
-        match term:
-            case PolicyGradient(off_policy=off_policy):
-                wanted.add("logprobs")
-                proximal = proximal or isinstance(off_policy, Truncated | Decoupled)
-            case KL() | CrossEntropy() | Preference() | Distill():
-                wanted.add("logprobs")
-            case Entropy():
-                wanted.add("entropy")
-            case Value():
-                wanted.add("values")
-            case PairwiseScore():
-                wanted.add("scores")
-            case ApplyTerm():
-                wanted.update(term_outputs(term))
-    return Needs(**{name: name in wanted for name in OUTPUTS}, proximal=proximal)
+def needs(loss: Loss) -> LossNeeds:
+    """The outputs that `loss` needs; an `apply` term gets log-probabilities unless it reads other outputs."""
+    terms = loss.terms.values()
+    outputs = {output for term in terms for output in term.outputs}
+    return LossNeeds(**{name: name in outputs for name in OUTPUTS}, proximal=any(term.needs_proximal for term in terms))
 
 
 def denominator(loss: Loss, batch: Packed) -> Tensor:
@@ -115,11 +98,11 @@ def evaluate(
     total = local.new_zeros(())
     stats: Stats = {}
     for name, term in loss.terms.items():
-        losses, found = _term(name, term, view, functions or {})
+        losses, term_stats = _term(name, term, view, functions or {})
         part = _numerator(loss, name, losses, view)
         total = total + part
         prefix = f"{name}_" if kinds.count(type(term)) > 1 else ""
-        stats |= {f"{name}_loss": (part.detach(), local), **{prefix + key: stat for key, stat in found.items()}}
+        stats |= {f"{name}_loss": (part.detach(), local), **{prefix + key: stat for key, stat in term_stats.items()}}
     stats["loss"] = (total.detach(), local)
     whole = denominator.to(total)
     return total / torch.where(whole > 0, whole, torch.ones_like(whole)), _metrics(stats)
@@ -147,13 +130,13 @@ def _term(name: str, term: Term, view: View, functions: Mapping[str, LossFunctio
         case ApplyTerm(fn=fn):
             if fn not in functions:
                 raise ValueError(f"term {name!r}: the function {fn!r} was not loaded")
-            call = Call(f"term {name!r}", fn, functions[fn], term_keys(term), term.args)
-            return apply_term(call, view.batch, view.outputs, term_outputs(term)), {}
+            call = AppliedCall(f"term {name!r}", fn, functions[fn], term.keys, term.args)
+            return apply_term(call, view.batch, view.outputs, term.outputs), {}
 
 
 def _numerator(loss: Loss, name: str, losses: Tensor, view: View) -> Tensor:
     """float64 scalar: the sum that the aggregation divides."""
-    of_pairs = isinstance(loss.terms[name], Preference | PairwiseScore)
+    of_pairs = loss.terms[name].of_pairs
     if of_pairs != isinstance(loss.aggregate, PairMean):
         kind = "is a loss of pairs: aggregate by pair_mean" if of_pairs else "is a loss of tokens: pair_mean has no use"
         raise ValueError(f"term {name!r} {kind}")
@@ -168,7 +151,7 @@ def _numerator(loss: Loss, name: str, losses: Tensor, view: View) -> Tensor:
 
 def _counted(loss: Loss, batch: Packed) -> Tensor:
     """[N] bool: samples that some term gives a weight other than 0."""
-    keys = [term.key if isinstance(term, CrossEntropy) else None for term in loss.terms.values()]
+    keys = [term.sample_weight for term in loss.terms.values()]
     counted = torch.zeros(batch.n_samples, dtype=torch.bool, device=batch.mask.device)
     for key in keys:
         if key is None or key in batch.token_keys:

@@ -27,17 +27,14 @@ SEED = 0
 
 
 class Trial(Struct, frozen=True):
-    """One try. call: an advantage call up to the entry, or a train call with the entry as its only term.
+    """One try of an `apply` entry."""
 
-    fns: path of `fn` -> function, of the call's entries. keys: all that the call reads. dtype: of the trained role.
-    """
-
-    call: Advantage | Train
+    call: Advantage | Train  # an advantage call up to the entry, or a train call with it as its only term
     entry: str
-    fns: dict[str, str]
-    keys: dict[str, KeyType]
+    fns: dict[str, str]  # path of `fn` -> function, of the call's entries
+    keys: dict[str, KeyType]  # all that the call reads
     samples_per_group: int
-    dtype: str
+    dtype: str  # of the trained role
     folder: str  # of the user's functions
 
 
@@ -104,8 +101,8 @@ def _outputs(batch: Packed, dtype: torch.dtype) -> Outputs:
         return torch.rand(n, generator=random, dtype=dtype)
 
     t, n = batch.n_tokens, batch.n_samples
-    found = (-numbers(t) - 0.1, numbers(t) + 0.1, numbers(t), numbers(n))
-    return Outputs(*(tensor.requires_grad_() for tensor in found))
+    tensors = (-numbers(t) - 0.1, numbers(t) + 0.1, numbers(t), numbers(n))
+    return Outputs(*(tensor.requires_grad_() for tensor in tensors))
 
 
 def made_up(keys: Mapping[str, KeyType], samples_per_group: int) -> Packed:

@@ -6,7 +6,6 @@ there. Two sockets lead to it: calls and answers to the process itself, and one 
 
 import contextlib
 import json
-import os
 import re
 import signal
 import socket
@@ -15,6 +14,8 @@ import sys
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+
+from realgraph.runtime.processes.environment import variables
 
 CLOSE_SECONDS = 10.0
 # What programs need to start, to find their files and to behave as they do in a terminal here. No proxies: their
@@ -51,7 +52,7 @@ class FunctionProcess:
                 pass_fds=(control.fileno(), calls.fileno()),
                 stdin=subprocess.DEVNULL,
                 cwd=user_dir,
-                env=environment(os.environ, env),
+                env=environment(variables(), env),
                 start_new_session=True,
             )
         except OSError:

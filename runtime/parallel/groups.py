@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.runtime.parallel.ports import listening_sockets, refuse_connections
+from realgraph.runtime.processes.environment import set_for_library
 
 FLAT_BYTES = 1 << 28  # of one all-reduce: larger buffers go in pieces, so that a backend's copy stays small
 
@@ -136,7 +137,7 @@ class Collectives:
         assert store is not None, "more than one worker needs a store"
         if one_host:
             # Nobody outside may connect; and what the host's name resolves to is wrong or absent on many laptops.
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if platform.system() == "Darwin" else "lo"
+            set_for_library("GLOO_SOCKET_IFNAME", "lo0" if platform.system() == "Darwin" else "lo")
         deadline = timedelta(seconds=member.timeout_seconds)
         open_before = listening_sockets()
         backend = "cpu:gloo,cuda:nccl" if member.device.type == "cuda" else "gloo"

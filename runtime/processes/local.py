@@ -21,6 +21,7 @@ from msgspec import Struct
 from realgraph.runtime.job.rotation import older
 from realgraph.runtime.processes import processes
 from realgraph.runtime.processes.clock import time_limit
+from realgraph.runtime.processes.environment import variables
 from realgraph.runtime.processes.launcher import LaunchError, WorkerBoot, WorkerProgram
 from realgraph.runtime.processes.processes import Exited, Preloaded, Started
 from realgraph.runtime.wire.frames import cut
@@ -73,7 +74,7 @@ def open_server(pipe: socket.socket, modules: Sequence[str], threads: int) -> Fo
         return subprocess.Popen(
             processes.command_line(pipe.fileno(), tuple(modules)),
             stdin=subprocess.DEVNULL,
-            env=os.environ | dict.fromkeys(_THREAD_VARIABLES, str(threads)),
+            env={**variables(), **dict.fromkeys(_THREAD_VARIABLES, str(threads))},
             pass_fds=(pipe.fileno(),),
             start_new_session=True,
         )

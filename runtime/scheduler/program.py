@@ -14,7 +14,6 @@ from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.graph import INPUT, Graph
 from realgraph.graphs.infer import is_own
 from realgraph.graphs.keys import own_tokens
-from realgraph.graphs.maths import compares_groups
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Train
 from realgraph.planner.plan.layout import Layout
 from realgraph.planner.plan.plan import Plan
@@ -110,7 +109,7 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
             trainer=(trainer := _trainer(graph, layouts, name)),
             trainer_workers=tuple(layouts[trainer].mesh.devices) if trainer else (),
             per_group=isinstance(call, Function) and call.over == "group",
-            whole_groups=isinstance(call, Train) and any(compares_groups(term) for term in call.loss.terms.values()),
+            whole_groups=isinstance(call, Train) and any(term.needs_whole_groups for term in call.loss.terms.values()),
             minibatches=call.minibatches if isinstance(call, Train) else 1,
             epochs=call.epochs if isinstance(call, Train) else 1,
             own=own_keys(graph).index(own_tokens(call.model)) if is_own(call) else SHARED,

@@ -6,13 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from realgraph.graphs.maths import KL, ApplyTerm, Entropy, Loss, PairMean, PolicyGradient, compares_groups
+from realgraph.graphs.maths import Loss
 from realgraph.runtime.batch import Packed
-
-
-def needs_whole_groups(loss: Loss) -> bool:
-    """Whether a term compares samples of one group, so that a group may not be cut."""
-    return isinstance(loss.aggregate, PairMean) or any(compares_groups(term) for term in loss.terms.values())
 
 
 def units(batch: Packed, whole_groups: bool) -> list[tuple[int, ...]]:
@@ -100,16 +95,14 @@ def idle(loss: Loss, batch: Packed) -> Tensor:
     those whose advantages are all 0, as in a group of equal rewards. Never any of a loss of pairs.
     """
     nothing = torch.zeros(batch.n_samples, dtype=torch.bool, device=batch.mask.device)
-    if needs_whole_groups(loss) or any(isinstance(term, ApplyTerm) for term in loss.terms.values()):
+    if loss.needs_whole_groups or any(term.sees_idle for term in loss.terms.values()):
         return nothing
     works = torch.zeros_like(batch.mask)
     for term in loss.terms.values():
-        match term:
-            case PolicyGradient(advantage=key) if key in batch.token_keys or key in batch.sample_keys:
-                works = works | (batch.key(key) != 0)
-            case KL(coef=0.0) | Entropy(coef=0.0):
-                pass
-            case _:
-                works = torch.ones_like(works)
+        key = term.idle_where_zero
+        if key is not None and (key in batch.token_keys or key in batch.sample_keys):
+            works = works | (batch.key(key) != 0)
+        elif term.coefficient != 0:
+            works = torch.ones_like(works)
     busy = nothing.to(torch.int64).index_add(0, batch.sample_index(), (works & batch.mask).to(torch.int64))
     return busy == 0

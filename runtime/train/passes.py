@@ -20,7 +20,7 @@ from realgraph.runtime.batch import Outputs, Packed
 from realgraph.runtime.engine import NumericsError, TrainSettings
 from realgraph.runtime.models.models import PackedModel, Wants
 from realgraph.runtime.parallel.groups import Ranks
-from realgraph.runtime.train.microbatch import cut, idle, needs_whole_groups, rejoin, units
+from realgraph.runtime.train.microbatch import cut, idle, rejoin, units
 from realgraph.runtime.train.optimizer import Masters
 from realgraph.runtime.wire.protocol import Mean, Metric, merge
 
@@ -152,7 +152,7 @@ class ModelPasses:
         if self.settings.skip_idle and busy:
             busy = (~idle(loss, fresh)).nonzero().squeeze(-1).tolist()
         work = fresh if len(busy) == fresh.n_samples else fresh.select(busy)
-        cuts = cut(work, self.settings.max_tokens_per_microbatch, needs_whole_groups(loss))
+        cuts = cut(work, self.settings.max_tokens_per_microbatch, loss.needs_whole_groups)
         n_sampled, n_fresh = int(batch.mask.sum()), int(fresh.mask.sum())
         sizes = (batch.n_tokens, fresh.n_samples, n_sampled, n_fresh)
         left_out = float(share - losses.denominator(loss, work)) if work is not fresh else 0.0
@@ -167,7 +167,7 @@ class ModelPasses:
             return batch
         sampled_in = torch.div(batch.token_keys[VERSIONS], settings.generator_trains, rounding_mode="floor")
         overdue = batch.mask & (version // settings.trains - sampled_in > settings.max_age)
-        if not needs_whole_groups(loss):
+        if not loss.needs_whole_groups:
             return replace(batch, mask=batch.mask & ~overdue)
         late = set(batch.sample_index()[overdue].tolist())
         return batch.select([i for unit in units(batch, True) if late.isdisjoint(unit) for i in unit])

@@ -1,4 +1,4 @@
-"""What the library holds: the names and descriptions of the graphs that come with realgraph."""
+"""The library: the names and descriptions of the graphs that come with realgraph."""
 
 from importlib.resources import files
 
@@ -7,7 +7,7 @@ import yaml
 
 
 class _Heading(msgspec.Struct, frozen=True):
-    """The part of a graph file that says what it is."""
+    """The name and the description in a graph file."""
 
     name: str
     description: str = ""
