@@ -54,7 +54,7 @@ class Known(Struct, frozen=True, eq=False):
 def problem_of(
     request: PlanRequest, whole: str = "", least: float = 0.0, careful: bool = False, known: Known | None = None
 ) -> Prepared:
-    """The whole search problem of a request. Pins and constraints must be sound: see `wishes.wish_problems`.
+    """The whole search problem of a request. Pins and constraints must be sound: see `constraints.constraint_problems`.
 
     whole: a call of which every option that fits is kept, for explanations. least: a bound of every plan's period, on
     which the latencies of streams depend. careful: streams tell what becomes of their caches when they are paused; else

@@ -94,8 +94,8 @@ class SearchProblem(Struct, frozen=True, eq=False):
     not pass it. Tasks of one frozen role on the same mesh under an equal layout keep one copy: their `resident` counts
     once. host_memory: int64 [nodes], of the sum of `host` over a node's devices.
     move_seconds(move, source mesh, target mesh) -> float64 [options of source there, options of target there].
-    ties: the user's wish that calls share a mesh, and the train calls of one role, whose optimizer states lie once (the
-    tables of the second and later ones have no `resident`).
+    ties: the user's constraint that calls share a mesh, and the train calls of one role, whose optimizer states lie
+    once (the tables of the second and later ones have no `resident`).
     tree: of the devices, for symmetry; None where nothing is known to be symmetric.
     floor_seconds: a period below it is impossible whatever is chosen (free calls, the user's own limits).
     longest_move_seconds: no move takes longer; 0 where none takes much longer than all tasks together.

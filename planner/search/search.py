@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from realgraph.graphs.errors import ConfigError
 from realgraph.planner.feasibility.diagnose import Infeasible as Infeasible
 from realgraph.planner.feasibility.diagnose import infeasible, unfinished
-from realgraph.planner.options.constraints import wish_problems
+from realgraph.planner.options.constraints import constraint_problems
 from realgraph.planner.options.tables import Known, Prepared, problem_of
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.plan.problem import Limits, Solution, Unsolved
@@ -35,7 +35,7 @@ def search(request: PlanRequest, limits: Limits = DEFAULT, levels: Sequence[int]
 
 def solved(request: PlanRequest, limits: Limits = DEFAULT, levels: Sequence[int] = ()) -> tuple[Prepared, Solution]:
     """The search problem of a request and its solution. Raises as `search` does."""
-    problems = wish_problems(request)
+    problems = constraint_problems(request)
     if problems:
         raise ConfigError(problems)
     if streams(request):

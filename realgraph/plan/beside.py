@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from realgraph.graphs.errors import ConfigError
 from realgraph.plan.session import Budget, Session
 from realgraph.planner.advise.sweep import Hint, changes_tried, synchronous
-from realgraph.planner.options.constraints import wish_problems
+from realgraph.planner.options.constraints import constraint_problems
 from realgraph.planner.options.tables import Known, Prepared, problem_of
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.report.content import Comparison
@@ -83,7 +83,7 @@ def other_plans(session: Session, request: PlanRequest, judged: bool) -> Iterato
 
 def _searched(name: str, note: str, session: Session, request: PlanRequest) -> Comparison:
     """The least period of a request found in a short time; why there is none where none is."""
-    problems = wish_problems(request)
+    problems = constraint_problems(request)
     if problems:
         return Comparison(name, None, problems[0].text)
     prepared = problem_of(request)
@@ -147,7 +147,7 @@ def simpler(request: PlanRequest, plan: Plan, comparisons: tuple[Comparison, ...
             return ""
         return f"every call on the same devices: no other placement is more than {gap_text(plan.gap)} faster, proven"
     colocated = replace(request, constraints=replace(request.constraints, colocated=True))
-    if wish_problems(colocated):
+    if constraint_problems(colocated):
         return ""
     for other in comparisons:
         if other.name == "colocated" and other.period_seconds is not None:

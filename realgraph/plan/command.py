@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from realgraph.plan.beside import BESIDE_SECONDS, cut_short, hints_of, other_plans, rules, simpler, synchrony
 from realgraph.plan.explain import explained, refuse_free
 from realgraph.plan.lengths import read_lengths
-from realgraph.plan.options import PlanOptions, refuse_clashes, sizes_of
+from realgraph.plan.options import PlanOptions, refuse_conflicts, sizes_of
 from realgraph.plan.session import Budget, Session, session
 from realgraph.plan.sweep import sweep_json, swept, unreached
 from realgraph.plan.view.facts import doubts_of, facts_of, fresher
@@ -47,7 +47,7 @@ class Made(Struct, frozen=True):
 
 def plan_command(file: Path, overrides: Sequence[str] = (), options: PlanOptions = PlanOptions()) -> Plan:
     """Plan the run in `file` and show the plan as the options ask. Raises ConfigError with every problem."""
-    refuse_clashes(options)
+    refuse_conflicts(options)
     for file_out in (options.out, options.html, options.trace):
         refuse_unwritable(file_out)
     checked = check_run(file, overrides, weights=False)
