@@ -34,7 +34,9 @@ def event_graph_of(problem: SearchProblem, solution: Solution, longer: Mapping[s
     nodes, edges = nodes_of(problem, solution.choices)
     names = [node.name for node in nodes]
     found = {
-        Dependency(names[i], names[j], tokens, seconds - nodes[i].seconds) for i, j, seconds, tokens in edges if i != j
+        Dependency(names[i], names[j], distance, seconds - nodes[i].seconds)
+        for i, j, seconds, distance in edges
+        if i != j
     }
     for order in set(orders(problem, solution).values()):
         for before, after in zip(order, order[1:] + order[:1], strict=True):

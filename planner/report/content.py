@@ -192,11 +192,11 @@ def bottleneck_of(plan: Plan, events: EventGraph, shown: Timeline) -> Bottleneck
     load, devices = 1 - busiest.idle, devices_text(busiest.devices)
     if not plan.bottleneck or plan.period_seconds <= 0:
         return Bottleneck("", "", (), 1, load, devices)
-    seconds, tokens = circuit_parts(events, plan.bottleneck, plan.period_seconds)
+    seconds, distance = circuit_parts(events, plan.bottleneck, plan.period_seconds)
     circuit = tuple(zip(plan.bottleneck, seconds, strict=True))
     call, longest = max(circuit, key=lambda node: node[1])
-    sentence = _sentence((call, longest), plan.period_seconds * tokens, (load, devices, len(busiest.devices)))
-    return Bottleneck(sentence, call, circuit, tokens, load, devices)
+    sentence = _sentence((call, longest), plan.period_seconds * distance, (load, devices, len(busiest.devices)))
+    return Bottleneck(sentence, call, circuit, distance, load, devices)
 
 
 def error_of(graph: Graph, plan: Plan, found: Bottleneck) -> float:

@@ -153,7 +153,7 @@ def _bars(task: Task, origin: float, period: float, critical: bool) -> Iterator[
 
 
 def earliest_starts(events: EventGraph, period: float) -> dict[str, float]:
-    """The least starts >= 0 of step 0 under a feasible period: longest paths with seconds - period x tokens.
+    """The least starts >= 0 of step 0 under a feasible period: longest paths with seconds - period x distance.
 
     Bellman-Ford; circuits of weight 0 (the critical ones) may round upwards, so it ends after n rounds at the latest.
     """
@@ -173,7 +173,7 @@ def earliest_starts(events: EventGraph, period: float) -> dict[str, float]:
 def slacks(events: EventGraph, period: float) -> dict[str, float]:
     """Seconds that each node could take longer, alone, before the period grows; 0 on a critical circuit.
 
-    A node on a circuit with h tokens and s seconds has h x period - s left; the least over its circuits, by all
+    A node on a circuit of total distance h and s seconds has h x period - s left; the least over its circuits, by all
     longest paths (Floyd-Warshall; a graph has a few dozen nodes).
     """
     nodes = list(events.seconds)
@@ -198,21 +198,21 @@ def slacks(events: EventGraph, period: float) -> dict[str, float]:
 
 
 def circuit_parts(events: EventGraph, circuit: Sequence[str], period: float) -> tuple[tuple[float, ...], int]:
-    """Seconds of each node of a circuit, with the delay of its outputs, and the tokens of the whole circuit.
+    """Seconds of each node of a circuit, with the delay of its outputs, and the distance of the whole circuit.
 
     Of several dependencies between two nodes, the one that binds most under this period.
     """
     if tuple(circuit) in events.loads:
         return tuple(events.seconds[name] for name in circuit), 1
     seconds: list[float] = []
-    tokens = 0
+    distance = 0
     for source, target in zip(circuit, [*circuit[1:], circuit[0]], strict=True):
         between = [d for d in events.dependencies if (d.source, d.target) == (source, target)]
         binding = max(between, key=lambda d: _weight(events, d, period))
         seconds.append(events.seconds[source] + binding.delay)
-        tokens += binding.tokens
-    return tuple(seconds), tokens
+        distance += binding.distance
+    return tuple(seconds), distance
 
 
 def _weight(events: EventGraph, dependency: Dependency, period: float) -> float:
-    return events.seconds[dependency.source] + dependency.delay - period * dependency.tokens
+    return events.seconds[dependency.source] + dependency.delay - period * dependency.distance

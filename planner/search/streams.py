@@ -152,7 +152,9 @@ def starts_of(request: PlanRequest, plan: Plan) -> dict[str, float]:
     starts = dict.fromkeys(events.seconds, 0.0)
     for _ in range(len(starts) + 1):
         for edge in events.dependencies:
-            soonest = starts[edge.source] + events.seconds[edge.source] + edge.delay - edge.tokens * plan.period_seconds
+            soonest = (
+                starts[edge.source] + events.seconds[edge.source] + edge.delay - edge.distance * plan.period_seconds
+            )
             starts[edge.target] = max(starts[edge.target], soonest)
     known = [name for name in starts if name in plan.allocations or name.startswith(REALLOCATION)]
     first = min(starts[name] for name in known)
@@ -247,7 +249,7 @@ def _streamed(flow: _Flow, timing: Timing) -> EventGraph:
     late = timing.latency - (timing.whole + 1) * timing.seconds  # after the end of that session
     late = late if timing.whole else max(0.0, late)
     edges = [
-        Dependency(edge.source, edge.target, edge.tokens - timing.whole, late)
+        Dependency(edge.source, edge.target, edge.distance - timing.whole, late)
         if edge.source == flow.call and edge.delay > 0
         else edge
         for edge in flow.events.dependencies

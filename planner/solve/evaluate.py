@@ -33,12 +33,12 @@ class Held(Struct, frozen=True):
 
 
 class Arc(Struct, frozen=True):
-    """Node `target` of step k starts `cost` seconds or more after `source` of step k - `tokens` started."""
+    """Node `target` of step k starts `cost` seconds or more after `source` of step k - `distance` started."""
 
     source: int
     target: int
     cost: float
-    tokens: int
+    distance: int
 
 
 class Timing(Struct, frozen=True):
@@ -114,7 +114,7 @@ def net_of(timed: Timing) -> Net:
     net.source[:arcs] = [arc.source for arc in timed.arcs]
     net.target[:arcs] = [arc.target for arc in timed.arcs]
     net.cost[:arcs] = [arc.cost for arc in timed.arcs]
-    net.tokens[:arcs] = [arc.tokens for arc in timed.arcs]
+    net.distance[:arcs] = [arc.distance for arc in timed.arcs]
     for p, (i, j) in enumerate(pairs):
         net.left[p], net.right[p] = i, j
         net.apart[i, j] = net.apart[j, i] = 1
@@ -196,7 +196,7 @@ def _early(problem: SearchProblem, timed: Timing, starts: Floats, period: float)
             continue
         inside = set(together[i].tolist())
         waits = [
-            early[arc.source] + arc.cost - arc.tokens * period - early[arc.target]
+            early[arc.source] + arc.cost - arc.distance * period - early[arc.target]
             for arc in timed.arcs
             if arc.target in inside and arc.source not in inside
         ]
@@ -253,7 +253,7 @@ def _turns(timed: Timing, solution: Solution) -> list[tuple[int, Turn]]:
         for arc in timed.arcs
         if arc.cost <= near
         and moment[arc.source] == moment[arc.target]
-        and arc.tokens == rounds[arc.source] - rounds[arc.target]
+        and arc.distance == rounds[arc.source] - rounds[arc.target]
     ]
     for _ in starts:
         for arc in at_once:

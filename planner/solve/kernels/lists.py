@@ -119,15 +119,15 @@ def in_time(
         for a in range(len(instance.arc_source)):
             if instance.arc_source[a] != i:
                 continue
-            target, tokens = int(instance.arc_target[a]), int(instance.arc_tokens[a])
+            target, distance = int(instance.arc_target[a]), int(instance.arc_distance[a])
             if instance.arc_move[a] < 0 or lists.moved[a] <= 0.0:
-                add_arc(net, i, target, latency + instance.arc_delay[a], tokens)
+                add_arc(net, i, target, latency + instance.arc_delay[a], distance)
             else:
                 node = int(net.size[0])
                 net.size[0] = node + 1
                 net.seconds[node] = lists.moved[a]
                 net.k[node, node] = a
-                add_arc(net, i, node, latency, tokens)
+                add_arc(net, i, node, latency, distance)
                 add_arc(net, node, target, lists.moved[a], ZERO)
     _add_pairs(instance, needs, net)
     verdict = feasible(net, limit, schedules)
