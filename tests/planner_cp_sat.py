@@ -161,11 +161,11 @@ def _limit_memory(program: Program) -> None:
     """Resident bytes of all copies, and the active bytes of each task in turn, on every device; host bytes on nodes."""
     problem, model = program.problem, program.model
     trained = {task.role for task in problem.tasks if task.trains}
-    homes: dict[tuple[str, int, int], list[Var]] = {}
+    trained_copies: dict[tuple[str, int, int], list[Var]] = {}
     for task in problem.tasks:
         for choice, literal in program.chosen[task.name].items() if task.trains else ():
             layout = int(table_of(problem, task, choice).layout[choice.option])
-            homes.setdefault((task.role, choice.mesh, layout), []).append(literal)
+            trained_copies.setdefault((task.role, choice.mesh, layout), []).append(literal)
     for device in range(problem.devices):
         copies: dict[tuple[object, ...], tuple[int, Var]] = {}
         running: list[tuple[int, list[Var], list[Var]]] = []
@@ -175,14 +175,14 @@ def _limit_memory(program: Program) -> None:
                     continue
                 table = table_of(problem, task, choice)
                 key = (task.role, choice.mesh, int(table.layout[choice.option]))
-                at_home = [] if task.trains else homes.get(key, [])
+                in_place = [] if task.trains else trained_copies.get(key, [])
                 nbytes = int(table.resident[choice.option])
                 copy: tuple[object, ...] = (task.name, choice) if task.role in trained else (*key, nbytes)
                 known = copies.setdefault(copy, (nbytes, model.new_bool_var("")))
                 model.add_implication(literal, known[1])
                 active, shared = int(table.active[choice.option]), int(table.shared[choice.option])
                 running.append((active - shared, [literal], []))
-                running.append((active, [literal], at_home))
+                running.append((active, [literal], in_place))
         resident = sum(nbytes * literal for nbytes, literal in copies.values())
         for active, where, unless in running:
             limit = int(problem.memory[device]) - active

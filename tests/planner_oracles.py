@@ -61,7 +61,9 @@ def fits(problem: SearchProblem, choices: Mapping[str, Choice]) -> bool:
     """Whether every device and every node has the memory for what lies and runs there."""
     trained = {task.role for task in problem.tasks if task.trains}
     rows = [(task, choices[task.name], table_of(problem, task, choices[task.name])) for task in problem.tasks]
-    homes = {(task.role, choice.mesh, int(table.layout[choice.option])) for task, choice, table in rows if task.trains}
+    trained_copies = {
+        (task.role, choice.mesh, int(table.layout[choice.option])) for task, choice, table in rows if task.trains
+    }
     host = np.zeros(len(problem.host_memory), np.int64)
     for device in range(problem.devices):
         copies: dict[tuple[object, ...], int] = {}
@@ -72,8 +74,8 @@ def fits(problem: SearchProblem, choices: Mapping[str, Choice]) -> bool:
             layout = int(table.layout[choice.option])
             copy = (task.role, choice.mesh, layout) if task.role not in trained else (task.name,)
             copies[copy] = max(copies.get(copy, 0), int(table.resident[choice.option]))
-            at_home = not task.trains and (task.role, choice.mesh, layout) in homes
-            active = int(table.active[choice.option]) - at_home * int(table.shared[choice.option])
+            in_place = not task.trains and (task.role, choice.mesh, layout) in trained_copies
+            active = int(table.active[choice.option]) - in_place * int(table.shared[choice.option])
             largest = max(largest, active)
             host[device // problem.devices_per_node] += int(table.host[choice.option])
         if sum(copies.values()) + largest > problem.memory[device]:

@@ -103,7 +103,7 @@ def _reason(prepared: Prepared, choices: dict[str, Choice], call: str, plan: Pla
     over = excess(prepared.problem, choices)
     device = int(np.argmax(over))
     option = option_of(prepared, call, choices[call])
-    if option.candidate.home:
+    if option.candidate.in_place:
         return "reads the trained copy in place, which lies elsewhere or under another layout"
     layouts = {row.task.name: row.layout for row in _chosen(prepared.problem, choices)}
     for tie in prepared.problem.ties:
@@ -127,9 +127,9 @@ def excess(problem: SearchProblem, choices: Mapping[str, Choice]) -> Ints:
         task = row.task
         copy = (task.role, row.mesh, task.name if task.role in roles else row.layout)
         copies[copy] = max(copies.get(copy, 0), int(row.table.resident[row.option]))
-        at_home = not task.trains and (task.role, row.mesh, row.layout) in trained
+        in_place = not task.trains and (task.role, row.mesh, row.layout) in trained
         here = _devices(problem, row.mesh)
-        active = row.table.active[row.option] - (row.table.shared[row.option] if at_home else 0)
+        active = row.table.active[row.option] - (row.table.shared[row.option] if in_place else 0)
         largest[here] = np.maximum(largest[here], active)
     over: Ints = largest - problem.memory
     for (_, mesh, _), nbytes in copies.items():

@@ -219,7 +219,7 @@ def _least(request: PlanRequest, call: str, beside: dict[str, Allocation]) -> Ca
         resident = 0 if candidate.layout in trained else held.resident.total
         return (resident + held.active.total, held.resident.total, candidate.tokens)
 
-    choices = [candidate for candidate in candidates(request, call, mesh, cluster) if not candidate.home]
+    choices = [candidate for candidate in candidates(request, call, mesh, cluster) if not candidate.in_place]
     return min(choices, key=needed, default=None)
 
 

@@ -62,15 +62,15 @@ PLAIN = Passes()
 class Candidate(Struct, frozen=True):
     """One way to run a call. Where its place is open, the layout's mesh is any of that size in its group of nodes.
 
-    tokens: of a micro-batch, or of the cache of a generate call, kept as `cache`. passes: of a train call. home: the
-    call reads the trained copy in place, and may be so only where that lies on its mesh under its layout.
+    tokens: of a micro-batch, or of the cache of a generate call, kept as `cache`. passes: of a train call.
+    in_place: the call reads the trained copy, and may be so only where that lies on its mesh under its layout.
     """
 
     layout: Layout
     tokens: int
     passes: Passes = PLAIN
     residency: Residency = "resident"
-    home: bool = False
+    in_place: bool = False
     cache: Cache = "role"
 
 

@@ -225,7 +225,7 @@ def _ways(
     if reads:
         yield Candidate(*size, residency="reallocated", cache=cache)
         if request.engine == "installed" and (not isinstance(kind, Generate) or size[0].sharding == "replicated"):
-            yield Candidate(*size, home=True, cache=cache)
+            yield Candidate(*size, in_place=True, cache=cache)
         return
     for passes in passes_for(request, call, size, cluster) if isinstance(kind, Train) else (PLAIN,):
         yield Candidate(*size, passes, cache=cache)

@@ -200,13 +200,13 @@ def _generate_pin(request: PlanRequest, pin: Pin, where: Where) -> Iterator[Prob
 
 def _train_places(request: PlanRequest) -> Iterator[Problem]:
     """One role is trained in one place: its optimizer states lie there."""
-    homes: dict[str, tuple[str, Pin]] = {}
+    places: dict[str, tuple[str, Pin]] = {}
     for name, call in request.graph.calls.items():
         if not isinstance(call, Train) or name not in request.pins:
             continue
         pin = request.pins[name]
-        other, home = homes.setdefault(call.model, (name, pin))
-        if set(_named(pin)) != set(_named(home)) and set(_named(pin)) and set(_named(home)):
+        other, place = places.setdefault(call.model, (name, pin))
+        if set(_named(pin)) != set(_named(place)) and set(_named(pin)) and set(_named(place)):
             text = f"{other!r} trains the same role on other devices"
             yield Problem(Where(path=f"$.allocation.{name}"), text, "pin both to the same devices", "pin")
 

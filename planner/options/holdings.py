@@ -38,12 +38,13 @@ def group_for(request: PlanRequest, layout: Layout) -> Cluster:
 def candidate_of(request: PlanRequest, allocations: Allocations, call: str) -> Candidate:
     """What an allocation says, as a candidate; whether it reads the trained copy in place follows from the layouts."""
     found = allocations[call]
-    home = reads_in_place(request, allocations, call)
+    in_place = reads_in_place(request, allocations, call)
     residency: Residency = "offloaded" if found.residency == "offloaded" else "resident"
-    if is_trained(request, request.graph.role(call)) and not isinstance(request.graph.calls[call], Train) and not home:
+    trains = isinstance(request.graph.calls[call], Train)
+    if is_trained(request, request.graph.role(call)) and not trains and not in_place:
         residency = "reallocated"
     passes = Passes(found.recompute, found.schedule, found.chunks)
-    return Candidate(found.layout, found.max_tokens_per_microbatch, passes, residency, home, found.kv_cache)
+    return Candidate(found.layout, found.max_tokens_per_microbatch, passes, residency, in_place, found.kv_cache)
 
 
 def reads_in_place(request: PlanRequest, allocations: Allocations, call: str) -> bool:
@@ -67,7 +68,7 @@ def held_copies(request: PlanRequest, allocations: Allocations) -> tuple[Held, .
         role, layout = request.graph.role(call), candidate.layout
         trained = isinstance(request.graph.calls[call], Train)
         own = holding(request, call, candidate, group_for(request, layout))
-        key = (role, "trained") if trained or candidate.home else (role, layout, candidate.residency)
+        key = (role, "trained") if trained or candidate.in_place else (role, layout, candidate.residency)
         if key in found:
             held = found[key]
             footprint = held.footprint if held.trained or not trained else own.resident

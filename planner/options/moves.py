@@ -128,11 +128,11 @@ class Moves:
 
     def seconds(self, move: Move, source: int, target: int) -> Floats:
         """[options of the source there, options of the target there]."""
-        (home, near), (mesh, group) = self._places[source], self._places[target]
-        key = (move.source, move.target, near, group, *self._relation(home, mesh, near))
+        (mesh, near), (other, group) = self._places[source], self._places[target]
+        key = (move.source, move.target, near, group, *self._relation(mesh, other, near))
         if key not in self._known:
-            here = Place(home, near, self._options[move.source][source])
-            there = Place(mesh, group, self._options[move.target][target])
+            here = Place(mesh, near, self._options[move.source][source])
+            there = Place(other, group, self._options[move.target][target])
             self._known[key] = move_matrix(self._request, move.target, here, there)
         return self._known[key]
 

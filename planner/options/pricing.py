@@ -129,11 +129,11 @@ def options_of(
         known.copies[candidate.layout] = copy_of(request, call, candidate.layout, cluster)
     copy, added = known.copies[candidate.layout], known.running[key]
     room = memory.usable_bytes(cluster) if known.room is None else known.room
-    if added.total + (0 if candidate.home else copy.total) > room:
+    if added.total + (0 if candidate.in_place else copy.total) > room:
         return
     held = _holding(request, candidate, copy, added)
     resident, active = held.resident.total, held.active.total
-    if candidate.home:
+    if candidate.in_place:
         active, shared = active + ELSEWHERE, ELSEWHERE
     else:
         shared = held.shared
@@ -149,7 +149,7 @@ def options_of(
             candidate=candidate,
             seconds=timing.seconds,
             latency=timing.latency + timing.whole * max(0.0, known.least - timing.seconds),
-            nbytes=_with_caches((resident, active, shared), base, candidate.home),
+            nbytes=_with_caches((resident, active, shared), base, candidate.in_place),
             host=held.host,
             running=timing.running,
             error=timing.error,
@@ -157,13 +157,13 @@ def options_of(
         )
 
 
-def _with_caches(nbytes: tuple[int, int, int], timing: Timing, home: bool) -> tuple[int, int, int]:
+def _with_caches(nbytes: tuple[int, int, int], timing: Timing, in_place: bool) -> tuple[int, int, int]:
     """Resident, active and shared bytes, where a stream's caches and weights are kept, or given up for training."""
     resident, active, shared = nbytes
     match timing.caches:
         case "kept":
-            return (resident + active - ELSEWHERE, ELSEWHERE, ELSEWHERE) if home else (resident + active, 0, 0)
-        case "training" if not home:
+            return (resident + active - ELSEWHERE, ELSEWHERE, ELSEWHERE) if in_place else (resident + active, 0, 0)
+        case "training" if not in_place:
             return resident, active + ELSEWHERE, shared + ELSEWHERE
         case _:
             return nbytes
@@ -188,7 +188,7 @@ def copy_of(request: PlanRequest, call: str, layout: Layout, cluster: Cluster) -
 
 def _holding(request: PlanRequest, candidate: Candidate, copy: Footprint, active: Footprint) -> Holding:
     """The same where its own copy's bytes and what a running call adds are known."""
-    if candidate.home:
+    if candidate.in_place:
         return Holding(Footprint(), active)
     if candidate.residency == "offloaded":
         return Holding(Footprint(), active + copy, host=copy.total)

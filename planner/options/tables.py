@@ -239,7 +239,7 @@ class _Tables:
         for option in options:
             spot = (call, group, size, self.layouts[layout_key(option)])
             resident, active, shared = option.nbytes
-            own = (0, active - shared) if option.candidate.home else (max(resident, shared), resident + active)
+            own = (0, active - shared) if option.candidate.in_place else (max(resident, shared), resident + active)
             known = self._saved.get(spot, (0, 0))
             self._saved[spot] = (max(known[0], own[0]), max(known[1], own[1]))
 

@@ -49,8 +49,8 @@ def choices_of(prepared: Prepared, plan: Plan) -> dict[str, Choice] | None:
     for task in prepared.problem.tasks:
         allocation = plan.allocations[task.name]
         candidate = candidate_of(prepared.request, plan.allocations, task.name)
-        if candidate.home and prepared.request.engine == "any":
-            candidate = replace(candidate, home=False, residency="reallocated")  # one row for both, told by `shared`
+        if candidate.in_place and prepared.request.engine == "any":
+            candidate = replace(candidate, in_place=False, residency="reallocated")  # one row for both: see `shared`
         for mesh, table in task.tables.items():
             if prepared.problem.meshes[mesh] == allocation.layout.mesh:
                 rows = list(_matching(prepared.options[table], candidate, allocation))

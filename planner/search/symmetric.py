@@ -140,10 +140,10 @@ def _summed(problem: SearchProblem, mesh: int, tasks: Sequence[SearchTask], rows
             same = layout[:, j] == layout[:, i]
             known = np.where(same, np.maximum(known, tables[j].resident[rows[:, j]]), known)
         resident += np.maximum(0, table.resident[mine] - known)
-        home = np.zeros(len(rows), bool)
+        in_place = np.zeros(len(rows), bool)
         for j in trains if not task.trains else ():
-            home |= layout[:, j] == layout[:, i]
-        active = np.maximum(active, table.active[mine] - home * table.shared[mine])
+            in_place |= layout[:, j] == layout[:, i]
+        active = np.maximum(active, table.active[mine] - in_place * table.shared[mine])
     number = {task.name: i for i, task in enumerate(tasks)}
     for move in problem.moves:
         if move.source in number and move.target in number:

@@ -148,7 +148,7 @@ def fits(problem: SearchProblem, choices: Mapping[str, Choice]) -> bool:
     resident = np.zeros(problem.devices, np.int64)
     largest = np.zeros(problem.devices, np.int64)
     host = np.zeros(problem.devices, np.int64)
-    homes = {
+    trained_copies = {
         (task.role, choices[task.name].mesh, layout_of(problem, task, choices[task.name]))
         for task in problem.tasks
         if task.trains
@@ -164,8 +164,8 @@ def fits(problem: SearchProblem, choices: Mapping[str, Choice]) -> bool:
             known = copies.get(copy, 0)
             copies[copy] = max(known, nbytes)
             nbytes = copies[copy] - known
-        at_home = not task.trains and copy in homes
-        active = int(table.active[choice.option]) - at_home * int(table.shared[choice.option])
+        in_place = not task.trains and copy in trained_copies
+        active = int(table.active[choice.option]) - in_place * int(table.shared[choice.option])
         resident[here] += nbytes
         host[here] += int(table.host[choice.option])
         largest[here] = np.maximum(largest[here], active)

@@ -6,7 +6,7 @@ import numpy as np
 
 from realgraph.planner.solve.kernels.compiled import NONE, ZERO, Floats, Ints, compiled
 from realgraph.planner.solve.kernels.instance import Instance
-from realgraph.planner.solve.kernels.memory import Needs, at_home, least, memory_fits
+from realgraph.planner.solve.kernels.memory import Needs, in_place, least, memory_fits
 from realgraph.planner.solve.kernels.period import Net, add_arc, add_pair, clear, feasible
 
 SCHEDULES = 5_000  # nodes of one search for integers k where it decides
@@ -60,10 +60,10 @@ def filter_memory(instance: Instance, needs: Needs, lists: Lists) -> bool:
     for i in range(len(instance.role)):
         if needs.mesh[i] < 0 or needs.option[i] >= 0:
             continue
-        home, kept = at_home(instance, needs, i), ZERO
+        shares, kept = in_place(instance, needs, i), ZERO
         for c in range(lists.left[i]):
             o = lists.options[i, c]
-            active = instance.active[o] - (instance.shared[o] if home > 0 else 0)
+            active = instance.active[o] - (instance.shared[o] if shares > 0 else 0)
             resident = instance.resident[o]
             if resident + active <= needs.room[i] and resident <= needs.resident_room[i]:
                 lists.options[i, kept] = o
@@ -80,13 +80,13 @@ def fits(instance: Instance, needs: Needs, lists: Lists) -> bool:
     for i in range(len(instance.role)):
         if needs.mesh[i] < 0:
             continue
-        home = at_home(instance, needs, i)
+        shares = in_place(instance, needs, i)
         resident = active = host = 1 << 62
         count = 1 if needs.option[i] >= 0 else lists.left[i]
         for c in range(count):
             o = needs.option[i] if needs.option[i] >= 0 else lists.options[i, c]
             resident = min(resident, instance.resident[o])
-            active = min(active, instance.active[o] - (instance.shared[o] if home > 0 else 0))
+            active = min(active, instance.active[o] - (instance.shared[o] if shares > 0 else 0))
             host = min(host, instance.host[o])
         if count == 0:
             return False
@@ -284,11 +284,11 @@ def _apart_from_all(instance: Instance, needs: Needs, net: Net, device: int, tas
 @compiled
 def _cheapest(instance: Instance, needs: Needs, lists: Lists, task: int, total: float) -> tuple[int, float]:
     """The option of least seconds and priced bytes, and what it costs. total: the sum of all prices."""
-    home, copies = at_home(instance, needs, task), _copies(instance, needs, task)
+    shares, copies = in_place(instance, needs, task), _copies(instance, needs, task)
     cheapest, cost = ZERO - 1, -NONE
     for c in range(1 if needs.option[task] >= 0 else lists.left[task]):
         o = needs.option[task] if needs.option[task] >= 0 else lists.options[task, c]
-        active = instance.active[o] - (instance.shared[o] if home > 0 else 0)
+        active = instance.active[o] - (instance.shared[o] if shares > 0 else 0)
         own = instance.seconds[o] + total * instance.resident[o] / copies + lists.price[task] * active
         if own < cost:
             cheapest, cost = o, own
@@ -297,7 +297,7 @@ def _cheapest(instance: Instance, needs: Needs, lists: Lists, task: int, total: 
 
 @compiled
 def _active(instance: Instance, needs: Needs, task: int, option: int) -> int:
-    return int(instance.active[option]) - (instance.shared[option] if at_home(instance, needs, task) > 0 else 0)
+    return int(instance.active[option]) - (instance.shared[option] if in_place(instance, needs, task) > 0 else 0)
 
 
 @compiled

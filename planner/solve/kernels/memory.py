@@ -41,7 +41,7 @@ def new_needs(tasks: int) -> Needs:
 
 
 @compiled
-def at_home(instance: Instance, needs: Needs, task: int) -> int:
+def in_place(instance: Instance, needs: Needs, task: int) -> int:
     """Whether the task's role is trained on its mesh: 2 surely under its layout, 1 perhaps, 0 no."""
     if instance.trains[task] == 1 or instance.frozen[task] == 1:
         return 0
