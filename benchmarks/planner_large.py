@@ -149,7 +149,7 @@ def distillation(case: Case) -> Json:
 
 
 def problem(case: Case, folder: Path) -> SearchProblem:
-    """The bare problem of a case: prompts of 512 tokens, responses of 1,024 on average and 4,096 at most."""
+    """The planning problem of a case: prompts of 512 tokens, responses of 1,024 on average and 4,096 at most."""
     graph = distillation(case) if case.teachers else ppo(case)
     file = folder / "graph.yaml"
     whole = {"format": 1, "name": "larger", "inputs": {"prompt": "group tokens"}, **graph}

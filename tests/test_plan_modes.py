@@ -1,4 +1,4 @@
-"""What `realgraph plan` does besides planning one run: explain, sweep, robust, bare problems, and how it ends."""
+"""What `realgraph plan` does besides planning one run: explain, sweep, robust, planning problems, and how it ends."""
 
 import json
 import os

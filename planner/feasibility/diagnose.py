@@ -50,10 +50,10 @@ def infeasible(request: PlanRequest, limits: Limits) -> Infeasible:
     """The error for a request that no plan fits. Solves again without each constraint, and with each change."""
     fits = _asker(limits)
     constraints = constraints_of(request)
-    bare = request
+    freed = request
     for constraint in constraints:
-        bare = constraint.without(bare)
-    spared = fits(bare) if constraints else False
+        freed = constraint.without(freed)
+    spared = fits(freed) if constraints else False
     conflict, smallest = _smallest(request, constraints, fits) if spared else ((), True)
     tight = tightest(request)
     texts = tuple(_mends(request, fits, bool(conflict)))
@@ -183,7 +183,7 @@ def tightest(request: PlanRequest) -> Tight | None:
         found = _least(request, call, allocations)
         if found is None:
             return None
-        allocations[call] = _bare(found)
+        allocations[call] = _allocation(found)
     peaks = {call: peak_of(request, allocations, call) for call in request.mesh_calls}
     usable = {call: device_bytes(request, group_for(request, allocations[call].layout)) for call in peaks}
     worst = max(peaks, key=lambda call: peaks[call][1].total - usable[call])
@@ -197,7 +197,7 @@ def tightest(request: PlanRequest) -> Tight | None:
     return Tight(worst, device, footprint, (*parts, (f"{worst!r} itself", own)), usable[worst])
 
 
-def _bare(found: Candidate) -> Allocation:
+def _allocation(found: Candidate) -> Allocation:
     residency = "resident" if found.residency == "reallocated" else found.residency
     passes = found.passes
     return Allocation(found.layout, found.tokens, passes.recompute, passes.schedule, passes.chunks, residency)

@@ -277,8 +277,8 @@ def stream_timing(request: PlanRequest, call: str, candidate: Candidate, cluster
     """Of one stream of a generate call, as `options_of` prices its rows."""
     more = input_seconds(request, call, candidate.layout, cluster)
     more += offloading_seconds(request, call, candidate, cluster)
-    bare = Timing(found.seconds, found.latency, found.running, whole=found.whole)
-    return corrected(request, call, candidate, bare, more)
+    formula = Timing(found.seconds, found.latency, found.running, whole=found.whole)
+    return corrected(request, call, candidate, formula, more)
 
 
 def _setting(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> Setting:

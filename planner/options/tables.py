@@ -1,4 +1,4 @@
-"""From a PlanRequest to the bare SearchProblem: option tables per call and mesh size, precedences, moves, limits.
+"""From a PlanRequest to the SearchProblem: option tables per call and mesh size, precedences, moves, limits.
 
 Tables are shared by all meshes of one size in one group of nodes. An option is left out where another is as good in
 seconds and bytes; across layouts only where that one is faster by more than any move of weights can cost.

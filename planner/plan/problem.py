@@ -1,4 +1,4 @@
-"""The bare planning problem: tasks with tables of options on meshes, precedences, moves of weights, memory limits.
+"""The planning problem: tasks with tables of options on meshes, precedences, moves of weights, memory limits.
 
 It knows no model and no device: `options/tables.py` makes it from a PlanRequest, `problem_file/codec.py` from a user's
 JSON, and the search reads nothing else. Seconds, bytes per device. One period repeats for ever: see `events.py`.

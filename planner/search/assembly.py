@@ -26,15 +26,15 @@ def plan_of(prepared: Prepared, solution: Solution) -> Plan:
     request, problem = prepared.request, prepared.problem
     chosen = {name: option_of(prepared, name, choice) for name, choice in solution.choices.items()}
     meshes = {name: problem.meshes[choice.mesh] for name, choice in solution.choices.items()}
-    bare = {name: _allocation(request, name, chosen[name], meshes[name]) for name in request.mesh_calls}
+    partial = {name: _allocation(request, name, chosen[name], meshes[name]) for name in request.mesh_calls}
     moved = {
         move.target: move_seconds_of(prepared, move.target, solution.choices)
         for move in problem.moves
-        if not reads_in_place(request, bare, move.target)
+        if not reads_in_place(request, partial, move.target)
     }
     first = min((start for start in solution.starts.values()), default=0.0)
     plan = Plan(
-        allocations={name: _completed(request, bare, name) for name in bare},
+        allocations={name: _completed(request, partial, name) for name in partial},
         orders=_all_devices(request, orders(problem, solution)),
         hashes=hashes(request),
         staleness=request.workload.staleness,
@@ -43,7 +43,7 @@ def plan_of(prepared: Prepared, solution: Solution) -> Plan:
         scope=scope_of(prepared),
         starts={name: start - first for name, start in solution.starts.items()},
         reallocation_seconds=moved,
-        reallocation_transport=transports_of(request, bare),
+        reallocation_transport=transports_of(request, partial),
         stopped=solution.stopped,
         search_seconds=solution.seconds,
     )
@@ -130,9 +130,9 @@ def _allocation(request: PlanRequest, call: str, option: Option, mesh: DeviceMes
 
 def _completed(request: PlanRequest, allocations: Mapping[str, Allocation], call: str) -> Allocation:
     """With what depends on the other allocations: memory, and whether a copy of its own is refreshed."""
-    bare, held = allocations[call], peak_of(request, allocations, call)[1]
+    found, held = allocations[call], peak_of(request, allocations, call)[1]
     return replace(
-        bare,
+        found,
         residency=candidate_of(request, allocations, call).residency,
         peak_bytes=held.total,
         worst_term=held.worst,
@@ -150,15 +150,15 @@ def repriced(request: PlanRequest, plan: Plan) -> Plan:
     know less.
     """
     keeps = bool(plan.hashes.costs) and not hashes(request).costs
-    bare = {}
+    partial = {}
     for name, old in plan.allocations.items():
         candidate = candidate_of(request, plan.allocations, name)
         if keeps:
-            bare[name] = old
+            partial[name] = old
             continue
-        bare[name] = _allocation(request, name, _priced(request, name, plan), old.layout.mesh)
-        bare[name] = replace(bare[name], residency=candidate.residency, ahead=old.ahead)
-    allocations = {name: _completed(request, bare, name) for name in bare}
+        partial[name] = _allocation(request, name, _priced(request, name, plan), old.layout.mesh)
+        partial[name] = replace(partial[name], residency=candidate.residency, ahead=old.ahead)
+    allocations = {name: _completed(request, partial, name) for name in partial}
     moved = _moved(request, allocations)
     priced = replace(
         plan,

@@ -1,4 +1,4 @@
-"""`realgraph plan --problem FILE`: the bare search on a problem given as data."""
+"""`realgraph plan --problem FILE`: the search on a planning problem given as data."""
 
 from collections.abc import Iterator
 from pathlib import Path
