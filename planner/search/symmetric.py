@@ -54,7 +54,7 @@ def shaped_choices(
     if not all(map(len, parts)):
         return None
     least = [float(part.seconds.min()) for part in parts]
-    most = _priced(problem, mesh, parts)
+    most = _relaxed(problem, mesh, parts)
     slower = [part.seconds - low > most - sum(least) for part, low in zip(parts, least, strict=True)]
     parts = [part.at(np.flatnonzero(~late)) for part, late in zip(parts, slower, strict=True)]
     merged = _fitting(problem, mesh, parts[0])
@@ -67,14 +67,15 @@ def shaped_choices(
     return {task.name: Choice(mesh, int(row)) for task, row in zip(order, best, strict=True)}
 
 
-def _priced(problem: SearchProblem, mesh: int, parts: Sequence[Ways]) -> float:
-    """Seconds of a plan that fits, found by a price on bytes that rises until they fit; inf where that finds none."""
+def _relaxed(problem: SearchProblem, mesh: int, parts: Sequence[Ways]) -> float:
+    """Seconds of a plan that fits, found by a multiplier on bytes that rises until they fit; inf where that finds none."""
     limit = float(problem.memory.min())
     scale = sum(float(part.seconds.min()) for part in parts) / max(1.0, limit)
     best = float("inf")
-    for price in (0.0, *(scale * 4.0**power for power in range(-6, 8))):
+    for multiplier in (0.0, *(scale * 4.0**power for power in range(-6, 8))):
         chosen = [
-            part.at(np.array([np.argmin(part.seconds + price * (part.resident + 0.5 * part.active))])) for part in parts
+            part.at(np.array([np.argmin(part.seconds + multiplier * (part.resident + 0.5 * part.active))]))
+            for part in parts
         ]
         whole = chosen[0]
         for part in chosen[1:]:

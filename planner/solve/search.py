@@ -219,7 +219,7 @@ class Search:
             self.instance,
             space.tree,
             space.allowed,
-            space.costs,
+            space.reduced_costs,
             walk,
             self.needs,
             self.lists,
@@ -285,7 +285,7 @@ class Search:
         self.near_walk.places[:], self.near_walk.order[:] = order_of(self.instance, allowed)
         self.near_walk.restart()
         stop = self._effort() + effort
-        near = Space(allowed, space.tree, space.costs)
+        near = Space(allowed, space.tree, space.reduced_costs)
         while self._effort() < stop and self._step(self.near_walk, near, least_gain) != DONE:
             pass
 

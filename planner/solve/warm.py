@@ -15,7 +15,7 @@ from realgraph.planner.solve.search import Search
 def warm() -> None:
     """Solves a problem of two tasks and a move, and prunes a table: calls all that is compiled; once per process.
 
-    All of it lies on one of two devices: no bound by prices is tight, so placements are searched as well.
+    All of it lies on one of two devices: no dual bound is tight, so placements are searched as well.
     """
     table = OptionTable(np.ones(1), np.ones(1), *(np.ones(1, np.int64) for _ in range(5)))
     tasks = (SearchTask("train", "role", True, {0: 0}), SearchTask("read", "role", False, {0: 0}))

@@ -11,7 +11,7 @@ from realgraph.planner.solve.kernels.period import Net, add_arc, add_pair, clear
 
 SCHEDULES = 5_000  # nodes of one search for integers k where it decides
 GLANCE = 200  # and where it only saves work: proofs that take longer cost more than they cut off
-ASCENT = 12  # steps towards the best price of a device's memory
+ASCENT = 12  # steps towards the best multipliers of a device's memory
 
 
 class Lists(NamedTuple):
@@ -22,7 +22,7 @@ class Lists(NamedTuple):
     fastest: Floats  # [tasks]: least seconds of a task without a mesh
     soonest: Floats  # [tasks]: and its least latency
     moved: Floats  # [precedences and moves]: least seconds of a move, 0 where none may be needed
-    price: Floats  # [tasks]: scratch, seconds per byte, each for the moment when the task runs
+    multiplier: Floats  # [tasks]: scratch, seconds per byte, each for the moment when the task runs
     cheapest: Ints  # [tasks]: scratch, an option
 
 
@@ -33,7 +33,7 @@ def new_lists(tasks: int, options: int, arcs: int) -> Lists:
         fastest=np.zeros(tasks),
         soonest=np.zeros(tasks),
         moved=np.zeros(arcs),
-        price=np.zeros(tasks),
+        multiplier=np.zeros(tasks),
         cheapest=np.zeros(tasks, np.int64),
     )
 
@@ -180,9 +180,9 @@ def _overlap(instance: Instance, needs: Needs, one: int, two: int) -> bool:
 def _crowded(instance: Instance, needs: Needs, lists: Lists, net: Net, limit: float) -> bool:
     """Whether some device has too little memory for options that are fast enough.
 
-    Tasks on one device run one after the other. With prices p_j >= 0 of its memory M at the moment of task j,
+    Tasks on one device run one after the other. With multipliers p_j >= 0 of its memory M at the moment of task j,
         T >= sum over tasks of min over options (t + r sum(p) + a p_i) - M sum(p) + what else never overlaps them,
-    for r resident and a active bytes. Prices come from a few steps of subgradient ascent with Polyak's step length.
+    for r resident and a active bytes. Multipliers come from a few steps of subgradient ascent with Polyak's step length.
     """
     n = len(instance.role)
     for i in range(n):
@@ -203,11 +203,11 @@ def _device_crowded(instance: Instance, needs: Needs, lists: Lists, net: Net, li
     memory = float(least(instance.memory, device, device + 1))
     rest = _beside(instance, needs, net, device)
     for j in range(n):
-        lists.price[j] = 0.0
+        lists.multiplier[j] = 0.0
     for _ in range(ASCENT):
         total, resident, bound = 0.0, 0.0, rest
         for j in range(n):
-            total += lists.price[j]
+            total += lists.multiplier[j]
         bound -= total * memory
         for j in range(n):
             if not _on(instance, needs, j, device):
@@ -223,7 +223,7 @@ def _device_crowded(instance: Instance, needs: Needs, lists: Lists, net: Net, li
             if _on(instance, needs, j, device):
                 excess = (resident + _active(instance, needs, j, lists.cheapest[j])) / memory - 1
                 over |= excess > 0
-                if excess > 0 or lists.price[j] > 0:
+                if excess > 0 or lists.multiplier[j] > 0:
                     norm += excess * excess
         if not over or norm <= 1e-12:
             return False
@@ -231,7 +231,7 @@ def _device_crowded(instance: Instance, needs: Needs, lists: Lists, net: Net, li
         for j in range(n):
             if _on(instance, needs, j, device):
                 excess = (resident + _active(instance, needs, j, lists.cheapest[j])) / memory - 1
-                lists.price[j] = max(0.0, lists.price[j] + length * excess / memory)
+                lists.multiplier[j] = max(0.0, lists.multiplier[j] + length * excess / memory)
     return False
 
 
@@ -283,13 +283,13 @@ def _apart_from_all(instance: Instance, needs: Needs, net: Net, device: int, tas
 
 @compiled
 def _cheapest(instance: Instance, needs: Needs, lists: Lists, task: int, total: float) -> tuple[int, float]:
-    """The option of least seconds and priced bytes, and what it costs. total: the sum of all prices."""
+    """The option of least reduced cost, and that cost. total: the sum of all multipliers."""
     shares, copies = in_place(instance, needs, task), _copies(instance, needs, task)
     cheapest, cost = ZERO - 1, -NONE
     for c in range(1 if needs.option[task] >= 0 else lists.left[task]):
         o = needs.option[task] if needs.option[task] >= 0 else lists.options[task, c]
         active = instance.active[o] - (instance.shared[o] if shares > 0 else 0)
-        own = instance.seconds[o] + total * instance.resident[o] / copies + lists.price[task] * active
+        own = instance.seconds[o] + total * instance.resident[o] / copies + lists.multiplier[task] * active
         if own < cost:
             cheapest, cost = o, own
     return cheapest, cost
