@@ -4,7 +4,7 @@ import numpy as np
 from msgspec import Struct
 
 from realgraph.planner.plan.problem import Floats, Ints, OptionTable
-from realgraph.planner.solve.kernels.dominance import columns_of, unbeaten
+from realgraph.planner.solve.kernels.dominance import columns_of, nondominated
 
 
 class Rows(Struct, frozen=True, eq=False):
@@ -31,4 +31,4 @@ def kept_rows(rows: Rows) -> tuple[int, ...]:
     table = rows.table
     order = np.lexsort((np.arange(len(table)), table.resident + table.active, table.latency, table.seconds))
     columns = columns_of(table, order, rows.slack, rows.edge, rows.bonus, rows.beside)
-    return tuple(order[unbeaten(columns, int(rows.slack is None))].tolist())
+    return tuple(order[nondominated(columns, int(rows.slack is None))].tolist())

@@ -100,7 +100,7 @@ def _of_role(
     for shape in sorted(set.intersection(*map(set, of_rows))):
         if allowed is None or shape in allowed[tasks[0].role]:
             rows = [
-                _unbeaten(table, np.array([i for i, one in enumerate(mine) if one == shape]))
+                _nondominated(table, np.array([i for i, one in enumerate(mine) if one == shape]))
                 for table, mine in zip(tables, of_rows, strict=True)
             ]
             grid = np.stack([axis.ravel() for axis in np.meshgrid(*rows, indexing="ij")], axis=1)
@@ -111,7 +111,7 @@ def _of_role(
     return Ways(*(np.concatenate([getattr(ways, name) for ways in found]) for name in Ways.__struct_fields__))
 
 
-def _unbeaten(table: OptionTable, rows: Ints) -> Ints:
+def _nondominated(table: OptionTable, rows: Ints) -> Ints:
     """Of these rows those that no other of them under an equal layout beats in everything."""
     columns = np.stack(
         [table.seconds, table.latency, table.resident, table.active, table.active - table.shared, table.host], axis=1

@@ -7,7 +7,7 @@ import numpy as np
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.problem import Limits, Move, OptionTable, Precedence, SearchProblem, SearchTask
 from realgraph.planner.solve.kernels.compiled import leanly
-from realgraph.planner.solve.kernels.dominance import columns_of, unbeaten
+from realgraph.planner.solve.kernels.dominance import columns_of, nondominated
 from realgraph.planner.solve.search import Search
 
 
@@ -25,5 +25,5 @@ def warm() -> None:
     meshes = (DeviceMesh(0, 1),)
     problem = SearchProblem(2, 2, memory, memory[:1], meshes, (table,), tasks, edges, moves, lambda *_: np.ones((1, 1)))
     with leanly():
-        unbeaten(columns_of(table, np.zeros(1, np.int64)), 0)
+        nondominated(columns_of(table, np.zeros(1, np.int64)), 0)
         Search(problem, Limits()).run()

@@ -7,7 +7,7 @@ import numpy as np
 
 from realgraph.planner.plan.problem import OptionTable, SearchProblem
 from realgraph.planner.solve.kernels.compiled import Floats, Ints
-from realgraph.planner.solve.kernels.dominance import columns_of, unbeaten
+from realgraph.planner.solve.kernels.dominance import columns_of, nondominated
 
 UNBOUND = 1 << 20  # steps between two tasks that no path connects
 
@@ -139,7 +139,7 @@ def _fastest_first(table: OptionTable) -> Ints:
 def _kept(table: OptionTable, blind: bool) -> Ints:
     """The options that no other is at least as good as in everything, the fastest first."""
     order = _fastest_first(table)
-    return order[unbeaten(columns_of(table, order), int(blind))]
+    return order[nondominated(columns_of(table, order), int(blind))]
 
 
 def _exclusive(n: int, source: Ints, target: Ints, distances: Ints) -> Ints:
