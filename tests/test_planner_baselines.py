@@ -16,7 +16,7 @@ from realgraph.planner.search.baselines import Baseline, baselines_of, colocated
 from realgraph.planner.search.search import solved
 from realgraph.planner.search.symmetric import Shape, shaped_choices
 from realgraph.planner.search.whole_problem import whole_problem
-from realgraph.planner.solve.customary import one_mesh
+from realgraph.planner.solve.heuristics import one_mesh
 from tests.planner_cases import cluster, grpo, ppo, request
 from tests.planner_oracles import (
     brute_force,

@@ -19,7 +19,8 @@ from realgraph.planner.search.assembly import plan_of
 from realgraph.planner.search.streams import streams
 from realgraph.planner.search.symmetric import Shape, shaped_choices
 from realgraph.planner.search.whole_problem import whole_problem
-from realgraph.planner.solve.customary import halved, one_mesh, together
+from realgraph.planner.solve import heuristics
+from realgraph.planner.solve.heuristics import one_mesh, together
 from realgraph.planner.solve.solver import evaluate, solve
 
 RULE_LIMITS = Limits(gap=0.002, seconds=5.0)
@@ -137,7 +138,7 @@ def colocated(problem: SearchProblem, limits: Limits = RULE_LIMITS) -> Baseline 
 
 def real_heuristic(problem: SearchProblem, limits: Limits = RULE_LIMITS) -> Baseline | None:
     """None where no mesh has all tasks, or where that doesn't fit."""
-    return _at(problem, halved(problem), limits)
+    return _at(problem, heuristics.real_heuristic(problem), limits)
 
 
 def _at(problem: SearchProblem, places: Mapping[str, int] | None, limits: Limits) -> Baseline | None:

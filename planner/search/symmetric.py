@@ -11,7 +11,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from realgraph.planner.plan.problem import Choice, Floats, Ints, OptionTable, SearchProblem, SearchTask
-from realgraph.planner.solve.customary import one_mesh
+from realgraph.planner.solve.heuristics import one_mesh
 
 
 class Shape(Struct, frozen=True, order=True):

@@ -11,7 +11,7 @@ from realgraph.planner.options.moves import Moves
 from realgraph.planner.options.pricing import Option, Timed, options_of
 from realgraph.planner.options.tables import Prepared, layout_key, option_table
 from realgraph.planner.search.symmetric import Shape
-from realgraph.planner.solve.customary import one_mesh
+from realgraph.planner.solve.heuristics import one_mesh
 
 
 class WholeProblem(Struct, frozen=True, eq=False):

@@ -15,8 +15,8 @@ import numpy as np
 from msgspec import Struct
 
 from realgraph.planner.plan.problem import Choice, Limits, Schedule, SearchProblem, Solution, Stopped, Unsolved
-from realgraph.planner.solve.customary import halved, together
 from realgraph.planner.solve.evaluate import fits, schedule, ties_hold, timing
+from realgraph.planner.solve.heuristics import real_heuristic, together
 from realgraph.planner.solve.kernels.compiled import Floats
 from realgraph.planner.solve.kernels.instance import instance_of
 from realgraph.planner.solve.kernels.lists import new_lists
@@ -145,13 +145,13 @@ class Search:
 
     def _begin(self) -> None:
         """First plans: where people would place the tasks."""
-        for meshes in self._customary():
+        for meshes in self._heuristics():
             self._leaf(meshes, 0.05 if self.best is None else 0.01, LONG_FIRST, all_of_it=False)
 
-    def _customary(self) -> list[list[int]]:
+    def _heuristics(self) -> list[list[int]]:
         """Places that people choose by hand, as far as all tasks may lie there."""
         leader, found = self.instance.leader.tolist(), []
-        for places in (together(self.problem), halved(self.problem)):
+        for places in (together(self.problem), real_heuristic(self.problem)):
             meshes = [] if places is None else [places[task.name] for task in self.problem.tasks]
             allowed = all(self.everywhere[task, mesh] for task, mesh in enumerate(meshes))
             if meshes and allowed and all(meshes[leader[i]] == mesh for i, mesh in enumerate(meshes)):
@@ -294,7 +294,7 @@ class Search:
         if self.best is None or self._limit(WORTH_POLISH) <= self.bound:
             return
         try:
-            for meshes in self._customary():
+            for meshes in self._heuristics():
                 self._leaf(meshes, LEAST_GAIN, LONG, all_of_it=False)
             space = self._space(self._limit(LEAST_GAIN), closely=False)
             stop = self._effort() + POLISH + int(POLISH_SHARE * self._effort())

@@ -17,7 +17,7 @@ from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.baselines import baselines_of
 from realgraph.planner.search.levels import best_level, levels_up_to
 from realgraph.planner.search.streams import streams
-from realgraph.planner.solve.customary import one_mesh
+from realgraph.planner.solve.heuristics import one_mesh
 
 RULE_SECONDS, RULE_GAP = 2.0, 0.002  # of the search for the best layouts under a rule
 PROVEN = 0.05  # of a gap: a larger one proves little
