@@ -96,7 +96,9 @@ def _schedule_mistakes(spec: ProblemFile, answer: Answer, made: tuple[Rows, Link
             if devices[one] & devices[two]:
                 between = answer.starts[two] - answer.starts[one]
                 found += (
-                    [] if _kept_apart(between, seconds[one], seconds[two], (period, slack)) else [f"{one} meets {two}"]
+                    []
+                    if _kept_apart(between, seconds[one], seconds[two], (period, slack))
+                    else [f"{one} overlaps {two}"]
                 )
     found += [f"{name} takes longer than a period" for name in seconds if seconds[name] > period + slack]
     return found + _order_mistakes(spec, answer, seconds, devices) + _stuck(answer, waits)

@@ -286,7 +286,7 @@ def _meet(data: Flat, c: int, d: int) -> bool:  # pragma: no cover - compiled
 
 @numba.njit(cache=True)
 def _makespan(data: Flat, state: Ints, moved: Floats) -> float:  # pragma: no cover - compiled
-    """Seconds a step of STEPS steps, where whatever is ready first runs first on meshes that meet."""
+    """Seconds a step of STEPS steps, where whatever is ready first runs first on meshes that overlap."""
     n, m = len(state), len(data.moves)
     size = n + m
     seconds, latency = np.zeros(size), np.zeros(size)
@@ -297,13 +297,13 @@ def _makespan(data: Flat, state: Ints, moved: Floats) -> float:  # pragma: no co
     for i in range(m):
         seconds[n + i], latency[n + i] = moved[i], moved[i]
         one[n + i], two[n + i] = state[data.moves[i, 0]], state[data.moves[i, 1]]
-    meets = np.zeros((size, size), np.bool_)
+    overlaps = np.zeros((size, size), np.bool_)
     for a in range(size):
         for b in range(size):
             if seconds[a] > 0 and seconds[b] > 0:
-                meets[a, b] = _meet(data, one[a], one[b])
-                if not meets[a, b] and (a >= n or b >= n):
-                    meets[a, b] = (
+                overlaps[a, b] = _meet(data, one[a], one[b])
+                if not overlaps[a, b] and (a >= n or b >= n):
+                    overlaps[a, b] = (
                         _meet(data, one[a], two[b]) or _meet(data, two[a], one[b]) or _meet(data, two[a], two[b])
                     )
     ready, waits = _start(data, size)
@@ -318,7 +318,7 @@ def _makespan(data: Flat, state: Ints, moved: Floats) -> float:  # pragma: no co
                 best, earliest = a, ready[a, k]
         begin = earliest
         for b in range(size):
-            if meets[best, b] and free_at[b] > begin:
+            if overlaps[best, b] and free_at[b] > begin:
                 begin = free_at[b]
         step = nearest[best]
         nearest[best] += 1

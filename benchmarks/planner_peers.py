@@ -127,7 +127,7 @@ def _packed(problem: SearchProblem, sizes: Sequence[int]) -> list[int] | None:
         free = (
             i
             for i, mesh in enumerate(problem.meshes)
-            if mesh.n_devices == sizes[place] and not any(mesh.meets(problem.meshes[other]) for other in taken)
+            if mesh.n_devices == sizes[place] and not any(mesh.overlaps(problem.meshes[other]) for other in taken)
         )
         mesh = next(free, None)
         if mesh is None:

@@ -1,7 +1,7 @@
 """A planning problem as one constraint program for CP-SAT (ortools), an oracle that shares no code with the search.
 
 Seconds become whole numbers of 1 / `SCALE` s. Presence literals choose an option of each task; two tasks whose chosen
-meshes meet take one integer k of a small range, by literals, so that each constraint is linear in the period.
+meshes overlap take one integer k of a small range, by literals, so that each constraint is linear in the period.
 """
 
 from itertools import combinations
@@ -122,13 +122,13 @@ def _add_move(program: Program, move: Move) -> None:
 def _keep_apart(program: Program, left: Place, right: Place) -> None:
     model = program.model
     turns = {k: model.new_bool_var(f"{left.name} {right.name} {k}") for k in range(-TURNS, TURNS + 2)}
-    meet = model.new_bool_var(f"{left.name} meets {right.name}")
+    overlap = model.new_bool_var(f"{left.name} overlaps {right.name}")
     for here, some in left.present.items():
         for there, others in right.present.items():
-            if any(one.meets(two) for one in here for two in there):
+            if any(one.overlaps(two) for one in here for two in there):
                 one, other = (_any(program, literals) for literals in (some, others))
-                model.add_bool_or(~one, ~other, meet)
-    model.add(sum(turns.values()) == 1).only_enforce_if(meet)
+                model.add_bool_or(~one, ~other, overlap)
+    model.add(sum(turns.values()) == 1).only_enforce_if(overlap)
     for k, literal in turns.items():
         model.add(right.start >= left.start + left.seconds - k * program.period).only_enforce_if(literal)
         model.add(left.start >= right.start + right.seconds - (1 - k) * program.period).only_enforce_if(literal)

@@ -123,7 +123,7 @@ def meeting(nodes: Sequence[Node]) -> list[tuple[int, int]]:
     return [
         (i, j)
         for i, j in combinations(range(len(nodes)), 2)
-        if any(left.meets(right) for left in nodes[i].meshes for right in nodes[j].meshes)
+        if any(left.overlaps(right) for left in nodes[i].meshes for right in nodes[j].meshes)
     ]
 
 

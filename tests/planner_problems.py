@@ -51,7 +51,7 @@ class MoveTable(Struct, frozen=True, eq=False):
     def __call__(self, move: Move, source: int, target: int) -> Floats:
         left, right = self.meshes[source], self.meshes[target]
         here, there = self.layouts[move.source, source], self.layouts[move.target, target]
-        distance = 1.0 if left.meets(right) else 1.5
+        distance = 1.0 if left.overlaps(right) else 1.5
         scale = distance * self.base[move.source, move.target] / min(left.n_devices, right.n_devices)
         seconds: Floats = scale * (1.0 + ((here[:, None] * 7 + there[None, :] * 3) % 5) / 10)
         seconds /= 1.0 + self.quicker * (np.arange(len(here))[:, None] + np.arange(len(there))[None, :])

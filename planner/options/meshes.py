@@ -141,7 +141,7 @@ def _marked(block: Block, named: tuple[DeviceMesh, ...]) -> Block:
     """The tree without the symmetry of blocks that a named mesh has some devices of, but not all."""
     here = DeviceMesh(block.first, block.n_devices)
     cut = tuple(
-        m for m in named if m.meets(here) and not (m.first <= here.first and here.devices.stop <= m.devices.stop)
+        m for m in named if m.overlaps(here) and not (m.first <= here.first and here.devices.stop <= m.devices.stop)
     )
     if not cut:
         return block

@@ -137,9 +137,9 @@ class Moves:
         return self._known[key]
 
     def _relation(self, source: DeviceMesh, target: DeviceMesh, group: int) -> tuple[int, ...]:
-        """Sizes, where the two lie to each other as far as they meet, and which nodes of one hold the other."""
+        """Sizes, where the two lie to each other as far as they overlap, and which nodes of one hold the other."""
         per_node = self._request.cluster.groups[group].devices_per_node
-        offset = target.first - source.first if source.meets(target) else source.n_devices
+        offset = target.first - source.first if source.overlaps(target) else source.n_devices
         ends = [(mesh.first // per_node, (mesh.devices.stop - 1) // per_node) for mesh in (source, target)]
         (first, last), (begin, end) = ends
         inside = begin <= first and last <= end

@@ -26,7 +26,7 @@ class DeviceMesh(Struct, frozen=True, order=True):
     def devices(self) -> range:
         return range(self.first, self.first + self.n_devices)
 
-    def meets(self, other: "DeviceMesh") -> bool:
+    def overlaps(self, other: "DeviceMesh") -> bool:
         """Whether the two share a device."""
         return self.first < other.first + other.n_devices and other.first < self.first + self.n_devices
 

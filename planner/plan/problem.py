@@ -88,7 +88,7 @@ class Block(Struct, frozen=True):
 
 
 class SearchProblem(Struct, frozen=True, eq=False):
-    """What to minimise the period of. The meshes of tasks that run at one time never meet.
+    """What to minimise the period of. The meshes of tasks that run at one time never overlap.
 
     memory: int64 [devices]; on every device the sum of `resident` over the tasks there plus the largest `active` may
     not pass it. Tasks of one frozen role on the same mesh under an equal layout keep one copy: their `resident` counts

@@ -100,7 +100,7 @@ def keeps_caches(request: PlanRequest, plan: Plan, call: str) -> bool:
     own = active_of(request, allocations, call).total
     for name, other in allocations.items():
         there = other.layout.mesh
-        if name != call and there.meets(mesh):
+        if name != call and there.overlaps(mesh):
             both = max(mesh.first, there.first), min(mesh.devices.stop, there.devices.stop)
             if resident_on(request, allocations, *both) + active_of(request, allocations, name).total + own > limit:
                 return False

@@ -28,8 +28,8 @@ class Held(Struct, frozen=True):
     seconds: float
     latency: float
 
-    def meets(self, other: "Held") -> bool:
-        return any(one.meets(two) for one in self.meshes for two in other.meshes)
+    def overlaps(self, other: "Held") -> bool:
+        return any(one.overlaps(two) for one in self.meshes for two in other.meshes)
 
 
 class Arc(Struct, frozen=True):
@@ -107,7 +107,7 @@ def table_of(problem: SearchProblem, task: SearchTask, choice: Choice) -> Option
 def net_of(timed: Timing) -> Net:
     """The arrays that the compiled functions read."""
     n, arcs = len(timed.nodes), len(timed.arcs)
-    pairs = [(i, j) for j in range(n) for i in range(j) if timed.nodes[i].meets(timed.nodes[j])]
+    pairs = [(i, j) for j in range(n) for i in range(j) if timed.nodes[i].overlaps(timed.nodes[j])]
     net = new_net(n, arcs)
     net.size[:] = n, arcs, len(pairs)
     net.seconds[:] = [node.seconds for node in timed.nodes]
