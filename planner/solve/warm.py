@@ -6,7 +6,7 @@ import numpy as np
 
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.problem import Limits, Move, OptionTable, Precedence, SearchProblem, SearchTask
-from realgraph.planner.solve.kernels.compiled import leanly
+from realgraph.planner.solve.kernels.compiled import fast_compile
 from realgraph.planner.solve.kernels.dominance import columns_of, nondominated
 from realgraph.planner.solve.search import Search
 
@@ -24,6 +24,6 @@ def warm() -> None:
     moves = (Move("train", "read", 2),)
     meshes = (DeviceMesh(0, 1),)
     problem = SearchProblem(2, 2, memory, memory[:1], meshes, (table,), tasks, edges, moves, lambda *_: np.ones((1, 1)))
-    with leanly():
+    with fast_compile():
         nondominated(columns_of(table, np.zeros(1, np.int64)), 0)
         Search(problem, Limits()).run()
