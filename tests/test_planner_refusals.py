@@ -60,7 +60,7 @@ def test_more_ranks_than_samples_are_refused() -> None:
         search(few, QUICK)
 
 
-# --- planning problems -------------------------------------------------------------------------------------------------
+# --- planning problems ------------------------------------------------------------------------------------------------
 
 
 def whole(name: str, resident: float, role: str = "", host: float = 0.0, mesh: tuple[int, int] = (0, 2)) -> CallSpec:

@@ -144,7 +144,7 @@ def test_other_devices_are_hinted_at_only_where_they_are_faster(kind: str, large
     """GH200s have more memory than H100s in a node of eight, but no NVLink between them."""
     asked = request(grpo(), "Qwen/Qwen3-8B", cluster(kind), workload=WORK, engine="any")
     tried = next(one for one in changes_tried(asked, search(asked, QUICK), QUICK) if one.text.startswith(larger))
-    assert tried.told
+    assert tried.conclusive
     assert (tried.hint is not None) == wanted
     assert tried.hint is None or tried.hint.gain > 0
 
@@ -152,7 +152,7 @@ def test_other_devices_are_hinted_at_only_where_they_are_faster(kind: str, large
 def test_changes_that_were_not_tried_are_not_told() -> None:
     tried = list(changes_tried(PPO, best(), replace(QUICK, stop=lambda: True)))
     assert len(tried) > 4
-    assert all(one.hint is None and not one.told for one in tried)
+    assert all(one.hint is None and not one.conclusive for one in tried)
 
 
 @given(period=st.floats(0.3, 3.0), gap=st.floats(0.0, 1.0))

@@ -26,7 +26,7 @@ from realgraph.planner.solve.solver import solve
 GB = 1e9
 ENOUGH = 1e9  # relative gap: the first plan that fits will do
 PROBE_SECONDS = 2.0  # of one question whether any plan fits
-UNTOLD = "a short search did not tell whether"
+UNDECIDED = "a short search did not tell whether"
 MOST_CHANGES = 3  # sorts of them that are offered, more devices aside
 
 
@@ -72,7 +72,7 @@ def infeasible(request: PlanRequest, limits: Limits) -> Infeasible:
         problem = _memory_problem(request, tight, texts)
     if spared is None:
         doubt = (
-            f"{problem.text}; {UNTOLD} one would without the run file's allocation, constraints and micro-batch size"
+            f"{problem.text}; {UNDECIDED} one would without the run file's allocation, constraints and micro-batch size"
         )
         problem = replace(problem, text=doubt)
     return Infeasible([problem], (), texts)
@@ -156,7 +156,7 @@ def _nearest(series: Series, fits: Fits) -> Change | None:
         decided = decided and answer is not None
         low, high = (low, middle) if answer else (middle + 1, high)
     change = series[low]
-    return change if decided else replace(change, text=f"{change.text} ({UNTOLD} less would do)")
+    return change if decided else replace(change, text=f"{change.text} ({UNDECIDED} less would do)")
 
 
 # --- the worst moment -------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def _conflict_problem(
     others, (smallest, why) = [path for path in conflict if path != constraint.path], known
     text = f"no plan fits with {constraint.text}" + (f" together with {', '.join(others)}" if others else "") + why
     if not smallest:
-        text += f"; {UNTOLD} each of these matters"
+        text += f"; {UNDECIDED} each of these matters"
     hint = "; or ".join([f"leave {'one of them' if others else 'it'} out", *changes])
     return Problem(Where(path=f"$.{constraint.path}"), text, hint, "conflict")
 

@@ -1,4 +1,4 @@
-"""Which devices of a planning problem can be exchanged: proven from its numbers, since a problem file says nothing of it.
+"""Which devices of a planning problem can be exchanged: proven from its numbers, as no problem file says so.
 
 Two neighbouring blocks of devices can be exchanged where each mesh goes over into a mesh with the same table for every
 task, devices and nodes have the same memory, and every move takes as long as before.

@@ -17,7 +17,7 @@ from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.plan import Allocation, Plan, Transport, Turn
 from realgraph.planner.plan.problem import Choice, Solution
 from realgraph.planner.request.request import PlanRequest, hashes
-from realgraph.planner.search.streams import settled, starts_of
+from realgraph.planner.search.streams import starts_of, steady_state
 from realgraph.planner.solve.solver import orders
 
 
@@ -47,7 +47,7 @@ def plan_of(prepared: Prepared, solution: Solution) -> Plan:
         stopped=solution.stopped,
         search_seconds=solution.seconds,
     )
-    plan = settled(request, plan)
+    plan = steady_state(request, plan)
     bounds = period(events_of(request, plan)).circuit  # the search's own circuit leaves out the free calls
     bound = min(plan.lower_bound_seconds, plan.period_seconds)  # a stream that gives way at any time may do better
     return replace(plan, lower_bound_seconds=bound, bottleneck=bounds, latency_seconds=step_latency(plan))
@@ -167,7 +167,7 @@ def repriced(request: PlanRequest, plan: Plan) -> Plan:
         reallocation_transport=transports_of(request, allocations),
     )
     if not keeps:
-        priced = settled(request, replace(priced, starts={}))
+        priced = steady_state(request, replace(priced, starts={}))
         priced = replace(priced, hashes=replace(plan.hashes, costs=hashes(request).costs))
     found = period(events_of(request, priced))
     timed = replace(priced, period_seconds=found.seconds, bottleneck=found.circuit, stopped="", search_seconds=0.0)

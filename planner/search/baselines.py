@@ -49,7 +49,7 @@ class Baseline(Struct, frozen=True):
 
 def baselines_of(prepared: Prepared, limits: Limits = RULE_LIMITS) -> Baselines:
     """All rules on a request's problem: the symmetric ones on every option there is, the others on the search's own."""
-    found = {name: _settled(where, baseline) for name, where, baseline in _rules(prepared, limits)}
+    found = {name: _in_steady_state(where, baseline) for name, where, baseline in _rules(prepared, limits)}
     return Baselines(**found)
 
 
@@ -79,7 +79,7 @@ def _rules(prepared: Prepared, limits: Limits) -> Iterator[tuple[str, Prepared, 
         yield "megatron", whole, megatron(whole.problem, shapes)
 
 
-def _settled(prepared: Prepared, found: "Baseline | None") -> "Baseline | None":
+def _in_steady_state(prepared: Prepared, found: "Baseline | None") -> "Baseline | None":
     """With the period that a plan's stream of generation comes to; on the tables it is a bound of that."""
     if found is None or not streams(prepared.request):
         return found

@@ -38,7 +38,7 @@ BOUND = 1 - 1e-9  # of a period: a mesh that is in use for so much of it decides
 
 
 class _Flow(Struct, frozen=True, eq=False):
-    """What is known of a plan's stream. events: with the call's data edges told by their delay."""
+    """What is known of a plan's stream. events: with the call's data edges marked by their delay."""
 
     request: PlanRequest
     call: str
@@ -65,7 +65,7 @@ def streams(request: PlanRequest) -> bool:
     return request.workload.staleness > 0 and any(isinstance(calls[name], Generate) for name in request.mesh_calls)
 
 
-def settled(request: PlanRequest, plan: Plan) -> Plan:
+def steady_state(request: PlanRequest, plan: Plan) -> Plan:
     """The plan with the seconds and the latency that its stream of generation finds, and the period that follows.
 
     As it is where nothing streams, or where the call itself was measured.
@@ -79,11 +79,11 @@ def settled(request: PlanRequest, plan: Plan) -> Plan:
         return plan
     begun = _labelled(plan, call, -plan.allocations[call].ahead)
     flow = _flow(request, begun, call)
-    point = _settled(flow)
+    point = _steady_point(flow)
     if not keeps_caches(request, plan, call):
         anew = variant_of(flow.stream, point.between, paused=True).pause
         if _blocks(request, _with_point(begun, call, point), call, anew) > 1:
-            point = _settled(replace(flow, paused=True))
+            point = _steady_point(replace(flow, paused=True))
     found = _labelled(_with_point(begun, call, point), call, point.timing.whole)
     if not plan.allocations[call].ahead:  # its turns are still counted by what is begun
         found = _counted(request, found, call)
@@ -190,8 +190,8 @@ def _blocks(request: PlanRequest, plan: Plan, call: str, anew: float) -> int:
 def _flow(request: PlanRequest, plan: Plan, call: str) -> _Flow:
     candidate = candidate_of(request, plan.allocations, call)
     cluster = group_for(request, candidate.layout)
-    told = replace(plan.allocations[call], seconds=1.0, latency_seconds=2.0)
-    marked = replace(plan, allocations={**plan.allocations, call: told})
+    unit = replace(plan.allocations[call], seconds=1.0, latency_seconds=2.0)
+    marked = replace(plan, allocations={**plan.allocations, call: unit})
     devices = candidate.layout.mesh.devices
     held = {plan.orders.get(device, ()) for device in devices}
     moved = reallocation_node(call)
@@ -208,7 +208,7 @@ def _flow(request: PlanRequest, plan: Plan, call: str) -> _Flow:
     )
 
 
-def _settled(flow: _Flow) -> _Point:
+def _steady_point(flow: _Flow) -> _Point:
     """The fewest tokens between two updates at which the mesh itself, and not the staleness bound, decides the period;
     where it never does, the point of the least period, and of those the last."""
     before: _Point | None = None

@@ -68,7 +68,7 @@ def shaped_choices(
 
 
 def _relaxed(problem: SearchProblem, mesh: int, parts: Sequence[Ways]) -> float:
-    """Seconds of a plan that fits, found by a multiplier on bytes that rises until they fit; inf where that finds none."""
+    """Seconds of a plan that fits, found by a multiplier on bytes that rises until they fit; else inf."""
     limit = float(problem.memory.min())
     scale = sum(float(part.seconds.min()) for part in parts) / max(1.0, limit)
     best = float("inf")

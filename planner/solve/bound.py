@@ -1,4 +1,4 @@
-"""Bounds that hold for every schedule, by Lagrangian multipliers: of time on cliques of tasks that never overlap, and of memory.
+"""Dual bounds of every schedule, by Lagrangian multipliers: of time on cliques that never overlap, and of memory.
 
 Let tasks of a clique Q never overlap, and let E be other tasks that overlap none of Q. Of N devices in a period T,
     sum of t_i over Q + sum of (n_j t_j) / N over E <= T,
@@ -205,7 +205,7 @@ class CostTables(Struct, frozen=True, eq=False):
 
 
 def cost_tables(instance: Instance, rows: Rows, sets: Sequence[Multipliers]) -> CostTables:
-    """The least reduced cost per task and table under each set of multipliers; infinite where a table has no option left."""
+    """The least reduced cost per task and table under each set of multipliers; infinite where no option is left."""
     table = np.full((len(sets), len(instance.role), len(instance.begin) - 1), np.inf)
     for s, one in enumerate(sets):
         np.minimum.at(table[s], (rows.task, rows.table), reduced_costs(rows, one.cliques, one.memory))

@@ -1,4 +1,4 @@
-"""Where a walk looks: the meshes that the dual bound leaves to each task under a limit, their symmetries, and reduced costs."""
+"""Where a walk looks: meshes that the dual bound leaves to each task, their symmetries, reduced costs."""
 
 from collections.abc import Callable
 

@@ -111,9 +111,9 @@ def hints_of(session: Session, request: PlanRequest, plan: Plan, budget: Budget)
             continue
         if tried.hint is not None:
             found.append(tried.hint)
-        if not tried.told:
+        if not tried.conclusive:
             missing.append(tried.text)
-    return tuple(found), f"what-ifs cut short by time, not told: {', '.join(missing)}" if missing else ""
+    return tuple(found), f"what-ifs cut short by time, inconclusive: {', '.join(missing)}" if missing else ""
 
 
 def synchrony(session: Session, request: PlanRequest, plan: Plan) -> str:

@@ -124,8 +124,8 @@ def _layout_blind(problem: SearchProblem) -> list[bool]:
 def _kept_rows(problem: SearchProblem) -> list[Ints]:
     """Of each table the options that may be needed: all where moves of weights tell equal layouts apart."""
     moved = {name for move in problem.moves for name in (move.source, move.target)}
-    told = {table for task in problem.tasks if task.name in moved for table in task.tables.values()}
-    whole = set() if problem.moves_by_layout else told
+    distinguished = {table for task in problem.tasks if task.name in moved for table in task.tables.values()}
+    whole = set() if problem.moves_by_layout else distinguished
     return [
         _fastest_first(table) if i in whole else _kept(table, blind)
         for i, (table, blind) in enumerate(zip(problem.tables, _layout_blind(problem), strict=True))

@@ -182,7 +182,7 @@ def _crowded(instance: Instance, needs: Needs, lists: Lists, net: Net, limit: fl
 
     Tasks on one device run one after the other. With multipliers p_j >= 0 of its memory M at the moment of task j,
         T >= sum over tasks of min over options (t + r sum(p) + a p_i) - M sum(p) + what else never overlaps them,
-    for r resident and a active bytes. Multipliers come from a few steps of subgradient ascent with Polyak's step length.
+    for r resident and a active bytes. Multipliers come from a few steps of subgradient ascent with Polyak's length.
     """
     n = len(instance.role)
     for i in range(n):

@@ -1,7 +1,7 @@
 """Compiled: the first level of the search, which gives every task a mesh. Depth first, resumable.
 
-A placement is cut off where no plan under it has a period below the limit: by reduced costs (`bound`), by memory, and by
-the periodic schedule of what has a place already, every task as fast as it may still be.
+A placement is cut off where no plan under it has a period below the limit: by reduced costs (`bound`), by memory, and
+by the periodic schedule of what has a place already, every task as fast as it may still be.
 """
 
 from typing import NamedTuple
