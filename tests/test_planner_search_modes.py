@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from realgraph.planner.advise.alternatives import alternatives, excess
 from realgraph.planner.advise.robust import erring, robust, scenario
-from realgraph.planner.advise.sweep import changes_tried, hints, larger_memory, resize, synchronous, tells
+from realgraph.planner.advise.sweep import changes_tried, hints, is_conclusive, larger_memory, resize, synchronous
 from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.inputs.workload import Workload
 from realgraph.planner.plan.events import period
@@ -159,12 +159,16 @@ def test_changes_that_were_not_tried_are_not_told() -> None:
 def test_a_hint_is_kept_where_no_better_plan_could_turn_it_round(period: float, gap: float) -> None:
     """Against a plan of one second: of a change's plan of `period`, the best one takes period / (1 + gap) at least."""
     gain, best_gain = 1 / period - 1, (1 + gap) / period - 1
-    if tells(gain, gap, asked=0.0):
+    if is_conclusive(gain, gap, asked=0.0):
         assert gap <= 0.02 or gain > 0 or best_gain <= 1e-9
     else:
         assert abs(gain) < 0.005 or gap > max(0.02, abs(gain))
-    assert tells(0.5, 0.03, 0.01) and tells(-0.3, 0.1, 0.01)
-    assert not tells(0.004, 0.0, 0.01) and not tells(0.01, 0.03, 0.01) and not tells(-0.01, 0.03, 0.01)
+    assert is_conclusive(0.5, 0.03, 0.01) and is_conclusive(-0.3, 0.1, 0.01)
+    assert (
+        not is_conclusive(0.004, 0.0, 0.01)
+        and not is_conclusive(0.01, 0.03, 0.01)
+        and not is_conclusive(-0.01, 0.03, 0.01)
+    )
 
 
 def test_staleness_never_costs_and_synchronous_is_compared_with_it() -> None:

@@ -64,7 +64,7 @@ class Tried(Struct, frozen=True):
 
 def hints(request: PlanRequest, plan: Plan, limits: Limits = QUICK) -> Iterator[Hint]:
     """Changes with their predicted gain in samples a second, each from a search of its own, one by one as they are
-    found. A search that ended so far from its bound that it would mislead gives none (see `conclusive`)."""
+    found. A search that ended so far from its bound that it would mislead gives none (see `is_conclusive`)."""
     yield from (tried.hint for tried in changes_tried(request, plan, limits) if tried.hint is not None)
 
 
@@ -118,13 +118,13 @@ def _tried(request: PlanRequest, plan: Plan, variant: tuple[str, PlanRequest], l
     gain = changed.workload.n_samples / found.period_seconds * plan.period_seconds / request.workload.n_samples - 1
     if other_kind and gain <= found.gap:
         yield Tried(text)  # nobody buys other devices to be as fast
-    elif tells(gain, found.gap, limits.gap):
+    elif is_conclusive(gain, found.gap, limits.gap):
         yield Tried(text, Hint(text, found.period_seconds, gain))
     else:
         yield Tried(text, conclusive=found.gap <= max(MOST_GAP, limits.gap))
 
 
-def tells(gain: float, gap: float, asked: float) -> bool:
+def is_conclusive(gain: float, gap: float, asked: float) -> bool:
     """Whether a hint of `gain` is worth showing, whose search ended at `gap` where `asked` was enough.
 
     A better plan can only add to a gain, and can't undo a loss that is larger than the gap; what is smaller than the
