@@ -274,4 +274,4 @@ def test_a_reference_that_follows_a_role_lies_where_that_is_trained() -> None:
     mesh = plan.allocations["actor_train"].layout.mesh
     assert plan.allocations["ref"].layout.mesh == mesh
     for other in alternatives(asked, plan, "ref"):
-        assert other.layout.mesh == mesh or "on one mesh" in other.reason
+        assert other.option.layout.mesh == mesh or "on one mesh" in other.reason

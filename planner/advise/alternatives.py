@@ -7,9 +7,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.planner.feasibility.diagnose import shown_bytes
-from realgraph.planner.options.calls import Passes
 from realgraph.planner.options.tables import Prepared, problem_of
-from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.planner.plan.layout import DeviceMesh
+from realgraph.planner.plan.option import CallOption
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.plan.problem import Choice, Ints, OptionTable, SearchProblem, SearchTask
 from realgraph.planner.request.request import PlanRequest
@@ -23,14 +23,12 @@ MOST_TRIED = 200  # of which the exact period is found
 
 
 class Alternative(Struct, frozen=True):
-    """One other way to run a call. period: of the whole plan with it, None where it does not fit; reason: why not."""
+    """One other way to run a call beside the rest of the plan. period_seconds: of the whole plan with it, None where it
+    does not fit; reason: why not, or what it costs."""
 
-    layout: Layout
-    tokens: int
-    passes: Passes
-    residency: str
+    option: CallOption
     seconds: float
-    period: float | None
+    period_seconds: float | None
     reason: str
 
 
@@ -46,7 +44,7 @@ def alternatives(request: PlanRequest, plan: Plan, call: str) -> tuple[Alternati
     if chosen is None:
         return ()
     found = [_judged(prepared, {**chosen, call: choice}, call, plan) for choice in _tried(prepared, chosen, call)]
-    found.sort(key=lambda one: (one.period is None, one.period or one.seconds, one.seconds))
+    found.sort(key=lambda one: (one.period_seconds is None, one.period_seconds or one.seconds, one.seconds))
     return tuple(_distinct(found, plan.allocations[call].layout.mesh))
 
 
@@ -88,12 +86,9 @@ def _judged(prepared: Prepared, choices: dict[str, Choice], call: str, plan: Pla
     schedule = evaluate(prepared.problem, choices)
     candidate = option.candidate
     return Alternative(
-        layout=replace(candidate.layout, mesh=mesh),
-        tokens=candidate.tokens,
-        passes=candidate.passes,
-        residency=candidate.residency,
+        option=replace(candidate, layout=replace(candidate.layout, mesh=mesh)),
         seconds=option.seconds,
-        period=None if schedule is None else schedule.period,
+        period_seconds=None if schedule is None else schedule.period,
         reason=_reason(prepared, choices, call, plan) if schedule is None else "",
     )
 
@@ -103,7 +98,7 @@ def _reason(prepared: Prepared, choices: dict[str, Choice], call: str, plan: Pla
     over = excess(prepared.problem, choices)
     device = int(np.argmax(over))
     option = option_of(prepared, call, choices[call])
-    if option.candidate.in_place:
+    if option.candidate.residency == "in_place":
         return "reads the trained copy in place, which lies elsewhere or under another layout"
     layouts = {row.task.name: row.layout for row in _chosen(prepared.problem, choices)}
     for tie in prepared.problem.ties:
@@ -165,7 +160,7 @@ def _distinct(found: Sequence[Alternative], own: DeviceMesh) -> Iterator[Alterna
     seen: set[tuple[object, ...]] = set()
     counts = {True: 0, False: 0}
     for one in found:
-        layout, here = one.layout, one.layout.mesh == own
+        layout, here = one.option.layout, one.option.layout.mesh == own
         key = (here, *layout.axes) if here else (here, layout.mesh.n_devices)
         if key in seen or counts[here] >= (MOST_LAYOUTS if here else MOST_SIZES):
             continue

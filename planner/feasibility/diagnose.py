@@ -10,14 +10,14 @@ from realgraph.graphs.spec import Train
 from realgraph.planner.costs.memory.memory import Footprint
 from realgraph.planner.feasibility.changes import Change, Series, changes, combined, more_devices
 from realgraph.planner.feasibility.conflicts import Constraint, constraints_of
-from realgraph.planner.options.calls import Candidate
 from realgraph.planner.options.choices import candidates
 from realgraph.planner.options.constraints import constraint_problems, named_meshes
-from realgraph.planner.options.holdings import group_for, held_copies, peak_of
+from realgraph.planner.options.holdings import allocation_of, group_for, held_copies, peak_of
 from realgraph.planner.options.meshes import family
 from realgraph.planner.options.pricing import holding
 from realgraph.planner.options.tables import allowed, device_bytes, problem_of
 from realgraph.planner.plan.layout import DeviceMesh
+from realgraph.planner.plan.option import CallOption
 from realgraph.planner.plan.plan import Allocation
 from realgraph.planner.plan.problem import Limits, Unsolved
 from realgraph.planner.request.request import PlanRequest
@@ -183,7 +183,7 @@ def tightest(request: PlanRequest) -> Tight | None:
         found = _least(request, call, allocations)
         if found is None:
             return None
-        allocations[call] = _allocation(found)
+        allocations[call] = allocation_of(found)
     peaks = {call: peak_of(request, allocations, call) for call in request.mesh_calls}
     usable = {call: device_bytes(request, group_for(request, allocations[call].layout)) for call in peaks}
     worst = max(peaks, key=lambda call: peaks[call][1].total - usable[call])
@@ -197,13 +197,7 @@ def tightest(request: PlanRequest) -> Tight | None:
     return Tight(worst, device, footprint, (*parts, (f"{worst!r} itself", own)), usable[worst])
 
 
-def _allocation(found: Candidate) -> Allocation:
-    residency = "resident" if found.residency == "reallocated" else found.residency
-    passes = found.passes
-    return Allocation(found.layout, found.tokens, passes.recompute, passes.schedule, passes.chunks, residency)
-
-
-def _least(request: PlanRequest, call: str, beside: dict[str, Allocation]) -> Candidate | None:
+def _least(request: PlanRequest, call: str, beside: dict[str, Allocation]) -> CallOption | None:
     """The candidate on the call's largest mesh that takes least; what equals a trained copy's layout takes no more."""
     found = family(request.cluster, request.constraints.reserve, named_meshes(request))
     fitting = [mesh for mesh in found.meshes if allowed(mesh, call, request)]
@@ -214,12 +208,12 @@ def _least(request: PlanRequest, call: str, beside: dict[str, Allocation]) -> Ca
     role = request.graph.role(call)
     trained = {a.layout for name, a in beside.items() if request.graph.role(name) == role}
 
-    def needed(candidate: Candidate) -> tuple[int, int, int]:
+    def needed(candidate: CallOption) -> tuple[int, int, int]:
         held = holding(request, call, candidate, cluster)
         resident = 0 if candidate.layout in trained else held.resident.total
-        return (resident + held.active.total, held.resident.total, candidate.tokens)
+        return (resident + held.active.total, held.resident.total, candidate.max_tokens_per_microbatch)
 
-    choices = [candidate for candidate in candidates(request, call, mesh, cluster) if not candidate.in_place]
+    choices = [candidate for candidate in candidates(request, call, mesh, cluster) if candidate.residency != "in_place"]
     return min(choices, key=needed, default=None)
 
 

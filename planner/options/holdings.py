@@ -1,17 +1,19 @@
 """Bytes of a whole plan: which copies lie on which device, and what each call adds there while it runs."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from msgspec import Struct
 
 from realgraph.graphs.spec import Train
 from realgraph.planner.costs.memory.memory import Footprint
 from realgraph.planner.inputs.cluster import Cluster
-from realgraph.planner.options.calls import Candidate, Passes, Residency, is_trained
+from realgraph.planner.options.calls import is_trained
 from realgraph.planner.options.couplings import train_calls
 from realgraph.planner.options.meshes import group_of
 from realgraph.planner.options.pricing import Holding, holding
 from realgraph.planner.plan.layout import Layout
+from realgraph.planner.plan.option import CallOption, Residency
 from realgraph.planner.plan.plan import Allocation
 from realgraph.planner.plan.residency import shares_trained_copy
 from realgraph.planner.request.request import PlanRequest
@@ -35,16 +37,26 @@ def group_for(request: PlanRequest, layout: Layout) -> Cluster:
     return request.cluster.groups[group_of(request.cluster, layout.mesh.first)]
 
 
-def candidate_of(request: PlanRequest, allocations: Allocations, call: str) -> Candidate:
-    """What an allocation says, as a candidate; whether it reads the trained copy in place follows from the layouts."""
+def candidate_of(request: PlanRequest, allocations: Allocations, call: str) -> CallOption:
+    """What an allocation says, as the search has it; whether it reads the trained copy in place follows from the
+    layouts."""
     found = allocations[call]
-    in_place = reads_in_place(request, allocations, call)
     residency: Residency = "offloaded" if found.residency == "offloaded" else "resident"
-    trains = isinstance(request.graph.calls[call], Train)
-    if is_trained(request, request.graph.role(call)) and not trains and not in_place:
+    if reads_in_place(request, allocations, call):
+        residency = "in_place"
+    elif is_trained(request, request.graph.role(call)) and not isinstance(request.graph.calls[call], Train):
         residency = "reallocated"
-    passes = Passes(found.recompute, found.schedule, found.chunks)
-    return Candidate(found.layout, found.max_tokens_per_microbatch, passes, residency, in_place, found.kv_cache)
+    return CallOption(**{**_chosen(found), "residency": residency})
+
+
+def allocation_of(candidate: CallOption) -> Allocation:
+    """The inverse, of which nothing is predicted yet: what reads the trained copy in place is resident in a plan."""
+    residency = "resident" if candidate.residency == "in_place" else candidate.residency
+    return Allocation(**{**_chosen(candidate), "residency": residency})
+
+
+def _chosen(option: CallOption) -> dict[str, Any]:
+    return {name: getattr(option, name) for name in CallOption.__struct_fields__}
 
 
 def reads_in_place(request: PlanRequest, allocations: Allocations, call: str) -> bool:
@@ -68,7 +80,7 @@ def held_copies(request: PlanRequest, allocations: Allocations) -> tuple[Held, .
         role, layout = request.graph.role(call), candidate.layout
         trained = isinstance(request.graph.calls[call], Train)
         own = holding(request, call, candidate, group_for(request, layout))
-        key = (role, "trained") if trained or candidate.in_place else (role, layout, candidate.residency)
+        key = (role, "trained") if trained or candidate.residency == "in_place" else (role, layout, candidate.residency)
         if key in found:
             held = found[key]
             footprint = held.footprint if held.trained or not trained else own.resident

@@ -18,7 +18,7 @@ from realgraph.planner.costs.compute.move import (
     reallocation_seconds,
 )
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.options.pricing import Option, factors_of
+from realgraph.planner.options.pricing import PricedOption, factors_of
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.plan import TRANSPORTS, Transport
 from realgraph.planner.plan.problem import Floats, Ints, Move
@@ -33,7 +33,7 @@ class Place(Struct, frozen=True, eq=False):
 
     mesh: DeviceMesh
     group: int
-    options: Sequence[Option]
+    options: Sequence[PricedOption]
 
 
 def move_matrix(request: PlanRequest, target: str, source: Place, there: Place) -> Floats:
@@ -119,10 +119,10 @@ class Moves:
 
     def __init__(self, request: PlanRequest, places: Sequence[tuple[DeviceMesh, int]]) -> None:
         self._request, self._places = request, places
-        self._options: dict[str, Mapping[int, Sequence[Option]]] = {}
+        self._options: dict[str, Mapping[int, Sequence[PricedOption]]] = {}
         self._known: dict[tuple[object, ...], Floats] = {}
 
-    def add(self, call: str, options: Mapping[int, Sequence[Option]]) -> None:
+    def add(self, call: str, options: Mapping[int, Sequence[PricedOption]]) -> None:
         """The options of a call on each mesh."""
         self._options[call] = options
 

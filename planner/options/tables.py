@@ -20,7 +20,7 @@ from realgraph.planner.options.constraints import named_meshes
 from realgraph.planner.options.couplings import free_floor, moves_of, precedences, readers, ties_of, train_calls
 from realgraph.planner.options.meshes import Family, family
 from realgraph.planner.options.moves import Moves, Place, held_seconds, longest_moves
-from realgraph.planner.options.pricing import Option, Timed, copy_of, options_of
+from realgraph.planner.options.pricing import PricedOption, Timed, copy_of, options_of
 from realgraph.planner.options.pruning import Rows, kept_rows
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.problem import Ints, OptionTable, SearchProblem, SearchTask
@@ -35,7 +35,7 @@ class Prepared(Struct, frozen=True, eq=False):
 
     request: PlanRequest
     problem: SearchProblem
-    options: tuple[tuple[Option, ...], ...]
+    options: tuple[tuple[PricedOption, ...], ...]
     groups: tuple[int, ...]
 
 
@@ -47,7 +47,7 @@ class Known(Struct, frozen=True, eq=False):
     """What problems of one request have in common, whatever the period and the staleness: priced once, filled as they
     are made. options: of calls that do not stream. streams: of those that do, by staleness and `careful`."""
 
-    options: dict[Key, list[Option]] = {}
+    options: dict[Key, list[PricedOption]] = {}
     streams: dict[tuple[Key, int, bool], Timed] = {}
 
 
@@ -136,7 +136,7 @@ class _Tables:
         self._request, self._family, self._whole, self._known = request, found, whole, known
         self._least, self._careful = asked
         self._made: dict[Key, int | None] = {}
-        self.tables: list[tuple[Option, ...]] = []
+        self.tables: list[tuple[PricedOption, ...]] = []
         self.layouts: dict[tuple[object, ...], int] = {}
         self._longest: dict[str, float] = {}  # reader -> seconds of its longest move
         self._saved: dict[Spot, tuple[int, int]] = {}  # bytes of a reader's copy, and of all it needs while it runs
@@ -160,7 +160,7 @@ class _Tables:
                 self.tables.append(options)
         return self._made[key]
 
-    def _options(self, call: str, group: int, size: int) -> tuple[Option, ...]:
+    def _options(self, call: str, group: int, size: int) -> tuple[PricedOption, ...]:
         found = self._priced(call, group, size)
         for option in found:
             self.layouts.setdefault(layout_key(option), len(self.layouts))
@@ -171,7 +171,7 @@ class _Tables:
         self._remember(call, group, size, options)
         return options
 
-    def _priced(self, call: str, group: int, size: int) -> list[Option]:
+    def _priced(self, call: str, group: int, size: int) -> list[PricedOption]:
         """Every row of what fits an empty device."""
         request, cluster, key = self._request, self._request.cluster.groups[group], (call, group, size)
         staleness = request.workload.staleness
@@ -196,7 +196,7 @@ class _Tables:
             self._known.options[key] = found
         return found
 
-    def _rows(self, call: str, group: int, options: Sequence[Option]) -> Rows:
+    def _rows(self, call: str, group: int, options: Sequence[PricedOption]) -> Rows:
         """With what a row's layout means for other calls of its role, where there are any."""
         request, role = self._request, self._request.graph.role(call)
         mesh = options[0].candidate.layout.mesh
@@ -234,17 +234,21 @@ class _Tables:
         away = np.array([option.candidate.residency == "offloaded" for option in place.options])
         return Rows(table, np.where(away, most, 0.0), edge, bonus, beside)
 
-    def _remember(self, call: str, group: int, size: int, options: Sequence[Option]) -> None:
+    def _remember(self, call: str, group: int, size: int, options: Sequence[PricedOption]) -> None:
         """Of what is kept for a call that reads weights: what it needs, and would save by sharing the trained copy."""
         for option in options:
             spot = (call, group, size, self.layouts[layout_key(option)])
             resident, active, shared = option.nbytes
-            own = (0, active - shared) if option.candidate.in_place else (max(resident, shared), resident + active)
+            own = (
+                (0, active - shared)
+                if option.candidate.residency == "in_place"
+                else (max(resident, shared), resident + active)
+            )
             known = self._saved.get(spot, (0, 0))
             self._saved[spot] = (max(known[0], own[0]), max(known[1], own[1]))
 
 
-def layout_key(option: Option) -> tuple[object, ...]:
+def layout_key(option: PricedOption) -> tuple[object, ...]:
     """Equal for options that may share one copy of a role's weights on one mesh; offloaded copies are never shared."""
     return (*option.candidate.layout.axes, option.candidate.residency == "offloaded")
 
@@ -263,7 +267,7 @@ def allowed(mesh: DeviceMesh, call: str, request: PlanRequest) -> bool:
     return not constraints.colocated or mesh == DeviceMesh(0, request.cluster.n_devices - constraints.reserve)
 
 
-def option_table(options: Sequence[Option], layouts: Mapping[tuple[object, ...], int]) -> OptionTable:
+def option_table(options: Sequence[PricedOption], layouts: Mapping[tuple[object, ...], int]) -> OptionTable:
     nbytes = np.array([option.nbytes for option in options], dtype=np.int64).reshape(-1, 3)
     return OptionTable(
         seconds=np.array([option.seconds for option in options], dtype=np.float64),

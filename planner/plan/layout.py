@@ -10,7 +10,6 @@ Recompute = Literal["none", "selective", "full"]  # in a backward pass: nothing,
 Schedule = Literal["1f1b", "interleaved", "zero_bubble"]  # the order in which pipeline stages take micro-batches
 Cache = Literal["role", "float8"]  # what keys and values are kept in: the dtype of the role, or one byte a number
 AXES = ("dp", "tp", "pp", "ep", "cp", "sharding")  # what a layout says besides its mesh
-PASSES = ("recompute", "schedule", "chunks")  # of a train call: how it takes its micro-batches
 
 
 Ranks = Annotated[int, Meta(ge=1, le=MOST_DEVICES)]

@@ -12,7 +12,6 @@ from msgspec import Struct
 from realgraph.graphs.graph import Graph
 from realgraph.planner.advise.sweep import Hint
 from realgraph.planner.plan.events import EventGraph
-from realgraph.planner.plan.layout import Layout
 from realgraph.planner.plan.plan import Allocation, Plan
 from realgraph.planner.report.format import devices_text, percent_text, seconds_text
 from realgraph.planner.report.memory import MemoryBar, memory_bars
@@ -94,17 +93,6 @@ class Measured(Struct, frozen=True):
     measured_seconds: float
     spread: float
     count: int
-
-
-class Option(Struct, frozen=True):
-    """Another way to run one call beside the rest of the plan. period_seconds: of the whole plan, None: no fit."""
-
-    layout: Layout
-    tokens: int
-    notes: str
-    seconds: float
-    period_seconds: float | None
-    reason: str
 
 
 class Findings(Struct, frozen=True):

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from realgraph.planner.feasibility.validate import HASHED
+from realgraph.planner.plan.option import CHOSEN
 from realgraph.planner.plan.plan import Allocation, Plan, Turn
 from realgraph.planner.report.format import (
     bytes_text,
@@ -76,7 +77,7 @@ def _allocation(name: str, old: Allocation, new: Allocation) -> Iterator[Change]
         yield Change(name, "layout", layout_text(old.layout), layout_text(new.layout))
     if _batches(old) != _batches(new):
         yield Change(name, "micro-batches", _batches(old), _batches(new))
-    for what in ("recompute", "schedule", "chunks", "kv_cache", "residency"):
+    for what in (name for name in CHOSEN if name != "max_tokens_per_microbatch"):
         if getattr(old, what) != getattr(new, what):
             yield Change(name, what, *(str(getattr(a, what)).lower() for a in (old, new)))
     yield from _seconds(name, "seconds", old.seconds, new.seconds)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from realgraph.planner.plan.layout import Recompute, Schedule
+from realgraph.planner.plan.option import CallOption
 from realgraph.planner.plan.plan import Plan, Transport
 from realgraph.planner.plan.problem import Limits
 from realgraph.planner.report.content import Report, Row, Size
@@ -57,6 +58,12 @@ def passes_text(recompute: Recompute, schedule: Schedule = "1f1b", chunks: int =
     again = {"none": [], "selective": ["selective recompute"], "full": ["recompute"]}
     order = {"1f1b": [], "interleaved": [f"interleaved x{chunks}"], "zero_bubble": ["zero-bubble"]}
     return [*again[recompute], *order[schedule]]
+
+
+def option_text(option: CallOption) -> str:
+    """What an option has besides its layout and its tokens, where not in the plainest way: `recompute, offloaded`."""
+    kept = {"reallocated": ["copy"], "offloaded": ["offloaded"]}.get(option.residency, [])
+    return ", ".join([*passes_text(*option.passes), *kept])
 
 
 def pipelines_text(rows: Sequence[Row]) -> str:

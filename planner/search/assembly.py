@@ -7,10 +7,10 @@ from msgspec.structs import replace
 from realgraph.planner.options.calls import free_seconds, input_seconds, microbatches_of
 from realgraph.planner.options.choices import CONTEXT_TOKENS
 from realgraph.planner.options.couplings import moves_of
-from realgraph.planner.options.holdings import candidate_of, group_for, host_of, peak_of, reads_in_place
+from realgraph.planner.options.holdings import allocation_of, candidate_of, group_for, host_of, peak_of, reads_in_place
 from realgraph.planner.options.meshes import group_of
 from realgraph.planner.options.moves import Place, move_matrix, transport_of
-from realgraph.planner.options.pricing import Option, options_of
+from realgraph.planner.options.pricing import PricedOption, options_of
 from realgraph.planner.options.tables import Prepared
 from realgraph.planner.plan.events import EventGraph, event_graph, period
 from realgraph.planner.plan.layout import DeviceMesh
@@ -53,7 +53,7 @@ def plan_of(prepared: Prepared, solution: Solution) -> Plan:
     return replace(plan, lower_bound_seconds=bound, bottleneck=bounds, latency_seconds=step_latency(plan))
 
 
-def option_of(prepared: Prepared, call: str, choice: Choice) -> Option:
+def option_of(prepared: Prepared, call: str, choice: Choice) -> PricedOption:
     """What a choice of the search stands for."""
     task = next(task for task in prepared.problem.tasks if task.name == call)
     return prepared.options[task.tables[choice.mesh]][choice.option]
@@ -108,21 +108,14 @@ def _all_devices(request: PlanRequest, found: Mapping[int, tuple[Turn, ...]]) ->
 # --- allocations ------------------------------------------------------------------------------------------------------
 
 
-def _allocation(request: PlanRequest, call: str, option: Option, mesh: DeviceMesh) -> Allocation:
-    candidate = option.candidate
-    layout = replace(candidate.layout, mesh=mesh)
-    return Allocation(
-        layout=layout,
-        max_tokens_per_microbatch=candidate.tokens,
-        recompute=candidate.passes.recompute,
-        schedule=candidate.passes.schedule,
-        chunks=candidate.passes.chunks,
-        residency="offloaded" if candidate.residency == "offloaded" else "resident",
+def _allocation(request: PlanRequest, call: str, option: PricedOption, mesh: DeviceMesh) -> Allocation:
+    layout = replace(option.candidate.layout, mesh=mesh)
+    return replace(
+        allocation_of(replace(option.candidate, layout=layout)),
         seconds=option.seconds,
         latency_seconds=option.latency if option.latency > option.seconds else 0.0,
-        microbatches=microbatches_of(request, call, candidate, group_for(request, layout)),
+        microbatches=microbatches_of(request, call, option.candidate, group_for(request, layout)),
         running=option.running,
-        kv_cache=candidate.cache,
         error=option.error,
         input_seconds=input_seconds(request, call, layout, group_for(request, layout)),
     )
@@ -133,7 +126,7 @@ def _completed(request: PlanRequest, allocations: Mapping[str, Allocation], call
     found, held = allocations[call], peak_of(request, allocations, call)[1]
     return replace(
         found,
-        residency=candidate_of(request, allocations, call).residency,
+        residency=allocation_of(candidate_of(request, allocations, call)).residency,
         peak_bytes=held.total,
         worst_term=held.worst,
         host_bytes=host_of(request, allocations, call),
@@ -157,7 +150,7 @@ def repriced(request: PlanRequest, plan: Plan) -> Plan:
             partial[name] = old
             continue
         partial[name] = _allocation(request, name, _priced(request, name, plan), old.layout.mesh)
-        partial[name] = replace(partial[name], residency=candidate.residency, ahead=old.ahead)
+        partial[name] = replace(partial[name], residency=allocation_of(candidate).residency, ahead=old.ahead)
     allocations = {name: _completed(request, partial, name) for name in partial}
     moved = _moved(request, allocations)
     priced = replace(
@@ -175,7 +168,7 @@ def repriced(request: PlanRequest, plan: Plan) -> Plan:
     return replace(started, latency_seconds=step_latency(started))
 
 
-def _priced(request: PlanRequest, call: str, plan: Plan) -> Option:
+def _priced(request: PlanRequest, call: str, plan: Plan) -> PricedOption:
     """The option that an allocation says; of a batch as a whole and streams of several levels, the one it runs as."""
     allocation = plan.allocations[call]
     candidate = candidate_of(request, plan.allocations, call)
@@ -183,7 +176,7 @@ def _priced(request: PlanRequest, call: str, plan: Plan) -> Option:
     assert found, f"{call} passed validation and fits an empty device"
     streams = allocation.latency_seconds > allocation.seconds
 
-    def far(option: Option) -> tuple[bool, int]:
+    def far(option: PricedOption) -> tuple[bool, int]:
         return ((option.latency > option.seconds) != streams, abs(option.running - allocation.running))
 
     return min(found, key=far)
@@ -213,5 +206,5 @@ def transports_of(request: PlanRequest, allocations: Mapping[str, Allocation]) -
 
 def _place(request: PlanRequest, allocations: Mapping[str, Allocation], call: str) -> Place:
     candidate = candidate_of(request, allocations, call)
-    option = Option(candidate, 0.0, 0.0, (0, 0, 0))
+    option = PricedOption(candidate, 0.0, 0.0, (0, 0, 0))
     return Place(candidate.layout.mesh, group_of(request.cluster, candidate.layout.mesh.first), (option,))

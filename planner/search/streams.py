@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from realgraph.graphs.spec import Generate
 from realgraph.planner.costs.generate.rollout import Stream, variant_of
 from realgraph.planner.inputs.cluster import Cluster
-from realgraph.planner.options.calls import Candidate, free_seconds
+from realgraph.planner.options.calls import free_seconds
 from realgraph.planner.options.holdings import active_of, candidate_of, group_for, resident_on
 from realgraph.planner.options.pricing import Timing, candidate_stream, is_measured, stream_timing
 from realgraph.planner.options.tables import device_bytes
@@ -29,6 +29,7 @@ from realgraph.planner.plan.events import (
     period,
     reallocation_node,
 )
+from realgraph.planner.plan.option import CallOption
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.request.request import PlanRequest
 
@@ -42,7 +43,7 @@ class _Flow(Struct, frozen=True, eq=False):
 
     request: PlanRequest
     call: str
-    candidate: Candidate
+    candidate: CallOption
     cluster: Cluster
     stream: Stream
     paused: bool

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from realgraph.planner.options.choices import candidates
 from realgraph.planner.options.moves import Moves
-from realgraph.planner.options.pricing import Option, Timed, options_of
+from realgraph.planner.options.pricing import PricedOption, Timed, options_of
 from realgraph.planner.options.tables import Prepared, layout_key, option_table
 from realgraph.planner.search.symmetric import Shape
 from realgraph.planner.solve.heuristics import one_mesh
@@ -32,7 +32,7 @@ def whole_problem(prepared: Prepared) -> WholeProblem | None:
     cluster = request.cluster.groups[group]
     moves = Moves(request, [(mesh, group)])
     layouts: dict[tuple[object, ...], int] = {}
-    found: list[tuple[Option, ...]] = []
+    found: list[tuple[PricedOption, ...]] = []
     tasks = []
     for task in problem.tasks:
         timed = Timed()
