@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realgraph.planner.advise.alternatives import alternatives, excess
+from realgraph.planner.advise.alternatives import alternatives
 from realgraph.planner.advise.robust import erring, robust, scenario
 from realgraph.planner.advise.sweep import changes_tried, hints, is_conclusive, larger_memory, resize, synchronous
 from realgraph.planner.feasibility.validate import validate
@@ -24,6 +24,7 @@ from realgraph.planner.request.cost_table import CostTable, PhaseFactor
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import hashes
 from realgraph.planner.search.search import Infeasible, events_of, reprice, search, solved
+from realgraph.planner.solve.memory import device_excess
 from realgraph.planner.solve.solver import evaluate
 from realgraph.run.planning import with_lengths
 from tests.planner_cases import cluster, grpo, ppo, request
@@ -88,7 +89,7 @@ def test_what_devices_lack_is_what_does_not_fit(block: int) -> None:
         roomy = replace(problem, host_memory=problem.host_memory + 10**9)
         for _ in range(5):
             choices = {task.name: rng.choice(every_choice(problem, task)) for task in problem.tasks}
-            over = excess(problem, choices)
+            over = device_excess(problem, choices)
             assert bool((over <= 0).all()) == fits(roomy, choices), seed
             seen.add(fits(roomy, choices))
             if not fits(roomy, choices):  # with so much more everywhere it fits, and with a byte less it does not

@@ -1,6 +1,6 @@
 """What else one call of a plan could be, everything else left as it is, and why each loses."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -11,10 +11,11 @@ from realgraph.planner.options.tables import Prepared, problem_of
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.option import CallOption
 from realgraph.planner.plan.plan import Plan
-from realgraph.planner.plan.problem import Choice, Ints, OptionTable, SearchProblem, SearchTask
+from realgraph.planner.plan.problem import Choice
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.assembly import option_of
 from realgraph.planner.search.fixed import choices_of, pinned_to
+from realgraph.planner.solve.memory import device_excess, layout_of
 from realgraph.planner.solve.solver import evaluate
 
 MOST_LAYOUTS = 8  # that are shown on the call's own mesh
@@ -95,12 +96,13 @@ def _judged(prepared: Prepared, choices: dict[str, Choice], call: str, plan: Pla
 
 def _reason(prepared: Prepared, choices: dict[str, Choice], call: str, plan: Plan) -> str:
     """By how much what does not fit is too large."""
-    over = excess(prepared.problem, choices)
+    over = device_excess(prepared.problem, choices)
     device = int(np.argmax(over))
     option = option_of(prepared, call, choices[call])
     if option.candidate.residency == "in_place":
         return "reads the trained copy in place, which lies elsewhere or under another layout"
-    layouts = {row.task.name: row.layout for row in _chosen(prepared.problem, choices)}
+    tasks = prepared.problem.tasks
+    layouts = {task.name: layout_of(prepared.problem, task, choices[task.name]) for task in tasks}
     for tie in prepared.problem.ties:
         unlike = tie.layout and len({layouts[name] for name in tie.tasks}) > 1
         if call in tie.tasks and (unlike or len({choices[name].mesh for name in tie.tasks}) > 1):
@@ -109,50 +111,6 @@ def _reason(prepared: Prepared, choices: dict[str, Choice], call: str, plan: Pla
     if over[device] > 0:
         return f"device {device} would lack {shown_bytes(int(over[device]))}"
     return "the memory of a node, where offloaded weights wait, does not fit them all"
-
-
-def excess(problem: SearchProblem, choices: Mapping[str, Choice]) -> Ints:
-    """Bytes that each device would lack, by the rules of `SearchProblem`; those it has to spare are negative."""
-    rows = list(_chosen(problem, choices))
-    trained = {(row.task.role, row.mesh, row.layout) for row in rows if row.task.trains}
-    roles = {role for role, _, _ in trained}
-    copies: dict[tuple[str, int, int | str], int] = {}
-    largest = np.zeros(problem.devices, np.int64)
-    for row in rows:
-        task = row.task
-        copy = (task.role, row.mesh, task.name if task.role in roles else row.layout)
-        copies[copy] = max(copies.get(copy, 0), int(row.table.resident[row.option]))
-        in_place = not task.trains and (task.role, row.mesh, row.layout) in trained
-        here = _devices(problem, row.mesh)
-        active = row.table.active[row.option] - (row.table.shared[row.option] if in_place else 0)
-        largest[here] = np.maximum(largest[here], active)
-    over: Ints = largest - problem.memory
-    for (_, mesh, _), nbytes in copies.items():
-        over[_devices(problem, mesh)] += nbytes
-    return over
-
-
-class _Row(Struct, frozen=True):
-    """A task with what was chosen of its tables."""
-
-    task: SearchTask
-    mesh: int
-    table: OptionTable
-    option: int
-
-    @property
-    def layout(self) -> int:
-        return int(self.table.layout[self.option])
-
-
-def _chosen(problem: SearchProblem, choices: Mapping[str, Choice]) -> Iterator[_Row]:
-    for task in problem.tasks:
-        mesh, option = choices[task.name].mesh, choices[task.name].option
-        yield _Row(task, mesh, problem.tables[task.tables[mesh]], option)
-
-
-def _devices(problem: SearchProblem, mesh: int) -> slice:
-    return slice(problem.meshes[mesh].first, problem.meshes[mesh].devices.stop)
 
 
 def _distinct(found: Sequence[Alternative], own: DeviceMesh) -> Iterator[Alternative]:

@@ -4,7 +4,7 @@ On one mesh calls run one after another, so the seconds of a step are a sum, and
 choices of a role are combined first, since its calls share copies and moves of weights; then the roles are.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from realgraph.planner.plan.problem import Choice, Floats, Ints, OptionTable, SearchProblem, SearchTask
 from realgraph.planner.solve.heuristics import one_mesh
+from realgraph.planner.solve.kernels.dominance import columns_of, nondominated
 
 
 class Shape(Struct, frozen=True, order=True):
@@ -113,15 +114,9 @@ def _of_role(
 
 def _nondominated(table: OptionTable, rows: Ints) -> Ints:
     """Of these rows those that no other of them under an equal layout beats in everything."""
-    columns = np.stack(
-        [table.seconds, table.latency, table.resident, table.active, table.active - table.shared, table.host], axis=1
-    )[rows]
-    kept: list[int] = []
-    for i in np.lexsort(columns.T[::-1]):
-        same = [j for j in kept if table.layout[rows[j]] == table.layout[rows[i]]]
-        if not any((columns[j] <= columns[i]).all() for j in same):
-            kept.append(int(i))
-    return rows[kept]
+    columns = (table.active - table.shared, table.host, table.active, table.resident, table.latency, table.seconds)
+    order = rows[np.lexsort([column[rows] for column in columns])]
+    return order[nondominated(columns_of(table, order), 0)]
 
 
 def _summed(problem: SearchProblem, mesh: int, tasks: Sequence[SearchTask], rows: Ints) -> Ways:
@@ -176,7 +171,7 @@ def _product(left: Ways, right: Ways) -> Ways:
 
 
 def _fits(problem: SearchProblem, mesh: int, ways: Ways) -> npt.NDArray[np.bool_]:
-    """Which of them fit into memory alone."""
+    """Which of them fit into memory alone: the rule of `solve/memory.py` for one mesh and many ways at once."""
     place = problem.meshes[mesh]
     limit = int(problem.memory[place.first : place.first + place.n_devices].min())
     fits = ways.resident + ways.active <= limit
@@ -190,15 +185,7 @@ def _fits(problem: SearchProblem, mesh: int, ways: Ways) -> npt.NDArray[np.bool_
 def _fitting(problem: SearchProblem, mesh: int, ways: Ways) -> Ways:
     """Those that fit alone and that no other beats in seconds and all bytes."""
     ways = ways.at(np.flatnonzero(_fits(problem, mesh, ways)))
-    return ways.at(np.array(list(_frontier(ways)), np.int64))
-
-
-def _frontier(ways: Ways) -> Iterator[int]:
-    """Indices of the ways that no faster one beats in all bytes."""
+    alike = np.zeros(len(ways), np.int64)
+    table = OptionTable(ways.seconds, ways.seconds, ways.resident, ways.active, alike, ways.host, alike)
     order = np.lexsort((ways.active, ways.resident, ways.seconds))
-    nbytes = np.stack([ways.resident, ways.host, ways.active], axis=1)
-    kept = np.zeros((0, 3), np.int64)
-    for i in order:
-        if not (kept <= nbytes[i]).all(axis=1).any():
-            kept = np.concatenate([kept, nbytes[i : i + 1]])
-            yield int(i)
+    return ways.at(order[nondominated(columns_of(table, order), 1)])

@@ -11,9 +11,10 @@ from msgspec import Struct
 
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.plan import Turn
-from realgraph.planner.plan.problem import Choice, OptionTable, Schedule, SearchProblem, SearchTask, Solution, move_name
+from realgraph.planner.plan.problem import Choice, Schedule, SearchProblem, Solution, move_name
 from realgraph.planner.solve.kernels.compiled import Floats
 from realgraph.planner.solve.kernels.period import Net, least_period, new_net
+from realgraph.planner.solve.memory import fits, layout_of, table_of
 
 BUDGET = 200_000  # nodes of one search for integers k
 INSIDE = 1e-9  # of a period: how far a start may lie before a border and still count as on it
@@ -99,11 +100,6 @@ def timing(problem: SearchProblem, choices: Mapping[str, Choice]) -> Timing:
     return Timing(tuple(nodes), tuple(arcs))
 
 
-def table_of(problem: SearchProblem, task: SearchTask, choice: Choice) -> OptionTable:
-    """The option table that the choice is of."""
-    return problem.tables[task.tables[choice.mesh]]
-
-
 def net_of(timed: Timing) -> Net:
     """The arrays that the compiled functions read."""
     n, arcs = len(timed.nodes), len(timed.arcs)
@@ -121,7 +117,7 @@ def net_of(timed: Timing) -> Net:
     return net
 
 
-# --- memory and ties --------------------------------------------------------------------------------------------------
+# --- ties -------------------------------------------------------------------------------------------------------------
 
 
 def ties_hold(problem: SearchProblem, choices: Mapping[str, Choice]) -> bool:
@@ -135,44 +131,6 @@ def ties_hold(problem: SearchProblem, choices: Mapping[str, Choice]) -> bool:
         if len(layouts) > 1:
             return False
     return True
-
-
-def layout_of(problem: SearchProblem, task: SearchTask, choice: Choice) -> int:
-    """The number of the choice's layout."""
-    return int(table_of(problem, task, choice).layout[choice.option])
-
-
-def fits(problem: SearchProblem, choices: Mapping[str, Choice]) -> bool:
-    """Whether the memory of every device and of every node holds what lies and runs there."""
-    trained = {task.role for task in problem.tasks if task.trains}
-    resident = np.zeros(problem.devices, np.int64)
-    largest = np.zeros(problem.devices, np.int64)
-    host = np.zeros(problem.devices, np.int64)
-    trained_copies = {
-        (task.role, choices[task.name].mesh, layout_of(problem, task, choices[task.name]))
-        for task in problem.tasks
-        if task.trains
-    }
-    copies: dict[tuple[str, int, int], int] = {}
-    for task in problem.tasks:
-        choice = choices[task.name]
-        table, mesh = table_of(problem, task, choice), problem.meshes[choice.mesh]
-        here = slice(mesh.first, mesh.first + mesh.n_devices)
-        copy = (task.role, choice.mesh, int(table.layout[choice.option]))
-        nbytes = int(table.resident[choice.option])
-        if task.role not in trained:  # one copy for all frozen calls that use it
-            known = copies.get(copy, 0)
-            copies[copy] = max(known, nbytes)
-            nbytes = copies[copy] - known
-        in_place = not task.trains and copy in trained_copies
-        active = int(table.active[choice.option]) - in_place * int(table.shared[choice.option])
-        resident[here] += nbytes
-        host[here] += int(table.host[choice.option])
-        largest[here] = np.maximum(largest[here], active)
-    if (resident + largest > problem.memory).any():
-        return False
-    nodes = np.arange(problem.devices) // problem.devices_per_node
-    return bool((np.bincount(nodes, host, len(problem.host_memory)) <= problem.host_memory).all())
 
 
 # --- orders -----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Struct
 
 from realgraph.planner.plan.problem import Choice, Limits, Schedule, SearchProblem, Solution, Stopped, Unsolved
-from realgraph.planner.solve.evaluate import fits, schedule, ties_hold, timing
+from realgraph.planner.solve.evaluate import schedule, ties_hold, timing
 from realgraph.planner.solve.heuristics import real_heuristic, together
 from realgraph.planner.solve.kernels.compiled import Floats
 from realgraph.planner.solve.kernels.instance import instance_of
@@ -33,6 +33,7 @@ from realgraph.planner.solve.kernels.meshes import (
 )
 from realgraph.planner.solve.kernels.options import FOUND, PAUSED, UNDECIDED, choose, new_choosing
 from realgraph.planner.solve.kernels.period import new_net
+from realgraph.planner.solve.memory import fits
 from realgraph.planner.solve.space import LARGE, Space, least_of, order_of, shared, space_of
 
 TOLERANCES = (0.5, 0.3, 0.2, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01, 0.005)
