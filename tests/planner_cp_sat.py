@@ -41,18 +41,20 @@ class Program(Struct, frozen=True, eq=False):
 
 
 class Verdict(Struct, frozen=True):
-    """What CP-SAT found, in seconds: the period (inf where infeasible) and its own bound."""
+    """What CP-SAT found, in seconds: the period (inf where it found none) and its own bound, which is the period where
+    that is proven, and inf where no plan fits."""
 
     period: float
     bound: float
+    proven: bool
 
 
 def ticks(seconds: float) -> int:
     return round(seconds * SCALE)
 
 
-def cp_sat(problem: SearchProblem, seconds: float) -> Verdict | None:
-    """The least period to 1 / SCALE s of each duration; None where `seconds` did not suffice for proof."""
+def cp_sat(problem: SearchProblem, seconds: float) -> Verdict:
+    """The least period that it finds in so many seconds, to 1 / SCALE s of each duration."""
     longest = sum(
         max(ticks(float(problem.tables[t].latency.max())) for t in task.tables.values()) for task in problem.tasks
     )
@@ -77,9 +79,11 @@ def cp_sat(problem: SearchProblem, seconds: float) -> Verdict | None:
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = 1
     status = solver.solve(model)
-    if status == cp_model.OPTIMAL:
-        return Verdict(solver.objective_value / SCALE, solver.best_objective_bound / SCALE)
-    return Verdict(float("inf"), float("inf")) if status == cp_model.INFEASIBLE else None
+    if status == cp_model.INFEASIBLE:
+        return Verdict(float("inf"), float("inf"), True)
+    found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    period = solver.objective_value / SCALE if found else float("inf")
+    return Verdict(period, solver.best_objective_bound / SCALE, status == cp_model.OPTIMAL)
 
 
 def _add_task(program: Program, task: SearchTask) -> None:
