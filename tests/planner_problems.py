@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.problem import (
-    Block,
+    DeviceBlock,
     Floats,
     Ints,
     Move,
@@ -71,18 +71,18 @@ def run_meshes(devices: int) -> tuple[DeviceMesh, ...]:
     return tuple(DeviceMesh(i * width, (j - i) * width) for i, j in sorted(runs, key=lambda r: (r[0] - r[1], r[0])))
 
 
-def quartered(devices: int) -> Block:
+def quartered(devices: int) -> DeviceBlock:
     """The tree of four blocks, with the runs of `run_meshes`."""
     width = devices // 4
-    return Block(0, devices, tuple(halved(i * width, width) for i in range(4)))
+    return DeviceBlock(0, devices, tuple(halved(i * width, width) for i in range(4)))
 
 
-def halved(first: int, devices: int) -> Block:
+def halved(first: int, devices: int) -> DeviceBlock:
     """The tree whose blocks are split in two down to single devices."""
     if devices == 1:
-        return Block(first, 1)
+        return DeviceBlock(first, 1)
     half = devices // 2
-    return Block(first, devices, (halved(first, half), halved(first + half, half)))
+    return DeviceBlock(first, devices, (halved(first, half), halved(first + half, half)))
 
 
 def random_problem(rng: random.Random, size: Size = Size()) -> SearchProblem:

@@ -19,7 +19,7 @@ from realgraph.planner.options.meshes import group_of
 from realgraph.planner.options.moves import Place, longest_moves, move_matrix
 from realgraph.planner.options.passes import schedule_fault
 from realgraph.planner.options.pricing import holding, options_of
-from realgraph.planner.options.pruning import Rows, kept_rows
+from realgraph.planner.options.pruning import TableRows, kept_rows
 from realgraph.planner.options.tables import problem_of
 from realgraph.planner.plan.events import Dependency, EventGraph, event_graph, period
 from realgraph.planner.plan.layout import DeviceMesh
@@ -92,7 +92,7 @@ def test_context_parallel_ranks_hold_their_part_of_a_long_sample() -> None:
 # --- pruning ----------------------------------------------------------------------------------------------------------
 
 
-def random_rows(rng: random.Random) -> Rows:
+def random_rows(rng: random.Random) -> TableRows:
     n = rng.randint(1, 40)
     seconds = np.array([rng.choice([1.0, 2.0, 3.0, rng.uniform(1, 4)]) for _ in range(n)])
     active = np.array([rng.randint(0, 6) for _ in range(n)])
@@ -101,14 +101,14 @@ def random_rows(rng: random.Random) -> Rows:
     layouts = np.array([rng.randint(0, 3) for _ in range(n)])
     table = OptionTable(seconds, seconds + ints[2] / 2, ints[0], active, shared, ints[1], layouts)
     if rng.random() < 0.3:
-        return Rows(replace(table, shared=0 * shared))
+        return TableRows(replace(table, shared=0 * shared))
     slack = np.array([rng.choice([0.0, 0.5]) for _ in range(n)])
     edge = np.array([rng.choice([0.0, 0.3]) for _ in range(n)])
     bonus, beside = (np.array([rng.choice([0, 2, 5]) for _ in range(n)]) for _ in range(2))
-    return Rows(table, slack, edge, bonus, beside)
+    return TableRows(table, slack, edge, bonus, beside)
 
 
-def beats(rows: Rows, a: int, b: int) -> bool:
+def beats(rows: TableRows, a: int, b: int) -> bool:
     """Whether row a may stand for row b, by the definition, one number after another."""
     t, same = rows.table, rows.slack is None or rows.table.layout[a] == rows.table.layout[b]
     if rows.slack is None:

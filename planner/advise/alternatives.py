@@ -7,7 +7,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.planner.feasibility.diagnose import shown_bytes
-from realgraph.planner.options.tables import Prepared, problem_of
+from realgraph.planner.options.tables import PreparedProblem, problem_of
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.option import CallOption
 from realgraph.planner.plan.plan import Plan
@@ -49,7 +49,7 @@ def alternatives(request: PlanRequest, plan: Plan, call: str) -> tuple[Alternati
     return tuple(_distinct(found, plan.allocations[call].layout.mesh))
 
 
-def _tried(prepared: Prepared, chosen: dict[str, Choice], call: str) -> list[Choice]:
+def _tried(prepared: PreparedProblem, chosen: dict[str, Choice], call: str) -> list[Choice]:
     """The fastest options of each layout on each mesh, the plan's own left out; the plan's mesh first."""
     task = next(task for task in prepared.problem.tasks if task.name == call)
     own = prepared.problem.meshes[chosen[call].mesh]
@@ -69,7 +69,7 @@ def _tried(prepared: Prepared, chosen: dict[str, Choice], call: str) -> list[Cho
     return [choice for choice in tried if choice != chosen[call]][:MOST_TRIED]
 
 
-def _fastest(prepared: Prepared, table: int) -> Iterator[int]:
+def _fastest(prepared: PreparedProblem, table: int) -> Iterator[int]:
     """Of each layout the fastest row, and the one that takes least memory."""
     rows = prepared.problem.tables[table]
     for layout in np.unique(rows.layout):
@@ -81,7 +81,7 @@ def _fastest(prepared: Prepared, table: int) -> Iterator[int]:
             yield int(small)
 
 
-def _judged(prepared: Prepared, choices: dict[str, Choice], call: str, plan: Plan) -> Alternative:
+def _judged(prepared: PreparedProblem, choices: dict[str, Choice], call: str, plan: Plan) -> Alternative:
     option = option_of(prepared, call, choices[call])
     mesh = prepared.problem.meshes[choices[call].mesh]
     schedule = evaluate(prepared.problem, choices)
@@ -94,7 +94,7 @@ def _judged(prepared: Prepared, choices: dict[str, Choice], call: str, plan: Pla
     )
 
 
-def _reason(prepared: Prepared, choices: dict[str, Choice], call: str, plan: Plan) -> str:
+def _reason(prepared: PreparedProblem, choices: dict[str, Choice], call: str, plan: Plan) -> str:
     """By how much what does not fit is too large."""
     over = device_excess(prepared.problem, choices)
     device = int(np.argmax(over))

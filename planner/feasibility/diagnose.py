@@ -56,7 +56,7 @@ def infeasible(request: PlanRequest, limits: Limits) -> Infeasible:
     spared = fits(freed) if constraints else False
     conflict, smallest = _smallest(request, constraints, fits) if spared else ((), True)
     tight = tightest(request)
-    texts = tuple(_mends(request, fits, bool(conflict)))
+    texts = tuple(_fixes(request, fits, bool(conflict)))
     if conflict:
         paths = tuple(constraint.path for constraint in conflict)
         why = _ruled_out(request, paths)
@@ -124,7 +124,7 @@ def _smallest(
     return tuple(kept), smallest
 
 
-def _mends(request: PlanRequest, fits: Fits, in_conflict: bool) -> Iterator[str]:
+def _fixes(request: PlanRequest, fits: Fits, in_conflict: bool) -> Iterator[str]:
     """The smallest change of each sort under which some plan fits; without a conflict more devices are one of them.
 
     Where no single change is enough, the smallest of several at once.

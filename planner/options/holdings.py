@@ -21,7 +21,7 @@ from realgraph.planner.request.request import PlanRequest
 Allocations = Mapping[str, Allocation]
 
 
-class Held(Struct, frozen=True):
+class ResidentCopy(Struct, frozen=True):
     """One copy of a role's weights on each device of `layout`'s mesh, and the calls that use it."""
 
     role: str
@@ -70,9 +70,9 @@ def reads_in_place(request: PlanRequest, allocations: Allocations, call: str) ->
     return shares_trained_copy(kind, allocations[call].layout, trained.layout)
 
 
-def held_copies(request: PlanRequest, allocations: Allocations) -> tuple[Held, ...]:
+def held_copies(request: PlanRequest, allocations: Allocations) -> tuple[ResidentCopy, ...]:
     """Every copy that stays on devices or in host memory. Calls of a role with equal layouts share one."""
-    found: dict[tuple[object, ...], Held] = {}
+    found: dict[tuple[object, ...], ResidentCopy] = {}
     for call in request.mesh_calls:
         if call not in allocations:
             continue
@@ -85,9 +85,9 @@ def held_copies(request: PlanRequest, allocations: Allocations) -> tuple[Held, .
             held = found[key]
             footprint = held.footprint if held.trained or not trained else own.resident
             host = max(held.host, own.host)
-            found[key] = Held(role, held.layout, (*held.calls, call), held.trained or trained, footprint, host)
+            found[key] = ResidentCopy(role, held.layout, (*held.calls, call), held.trained or trained, footprint, host)
         else:
-            found[key] = Held(role, layout, (call,), trained, own.resident, own.host)
+            found[key] = ResidentCopy(role, layout, (call,), trained, own.resident, own.host)
     return tuple(found.values())
 
 
@@ -124,7 +124,7 @@ def resident_on(request: PlanRequest, allocations: Allocations, first: int, stop
     return max(sum(c.footprint.total for c in copies if device in c.layout.mesh.devices) for device in borders)
 
 
-def _borders(copies: tuple[Held, ...]) -> Iterator[int]:
+def _borders(copies: tuple[ResidentCopy, ...]) -> Iterator[int]:
     """Devices where what lies there changes."""
     for copy in copies:
         yield copy.layout.mesh.first

@@ -21,7 +21,7 @@ from realgraph.planner.options.couplings import free_floor, moves_of, precedence
 from realgraph.planner.options.meshes import Family, family
 from realgraph.planner.options.moves import Moves, Place, held_seconds, longest_moves
 from realgraph.planner.options.pricing import PricedOption, Timed, copy_of, options_of
-from realgraph.planner.options.pruning import Rows, kept_rows
+from realgraph.planner.options.pruning import TableRows, kept_rows
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.problem import Ints, OptionTable, SearchProblem, SearchTask
 from realgraph.planner.request.pins import Pin
@@ -30,7 +30,7 @@ from realgraph.planner.request.request import PlanRequest
 HOST_FRACTION = 0.8  # of a node's memory that offloaded states may fill: data, engines and the system have the rest
 
 
-class Prepared(Struct, frozen=True, eq=False):
+class PreparedProblem(Struct, frozen=True, eq=False):
     """The problem, and what its numbers stand for: the options of each table, and the group of nodes of each mesh."""
 
     request: PlanRequest
@@ -53,7 +53,7 @@ class Known(Struct, frozen=True, eq=False):
 
 def problem_of(
     request: PlanRequest, whole: str = "", least: float = 0.0, careful: bool = False, known: Known | None = None
-) -> Prepared:
+) -> PreparedProblem:
     """The whole search problem of a request. Pins and constraints must be sound: see `constraints.constraint_problems`.
 
     whole: a call of which every option that fits is kept, for explanations. least: a bound of every plan's period, on
@@ -89,7 +89,7 @@ def problem_of(
         floor_seconds=free_floor(request, free),
         ties=tuple(ties_of(request)),
     )
-    return Prepared(request, problem, tuple(made.tables), tuple(found.groups[mesh] for mesh in wanted))
+    return PreparedProblem(request, problem, tuple(made.tables), tuple(found.groups[mesh] for mesh in wanted))
 
 
 def _readers_first(request: PlanRequest) -> list[str]:
@@ -196,7 +196,7 @@ class _Tables:
             self._known.options[key] = found
         return found
 
-    def _rows(self, call: str, group: int, options: Sequence[PricedOption]) -> Rows:
+    def _rows(self, call: str, group: int, options: Sequence[PricedOption]) -> TableRows:
         """With what a row's layout means for other calls of its role, where there are any."""
         request, role = self._request, self._request.graph.role(call)
         mesh = options[0].candidate.layout.mesh
@@ -206,11 +206,11 @@ class _Tables:
                 return self._train_rows(call, Place(mesh, group, options), table)
             slack = longest_moves(request, call, Place(mesh, group, options))
             self._longest[call] = max(self._longest.get(call, 0.0), float(slack.max()))
-            return Rows(table, slack)
+            return TableRows(table, slack)
         alone = len(readers(request, role)) == 1
-        return Rows(table) if alone else Rows(table, np.zeros(len(table)), bonus=table.resident)
+        return TableRows(table) if alone else TableRows(table, np.zeros(len(table)), bonus=table.resident)
 
-    def _train_rows(self, call: str, place: Place, table: OptionTable) -> Rows:
+    def _train_rows(self, call: str, place: Place, table: OptionTable) -> TableRows:
         """What the layouts of a train call mean for the calls that read the trained weights.
 
         A copy that is read in place, or lies whole on each device, may save whole moves; any other what its nodes hold.
@@ -219,9 +219,11 @@ class _Tables:
         request, spot = self._request, (place.group, place.mesh.n_devices)
         names = readers(request, request.graph.role(call))
         if len(train_calls(request, request.graph.role(call))) > 1:
-            return Rows(table, np.full(len(table), np.inf))  # both calls must be left the same layouts to choose from
+            return TableRows(
+                table, np.full(len(table), np.inf)
+            )  # both calls must be left the same layouts to choose from
         if not names:
-            return Rows(table)
+            return TableRows(table)
         most = sum(self._longest.get(name, 0.0) for name in names)
         edge = held_seconds(request, call, place) * len(names)
         bonus, beside = np.zeros(len(table), dtype=np.int64), np.zeros(len(table), dtype=np.int64)
@@ -232,7 +234,7 @@ class _Tables:
             beside[i] = max((nbytes for _, nbytes in shared), default=0)
             edge[i] = most if shared else min(most, float(edge[i]))
         away = np.array([option.candidate.residency == "offloaded" for option in place.options])
-        return Rows(table, np.where(away, most, 0.0), edge, bonus, beside)
+        return TableRows(table, np.where(away, most, 0.0), edge, bonus, beside)
 
     def _remember(self, call: str, group: int, size: int, options: Sequence[PricedOption]) -> None:
         """Of what is kept for a call that reads weights: what it needs, and would save by sharing the trained copy."""

@@ -78,12 +78,12 @@ class Tie(Struct, frozen=True):
     layout: bool = False
 
 
-class Block(Struct, frozen=True):
+class DeviceBlock(Struct, frozen=True):
     """A node of the cluster's tree of devices. Children of equal shape are interchangeable where `symmetric`."""
 
     first: int
     n_devices: int
-    children: tuple["Block", ...] = ()
+    children: tuple["DeviceBlock", ...] = ()
     symmetric: bool = True
 
 
@@ -112,7 +112,7 @@ class SearchProblem(Struct, frozen=True, eq=False):
     precedences: tuple[Precedence, ...]
     moves: tuple[Move, ...]
     move_seconds: Callable[[Move, int, int], Floats]
-    tree: Block | None = None
+    tree: DeviceBlock | None = None
     floor_seconds: float = 0.0
     ties: tuple[Tie, ...] = ()
     longest_move_seconds: float = 0.0

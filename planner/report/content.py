@@ -31,7 +31,7 @@ from realgraph.planner.search.search import events_of
 LOADED = 0.9  # a device that is busy for this share of the period is what bounds it
 
 
-class Row(Struct, frozen=True):
+class CallRow(Struct, frozen=True):
     """One call of the allocation table. share: of the period; slack_seconds: longer by this, the period stays."""
 
     call: str
@@ -73,7 +73,7 @@ class Price(Struct, frozen=True):
     steps: int
 
 
-class Size(Struct, frozen=True):
+class PlannedSize(Struct, frozen=True):
     """One cluster size of a sweep; `note` says why where there is no plan."""
 
     devices: int
@@ -82,7 +82,7 @@ class Size(Struct, frozen=True):
     note: str = ""
 
 
-class Measured(Struct, frozen=True):
+class MeasuredSeconds(Struct, frozen=True):
     """Seconds of one call: predicted, and the median that a run measured over `count` steps, with its spread.
 
     spread: half the distance between the quartiles, relative to the median.
@@ -103,9 +103,9 @@ class Findings(Struct, frozen=True):
     doubts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     price: Price | None = None
-    sweep: tuple[Size, ...] = ()
+    sweep: tuple[PlannedSize, ...] = ()
     target_seconds: float | None = None
-    measured: tuple[Measured, ...] = ()
+    measured: tuple[MeasuredSeconds, ...] = ()
 
 
 class Report(Struct, frozen=True):
@@ -118,7 +118,7 @@ class Report(Struct, frozen=True):
     n_samples: int
     n_devices: int
     devices_per_node: int
-    rows: tuple[Row, ...]
+    rows: tuple[CallRow, ...]
     timeline: Timeline
     memory: tuple[MemoryBar, ...]
     bottleneck: Bottleneck
@@ -155,9 +155,9 @@ def report_of(
     )
 
 
-def _rows(request: PlanRequest, plan: Plan, slack: Mapping[str, float]) -> list[Row]:
+def _rows(request: PlanRequest, plan: Plan, slack: Mapping[str, float]) -> list[CallRow]:
     return [
-        Row(
+        CallRow(
             call=name,
             kind=kind_of(request.graph, name),
             role=request.graph.role(name),

@@ -11,7 +11,7 @@ from realgraph.planner.options.holdings import allocation_of, candidate_of, grou
 from realgraph.planner.options.meshes import group_of
 from realgraph.planner.options.moves import Place, move_matrix, transport_of
 from realgraph.planner.options.pricing import PricedOption, options_of
-from realgraph.planner.options.tables import Prepared
+from realgraph.planner.options.tables import PreparedProblem
 from realgraph.planner.plan.events import EventGraph, event_graph, period
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.plan import Allocation, Plan, Transport, Turn
@@ -21,7 +21,7 @@ from realgraph.planner.search.streams import starts_of, steady_state
 from realgraph.planner.solve.solver import orders
 
 
-def plan_of(prepared: Prepared, solution: Solution) -> Plan:
+def plan_of(prepared: PreparedProblem, solution: Solution) -> Plan:
     """The plan that a solution stands for, with every prediction filled in."""
     request, problem = prepared.request, prepared.problem
     chosen = {name: option_of(prepared, name, choice) for name, choice in solution.choices.items()}
@@ -53,13 +53,13 @@ def plan_of(prepared: Prepared, solution: Solution) -> Plan:
     return replace(plan, lower_bound_seconds=bound, bottleneck=bounds, latency_seconds=step_latency(plan))
 
 
-def option_of(prepared: Prepared, call: str, choice: Choice) -> PricedOption:
+def option_of(prepared: PreparedProblem, call: str, choice: Choice) -> PricedOption:
     """What a choice of the search stands for."""
     task = next(task for task in prepared.problem.tasks if task.name == call)
     return prepared.options[task.tables[choice.mesh]][choice.option]
 
 
-def move_seconds_of(prepared: Prepared, target: str, choices: Mapping[str, Choice]) -> float:
+def move_seconds_of(prepared: PreparedProblem, target: str, choices: Mapping[str, Choice]) -> float:
     """Seconds of the move to a call under these choices."""
     move = next(move for move in prepared.problem.moves if move.target == target)
     left, right = choices[move.source], choices[target]
@@ -87,7 +87,7 @@ def step_latency(plan: Plan) -> float:
     return max(ends) - min(begun) if ends else 0.0
 
 
-def scope_of(prepared: Prepared) -> str:
+def scope_of(prepared: PreparedProblem) -> str:
     """What the lower bound speaks of."""
     request, problem = prepared.request, prepared.problem
     rows = sum(len(table) for table in problem.tables)

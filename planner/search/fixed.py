@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from realgraph.graphs.spec import Generate, Train
 from realgraph.planner.options.holdings import candidate_of
 from realgraph.planner.options.pricing import PricedOption
-from realgraph.planner.options.tables import Prepared
+from realgraph.planner.options.tables import PreparedProblem
 from realgraph.planner.plan.option import PASSES, CallOption
 from realgraph.planner.plan.plan import Allocation, Plan
 from realgraph.planner.plan.problem import Choice
@@ -41,7 +41,7 @@ def _pin(request: PlanRequest, plan: Plan, call: str) -> Pin:
     return Pin(first=mesh.first, devices=mesh.n_devices, **settings)
 
 
-def choices_of(prepared: Prepared, plan: Plan) -> dict[str, Choice] | None:
+def choices_of(prepared: PreparedProblem, plan: Plan) -> dict[str, Choice] | None:
     """The numbers of the plan's meshes and options in a problem; None where one of them is not in it."""
     found: dict[str, Choice] = {}
     for task in prepared.problem.tasks:

@@ -15,7 +15,7 @@ from realgraph.planner.solve.heuristics import one_mesh
 from realgraph.planner.solve.kernels.dominance import columns_of, nondominated
 
 
-class Shape(Struct, frozen=True, order=True):
+class LayoutShape(Struct, frozen=True, order=True):
     """What a layout has beside its data-parallel ranks and its sharding."""
 
     tp: int = 1
@@ -43,7 +43,7 @@ class Ways(Struct, frozen=True, eq=False):
 
 
 def shaped_choices(
-    problem: SearchProblem, shapes: Mapping[int, Shape], allowed: Mapping[str, set[Shape]] | None = None
+    problem: SearchProblem, shapes: Mapping[int, LayoutShape], allowed: Mapping[str, set[LayoutShape]] | None = None
 ) -> dict[str, Choice] | None:
     """The choices with the least sum of seconds, each role under one shape (of `allowed`); None where none fits."""
     mesh = one_mesh(problem)
@@ -91,7 +91,7 @@ def _of_role(
     problem: SearchProblem,
     mesh: int,
     tasks: Sequence[SearchTask],
-    rule: tuple[Mapping[int, Shape], Mapping[str, set[Shape]] | None],
+    rule: tuple[Mapping[int, LayoutShape], Mapping[str, set[LayoutShape]] | None],
 ) -> Ways:
     """All ways of one role under any one shape."""
     shapes, allowed = rule

@@ -20,7 +20,7 @@ MOST_CLIQUES = 96
 PATIENCE, LEAST_SCALE = 10, 0.01  # of the ascent: steps without gain before they are halved, and how often
 
 
-class Rows(Struct, frozen=True, eq=False):
+class BoundRows(Struct, frozen=True, eq=False):
     """The options of all tasks side by side, and the rows that bound a period. Each array has one entry per option."""
 
     task: Ints
@@ -61,7 +61,7 @@ def cliques_of(exclusive: Ints) -> list[tuple[int, ...]]:
     return (maximal + [c for c in found if c not in set(maximal)])[:MOST_CLIQUES]
 
 
-def rows_of(instance: Instance, allowed: Mask, period: float) -> Rows | None:
+def rows_of(instance: Instance, allowed: Mask, period: float) -> BoundRows | None:
     """The options that a plan within `period` may use; None where some task has none."""
     n, devices = len(instance.role), instance.memory.shape[1]
     memory = max(1.0, float(instance.memory[0].sum()))
@@ -95,7 +95,7 @@ def rows_of(instance: Instance, allowed: Mask, period: float) -> Rows | None:
     beside = np.array(
         [[float(i not in c and all(instance.exclusive[i, j] for j in c)) for i in range(n)] for c in sets]
     )
-    return Rows(
+    return BoundRows(
         task=task,
         table=np.array(tables, np.int64),
         seconds=instance.seconds[option],
@@ -113,7 +113,7 @@ def _copies(instance: Instance, task: int) -> int:
     return int((instance.role == instance.role[task]).sum()) if instance.frozen[task] else 1
 
 
-def reduced_costs(rows: Rows, cliques: Floats, memory: Floats) -> Floats:
+def reduced_costs(rows: BoundRows, cliques: Floats, memory: Floats) -> Floats:
     """Of each option, under multipliers."""
     inside, beside = cliques @ rows.inside, cliques @ rows.beside
     found: Floats = (
@@ -125,7 +125,7 @@ def reduced_costs(rows: Rows, cliques: Floats, memory: Floats) -> Floats:
     return found
 
 
-def ascend(rows: Rows, start: Multipliers, target: float, steps: int) -> Multipliers:
+def ascend(rows: BoundRows, start: Multipliers, target: float, steps: int) -> Multipliers:
     """Better multipliers by projected subgradients with Polyak's steps towards `target`, which ends the ascent.
 
     Each step goes half the way of the one before as well, which keeps it from swinging (Camerini, Fratta and Maffioli
@@ -181,7 +181,7 @@ def _on_simplex(values: Floats) -> Floats:
     return nearest
 
 
-def first_multipliers(rows: Rows) -> Multipliers:
+def first_multipliers(rows: BoundRows) -> Multipliers:
     """The best of the rows alone."""
     values = rows.seconds * rows.inside[:, rows.task] + rows.area * rows.beside[:, rows.task]
     bounds = np.minimum.reduceat(values, rows.begin, axis=1).sum(axis=1)
@@ -189,7 +189,7 @@ def first_multipliers(rows: Rows) -> Multipliers:
     return Multipliers(np.eye(len(bounds))[number], np.zeros(len(rows.begin)), float(bounds[number]))
 
 
-def dual_bound(rows: Rows, known: Multipliers) -> Multipliers:
+def dual_bound(rows: BoundRows, known: Multipliers) -> Multipliers:
     """The same multipliers with the dual bound that they prove of these rows."""
     value = reduced_costs(rows, known.cliques, known.memory)
     bound = float(np.minimum.reduceat(value, rows.begin).sum() - known.memory.sum())
@@ -204,7 +204,7 @@ class CostTables(Struct, frozen=True, eq=False):
     spent: Floats  # [sets]: what the multipliers of memory give back
 
 
-def cost_tables(instance: Instance, rows: Rows, sets: Sequence[Multipliers]) -> CostTables:
+def cost_tables(instance: Instance, rows: BoundRows, sets: Sequence[Multipliers]) -> CostTables:
     """The least reduced cost per task and table under each set of multipliers; infinite where no option is left."""
     table = np.full((len(sets), len(instance.role), len(instance.begin) - 1), np.inf)
     for s, one in enumerate(sets):
@@ -212,9 +212,9 @@ def cost_tables(instance: Instance, rows: Rows, sets: Sequence[Multipliers]) -> 
     return CostTables(table, table.min(axis=2), np.array([one.memory.sum() for one in sets]))
 
 
-def conditioned(rows: Rows, task: int, table: int) -> Rows:
+def conditioned(rows: BoundRows, task: int, table: int) -> BoundRows:
     """The rows with the task on meshes of one table alone."""
     keep = (rows.task != task) | (rows.table == table)
     fields = {name: getattr(rows, name)[keep] for name in ("task", "table", "seconds", "area", "resident", "active")}
     begin = np.searchsorted(fields["task"], np.arange(len(rows.begin)))
-    return Rows(**fields, begin=begin.astype(np.int64), inside=rows.inside, beside=rows.beside)
+    return BoundRows(**fields, begin=begin.astype(np.int64), inside=rows.inside, beside=rows.beside)

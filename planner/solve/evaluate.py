@@ -21,7 +21,7 @@ INSIDE = 1e-9  # of a period: how far a start may lie before a border and still 
 TOGETHER = 1e-8  # of a period: starts that are no further apart are one moment
 
 
-class Held(Struct, frozen=True):
+class ScheduledNode(Struct, frozen=True):
     """A task or a move of a plan: what it holds and for how long, and when its outputs are ready."""
 
     name: str
@@ -29,7 +29,7 @@ class Held(Struct, frozen=True):
     seconds: float
     latency: float
 
-    def overlaps(self, other: "Held") -> bool:
+    def overlaps(self, other: "ScheduledNode") -> bool:
         return any(one.overlaps(two) for one in self.meshes for two in other.meshes)
 
 
@@ -42,10 +42,10 @@ class Arc(Struct, frozen=True):
     distance: int
 
 
-class Timing(Struct, frozen=True):
+class PrecedenceGraph(Struct, frozen=True):
     """What the choices of a problem hold, and what waits for what: nodes are tasks in order, then moves."""
 
-    nodes: tuple[Held, ...]
+    nodes: tuple[ScheduledNode, ...]
     arcs: tuple[Arc, ...]
 
 
@@ -56,10 +56,10 @@ def evaluate(problem: SearchProblem, choices: Mapping[str, Choice]) -> Schedule 
     """
     if not (fits(problem, choices) and ties_hold(problem, choices)):
         return None
-    return schedule(problem, timing(problem, choices))
+    return schedule(problem, precedence_graph(problem, choices))
 
 
-def schedule(problem: SearchProblem, timed: Timing) -> Schedule | None:
+def schedule(problem: SearchProblem, timed: PrecedenceGraph) -> Schedule | None:
     """As `evaluate`, of choices that fit."""
     net = net_of(timed)
     starts, circuit = np.zeros(len(timed.nodes)), np.zeros(len(timed.nodes) + 1, np.int64)
@@ -73,14 +73,14 @@ def schedule(problem: SearchProblem, timed: Timing) -> Schedule | None:
     return Schedule(period, dict(zip(names, early, strict=True)), tuple(members[first:] + members[:first]))
 
 
-def timing(problem: SearchProblem, choices: Mapping[str, Choice]) -> Timing:
+def precedence_graph(problem: SearchProblem, choices: Mapping[str, Choice]) -> PrecedenceGraph:
     """Nodes and arcs of the choices."""
-    nodes: list[Held] = []
+    nodes: list[ScheduledNode] = []
     for task in problem.tasks:
         choice = choices[task.name]
         table = table_of(problem, task, choice)
         seconds, latency = float(table.seconds[choice.option]), float(table.latency[choice.option])
-        nodes.append(Held(task.name, (problem.meshes[choice.mesh],), seconds, latency))
+        nodes.append(ScheduledNode(task.name, (problem.meshes[choice.mesh],), seconds, latency))
     number = {node.name: i for i, node in enumerate(nodes)}
     arcs = [
         Arc(number[p.source], number[p.target], nodes[number[p.source]].latency + p.delay, p.distance)
@@ -94,13 +94,13 @@ def timing(problem: SearchProblem, choices: Mapping[str, Choice]) -> Timing:
         if seconds > 0:
             through = len(nodes)
             held = nodes[source].meshes + nodes[target].meshes
-            nodes.append(Held(move_name(move.target), held, seconds, seconds))
+            nodes.append(ScheduledNode(move_name(move.target), held, seconds, seconds))
             arcs.append(Arc(through, target, seconds, 0))
         arcs.append(Arc(source, through, nodes[source].latency, move.distance))
-    return Timing(tuple(nodes), tuple(arcs))
+    return PrecedenceGraph(tuple(nodes), tuple(arcs))
 
 
-def net_of(timed: Timing) -> Net:
+def net_of(timed: PrecedenceGraph) -> Net:
     """The arrays that the compiled functions read."""
     n, arcs = len(timed.nodes), len(timed.arcs)
     pairs = [(i, j) for j in range(n) for i in range(j) if timed.nodes[i].overlaps(timed.nodes[j])]
@@ -136,7 +136,7 @@ def ties_hold(problem: SearchProblem, choices: Mapping[str, Choice]) -> bool:
 # --- orders -----------------------------------------------------------------------------------------------------------
 
 
-def _early(problem: SearchProblem, timed: Timing, starts: Floats, period: float) -> list[float]:
+def _early(problem: SearchProblem, timed: PrecedenceGraph, starts: Floats, period: float) -> list[float]:
     """The same schedule with each set of tasks that wait for each other moved by whole periods as early as can be.
 
     The first of them begin in [0, period).
@@ -163,7 +163,7 @@ def _early(problem: SearchProblem, timed: Timing, starts: Floats, period: float)
     return [max(0.0, float(start)) if start > -INSIDE * period else float(start) for start in early]
 
 
-def _soonest(timed: Timing) -> list[float]:
+def _soonest(timed: PrecedenceGraph) -> list[float]:
     """Starts of nodes that take no time and repeat at once: all steps are at one time, and only delays put them off."""
     starts = [0.0] * len(timed.nodes)
     for _ in starts:
@@ -177,7 +177,7 @@ def orders(problem: SearchProblem, solution: Solution) -> dict[int, tuple[Turn, 
 
     In round p, from p periods on, a device runs a task of step p + offset.
     """
-    timed = timing(problem, solution.choices)
+    timed = precedence_graph(problem, solution.choices)
     nodes, turns = timed.nodes, _turns(timed, solution)
     shared: dict[tuple[int, ...], tuple[Turn, ...]] = {}
     holders: list[list[int]] = [[] for _ in range(problem.devices)]
@@ -190,7 +190,7 @@ def orders(problem: SearchProblem, solution: Solution) -> dict[int, tuple[Turn, 
     }
 
 
-def _turns(timed: Timing, solution: Solution) -> list[tuple[int, Turn]]:
+def _turns(timed: PrecedenceGraph, solution: Solution) -> list[tuple[int, Turn]]:
     """Nodes by number, each with its turn, in the order in which they begin within a period.
 
     Of those that begin together the ones that take no time come first, and what waits for one of them after it:

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Struct
 
 from realgraph.planner.plan.problem import Choice, Limits, Schedule, SearchProblem, Solution, Stopped, Unsolved
-from realgraph.planner.solve.evaluate import schedule, ties_hold, timing
+from realgraph.planner.solve.evaluate import precedence_graph, schedule, ties_hold
 from realgraph.planner.solve.heuristics import real_heuristic, together
 from realgraph.planner.solve.kernels.compiled import Floats
 from realgraph.planner.solve.kernels.instance import instance_of
@@ -58,7 +58,7 @@ class Incumbent(Struct, frozen=True):
     schedule: Schedule
 
 
-class Halt(Exception):
+class SearchEnded(Exception):
     """Time is up, or the caller said stop."""
 
 
@@ -94,7 +94,7 @@ class Search:
         stopped: Stopped = "proven"
         try:
             self._passes()
-        except Halt:
+        except SearchEnded:
             stopped = "interrupted" if self.limits.stop() else "time limit"
         else:
             self._polish()
@@ -117,9 +117,9 @@ class Search:
         )
 
     def _look_up(self) -> None:
-        """Raises Halt where the search is to end."""
+        """Raises SearchEnded where the search is to end."""
         if self.limits.stop() or time.monotonic() - self.began > self.limits.seconds:
-            raise Halt
+            raise SearchEnded
 
     def _prove(self, bound: float) -> None:
         if bound > self.bound:
@@ -304,7 +304,7 @@ class Search:
                     self._near(space, LEAST_GAIN, (task,), stop - self._effort())
             if space is not None and self._effort() < stop:
                 self._neighbourhoods(space, LEAST_GAIN, stop - self._effort())
-        except Halt:
+        except SearchEnded:
             return  # what is proven stays so
 
     # --- placements ---------------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ class Search:
             for task, mesh, option in zip(self.problem.tasks, self.needs.mesh, self.needs.option, strict=True)
         }
         assert fits(self.problem, choices) and ties_hold(self.problem, choices), "the search and the rules disagree"
-        found = schedule(self.problem, timing(self.problem, choices))
+        found = schedule(self.problem, precedence_graph(self.problem, choices))
         if found is None or (self.best is not None and found.period >= self.best.schedule.period * (1 - LEAST_GAIN)):
             return False
         self.best = Incumbent(choices, found)

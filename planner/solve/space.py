@@ -7,8 +7,8 @@ from msgspec import Struct
 
 from realgraph.planner.plan.problem import SearchProblem
 from realgraph.planner.solve.bound import (
+    BoundRows,
     Multipliers,
-    Rows,
     ascend,
     conditioned,
     cost_tables,
@@ -62,7 +62,7 @@ def space_of(
 
 
 def _by_table(
-    rows: Rows, best: Multipliers, limit: float, look_up: Callable[[], None]
+    rows: BoundRows, best: Multipliers, limit: float, look_up: Callable[[], None]
 ) -> tuple[float, list[Multipliers]]:
     """Multipliers for each task on meshes of each table, and what they prove: some table each task must take."""
     bound, sets, longest = best.bound, [], LONGEST if len(rows.begin) <= LARGE else len(rows.begin)
@@ -77,7 +77,7 @@ def _by_table(
     return bound, sets
 
 
-def _conditioned(rows: Rows, known: Multipliers, limit: float, long: bool) -> Multipliers:
+def _conditioned(rows: BoundRows, known: Multipliers, limit: float, long: bool) -> Multipliers:
     """Multipliers for rows of which some are gone; of a long task from the better of two beginnings."""
     start = dual_bound(rows, known)
     if long:
@@ -86,7 +86,7 @@ def _conditioned(rows: Rows, known: Multipliers, limit: float, long: bool) -> Mu
 
 
 def _pruned(
-    problem: SearchProblem, instance: Instance, rows: Rows, sets: list[Multipliers], everywhere: Mask, limit: float
+    problem: SearchProblem, instance: Instance, rows: BoundRows, sets: list[Multipliers], everywhere: Mask, limit: float
 ) -> Space | None:
     """The meshes whose tables no set of multipliers forbids; None where a task has none."""
     found = cost_tables(instance, rows, sets)

@@ -8,7 +8,7 @@ from realgraph.graphs.errors import ConfigError
 from realgraph.plan.session import Budget, Session
 from realgraph.planner.advise.sweep import Hint, changes_tried, synchronous
 from realgraph.planner.options.constraints import constraint_problems
-from realgraph.planner.options.tables import Known, Prepared, problem_of
+from realgraph.planner.options.tables import Known, PreparedProblem, problem_of
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.report.content import Comparison
 from realgraph.planner.report.format import change_text, gap_text, seconds_text
@@ -30,7 +30,7 @@ BESIDE_SECONDS = 12.0  # of everything beside the plan
 WITHOUT = "without pins and constraints"  # a hint that stands among the other plans
 
 
-def rules(session: Session, prepared: Prepared) -> tuple[Comparison, ...]:
+def rules(session: Session, prepared: PreparedProblem) -> tuple[Comparison, ...]:
     """Plans that people make without a search, on the same option tables."""
     if session.stop():
         return ()
@@ -57,7 +57,7 @@ def rules(session: Session, prepared: Prepared) -> tuple[Comparison, ...]:
     )
 
 
-def _devices_of(prepared: Prepared, place: int) -> str:
+def _devices_of(prepared: PreparedProblem, place: int) -> str:
     """The devices that a rule uses: layouts span no two kinds, and pins may leave less than there is."""
     request, size = prepared.request, prepared.problem.meshes[place].n_devices
     if size == request.cluster.n_devices - request.constraints.reserve:

@@ -16,10 +16,10 @@ from realgraph.plan.view.facts import doubts_of, facts_of, fresher
 from realgraph.plan.view.measured import measured_calls, read_run
 from realgraph.plan.view.table import beside_parts, explain_parts, plan_parts
 from realgraph.planner.advise.robust import robust
-from realgraph.planner.options.tables import Prepared, problem_of
+from realgraph.planner.options.tables import PreparedProblem, problem_of
 from realgraph.planner.plan.codec import plan_to_json
 from realgraph.planner.plan.plan import Plan
-from realgraph.planner.report.content import Findings, Measured, Report, Size, report_of
+from realgraph.planner.report.content import Findings, MeasuredSeconds, PlannedSize, Report, report_of
 from realgraph.planner.report.html import page
 from realgraph.planner.report.price import price_of
 from realgraph.planner.report.text import cheapest
@@ -40,9 +40,9 @@ class Made(Struct, frozen=True):
 
     request: PlanRequest
     plan: Plan
-    prepared: Prepared | None = None
+    prepared: PreparedProblem | None = None
     notes: tuple[str, ...] = ()
-    sizes: tuple[Size, ...] = ()
+    sizes: tuple[PlannedSize, ...] = ()
 
 
 def plan_command(file: Path, overrides: Sequence[str] = (), options: PlanOptions = PlanOptions()) -> Plan:
@@ -157,7 +157,7 @@ def _explain(report: Report, made: Made, options: PlanOptions) -> None:
         out.print(part)
 
 
-def _report(checked: Checked, made: Made, options: PlanOptions, measured: tuple[Measured, ...] = ()) -> Report:
+def _report(checked: Checked, made: Made, options: PlanOptions, measured: tuple[MeasuredSeconds, ...] = ()) -> Report:
     findings = Findings(
         doubts=tuple(doubts_of(checked, made.request, made.plan)),
         notes=(*made.notes, *fresher(made.request, made.plan)),

@@ -6,7 +6,7 @@ import numpy as np
 
 from realgraph.planner.solve.kernels.compiled import NONE, ZERO, Floats, Ints, compiled
 from realgraph.planner.solve.kernels.instance import Instance
-from realgraph.planner.solve.kernels.memory import Needs, in_place, least, memory_fits
+from realgraph.planner.solve.kernels.memory import MemoryNeeds, in_place, least, memory_fits
 from realgraph.planner.solve.kernels.period import Net, add_arc, add_pair, clear, feasible
 
 SCHEDULES = 5_000  # nodes of one search for integers k where it decides
@@ -39,7 +39,7 @@ def new_lists(tasks: int, options: int, arcs: int) -> Lists:
 
 
 @compiled
-def fill(instance: Instance, needs: Needs, lists: Lists, limit: float) -> None:
+def fill(instance: Instance, needs: MemoryNeeds, lists: Lists, limit: float) -> None:
     """All options within the limit."""
     for i in range(len(instance.role)):
         lists.left[i] = 0
@@ -53,7 +53,7 @@ def fill(instance: Instance, needs: Needs, lists: Lists, limit: float) -> None:
 
 
 @compiled
-def filter_memory(instance: Instance, needs: Needs, lists: Lists) -> bool:
+def filter_memory(instance: Instance, needs: MemoryNeeds, lists: Lists) -> bool:
     """Drops options that don't fit beside the least of the others; false where a task has none left."""
     if not fits(instance, needs, lists):
         return False
@@ -75,7 +75,7 @@ def filter_memory(instance: Instance, needs: Needs, lists: Lists) -> bool:
 
 
 @compiled
-def fits(instance: Instance, needs: Needs, lists: Lists) -> bool:
+def fits(instance: Instance, needs: MemoryNeeds, lists: Lists) -> bool:
     """Whether what is chosen fits beside the least that the others need."""
     for i in range(len(instance.role)):
         if needs.mesh[i] < 0:
@@ -99,7 +99,7 @@ def fits(instance: Instance, needs: Needs, lists: Lists) -> bool:
 
 @compiled
 def in_time(
-    instance: Instance, needs: Needs, lists: Lists, net: Net, limit: float, thorough: int, schedules: int
+    instance: Instance, needs: MemoryNeeds, lists: Lists, net: Net, limit: float, thorough: int, schedules: int
 ) -> int:
     """0: no period within the limit, even with the fastest of what is left; 1: there is one; -1: perhaps.
 
@@ -137,7 +137,7 @@ def in_time(
 
 
 @compiled
-def _add_pairs(instance: Instance, needs: Needs, net: Net) -> None:
+def _add_pairs(instance: Instance, needs: MemoryNeeds, net: Net) -> None:
     """Pairs of nodes that share a device, but for those that no schedule lets overlap. A move holds both its meshes."""
     n = len(needs.mesh)
     for j in range(net.size[0]):
@@ -163,7 +163,7 @@ def _add_pairs(instance: Instance, needs: Needs, net: Net) -> None:
 
 
 @compiled
-def _overlap(instance: Instance, needs: Needs, one: int, two: int) -> bool:
+def _overlap(instance: Instance, needs: MemoryNeeds, one: int, two: int) -> bool:
     a, b = needs.mesh[one], needs.mesh[two]
     if a < 0 or b < 0:
         return False
@@ -177,7 +177,7 @@ def _overlap(instance: Instance, needs: Needs, one: int, two: int) -> bool:
 
 
 @compiled
-def _crowded(instance: Instance, needs: Needs, lists: Lists, net: Net, limit: float) -> bool:
+def _crowded(instance: Instance, needs: MemoryNeeds, lists: Lists, net: Net, limit: float) -> bool:
     """Whether some device has too little memory for options that are fast enough.
 
     Tasks on one device run one after the other. With multipliers p_j >= 0 of its memory M at the moment of task j,
@@ -198,7 +198,7 @@ def _crowded(instance: Instance, needs: Needs, lists: Lists, net: Net, limit: fl
 
 
 @compiled
-def _device_crowded(instance: Instance, needs: Needs, lists: Lists, net: Net, limit: float, device: int) -> bool:
+def _device_crowded(instance: Instance, needs: MemoryNeeds, lists: Lists, net: Net, limit: float, device: int) -> bool:
     n = len(instance.role)
     memory = float(least(instance.memory, device, device + 1))
     rest = _beside(instance, needs, net, device)
@@ -236,13 +236,13 @@ def _device_crowded(instance: Instance, needs: Needs, lists: Lists, net: Net, li
 
 
 @compiled
-def _on(instance: Instance, needs: Needs, task: int, device: int) -> bool:
+def _on(instance: Instance, needs: MemoryNeeds, task: int, device: int) -> bool:
     mesh = needs.mesh[task]
     return bool(mesh >= 0 and instance.first[mesh] <= device < instance.first[mesh] + instance.size[mesh])
 
 
 @compiled
-def _beside(instance: Instance, needs: Needs, net: Net, device: int) -> float:
+def _beside(instance: Instance, needs: MemoryNeeds, net: Net, device: int) -> float:
     """Least seconds of a period in which none of the device's tasks runs.
 
     In them run all moves that hold the device, one after the other; or a task elsewhere that overlaps none of the
@@ -265,7 +265,7 @@ def _beside(instance: Instance, needs: Needs, net: Net, device: int) -> float:
 
 
 @compiled
-def _holds(instance: Instance, needs: Needs, net: Net, device: int, move: int) -> bool:
+def _holds(instance: Instance, needs: MemoryNeeds, net: Net, device: int, move: int) -> bool:
     """Whether the node, a move, holds the device."""
     arc = net.k[move, move]
     source, target = int(instance.arc_source[arc]), int(instance.arc_target[arc])
@@ -273,7 +273,7 @@ def _holds(instance: Instance, needs: Needs, net: Net, device: int, move: int) -
 
 
 @compiled
-def _apart_from_all(instance: Instance, needs: Needs, net: Net, device: int, task: int) -> bool:
+def _apart_from_all(instance: Instance, needs: MemoryNeeds, net: Net, device: int, task: int) -> bool:
     """Whether the task never runs beside any task of the device."""
     apart = True
     for j in range(len(needs.mesh)):
@@ -282,7 +282,7 @@ def _apart_from_all(instance: Instance, needs: Needs, net: Net, device: int, tas
 
 
 @compiled
-def _cheapest(instance: Instance, needs: Needs, lists: Lists, task: int, total: float) -> tuple[int, float]:
+def _cheapest(instance: Instance, needs: MemoryNeeds, lists: Lists, task: int, total: float) -> tuple[int, float]:
     """The option of least reduced cost, and that cost. total: the sum of all multipliers."""
     shares, copies = in_place(instance, needs, task), _copies(instance, needs, task)
     cheapest, cost = ZERO - 1, -NONE
@@ -296,12 +296,12 @@ def _cheapest(instance: Instance, needs: Needs, lists: Lists, task: int, total: 
 
 
 @compiled
-def _active(instance: Instance, needs: Needs, task: int, option: int) -> int:
+def _active(instance: Instance, needs: MemoryNeeds, task: int, option: int) -> int:
     return int(instance.active[option]) - (instance.shared[option] if in_place(instance, needs, task) > 0 else 0)
 
 
 @compiled
-def _copies(instance: Instance, needs: Needs, task: int) -> int:
+def _copies(instance: Instance, needs: MemoryNeeds, task: int) -> int:
     """How many tasks may share the copy that the task keeps: each counts with its part."""
     if instance.frozen[task] == 0:
         return 1

@@ -11,7 +11,7 @@ import numpy as np
 from realgraph.planner.solve.kernels.compiled import ONE, ZERO, Floats, Ints, Mask, compiled, entry
 from realgraph.planner.solve.kernels.instance import Instance
 from realgraph.planner.solve.kernels.lists import GLANCE, Lists, fill, filter_memory, in_time
-from realgraph.planner.solve.kernels.memory import Needs
+from realgraph.planner.solve.kernels.memory import MemoryNeeds
 from realgraph.planner.solve.kernels.period import Net
 from realgraph.planner.solve.kernels.places import Tree, places
 
@@ -19,7 +19,7 @@ DONE, LEAF, MISSING, PAUSED = 0, 1, 2, 3
 CUT, KEPT, UNKNOWN = 0, 1, 2
 
 
-class Moves(NamedTuple):
+class MoveSeconds(NamedTuple):
     """The least seconds of a move between two meshes, by an open-addressing hash table. Keys are -1 where free."""
 
     keys: Ints
@@ -70,12 +70,12 @@ def new_walk(tasks: int, meshes: int) -> Walk:
     )
 
 
-def new_moves(size: int) -> Moves:
-    return Moves(np.full(size, -1, np.int64), np.zeros(size), np.zeros(64, np.int64))
+def new_moves(size: int) -> MoveSeconds:
+    return MoveSeconds(np.full(size, -1, np.int64), np.zeros(size), np.zeros(64, np.int64))
 
 
 @entry
-def remember(moves: Moves, key: int, seconds: float) -> None:
+def remember(moves: MoveSeconds, key: int, seconds: float) -> None:
     slot = key % len(moves.keys)
     while moves.keys[slot] >= 0 and moves.keys[slot] != key:
         slot = (slot + 1) % len(moves.keys)
@@ -84,7 +84,7 @@ def remember(moves: Moves, key: int, seconds: float) -> None:
 
 
 @compiled
-def _least_move(moves: Moves, key: int) -> float:
+def _least_move(moves: MoveSeconds, key: int) -> float:
     """-1 where it isn't known yet: the key is then among `missing`."""
     slot = key % len(moves.keys)
     while moves.keys[slot] >= 0:
@@ -105,9 +105,9 @@ def advance(
     allowed: Mask,
     reduced_costs: ReducedCosts,
     walk: Walk,
-    needs: Needs,
+    needs: MemoryNeeds,
     lists: Lists,
-    moves: Moves,
+    moves: MoveSeconds,
     net: Net,
     limit: float,
     budget: int,
@@ -217,7 +217,9 @@ def _excess(reduced_costs: ReducedCosts, task: int, table: int, limit: float) ->
 
 
 @compiled
-def judge(instance: Instance, walk: Walk, needs: Needs, lists: Lists, moves: Moves, net: Net, limit: float) -> int:
+def judge(
+    instance: Instance, walk: Walk, needs: MemoryNeeds, lists: Lists, moves: MoveSeconds, net: Net, limit: float
+) -> int:
     """Whether a plan with these places may have a period below the limit: CUT, KEPT, or UNKNOWN where a move's is."""
     for i in range(len(walk.order)):
         needs.mesh[i] = walk.mesh[i]

@@ -11,7 +11,7 @@ from rich.text import Text
 from realgraph.plan.view.gantt import COLOURS, gantt
 from realgraph.planner.advise.alternatives import Alternative
 from realgraph.planner.advise.sweep import Hint
-from realgraph.planner.report.content import Bottleneck, Measured, Report, Row, Size
+from realgraph.planner.report.content import Bottleneck, CallRow, MeasuredSeconds, PlannedSize, Report
 from realgraph.planner.report.format import (
     axes_text,
     axes_used,
@@ -147,7 +147,7 @@ def _fitting(rows: Sequence[Mapping[str, Text | str]], names: tuple[str, ...], w
     return tuple(needed)
 
 
-def _cells(row: Row, report: Report, axes: tuple[str, ...]) -> dict[str, Text | str]:
+def _cells(row: CallRow, report: Report, axes: tuple[str, ...]) -> dict[str, Text | str]:
     allocation = row.allocation
     layout, colour = allocation.layout, COLOURS[row.kind]
     values: list[Text | str] = [
@@ -306,7 +306,7 @@ def options(found: tuple[Alternative, ...]) -> Table:
     return table
 
 
-def sweep(sizes: tuple[Size, ...], target_seconds: float | None) -> Table:
+def sweep(sizes: tuple[PlannedSize, ...], target_seconds: float | None) -> Table:
     """The scaling curve: period, speed-up per device, and the cheapest size that reaches the target."""
     table = titled("cluster sizes")
     for name in ("devices", "period", "bound", "device seconds", "efficiency"):
@@ -334,7 +334,7 @@ def sweep(sizes: tuple[Size, ...], target_seconds: float | None) -> Table:
     return table
 
 
-def measured(calls: tuple[Measured, ...]) -> Table:
+def measured(calls: tuple[MeasuredSeconds, ...]) -> Table:
     """Predicted against measured seconds of each call of a run."""
     table = titled("predicted against measured")
     table.add_column("call")
