@@ -1,11 +1,12 @@
 """The planner's search against rules and other systems' searches, on equal costs: period, proven gap, seconds.
 
 Run from the repository root: `python -m benchmarks.planner` (eight cases), `--full` (all), `--mcmc SECONDS` (CPU time
-of ReaL's chain per case, 60 unless told), `--only NAME`. Peers: planner_peers.py (HybridFlow's Algorithm 1),
-planner_chain.py (ReaL's MCMC), and the rules of planner/search/baselines.py. All see the same option tables and are
-timed by the same exact evaluator. The search runs with its compiled code warm; the whole command `realgraph plan`, in
-a new process, is timed beside it. Machines differ and may be busy: CPU seconds are printed beside wall seconds, and the
-limits are held against the smaller of the two.
+of ReaL's chain per case, 60 unless told), `--cp-sat SECONDS` (its limit, 60 unless told), `--only NAME`. Peers:
+planner_peers.py (HybridFlow's Algorithm 1), planner_chain.py (ReaL's MCMC), planner_cp_sat.py (a constraint program,
+where ortools is installed) and the rules of planner/search/baselines.py. All see the same option tables and all but
+CP-SAT, which rounds, are timed by the same exact evaluator. The search runs with its compiled code warm; the whole
+command `realgraph plan`, in a new process, is timed beside it. Machines differ and may be busy: CPU seconds are printed
+beside wall seconds, and the limits are held against the smaller of the two.
 
 Results go to results/planner.json or results/planner_full.json. With `--tables` the problems that were solved, up to
 `LARGEST` pairs of meshes, are written to results/planner_problems/, as files that `realgraph plan --problem` reads
@@ -29,6 +30,7 @@ from msgspec import Struct
 
 from benchmarks.machine import describe
 from benchmarks.planner_chain import chained
+from benchmarks.planner_cp_sat import ConstraintProgram, programmed
 from benchmarks.planner_peers import mapped
 from realgraph.planner.options.tables import problem_of
 from realgraph.planner.plan.problem import Limits, SearchProblem, Solution
@@ -122,6 +124,7 @@ class Row(Struct, frozen=True):
     mcmc: float | None
     mcmc_s: float
     mcmc_proposals: int
+    cp_sat: ConstraintProgram
     cold_wall_s: float | None
     cold_cpu_s: float | None
     problem_sha256: str
@@ -212,7 +215,9 @@ def cold(folder: Path) -> tuple[float | None, float | None]:
     return time.monotonic() - began, used
 
 
-def measure(case: Case, mcmc_seconds: float, tables: bool) -> Row:
+def measure(case: Case, limits: tuple[float, float], tables: bool) -> Row:
+    """limits: seconds of ReaL's chain and of CP-SAT."""
+    mcmc_seconds, cp_sat_seconds = limits
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         request = requested(case, folder)
@@ -224,6 +229,7 @@ def measure(case: Case, mcmc_seconds: float, tables: bool) -> Row:
         rules = baselines_of(prepared, Limits(gap=GAP, seconds=60.0))
         mapping = mapped(problem)
         chain = chained(problem, mcmc_seconds) if mcmc_seconds > 0 else None
+        program = programmed(problem, cp_sat_seconds)
         cold_wall, cold_cpu = cold(folder)
     return Row(
         case=case.name,
@@ -248,6 +254,7 @@ def measure(case: Case, mcmc_seconds: float, tables: bool) -> Row:
         mcmc=_finite(chain.period) if chain else None,
         mcmc_s=chain.seconds if chain else 0.0,
         mcmc_proposals=chain.tried if chain else 0,
+        cp_sat=program,
         cold_wall_s=cold_wall,
         cold_cpu_s=cold_cpu,
         problem_sha256=written(case, problem, tables),
@@ -299,7 +306,7 @@ def faults(case: Case, row: Row) -> list[str]:
 
 HEAD = (
     f"{'case':24}{'period':>9}{'gap':>8}{'wall s':>8}{'cpu s':>8}{'first':>7}{'cold s':>8} |"
-    f"{'symm.':>8}{'coloc.':>8}{'Megat.':>8}{'ReaL h.':>8}{'Alg. 1':>8}{'MCMC':>8}"
+    f"{'symm.':>8}{'coloc.':>8}{'Megat.':>8}{'ReaL h.':>8}{'Alg. 1':>8}{'MCMC':>8}{'CP-SAT':>14}"
 )
 
 
@@ -312,15 +319,25 @@ def line(row: Row) -> str:
     peers = (row.symmetric, row.colocated, row.megatron, row.real_heuristic, row.algorithm_1, row.mcmc)
     return (
         f"{row.case:24}{row.period:9.2f}{row.gap:8.2%}{row.wall_s:8.2f}{row.cpu_s:8.2f}{row.first_answer_s:7.2f}"
-        f"{row.cold_wall_s or 0:8.2f} |" + "".join(map(excess, peers))
+        f"{row.cold_wall_s or 0:8.2f} |" + "".join(map(excess, peers)) + _cp_sat_text(row)
     )
 
 
-def record(name: str, mcmc_seconds: float, rows: list[Row], missed: list[str]) -> None:
+def _cp_sat_text(row: Row) -> str:
+    """What CP-SAT came to and in how long, or why it was left out."""
+    found = row.cp_sat
+    if found.note:
+        return f"  {found.note}"
+    excess = "  no plan" if found.period is None else f"{100 * (found.period / row.period - 1):+8.1f}%"
+    return f"{excess} {found.seconds:.0f} s"
+
+
+def record(name: str, limits: tuple[float, float], rows: list[Row], missed: list[str]) -> None:
     """Write what is known so far, so that an interrupted run leaves its rows."""
     report = {
         "machine": describe(),
-        "mcmc_seconds": mcmc_seconds,
+        "mcmc_seconds": limits[0],
+        "cp_sat_seconds": limits[1],
         "passed": not missed,
         "missed": missed,
         "rows": msgspec.to_builtins(rows),
@@ -333,9 +350,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--mcmc", type=float, default=60.0)
+    parser.add_argument("--cp-sat", type=float, default=60.0)
     parser.add_argument("--only", default="")
     parser.add_argument("--tables", action="store_true")
     asked = parser.parse_args()
+    limits = (asked.mcmc, asked.cp_sat)
     cases = [case for case in (FULL if asked.full else DEFAULT) if asked.only in case.name]
     with tempfile.TemporaryDirectory() as folder:  # compiled code is loaded before anything is timed
         solve(problem_of(requested(Case("grpo", "8B", 8), Path(folder))).problem, Limits(seconds=5.0))
@@ -344,13 +363,13 @@ def main() -> int:
     rows: list[Row] = []
     missed: list[str] = []
     for case in cases:
-        row = measure(case, asked.mcmc, asked.tables)
+        row = measure(case, limits, asked.tables)
         rows.append(row)
         wrong = faults(case, row)
         missed += [f"{case.name}: {text}" for text in wrong]
         print(line(row) + ("  " + "; ".join(wrong) if wrong else ""), flush=True)
         if not asked.only:
-            record("planner_full.json" if asked.full else "planner.json", asked.mcmc, rows, missed)
+            record("planner_full.json" if asked.full else "planner.json", limits, rows, missed)
     verdict = "PASS" if not missed else "FAIL"
     print(f"{verdict}: gap <= 0.2 % in 2 s (10 s above 1,024 devices; nine calls 3 % in 60 s), no peer is better")
     return 0 if not missed else 1

@@ -25,7 +25,7 @@ from benchmarks.planner_bounds_check import mistakes
 from benchmarks.planner_bounds_problems import family, problem_of
 from realgraph.planner.plan.problem import Limits, Solution
 from realgraph.planner.problem_file.checks import problems_of
-from realgraph.planner.problem_file.codec import Answer, NoAnswer, answer_of, build_problem
+from realgraph.planner.problem_file.codec import NoAnswer, ProblemAnswer, answer_of, build_problem
 from realgraph.planner.problem_file.spec import ProblemFile, problem_text
 from realgraph.planner.solve.solver import orders, solve
 
@@ -50,7 +50,7 @@ def gap_of(seed: int) -> float:
     return EXACT if seed % 2 else ROUGH
 
 
-def answered(spec: ProblemFile, gap: float) -> Answer | NoAnswer:
+def answered(spec: ProblemFile, gap: float) -> ProblemAnswer | NoAnswer:
     """The search's answer to a problem."""
     read = build_problem(spec)
     found = solve(read.problem, Limits(gap=gap))

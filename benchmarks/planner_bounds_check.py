@@ -12,14 +12,14 @@ import numpy as np
 
 from benchmarks.planner_bounds_arrays import Links, Room, Rows, arrays
 from benchmarks.planner_bounds_walk import fits, plan_within, ties_hold
-from realgraph.planner.problem_file.codec import Answer, NoAnswer
+from realgraph.planner.problem_file.codec import NoAnswer, ProblemAnswer
 from realgraph.planner.problem_file.spec import ProblemFile
 
 BELOW = 1e-6  # relative: a bound may be above an optimum by so little, as periods are exact to 1e-8
 NEAR = 1e-7  # of a period: what the starts of an answer may miss a constraint by
 
 
-def mistakes(spec: ProblemFile, answer: Answer | NoAnswer, gap: float) -> list[str]:
+def mistakes(spec: ProblemFile, answer: ProblemAnswer | NoAnswer, gap: float) -> list[str]:
     """What is wrong with an answer of a search for this gap, in words. Bounds are held against every combination."""
     rows, links, room = arrays(spec)
     found = []
@@ -57,14 +57,14 @@ def _options(rows: Rows, room: Room) -> list[tuple[int, str]]:
     return [(int(rows.option[c, r]), f"{int(rows.devices[c, r]):b}"[::-1]) for c, r in enumerate(room.row.tolist())]
 
 
-def _row(rows: Rows, spec: ProblemFile, call: int, answer: Answer) -> int:
+def _row(rows: Rows, spec: ProblemFile, call: int, answer: ProblemAnswer) -> int:
     chosen = answer.choices[spec.calls[call].name]
     bits = ((1 << chosen.mesh[1]) - 1) << chosen.mesh[0]
     same = (rows.option[call] == chosen.option) & (rows.devices[call] == bits)
     return int(np.flatnonzero(same[: rows.count[call]])[0])
 
 
-def _schedule_mistakes(spec: ProblemFile, answer: Answer, made: tuple[Rows, Links, Room]) -> list[str]:
+def _schedule_mistakes(spec: ProblemFile, answer: ProblemAnswer, made: tuple[Rows, Links, Room]) -> list[str]:
     """Rules 1 to 3 of the document, held against the answer's starts; and its orders, against these starts."""
     rows, links, room = made
     period, names = answer.period, [call.name for call in spec.calls]
@@ -96,7 +96,9 @@ def _schedule_mistakes(spec: ProblemFile, answer: Answer, made: tuple[Rows, Link
             if devices[one] & devices[two]:
                 between = answer.starts[two] - answer.starts[one]
                 found += (
-                    [] if _kept_apart(between, seconds[one], seconds[two], (period, slack)) else [f"{one} meets {two}"]
+                    []
+                    if _kept_apart(between, seconds[one], seconds[two], (period, slack))
+                    else [f"{one} overlaps {two}"]
                 )
     found += [f"{name} takes longer than a period" for name in seconds if seconds[name] > period + slack]
     return found + _order_mistakes(spec, answer, seconds, devices) + _stuck(answer, waits)
@@ -112,7 +114,9 @@ def _kept_apart(between: float, one: float, two: float, within: tuple[float, flo
     return any(one - slack <= rest <= period - two + slack for rest in rests)
 
 
-def _order_mistakes(spec: ProblemFile, answer: Answer, seconds: dict[str, float], devices: dict[str, int]) -> list[str]:
+def _order_mistakes(
+    spec: ProblemFile, answer: ProblemAnswer, seconds: dict[str, float], devices: dict[str, int]
+) -> list[str]:
     """Every device runs what holds it, once a round, one after the other."""
     found, seen = [], 0
     slack = NEAR * (answer.period + max(map(abs, answer.starts.values())))
@@ -135,7 +139,7 @@ def _order_mistakes(spec: ProblemFile, answer: Answer, seconds: dict[str, float]
     return found
 
 
-def _stuck(answer: Answer, waits: Sequence[tuple[str, str, float, int]]) -> list[str]:
+def _stuck(answer: ProblemAnswer, waits: Sequence[tuple[str, str, float, int]]) -> list[str]:
     """Whether some calls wait for each other for ever, if devices keep to their orders: a circuit of distance 0."""
     names = list(answer.starts)
     steps = np.full((len(names), len(names)), 1 << 40, np.int64)

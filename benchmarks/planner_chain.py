@@ -121,17 +121,17 @@ def chained(problem: SearchProblem, seconds: float, seed: int = 0) -> PeerPlan:
     data, cache = flat(problem), MoveCache(problem)
     n = len(problem.tasks)
     start = np.array([data.begin[i] + _fastest(data, i) for i in range(n)])
-    kept, worth = np.zeros((RETIMED, n), np.int64), np.full(RETIMED, np.inf)
+    kept, periods = np.zeros((RETIMED, n), np.int64), np.full(RETIMED, np.inf)
     _proceed(data, cache, start.copy(), (np.zeros((1, n), np.int64), np.full(1, np.inf)), (0.01, 1))  # compiles
     began, tried = time.process_time(), 0
     seed_chain(seed)
     for part, temperature in enumerate(TEMPERATURES):
         state = start.copy()
         while time.process_time() - began < seconds * (part + 1) / len(TEMPERATURES):
-            _proceed(data, cache, state, (kept, worth), (temperature, CHUNK))
+            _proceed(data, cache, state, (kept, periods), (temperature, CHUNK))
             tried += CHUNK
     best = float("inf")
-    for row in kept[np.isfinite(worth)]:
+    for row in kept[np.isfinite(periods)]:
         schedule = evaluate(problem, _choices(problem, data, row))
         best = best if schedule is None else min(best, schedule.period)
     return PeerPlan(best, time.process_time() - began, tried)
@@ -229,15 +229,15 @@ def _moved(
 @numba.njit(cache=True)
 def _keep(state: Ints, cost: float, best: tuple[Ints, Floats]) -> None:  # pragma: no cover - compiled
     """Among the best plans of different makespans."""
-    kept, worth = best
+    kept, periods = best
     worst = 0
-    for i in range(len(worth)):
-        if abs(worth[i] - cost) <= 1e-9 * cost:
+    for i in range(len(periods)):
+        if abs(periods[i] - cost) <= 1e-9 * cost:
             return
-        if worth[i] > worth[worst]:
+        if periods[i] > periods[worst]:
             worst = i
-    if cost < worth[worst]:
-        worth[worst] = cost
+    if cost < periods[worst]:
+        periods[worst] = cost
         kept[worst, :] = state
 
 
@@ -286,7 +286,7 @@ def _meet(data: Flat, c: int, d: int) -> bool:  # pragma: no cover - compiled
 
 @numba.njit(cache=True)
 def _makespan(data: Flat, state: Ints, moved: Floats) -> float:  # pragma: no cover - compiled
-    """Seconds a step of STEPS steps, where whatever is ready first runs first on meshes that meet."""
+    """Seconds a step of STEPS steps, where whatever is ready first runs first on meshes that overlap."""
     n, m = len(state), len(data.moves)
     size = n + m
     seconds, latency = np.zeros(size), np.zeros(size)
@@ -297,13 +297,13 @@ def _makespan(data: Flat, state: Ints, moved: Floats) -> float:  # pragma: no co
     for i in range(m):
         seconds[n + i], latency[n + i] = moved[i], moved[i]
         one[n + i], two[n + i] = state[data.moves[i, 0]], state[data.moves[i, 1]]
-    meets = np.zeros((size, size), np.bool_)
+    overlaps = np.zeros((size, size), np.bool_)
     for a in range(size):
         for b in range(size):
             if seconds[a] > 0 and seconds[b] > 0:
-                meets[a, b] = _meet(data, one[a], one[b])
-                if not meets[a, b] and (a >= n or b >= n):
-                    meets[a, b] = (
+                overlaps[a, b] = _meet(data, one[a], one[b])
+                if not overlaps[a, b] and (a >= n or b >= n):
+                    overlaps[a, b] = (
                         _meet(data, one[a], two[b]) or _meet(data, two[a], one[b]) or _meet(data, two[a], two[b])
                     )
     ready, waits = _start(data, size)
@@ -318,7 +318,7 @@ def _makespan(data: Flat, state: Ints, moved: Floats) -> float:  # pragma: no co
                 best, earliest = a, ready[a, k]
         begin = earliest
         for b in range(size):
-            if meets[best, b] and free_at[b] > begin:
+            if overlaps[best, b] and free_at[b] > begin:
                 begin = free_at[b]
         step = nearest[best]
         nearest[best] += 1

@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.planner.plan.problem import Choice, SearchProblem, SearchTask
-from realgraph.planner.search.symmetric import Shape, shaped_choices
+from realgraph.planner.search.symmetric import LayoutShape, shaped_choices
 from realgraph.planner.solve.solver import evaluate
 
 RETIMED = 12  # best plans of a peer that the exact evaluator times
@@ -109,7 +109,7 @@ def _group(problem: SearchProblem, roles: tuple[str, ...], size: int) -> Group |
         ties=(),
         tree=None,
     )
-    every = {int(number): Shape() for table in problem.tables for number in table.layout}
+    every = {int(number): LayoutShape() for table in problem.tables for number in table.layout}
     choices = shaped_choices(part, every)
     if choices is None:
         return None
@@ -127,7 +127,7 @@ def _packed(problem: SearchProblem, sizes: Sequence[int]) -> list[int] | None:
         free = (
             i
             for i, mesh in enumerate(problem.meshes)
-            if mesh.n_devices == sizes[place] and not any(mesh.meets(problem.meshes[other]) for other in taken)
+            if mesh.n_devices == sizes[place] and not any(mesh.overlaps(problem.meshes[other]) for other in taken)
         )
         mesh = next(free, None)
         if mesh is None:

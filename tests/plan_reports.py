@@ -12,10 +12,10 @@ from realgraph.planner.plan.plan import Allocation, Plan, Transport, Turn
 from realgraph.planner.report.content import (
     Comparison,
     Findings,
-    Measured,
+    MeasuredSeconds,
+    PlannedSize,
     Price,
     Report,
-    Size,
     report_of,
 )
 from realgraph.planner.request.request import PlanRequest, hashes
@@ -101,13 +101,13 @@ def everything() -> Report:
         notes=("synchronous is as good as staleness 1",),
         price=Price(2.5, 2.98, 894.0, 300),
         sweep=(
-            Size(8, None, 0.0, "no plan fits: critic_train lacks 21 GB"),
-            *(Size(16 << i, 204 * 0.574**i + 12, 203 * 0.574**i + 12) for i in range(7)),
+            PlannedSize(8, None, 0.0, "no plan fits: critic_train lacks 21 GB"),
+            *(PlannedSize(16 << i, 204 * 0.574**i + 12, 203 * 0.574**i + 12) for i in range(7)),
         ),
         target_seconds=30.0,
         measured=(
-            Measured("generate", 44.5, 49.1, 0.04, 20),
-            Measured("actor_train", 11.3, 10.8, 0.01, 20),
+            MeasuredSeconds("generate", 44.5, 49.1, 0.04, 20),
+            MeasuredSeconds("actor_train", 11.3, 10.8, 0.01, 20),
         ),
     )
     facts = (("ppo-70b", "graph ppo, 512 groups x 1 samples"), ("cluster", f"8 nodes x 8 {_kind(asked.cluster)}"))

@@ -1,7 +1,7 @@
 """A planning problem as one constraint program for CP-SAT (ortools), an oracle that shares no code with the search.
 
 Seconds become whole numbers of 1 / `SCALE` s. Presence literals choose an option of each task; two tasks whose chosen
-meshes meet take one integer k of a small range, by literals, so that each constraint is linear in the period.
+meshes overlap take one integer k of a small range, by literals, so that each constraint is linear in the period.
 """
 
 from itertools import combinations
@@ -41,18 +41,20 @@ class Program(Struct, frozen=True, eq=False):
 
 
 class Verdict(Struct, frozen=True):
-    """What CP-SAT found, in seconds: the period (inf where infeasible) and its own bound."""
+    """What CP-SAT found, in seconds: the period (inf where it found none) and its own bound, which is the period where
+    that is proven, and inf where no plan fits."""
 
     period: float
     bound: float
+    proven: bool
 
 
 def ticks(seconds: float) -> int:
     return round(seconds * SCALE)
 
 
-def cp_sat(problem: SearchProblem, seconds: float) -> Verdict | None:
-    """The least period to 1 / SCALE s of each duration; None where `seconds` did not suffice for proof."""
+def cp_sat(problem: SearchProblem, seconds: float) -> Verdict:
+    """The least period that it finds in so many seconds, to 1 / SCALE s of each duration."""
     longest = sum(
         max(ticks(float(problem.tables[t].latency.max())) for t in task.tables.values()) for task in problem.tasks
     )
@@ -77,9 +79,11 @@ def cp_sat(problem: SearchProblem, seconds: float) -> Verdict | None:
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = 1
     status = solver.solve(model)
-    if status == cp_model.OPTIMAL:
-        return Verdict(solver.objective_value / SCALE, solver.best_objective_bound / SCALE)
-    return Verdict(float("inf"), float("inf")) if status == cp_model.INFEASIBLE else None
+    if status == cp_model.INFEASIBLE:
+        return Verdict(float("inf"), float("inf"), True)
+    found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    period = solver.objective_value / SCALE if found else float("inf")
+    return Verdict(period, solver.best_objective_bound / SCALE, status == cp_model.OPTIMAL)
 
 
 def _add_task(program: Program, task: SearchTask) -> None:
@@ -122,13 +126,13 @@ def _add_move(program: Program, move: Move) -> None:
 def _keep_apart(program: Program, left: Place, right: Place) -> None:
     model = program.model
     turns = {k: model.new_bool_var(f"{left.name} {right.name} {k}") for k in range(-TURNS, TURNS + 2)}
-    meet = model.new_bool_var(f"{left.name} meets {right.name}")
+    overlap = model.new_bool_var(f"{left.name} overlaps {right.name}")
     for here, some in left.present.items():
         for there, others in right.present.items():
-            if any(one.meets(two) for one in here for two in there):
+            if any(one.overlaps(two) for one in here for two in there):
                 one, other = (_any(program, literals) for literals in (some, others))
-                model.add_bool_or(~one, ~other, meet)
-    model.add(sum(turns.values()) == 1).only_enforce_if(meet)
+                model.add_bool_or(~one, ~other, overlap)
+    model.add(sum(turns.values()) == 1).only_enforce_if(overlap)
     for k, literal in turns.items():
         model.add(right.start >= left.start + left.seconds - k * program.period).only_enforce_if(literal)
         model.add(left.start >= right.start + right.seconds - (1 - k) * program.period).only_enforce_if(literal)
@@ -161,11 +165,11 @@ def _limit_memory(program: Program) -> None:
     """Resident bytes of all copies, and the active bytes of each task in turn, on every device; host bytes on nodes."""
     problem, model = program.problem, program.model
     trained = {task.role for task in problem.tasks if task.trains}
-    homes: dict[tuple[str, int, int], list[Var]] = {}
+    trained_copies: dict[tuple[str, int, int], list[Var]] = {}
     for task in problem.tasks:
         for choice, literal in program.chosen[task.name].items() if task.trains else ():
             layout = int(table_of(problem, task, choice).layout[choice.option])
-            homes.setdefault((task.role, choice.mesh, layout), []).append(literal)
+            trained_copies.setdefault((task.role, choice.mesh, layout), []).append(literal)
     for device in range(problem.devices):
         copies: dict[tuple[object, ...], tuple[int, Var]] = {}
         running: list[tuple[int, list[Var], list[Var]]] = []
@@ -175,14 +179,14 @@ def _limit_memory(program: Program) -> None:
                     continue
                 table = table_of(problem, task, choice)
                 key = (task.role, choice.mesh, int(table.layout[choice.option]))
-                at_home = [] if task.trains else homes.get(key, [])
+                in_place = [] if task.trains else trained_copies.get(key, [])
                 nbytes = int(table.resident[choice.option])
                 copy: tuple[object, ...] = (task.name, choice) if task.role in trained else (*key, nbytes)
                 known = copies.setdefault(copy, (nbytes, model.new_bool_var("")))
                 model.add_implication(literal, known[1])
                 active, shared = int(table.active[choice.option]), int(table.shared[choice.option])
                 running.append((active - shared, [literal], []))
-                running.append((active, [literal], at_home))
+                running.append((active, [literal], in_place))
         resident = sum(nbytes * literal for nbytes, literal in copies.values())
         for active, where, unless in running:
             limit = int(problem.memory[device]) - active

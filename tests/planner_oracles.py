@@ -3,7 +3,7 @@
 The rules are read off the docstrings of `problem.py` and share no code with the search. A schedule of period T starts
 task i of step k at s_i + k T. Two tasks on meeting meshes keep apart iff for some integer k
     s_j >= s_i + d_i - k T    and    s_i >= s_j + d_j - (1 - k) T,
-which are two more edges of an event graph, with k and 1 - k tokens: the period is its largest seconds / tokens.
+which are two more edges of an event graph, of distances k and 1 - k: the period is its largest seconds / distance.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +16,9 @@ from msgspec import Struct
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.problem import Choice, Move, OptionTable, SearchProblem, SearchTask, move_name
 
-NEVER = 10**6  # tokens between two tasks that no path connects
+NEVER = 10**6  # steps between two tasks that no path connects
 
-Edges = list[tuple[int, int, float, int]]  # source, target, seconds, tokens
+Edges = list[tuple[int, int, float, int]]  # source, target, seconds, distance
 
 
 class Node(Struct, frozen=True):
@@ -61,7 +61,9 @@ def fits(problem: SearchProblem, choices: Mapping[str, Choice]) -> bool:
     """Whether every device and every node has the memory for what lies and runs there."""
     trained = {task.role for task in problem.tasks if task.trains}
     rows = [(task, choices[task.name], table_of(problem, task, choices[task.name])) for task in problem.tasks]
-    homes = {(task.role, choice.mesh, int(table.layout[choice.option])) for task, choice, table in rows if task.trains}
+    trained_copies = {
+        (task.role, choice.mesh, int(table.layout[choice.option])) for task, choice, table in rows if task.trains
+    }
     host = np.zeros(len(problem.host_memory), np.int64)
     for device in range(problem.devices):
         copies: dict[tuple[object, ...], int] = {}
@@ -72,8 +74,8 @@ def fits(problem: SearchProblem, choices: Mapping[str, Choice]) -> bool:
             layout = int(table.layout[choice.option])
             copy = (task.role, choice.mesh, layout) if task.role not in trained else (task.name,)
             copies[copy] = max(copies.get(copy, 0), int(table.resident[choice.option]))
-            at_home = not task.trains and (task.role, choice.mesh, layout) in homes
-            active = int(table.active[choice.option]) - at_home * int(table.shared[choice.option])
+            in_place = not task.trains and (task.role, choice.mesh, layout) in trained_copies
+            active = int(table.active[choice.option]) - in_place * int(table.shared[choice.option])
             largest = max(largest, active)
             host[device // problem.devices_per_node] += int(table.host[choice.option])
         if sum(copies.values()) + largest > problem.memory[device]:
@@ -121,7 +123,7 @@ def meeting(nodes: Sequence[Node]) -> list[tuple[int, int]]:
     return [
         (i, j)
         for i, j in combinations(range(len(nodes)), 2)
-        if any(left.meets(right) for left in nodes[i].meshes for right in nodes[j].meshes)
+        if any(left.overlaps(right) for left in nodes[i].meshes for right in nodes[j].meshes)
     ]
 
 
@@ -135,8 +137,8 @@ def least_period(
     """
     nodes, edges = nodes_of(problem, choices)
     n = len(nodes)
-    tokens = least_tokens(n, edges)
-    circular = [edge for edge in edges if tokens[edge[1], edge[0]] < NEVER // 2]
+    distance = least_distance(n, edges)
+    circular = [edge for edge in edges if distance[edge[1], edge[0]] < NEVER // 2]
     root = critical_ratio(n, circular, problem.floor_seconds, below)
     best: tuple[float, list[float]] | None = None
     stack = [] if root is None else [(root, circular, meeting(nodes))]
@@ -164,60 +166,60 @@ def least_period(
 
 def put_off(starts: Sequence[float], edges: Edges, period: float) -> list[float]:
     """Starts that also meet the edges out of circuits, by whole periods: what waits is put off with all its circuit."""
-    tokens = least_tokens(len(starts), edges)
+    distance = least_distance(len(starts), edges)
     later = list(starts)
     while True:
         late = [
             (target, later[source] + seconds - h * period - later[target])
             for source, target, seconds, h in edges
-            if tokens[target, source] > NEVER // 2
+            if distance[target, source] > NEVER // 2
         ]
         behind = [(target, amount) for target, amount in late if amount > 1e-9 * max(1.0, period)]
         if not behind:
             return later
         target, amount = behind[0]
         for node in range(len(later)):  # all that waits for `target`, itself included
-            if tokens[target, node] < NEVER // 2:
+            if distance[target, node] < NEVER // 2:
                 later[node] += int(np.ceil(amount / period)) * period
 
 
 def critical_ratio(n: int, edges: Edges, floor: float, below: float) -> tuple[float, list[float]] | None:
-    """The largest seconds / tokens of a circuit (at least `floor`) and longest paths; None unless it is < `below`."""
+    """The largest seconds / distance of a circuit (at least `floor`) and longest paths; None unless it is < `below`."""
     period = floor
     while period < below:
         starts, via = [0.0] * n, [(-1, 0.0, 0)] * n
         last = -1
         for _ in range(n + 1):
             last = -1
-            for source, target, seconds, tokens in edges:
-                reached = starts[source] + seconds - tokens * period
+            for source, target, seconds, distance in edges:
+                reached = starts[source] + seconds - distance * period
                 if reached > starts[target] + 1e-9:
-                    starts[target], via[target], last = reached, (source, seconds, tokens), target
+                    starts[target], via[target], last = reached, (source, seconds, distance), target
             if last < 0:
                 return period, starts
         for _ in range(n):
             last = via[last][0]
-        node, seconds, tokens = last, 0.0, 0
+        node, seconds, distance = last, 0.0, 0
         while True:
             source, w, h = via[node]
-            seconds, tokens, node = seconds + w, tokens + h, source
+            seconds, distance, node = seconds + w, distance + h, source
             if node == last:
                 break
-        if tokens <= 0:
+        if distance <= 0:
             return None
-        period = max(seconds / tokens, period * (1 + 1e-12))
+        period = max(seconds / distance, period * (1 + 1e-12))
     return None
 
 
-def least_tokens(n: int, edges: Edges) -> npt.NDArray[np.int64]:
-    """[n, n]: the fewest tokens of a path between two nodes; about NEVER where there is none."""
-    tokens = np.full((n, n), NEVER, np.int64)
-    np.fill_diagonal(tokens, 0)
+def least_distance(n: int, edges: Edges) -> npt.NDArray[np.int64]:
+    """[n, n]: the least distance of a path between two nodes; about NEVER where there is none."""
+    distance = np.full((n, n), NEVER, np.int64)
+    np.fill_diagonal(distance, 0)
     for source, target, _, h in edges:
-        tokens[source, target] = min(tokens[source, target], h)
+        distance[source, target] = min(distance[source, target], h)
     for middle in range(n):
-        np.minimum(tokens, tokens[:, middle, None] + tokens[None, middle, :], out=tokens)
-    return tokens
+        np.minimum(distance, distance[:, middle, None] + distance[None, middle, :], out=distance)
+    return distance
 
 
 def narrowest(n: int, edges: Edges, pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], Sequence[int]]:
@@ -226,10 +228,10 @@ def narrowest(n: int, edges: Edges, pairs: Sequence[tuple[int, int]]) -> tuple[t
     Where no path connects the two, shifting one with all of its circuit by whole periods changes no meeting: k = 0
     stands for all.
     """
-    tokens = least_tokens(n, edges)
+    distance = least_distance(n, edges)
     best: tuple[tuple[int, int], Sequence[int]] | None = None
     for i, j in pairs:
-        there, back = int(tokens[i, j]), int(tokens[j, i])
+        there, back = int(distance[i, j]), int(distance[j, i])
         integers = range(1 - back, there + 1) if there < NEVER // 2 else [0]
         if best is None or len(integers) < len(best[1]):
             best = (i, j), integers
@@ -297,8 +299,8 @@ def violations(
     wrong = [f"no start of {node.name}" for node in nodes if node.name not in starts]
     if wrong:
         return wrong
-    for source, target, seconds, tokens in edges:
-        late = starts[nodes[source].name] + seconds - tokens * period - starts[nodes[target].name]
+    for source, target, seconds, distance in edges:
+        late = starts[nodes[source].name] + seconds - distance * period - starts[nodes[target].name]
         if late > slack:
             wrong.append(f"{nodes[target].name} starts {late:.6f} s before {nodes[source].name} is done")
     for i, j in meeting(nodes):

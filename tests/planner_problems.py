@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.problem import (
-    Block,
+    DeviceBlock,
     Floats,
     Ints,
     Move,
@@ -51,7 +51,7 @@ class MoveTable(Struct, frozen=True, eq=False):
     def __call__(self, move: Move, source: int, target: int) -> Floats:
         left, right = self.meshes[source], self.meshes[target]
         here, there = self.layouts[move.source, source], self.layouts[move.target, target]
-        distance = 1.0 if left.meets(right) else 1.5
+        distance = 1.0 if left.overlaps(right) else 1.5
         scale = distance * self.base[move.source, move.target] / min(left.n_devices, right.n_devices)
         seconds: Floats = scale * (1.0 + ((here[:, None] * 7 + there[None, :] * 3) % 5) / 10)
         seconds /= 1.0 + self.quicker * (np.arange(len(here))[:, None] + np.arange(len(there))[None, :])
@@ -71,18 +71,18 @@ def run_meshes(devices: int) -> tuple[DeviceMesh, ...]:
     return tuple(DeviceMesh(i * width, (j - i) * width) for i, j in sorted(runs, key=lambda r: (r[0] - r[1], r[0])))
 
 
-def quartered(devices: int) -> Block:
+def quartered(devices: int) -> DeviceBlock:
     """The tree of four blocks, with the runs of `run_meshes`."""
     width = devices // 4
-    return Block(0, devices, tuple(halved(i * width, width) for i in range(4)))
+    return DeviceBlock(0, devices, tuple(halved(i * width, width) for i in range(4)))
 
 
-def halved(first: int, devices: int) -> Block:
+def halved(first: int, devices: int) -> DeviceBlock:
     """The tree whose blocks are split in two down to single devices."""
     if devices == 1:
-        return Block(first, 1)
+        return DeviceBlock(first, 1)
     half = devices // 2
-    return Block(first, devices, (halved(first, half), halved(first + half, half)))
+    return DeviceBlock(first, devices, (halved(first, half), halved(first + half, half)))
 
 
 def random_problem(rng: random.Random, size: Size = Size()) -> SearchProblem:

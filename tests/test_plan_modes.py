@@ -169,7 +169,7 @@ def test_what_ifs_that_time_was_too_short_for_are_named(
     monkeypatch.setattr(plan_command_module, "BESIDE_SECONDS", 0.0)
     plan_command(run_file)
     said = " ".join(capsys.readouterr().out.split())
-    assert "what-ifs cut short by time, not told: 16 devices, " in said
+    assert "what-ifs cut short by time, inconclusive: 16 devices, " in said
     assert "batch.groups 128" in said and "staleness 4" in said and "what if change" not in said
 
 

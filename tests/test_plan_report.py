@@ -24,7 +24,7 @@ from realgraph.planner.report.diff import diff
 from realgraph.planner.report.format import bytes_text, change_text, count_text, devices_text, gap_text, seconds_text
 from realgraph.planner.report.html import page
 from realgraph.planner.report.price import price_of
-from realgraph.planner.report.schedule import Task, slacks, timeline
+from realgraph.planner.report.schedule import DrawnTask, slacks, timeline
 from realgraph.planner.report.svg import ACTIVE, CHARACTER, RESIDENT, fitting, log_ticks, shades, ticks
 from realgraph.planner.report.text import bound_text
 from realgraph.planner.report.trace import trace_json
@@ -74,9 +74,9 @@ def test_a_stream_is_drawn_where_nothing_else_has_its_devices(seed: int) -> None
     spans = [(ends[i] + rng.choice([0, 10]), ends[i + 1] - ends[i]) for i in (0, 2, 4)]
     spans[2] = (spans[2][0], spans[2][1] + rng.choice([0.0, 10 - ends[5] + ends[0] / 2]))
     here = frozenset({0})
-    others = [Task(f"c{i}", "inference", seconds, start, here) for i, (start, seconds) in enumerate(spans)]
+    others = [DrawnTask(f"c{i}", "inference", seconds, start, here) for i, (start, seconds) in enumerate(spans)]
     room = 10 - math.fsum(seconds for _, seconds in spans)
-    stream = Task("generate", "generate", room * rng.choice([0.3, 1.0]), rng.uniform(0, 10), here)
+    stream = DrawnTask("generate", "generate", room * rng.choice([0.3, 1.0]), rng.uniform(0, 10), here)
     (lane,) = timeline((stream, *others), 10.0, (), 1).lanes
     for before, after in pairwise(lane.bars):
         assert before.end <= after.start + 1e-6, (before, after)

@@ -15,9 +15,9 @@ from realgraph.planner.request.pins import Pin
 from realgraph.planner.search.assembly import plan_of
 from realgraph.planner.search.baselines import Baseline, baselines_of, colocated, megatron, real_heuristic, symmetric
 from realgraph.planner.search.search import solved
-from realgraph.planner.search.symmetric import Shape, shaped_choices
+from realgraph.planner.search.symmetric import LayoutShape, shaped_choices
 from realgraph.planner.search.whole_problem import whole_problem
-from realgraph.planner.solve.customary import one_mesh
+from realgraph.planner.solve.heuristics import one_mesh
 from tests.planner_cases import cluster, grpo, ppo, request
 from tests.planner_oracles import (
     brute_force,
@@ -34,10 +34,10 @@ from tests.planner_problems import Size, problem_of_seed
 SMALL = Size(tasks=(2, 5), choices=400)
 
 
-def shapes_of(problem: SearchProblem, seed: int) -> dict[int, Shape]:
+def shapes_of(problem: SearchProblem, seed: int) -> dict[int, LayoutShape]:
     rng = random.Random(seed)
     numbers = sorted({int(number) for table in problem.tables for number in table.layout})
-    return {number: Shape(tp=rng.choice([1, 2]), pp=rng.choice([1, 2])) for number in numbers}
+    return {number: LayoutShape(tp=rng.choice([1, 2]), pp=rng.choice([1, 2])) for number in numbers}
 
 
 def serial_seconds(problem: SearchProblem, choices: Mapping[str, Choice]) -> float:
@@ -68,7 +68,7 @@ def test_a_symmetric_plan_is_the_fastest_of_its_kind(seed: int) -> None:
         choices = {task.name: choice for task, choice in zip(problem.tasks, row, strict=True)}
         if any(choice.mesh != mesh for choice in row):
             continue
-        of_role: dict[str, set[Shape]] = {}
+        of_role: dict[str, set[LayoutShape]] = {}
         for task in problem.tasks:
             layout = int(table_of(problem, task, choices[task.name]).layout[choices[task.name].option])
             of_role.setdefault(task.role, set()).add(shapes[layout])

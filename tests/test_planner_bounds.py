@@ -16,7 +16,7 @@ from benchmarks.planner_bounds_check import mistakes
 from benchmarks.planner_bounds_problems import family, problem_of
 from benchmarks.planner_bounds_walk import plan_within
 from realgraph.planner.problem_file.checks import problems_of
-from realgraph.planner.problem_file.codec import Answer, read_problem
+from realgraph.planner.problem_file.codec import ProblemAnswer, read_problem
 from realgraph.planner.problem_file.export import problem_spec
 from realgraph.planner.problem_file.spec import (
     CallSpec,
@@ -40,11 +40,11 @@ def call(
     return CallSpec(name, (OptionSpec(seconds, 0.0, 0.0, meshes=meshes, latency=latency),), role or name, trains)
 
 
-def solved(spec: ProblemFile) -> Answer:
+def solved(spec: ProblemFile) -> ProblemAnswer:
     """The exact answer, which the checker has found right."""
     assert problems_of(spec, "") == []
     found = answered(spec, EXACT)
-    assert mistakes(spec, found, EXACT) == [] and isinstance(found, Answer)
+    assert mistakes(spec, found, EXACT) == [] and isinstance(found, ProblemAnswer)
     return found
 
 
@@ -166,7 +166,7 @@ def test_the_checker_refuses_wrong_answers() -> None:
     for seed in range(1, 400, 2):
         spec = problem_of(seed)
         found = answered(spec, EXACT)
-        if not isinstance(found, Answer) or found.period < 0.1:
+        if not isinstance(found, ProblemAnswer) or found.period < 0.1:
             continue
         assert mistakes(spec, found, EXACT) == []
         if found.period > spec.floor_seconds * 1.01:

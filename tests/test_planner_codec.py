@@ -3,15 +3,20 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.planner.inputs.cluster import MOST_DEVICES
+from realgraph.planner.options.choices import agrees
 from realgraph.planner.plan.codec import plan_from_json, plan_to_json
 from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.planner.plan.option import SETTINGS, CallOption
 from realgraph.planner.plan.plan import TRANSPORTS, Allocation, Hashes, Plan, Turn
+from realgraph.planner.request.pins import Pin
 from realgraph.planner.search.search import search
 from tests.planner_cases import ppo, request
 
@@ -135,3 +140,14 @@ def test_all_mistakes_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         plan_from_json(json.dumps(raw))
     assert len(caught.value.problems) == 3
+
+
+def test_a_pin_may_set_all_that_a_plan_chooses_and_a_place() -> None:
+    """`Pin` writes its fields out for the reference of the YAML: each has the name and the values of an option's."""
+    assert {*Pin.__struct_fields__} == {"first", "devices", *SETTINGS}
+    option = CallOption(Layout(DeviceMesh(8, 8), dp=2, tp=2, pp=2), 4096, "full", "interleaved", 4)
+    pin = msgspec.convert(option.settings, Pin)
+    assert agrees(option, pin)
+    for name, other in {**option.settings, "tp": 4, "sharding": "fsdp", "residency": "offloaded"}.items():
+        changed = replace(pin, **{name: other})
+        assert agrees(option, changed) == (other == option.settings[name])

@@ -1,4 +1,4 @@
-"""What the user wishes is kept, mistakes in it are named with their place, and wishes that clash are told apart."""
+"""The user's constraints are kept, mistakes in them are named with their place, and conflicting ones are told apart."""
 
 import msgspec
 import pytest
@@ -27,8 +27,8 @@ PPO = request(
 )
 
 
-def planned(**wishes: object) -> Plan:
-    asked = replace(PPO, constraints=Constraints(**wishes))  # type: ignore[arg-type]
+def planned(**constraints: object) -> Plan:
+    asked = replace(PPO, constraints=Constraints(**constraints))  # type: ignore[arg-type]
     plan = search(asked, QUICK)
     assert validate(plan, asked) == ()
     return plan
@@ -145,7 +145,7 @@ def test_gradient_checkpointing_is_forced_by_the_model_and_else_chosen() -> None
         ),
     ],
 )
-def test_a_wrong_wish_is_refused_at_its_place(changed: dict[str, object], path: str, says: str) -> None:
+def test_a_wrong_constraint_is_refused_at_its_place(changed: dict[str, object], path: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         search(replace(PPO, **changed), QUICK)
     assert not isinstance(caught.value, Infeasible)
@@ -158,7 +158,7 @@ def test_ranks_may_be_pinned_that_fill_a_part_of_the_cluster() -> None:
     assert search(asked, QUICK).allocations["ref"].layout.mesh.n_devices == 16
 
 
-# --- wishes that clash ------------------------------------------------------------------------------------------------
+# --- constraints in conflict ------------------------------------------------------------------------------------------
 
 
 def refused(asked: PlanRequest) -> Infeasible:
@@ -167,14 +167,14 @@ def refused(asked: PlanRequest) -> Infeasible:
     return caught.value
 
 
-def test_wishes_that_clash_are_named_and_no_others() -> None:
-    """Two pinned places against one shared mesh; the third wish has no part in it."""
+def test_conflicting_constraints_are_named_and_no_others() -> None:
+    """Two pinned places against one shared mesh; the third constraint has no part in it."""
     pins = {"generate": Pin(first=0, devices=8), "critic_train": Pin(first=8, devices=8), "ref": Pin(tp=2)}
     error = refused(replace(PPO, pins=pins, constraints=Constraints(share=(("generate", "critic_train"),))))
-    assert set(error.clash) == {"allocation.generate", "allocation.critic_train", "constraints.share[0]"}
-    assert {p.where.path for p in error.problems} >= {f"$.{path}" for path in error.clash}
+    assert set(error.conflict) == {"allocation.generate", "allocation.critic_train", "constraints.share[0]"}
+    assert {p.where.path for p in error.problems} >= {f"$.{path}" for path in error.conflict}
     assert error.exit_code == 4
-    for path in error.clash:  # a smallest set: without any one of them there is a plan
+    for path in error.conflict:  # a smallest set: without any one of them there is a plan
         kept = {name: pin for name, pin in pins.items() if path != f"allocation.{name}"}
         share = () if "share" in path else (("generate", "critic_train"),)
         search(replace(PPO, pins=kept, constraints=Constraints(share=share)), QUICK)
@@ -183,7 +183,7 @@ def test_wishes_that_clash_are_named_and_no_others() -> None:
 def test_a_batch_that_does_not_fit_is_told_with_sizes_that_do() -> None:
     huge = replace(PPO, workload=replace(PPO.workload, max_tokens_per_microbatch=1 << 20))
     error = refused(huge)
-    assert error.clash == ("batch.max_tokens_per_microbatch",)
+    assert error.conflict == ("batch.max_tokens_per_microbatch",)
     size = int(error.changes[0].split(" to ")[1].split()[0])
     search(replace(PPO, workload=replace(PPO.workload, max_tokens_per_microbatch=size)), QUICK)
     if size * 2 < 1 << 20:
@@ -193,7 +193,7 @@ def test_a_batch_that_does_not_fit_is_told_with_sizes_that_do() -> None:
 def test_too_few_devices_are_told_with_how_many_more_would_do() -> None:
     asked = request(grpo(), "meta-llama/Llama-3.1-70B", cluster(), engine="any")
     error = refused(asked)
-    assert error.clash == ()
+    assert error.conflict == ()
     said = str(error)
     assert "GB of" in said
     assert "on device 0" in said
@@ -218,26 +218,26 @@ def test_more_devices_are_offered_as_what_a_run_file_says(kind: str, devices: in
         assert f"({nodes * per_node:,} devices, now {devices})" in change.text
 
 
-def test_a_cap_below_the_weights_is_the_clash() -> None:
+def test_a_cap_below_the_weights_is_the_conflict() -> None:
     error = refused(replace(PPO, constraints=Constraints(memory_gb=2.0)))
-    assert error.clash == ("constraints.memory_gb",)
+    assert error.conflict == ("constraints.memory_gb",)
 
 
 def test_what_no_time_was_left_to_decide_is_called_neither_spare_nor_too_large() -> None:
-    """Wishes that clash for certain stay named after an interruption, which is told apart from an end."""
+    """Constraints in conflict for certain stay named after an interruption, which is told apart from an end."""
     pins = {"rollout": Pin(first=0, devices=4), "train": Pin(first=4, devices=4, sharding="fsdp")}
     asked = replace(request(grpo(), engine="any"), pins=pins, constraints=Constraints(share=(("rollout", "train"),)))
-    clash = {"allocation.rollout", "allocation.train", "constraints.share[0]"}
+    conflict = {"allocation.rollout", "allocation.train", "constraints.share[0]"}
     assert cut_after(asked, looks=0) == (set(), True)
-    assert cut_after(asked, looks=3) == (clash, True)
-    assert cut_after(asked, looks=1_000_000) == (clash, False)
+    assert cut_after(asked, looks=3) == (conflict, True)
+    assert cut_after(asked, looks=1_000_000) == (conflict, False)
 
 
 def cut_after(asked: PlanRequest, looks: int) -> tuple[set[str], bool]:
-    """What clashes as told by a diagnosis interrupted after so many looks at the clock, and whether it has doubts."""
+    """The conflict as told by a diagnosis interrupted after so many looks at the clock, and whether it has doubts."""
     left = iter(range(looks))
     error = infeasible(asked, replace(QUICK, stop=lambda: next(left, None) is None))
-    return set(error.clash), "did not tell" in str(error)
+    return set(error.conflict), "did not tell" in str(error)
 
 
 # --- roles that are trained twice, or followed ------------------------------------------------------------------------
@@ -276,4 +276,4 @@ def test_a_reference_that_follows_a_role_lies_where_that_is_trained() -> None:
     mesh = plan.allocations["actor_train"].layout.mesh
     assert plan.allocations["ref"].layout.mesh == mesh
     for other in alternatives(asked, plan, "ref"):
-        assert other.layout.mesh == mesh or "on one mesh" in other.reason
+        assert other.option.layout.mesh == mesh or "on one mesh" in other.reason

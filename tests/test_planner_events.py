@@ -25,11 +25,11 @@ from realgraph.planner.plan.residency import shares_trained_copy
 from tests.planner_cases import ppo
 
 PPO_SECONDS = {"generate": 30.0, "ref": 5.0, "values": 4.0, "actor_train": 25.0, "critic_train": 24.0}
-STEPS, CYCLE = 1300, 420  # simulated steps; a multiple of every circuit's tokens in the graphs drawn here
+STEPS, CYCLE = 1300, 420  # simulated steps; a multiple of every circuit's distance in the graphs drawn here
 
 
 def random_events(rng: random.Random, live: bool) -> EventGraph:
-    """2 to 5 nodes under random dependencies. Live: tokens by potentials, so that each circuit holds at least one."""
+    """2 to 5 nodes under random dependencies. Live: distances by potentials, so that each circuit has 1 or more."""
     names = [f"c{i}" for i in range(rng.randint(2, 5))]
     seconds = {name: float(rng.randint(1, 4)) for name in names}
     shift = {name: rng.randint(-1, 1) for name in names} if live else dict.fromkeys(names, 0)
@@ -37,14 +37,14 @@ def random_events(rng: random.Random, live: bool) -> EventGraph:
     for _ in range(rng.randint(2, 9)):
         source, target = rng.sample(names, 2)
         later = names.index(source) >= names.index(target)
-        tokens = int(later) + rng.choice([0, 0, 0, 1]) if live else rng.choice([-1, 0, 0, 1, 1, 2])
-        edges.add(Dependency(source, target, tokens + shift[target] - shift[source]))
+        distance = int(later) + rng.choice([0, 0, 0, 1]) if live else rng.choice([-1, 0, 0, 1, 1, 2])
+        edges.add(Dependency(source, target, distance + shift[target] - shift[source]))
     return EventGraph(seconds, tuple(sorted(edges)))
 
 
 def simulate(events: EventGraph, steps: int) -> dict[str, list[float]] | None:
     """End times of every call of every step, each as soon as what it waits for has ended; None where that is never."""
-    horizon = steps + len(events.seconds) * max(abs(d.tokens) for d in events.dependencies) + 1
+    horizon = steps + len(events.seconds) * max(abs(d.distance) for d in events.dependencies) + 1
     waits: dict[str, list[Dependency]] = {name: [] for name in events.seconds}
     for dependency in events.dependencies:
         waits[dependency.target].append(dependency)
@@ -57,7 +57,7 @@ def simulate(events: EventGraph, steps: int) -> dict[str, list[float]] | None:
                 if at in ends:
                     stack.pop()
                     continue
-                needs = [(d.source, at[1] - d.tokens) for d in waits[at[0]] if at[1] - d.tokens >= 0]
+                needs = [(d.source, at[1] - d.distance) for d in waits[at[0]] if at[1] - d.distance >= 0]
                 if any(need in active or need[1] > horizon for need in needs if need not in ends) or at in needs:
                     return None
                 missing = [need for need in needs if need not in ends]
@@ -72,14 +72,14 @@ def simulate(events: EventGraph, steps: int) -> dict[str, list[float]] | None:
 
 
 def circuits(events: EventGraph) -> list[tuple[float, int]]:
-    """(seconds, tokens) of every simple circuit; of parallel edges the fewest tokens count."""
+    """(seconds, distance) of every simple circuit; of parallel edges the least distance counts."""
     net = nx.DiGraph()
-    for d in sorted(events.dependencies, key=lambda d: -d.tokens):
-        net.add_edge(d.source, d.target, tokens=d.tokens)
+    for d in sorted(events.dependencies, key=lambda d: -d.distance):
+        net.add_edge(d.source, d.target, distance=d.distance)
     found = []
     for names in nx.simple_cycles(net):
         pairs = zip(names, names[1:] + names[:1], strict=True)
-        found.append((sum(events.seconds[n] for n in names), sum(net.edges[p]["tokens"] for p in pairs)))
+        found.append((sum(events.seconds[n] for n in names), sum(net.edges[p]["distance"] for p in pairs)))
     return found
 
 
@@ -92,7 +92,7 @@ def test_the_period_of_a_live_graph_is_what_a_simulation_settles_to(seed: int) -
     rate = max((times[-1] - times[-1 - CYCLE]) / CYCLE for times in ends.values())
     found = period(events)
     assert math.isclose(found.seconds, rate, rel_tol=1e-6)
-    assert math.isclose(found.seconds, max(seconds / tokens for seconds, tokens in circuits(events)), rel_tol=1e-9)
+    assert math.isclose(found.seconds, max(seconds / distance for seconds, distance in circuits(events)), rel_tol=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -100,11 +100,11 @@ def test_a_graph_deadlocks_iff_a_circuit_is_empty(seed: int) -> None:
     events = random_events(random.Random(seed), live=seed % 2 == 0)
     stuck = empty_circuit(events)
     assert (stuck is None) == (simulate(events, 12) is not None)
-    assert (stuck is None) == all(tokens > 0 for _, tokens in circuits(events))
+    assert (stuck is None) == all(distance > 0 for _, distance in circuits(events))
     if stuck is not None:
-        tokens = {(d.source, d.target): d.tokens for d in sorted(events.dependencies, key=lambda d: -d.tokens)}
-        assert sum(tokens[pair] for pair in zip(stuck, stuck[1:] + stuck[:1], strict=True)) <= 0
-        with pytest.raises(ValueError, match="holds no token"):
+        distance = {(d.source, d.target): d.distance for d in sorted(events.dependencies, key=lambda d: -d.distance)}
+        assert sum(distance[pair] for pair in zip(stuck, stuck[1:] + stuck[:1], strict=True)) <= 0
+        with pytest.raises(ValueError, match="distance below 1"):
             period(events)
 
 
@@ -114,11 +114,11 @@ def test_the_critical_circuit_has_the_ratio_of_the_period(seed: int) -> None:
     events = random_events(rng, live=True)
     events = msgspec.structs.replace(events, seconds={name: rng.uniform(0.01, 50) for name in events.seconds})
     found = period(events)
-    tokens = {(d.source, d.target): d.tokens for d in sorted(events.dependencies, key=lambda d: -d.tokens)}
+    distance = {(d.source, d.target): d.distance for d in sorted(events.dependencies, key=lambda d: -d.distance)}
     pairs = list(zip(found.circuit, found.circuit[1:] + found.circuit[:1], strict=True))
-    ratio = sum(events.seconds[name] for name in found.circuit) / sum(tokens[pair] for pair in pairs)
+    ratio = sum(events.seconds[name] for name in found.circuit) / sum(distance[pair] for pair in pairs)
     assert math.isclose(ratio, found.seconds, rel_tol=1e-9)
-    assert all(seconds <= found.seconds * tokens * (1 + 1e-9) for seconds, tokens in circuits(events))
+    assert all(seconds <= found.seconds * distance * (1 + 1e-9) for seconds, distance in circuits(events))
 
 
 def ppo_plan(meshes: dict[str, DeviceMesh], orders: Mapping[int, tuple[Turn, ...]], staleness: int = 0) -> Plan:
@@ -147,7 +147,7 @@ def test_ppo_on_one_mesh_takes_the_sum_of_its_calls_and_floating_critic_training
 
 
 @pytest.mark.parametrize(("staleness", "expected"), [(0, 60), (1, 30), (4, 30)])
-def test_staleness_is_tokens_between_training_and_generation(staleness: int, expected: float) -> None:
+def test_staleness_is_distance_between_training_and_generation(staleness: int, expected: float) -> None:
     meshes = {name: DeviceMesh(i, 1) for i, name in enumerate(PPO_SECONDS)}
     orders = {i: (Turn(name),) for i, name in enumerate(PPO_SECONDS)}
     assert ppo_period(ppo_plan(meshes, orders), staleness) == expected
@@ -180,7 +180,7 @@ def test_what_reads_late_outputs_waits_for_them_and_the_mesh_does_not() -> None:
     late = msgspec.structs.replace(plan.allocations["generate"], latency_seconds=50.0)
     streaming = msgspec.structs.replace(plan, allocations={**plan.allocations, "generate": late})
     assert ppo_period(streaming) == 50 + 5 + 25
-    assert ppo_period(streaming, 1) == 40  # half of the same circuit, which holds two tokens
+    assert ppo_period(streaming, 1) == 40  # half of the same circuit, of distance 2
     assert ppo_period(streaming, 2) == 30  # the mesh itself
     after = {**orders, 0: (Turn("generate"), Turn("ref", -1))}
     del after[1]

@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 
 from realgraph.planner.options.meshes import family, group_of, mesh_fault, radices
 from realgraph.planner.plan.layout import DeviceMesh
-from realgraph.planner.plan.problem import Block
+from realgraph.planner.plan.problem import DeviceBlock
 from tests.planner_cases import MIXED, cluster
 
 
-def blocks(block: Block) -> Iterator[Block]:
+def blocks(block: DeviceBlock) -> Iterator[DeviceBlock]:
     yield block
     for child in block.children:
         yield from blocks(child)
 
 
-def shape(block: Block) -> tuple[object, ...]:
+def shape(block: DeviceBlock) -> tuple[object, ...]:
     return (block.n_devices, block.symmetric, tuple(shape(child) for child in block.children))
 
 

@@ -16,11 +16,12 @@ from realgraph.planner.costs.memory.memory import Running
 from realgraph.planner.feasibility.changes import WAYS
 from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.inputs.workload import Workload
-from realgraph.planner.options.calls import Candidate, Passes, input_bytes, input_seconds
+from realgraph.planner.options.calls import input_bytes, input_seconds
 from realgraph.planner.options.choices import candidates
 from realgraph.planner.options.passes import passes_for, schedule_fault
 from realgraph.planner.options.pricing import holding
 from realgraph.planner.plan.layout import DeviceMesh, Layout, Recompute, Schedule
+from realgraph.planner.plan.option import PLAIN, CallOption
 from realgraph.planner.plan.problem import Limits
 from realgraph.planner.request.constraints import Constraints
 from realgraph.planner.request.engine_support import TORCH
@@ -116,7 +117,7 @@ def test_two_train_calls_of_one_role_find_the_same_layers_on_every_stage() -> No
     asked = request(twice, "meta-llama/Llama-3.1-8B", cluster(nodes=2), workload=WORK, engine="any")
     for call in twice.calls:
         offered = candidates(asked, call, DeviceMesh(0, 16), asked.cluster)
-        assert {one.passes.schedule for one in offered} == {"1f1b", "zero_bubble"}
+        assert {one.schedule for one in offered} == {"1f1b", "zero_bubble"}
     text = refused(replace(asked, pins={"train": Pin(pp=2, schedule="interleaved")}))
     assert "'again', which trains the same role" in text
 
@@ -179,7 +180,7 @@ def test_explanations_name_the_passes_of_other_options() -> None:
     asked = replace(PPO, pins=STAGES)
     plan = search(asked, QUICK)
     found = alternatives(replace(asked, pins={}), plan, "actor_train")
-    assert {one.passes for one in found} > {Passes()}
+    assert {one.option.passes for one in found} > {PLAIN}
 
 
 # --- what stages keep -------------------------------------------------------------------------------------------------
@@ -217,9 +218,9 @@ def test_the_plain_schedule_is_offered_where_it_may_take_less_memory(call: str, 
     """Zero-bubble stages are as fast or faster, but the last has a policy's logits beside all that the first keeps."""
     layout = Layout(DeviceMesh(0, 8), tp=4, pp=2)
     held = {
-        passes.schedule: holding(PPO, call, Candidate(layout, 8192, passes), PPO.cluster).active.total
-        for passes in passes_for(PPO, call, (layout, 8192), PPO.cluster)
-        if passes.recompute == "none"
+        option.schedule: holding(PPO, call, option, PPO.cluster).active.total
+        for option in passes_for(PPO, call, CallOption(layout, 8192), PPO.cluster)
+        if option.recompute == "none"
     }
     assert held.keys() - {"interleaved"} == ({"1f1b", "zero_bubble"} if plain else {"zero_bubble"})
     assert not plain or held["1f1b"] < held["zero_bubble"]
@@ -227,11 +228,14 @@ def test_the_plain_schedule_is_offered_where_it_may_take_less_memory(call: str, 
 
 @pytest.mark.parametrize("layers", range(2, 40))
 def test_a_schedule_without_fault_gives_every_chunk_a_layer(layers: int) -> None:
+    one = CallOption(Layout(DeviceMesh(0, 1)), 1)
     for stages in range(1, 9):
         for chunks in range(1, 9):
-            sound = schedule_fault(Passes("none", "interleaved", chunks), stages, layers) == ""
+            asked = CallOption(Layout(DeviceMesh(0, stages), pp=stages), 1, "none", "interleaved", chunks)
+            sound = schedule_fault(asked, layers) == ""
             assert sound == (stages > 1 and chunks > 1 and stages * chunks <= layers)
-    assert schedule_fault(Passes("full"), 1, layers) == schedule_fault(Passes("none", "zero_bubble"), 2, layers) == ""
+    staged = replace(one, layout=Layout(DeviceMesh(0, 2), pp=2), schedule="zero_bubble")
+    assert schedule_fault(replace(one, recompute="full"), layers) == schedule_fault(staged, layers) == ""
 
 
 # --- caches -----------------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import pytest
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.planner.plan.layout import DeviceMesh
-from realgraph.planner.plan.problem import Block, Limits, SearchProblem, Solution, Unsolved
-from realgraph.planner.problem_file.codec import Answer, answer_of, build_problem, read_problem, solution_json
+from realgraph.planner.plan.problem import DeviceBlock, Limits, SearchProblem, Solution, Unsolved
+from realgraph.planner.problem_file.codec import ProblemAnswer, answer_of, build_problem, read_problem, solution_json
 from realgraph.planner.problem_file.export import problem_spec
 from realgraph.planner.problem_file.spec import problem_schema, problem_text
 from realgraph.planner.solve.evaluate import orders
@@ -76,7 +76,7 @@ def images(mesh: DeviceMesh, at: int, width: int) -> DeviceMesh | None:
     return DeviceMesh(devices[0], len(devices)) if devices[-1] - devices[0] == len(devices) - 1 else None
 
 
-def check_symmetry(problem: SearchProblem, block: Block) -> int:
+def check_symmetry(problem: SearchProblem, block: DeviceBlock) -> int:
     """Every exchange that the tree allows leaves the problem as it is. How many there are."""
     found = 0
     numbers = {mesh: i for i, mesh in enumerate(problem.meshes)}
@@ -327,7 +327,7 @@ def test_the_example_of_the_documentation_is_solved() -> None:
     best = brute_force(read.problem)
     assert best is not None and found.period == pytest.approx(best.period)
     answer = answer_of(read, found, orders(read.problem, found))
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, ProblemAnswer)
     assert f"{answer.period:.1f} s" in (DOCS / "planning_problem.md").read_text(encoding="utf-8")
 
 

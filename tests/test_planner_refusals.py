@@ -1,4 +1,4 @@
-"""What can't be is refused with its own reason and place: pins by their fields, bare problems by their calls."""
+"""What can't be is refused with its own reason and place: pins by their fields, planning problems by their calls."""
 
 import pytest
 from msgspec.structs import replace
@@ -60,7 +60,7 @@ def test_more_ranks_than_samples_are_refused() -> None:
         search(few, QUICK)
 
 
-# --- bare problems ----------------------------------------------------------------------------------------------------
+# --- planning problems ------------------------------------------------------------------------------------------------
 
 
 def whole(name: str, resident: float, role: str = "", host: float = 0.0, mesh: tuple[int, int] = (0, 2)) -> CallSpec:

@@ -83,7 +83,7 @@ def keeps_its_order(asked: PlanRequest, plan: Plan) -> None:
     assert min(starts.values()) == 0
     for edge in events.dependencies:
         if edge.source in starts and edge.target in starts:
-            ready = starts[edge.source] + events.seconds[edge.source] + edge.delay - edge.tokens * plan.period_seconds
+            ready = starts[edge.source] + events.seconds[edge.source] + edge.delay - edge.distance * plan.period_seconds
             assert starts[edge.target] >= ready - 1e-9 * plan.period_seconds
     ends = [starts[name] + max(a.seconds, a.latency_seconds) for name, a in plan.allocations.items()]
     first = min(starts[name] - a.ahead * plan.period_seconds for name, a in plan.allocations.items())

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realgraph.planner.advise.alternatives import alternatives, excess
+from realgraph.planner.advise.alternatives import alternatives
 from realgraph.planner.advise.robust import erring, robust, scenario
-from realgraph.planner.advise.sweep import changes_tried, hints, larger_memory, resize, synchronous, tells
+from realgraph.planner.advise.sweep import changes_tried, hints, is_conclusive, larger_memory, resize, synchronous
 from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.inputs.workload import Workload
 from realgraph.planner.plan.events import period
@@ -24,6 +24,7 @@ from realgraph.planner.request.cost_table import CostTable, PhaseFactor
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import hashes
 from realgraph.planner.search.search import Infeasible, events_of, reprice, search, solved
+from realgraph.planner.solve.memory import device_excess
 from realgraph.planner.solve.solver import evaluate
 from realgraph.run.planning import with_lengths
 from tests.planner_cases import ENGINES, cluster, grpo, ppo, request
@@ -58,24 +59,25 @@ def test_no_alternative_beats_the_plan_by_more_than_the_gap_and_each_says_why(
     assert len(found) >= 3
     own = plan.allocations[call].layout
     for i, one in enumerate(found):
-        assert bool(one.reason) == (one.period is None)
-        if one.period is None:
+        assert bool(one.reason) == (one.period_seconds is None)
+        if one.period_seconds is None:
             assert "GB" in one.reason or "fit" in one.reason or "in place" in one.reason
             continue
-        assert one.period >= plan.lower_bound_seconds * (1 - 1e-6)
+        assert one.period_seconds >= plan.lower_bound_seconds * (1 - 1e-6)
         if i % 5:
             continue
+        layout = one.option.layout
         pinned = Pin(
-            first=one.layout.mesh.first,
-            devices=one.layout.mesh.n_devices,
-            dp=one.layout.dp,
-            tp=one.layout.tp,
-            pp=one.layout.pp,
-            sharding=one.layout.sharding,
+            first=layout.mesh.first,
+            devices=layout.mesh.n_devices,
+            dp=layout.dp,
+            tp=layout.tp,
+            pp=layout.pp,
+            sharding=layout.sharding,
         )
-        assert search(replace(asked, pins={call: pinned}), QUICK).lower_bound_seconds <= one.period * (1 + 1e-6)
-    assert any(one.layout.mesh != own.mesh for one in found)
-    assert any(one.layout.mesh == own.mesh for one in found)
+        assert search(replace(asked, pins={call: pinned}), QUICK).lower_bound_seconds <= one.period_seconds * (1 + 1e-6)
+    assert any(one.option.layout.mesh != own.mesh for one in found)
+    assert any(one.option.layout.mesh == own.mesh for one in found)
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -87,7 +89,7 @@ def test_what_devices_lack_is_what_does_not_fit(block: int) -> None:
         roomy = replace(problem, host_memory=problem.host_memory + 10**9)
         for _ in range(5):
             choices = {task.name: rng.choice(every_choice(problem, task)) for task in problem.tasks}
-            over = excess(problem, choices)
+            over = device_excess(problem, choices)
             assert bool((over <= 0).all()) == fits(roomy, choices), seed
             seen.add(fits(roomy, choices))
             if not fits(roomy, choices):  # with so much more everywhere it fits, and with a byte less it does not
@@ -144,7 +146,7 @@ def test_other_devices_are_hinted_at_only_where_they_are_faster(kind: str, large
     """GH200s have more memory than H100s in a node of eight, but no NVLink between them."""
     asked = request(grpo(), "Qwen/Qwen3-8B", cluster(kind), workload=WORK, engine="any")
     tried = next(one for one in changes_tried(asked, search(asked, QUICK), QUICK) if one.text.startswith(larger))
-    assert tried.told
+    assert tried.conclusive
     assert (tried.hint is not None) == wanted
     assert tried.hint is None or tried.hint.gain > 0
 
@@ -152,19 +154,23 @@ def test_other_devices_are_hinted_at_only_where_they_are_faster(kind: str, large
 def test_changes_that_were_not_tried_are_not_told() -> None:
     tried = list(changes_tried(PPO, best(), replace(QUICK, stop=lambda: True)))
     assert len(tried) > 4
-    assert all(one.hint is None and not one.told for one in tried)
+    assert all(one.hint is None and not one.conclusive for one in tried)
 
 
 @given(period=st.floats(0.3, 3.0), gap=st.floats(0.0, 1.0))
 def test_a_hint_is_kept_where_no_better_plan_could_turn_it_round(period: float, gap: float) -> None:
     """Against a plan of one second: of a change's plan of `period`, the best one takes period / (1 + gap) at least."""
     gain, best_gain = 1 / period - 1, (1 + gap) / period - 1
-    if tells(gain, gap, asked=0.0):
+    if is_conclusive(gain, gap, asked=0.0):
         assert gap <= 0.02 or gain > 0 or best_gain <= 1e-9
     else:
         assert abs(gain) < 0.005 or gap > max(0.02, abs(gain))
-    assert tells(0.5, 0.03, 0.01) and tells(-0.3, 0.1, 0.01)
-    assert not tells(0.004, 0.0, 0.01) and not tells(0.01, 0.03, 0.01) and not tells(-0.01, 0.03, 0.01)
+    assert is_conclusive(0.5, 0.03, 0.01) and is_conclusive(-0.3, 0.1, 0.01)
+    assert (
+        not is_conclusive(0.004, 0.0, 0.01)
+        and not is_conclusive(0.01, 0.03, 0.01)
+        and not is_conclusive(-0.01, 0.03, 0.01)
+    )
 
 
 def test_staleness_never_costs_and_synchronous_is_compared_with_it() -> None:

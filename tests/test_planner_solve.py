@@ -1,15 +1,20 @@
 """The search against brute force on small problems, its answers as event graphs, its bound while it is under way."""
 
+import pickle
 import random
 from collections.abc import Iterator, Mapping
 from itertools import count
+from pathlib import Path
+from typing import Any
 
 import msgspec
+import numba
 import pytest
 
 from realgraph.planner.plan.events import Dependency, EventGraph, period
 from realgraph.planner.plan.problem import Choice, Limits, SearchProblem, Solution, Unsolved
 from realgraph.planner.search.baselines import colocated, real_heuristic
+from realgraph.planner.solve.kernels.compiled import entry
 from realgraph.planner.solve.kernels.instance import instance_of
 from realgraph.planner.solve.solver import evaluate, orders, solve
 from tests.planner_oracles import brute_force, every_choice, fits, least_period, nodes_of, ties_hold, violations
@@ -34,7 +39,9 @@ def event_graph_of(problem: SearchProblem, solution: Solution, longer: Mapping[s
     nodes, edges = nodes_of(problem, solution.choices)
     names = [node.name for node in nodes]
     found = {
-        Dependency(names[i], names[j], tokens, seconds - nodes[i].seconds) for i, j, seconds, tokens in edges if i != j
+        Dependency(names[i], names[j], distance, seconds - nodes[i].seconds)
+        for i, j, seconds, distance in edges
+        if i != j
     }
     for order in set(orders(problem, solution).values()):
         for before, after in zip(order, order[1:] + order[:1], strict=True):
@@ -185,3 +192,22 @@ def test_the_same_seed_gives_the_same_plan() -> None:
         first, second = solve(problem, Limits(seed=3)), solve(problem, Limits(seed=3))
         if isinstance(first, Solution) and isinstance(second, Solution):
             assert (first.choices, first.starts, first.nodes) == (second.choices, second.starts, second.nodes), seed
+
+
+def test_kept_code_that_names_a_tuple_of_another_version_is_compiled_anew() -> None:
+    """numba reads the whole index of what it kept before it looks at whose sources that was."""
+
+    @entry
+    def doubled(value: float) -> float:
+        return 2.0 * value
+
+    cache: Any = doubled
+    index = Path(cache._cache._cache_file._index_path)
+    index.parent.mkdir(exist_ok=True)
+    gone = b"\x80\x04ctests.planner_problems\nRenamedSince\n."  # a pickle of a class that is not there
+    index.write_bytes(pickle.dumps(numba.__version__) + gone)
+    try:
+        assert doubled(1.5) == 3.0
+    finally:
+        for kept in index.parent.glob(f"{index.stem}*"):
+            kept.unlink()

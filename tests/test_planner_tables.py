@@ -12,14 +12,14 @@ from realgraph.graphs.maths import Loss
 from realgraph.graphs.spec import Advantage, Function, ModelRole, Train
 from realgraph.planner.costs.memory.memory import DType
 from realgraph.planner.inputs.workload import Workload
-from realgraph.planner.options.calls import Passes, microbatches_of
+from realgraph.planner.options.calls import microbatches_of
 from realgraph.planner.options.choices import candidates
 from realgraph.planner.options.couplings import free_floor, precedences
 from realgraph.planner.options.meshes import group_of
 from realgraph.planner.options.moves import Place, longest_moves, move_matrix
 from realgraph.planner.options.passes import schedule_fault
 from realgraph.planner.options.pricing import holding, options_of
-from realgraph.planner.options.pruning import Rows, kept_rows
+from realgraph.planner.options.pruning import TableRows, kept_rows
 from realgraph.planner.options.tables import problem_of
 from realgraph.planner.plan.events import Dependency, EventGraph, event_graph, period
 from realgraph.planner.plan.layout import DeviceMesh
@@ -83,7 +83,7 @@ def test_context_parallel_ranks_hold_their_part_of_a_long_sample() -> None:
     for candidate in candidates(long, "train", mesh, long.cluster):
         if (candidate.layout.tp, candidate.layout.pp, candidate.layout.sharding) == (2, 1, "replicated"):
             active = holding(long, "train", candidate, long.cluster).active.total
-            assert candidate.tokens >= 65536 // candidate.layout.cp
+            assert candidate.max_tokens_per_microbatch >= 65536 // candidate.layout.cp
             found[candidate.layout.cp] = min(found.get(candidate.layout.cp, active), active)
     assert sorted(found) == [1, 2, 4, 8]
     for cp in (2, 4, 8):
@@ -93,7 +93,7 @@ def test_context_parallel_ranks_hold_their_part_of_a_long_sample() -> None:
 # --- pruning ----------------------------------------------------------------------------------------------------------
 
 
-def random_rows(rng: random.Random) -> Rows:
+def random_rows(rng: random.Random) -> TableRows:
     n = rng.randint(1, 40)
     seconds = np.array([rng.choice([1.0, 2.0, 3.0, rng.uniform(1, 4)]) for _ in range(n)])
     active = np.array([rng.randint(0, 6) for _ in range(n)])
@@ -102,14 +102,14 @@ def random_rows(rng: random.Random) -> Rows:
     layouts = np.array([rng.randint(0, 3) for _ in range(n)])
     table = OptionTable(seconds, seconds + ints[2] / 2, ints[0], active, shared, ints[1], layouts)
     if rng.random() < 0.3:
-        return Rows(replace(table, shared=0 * shared))
+        return TableRows(replace(table, shared=0 * shared))
     slack = np.array([rng.choice([0.0, 0.5]) for _ in range(n)])
     edge = np.array([rng.choice([0.0, 0.3]) for _ in range(n)])
     bonus, beside = (np.array([rng.choice([0, 2, 5]) for _ in range(n)]) for _ in range(2))
-    return Rows(table, slack, edge, bonus, beside)
+    return TableRows(table, slack, edge, bonus, beside)
 
 
-def beats(rows: Rows, a: int, b: int) -> bool:
+def beats(rows: TableRows, a: int, b: int) -> bool:
     """Whether row a may stand for row b, by the definition, one number after another."""
     t, same = rows.table, rows.slack is None or rows.table.layout[a] == rows.table.layout[b]
     if rows.slack is None:
@@ -171,7 +171,7 @@ def test_a_forbidden_or_pinned_choice_is_left_out_or_alone() -> None:
     every = set(candidates(PPO_16, "actor_train", mesh, machine))
     pinned = replace(PPO_16, pins={"actor_train": Pin(tp=4, recompute="full", residency="resident")})
     left = set(candidates(pinned, "actor_train", mesh, machine))
-    assert left == {c for c in every if c.layout.tp == 4 and c.passes.recompute == "full" and c.residency == "resident"}
+    assert left == {c for c in every if c.layout.tp == 4 and c.recompute == "full" and c.residency == "resident"}
     for pin in (
         Pin(tp=8),
         Pin(sharding="fsdp"),
@@ -195,9 +195,9 @@ def test_a_plain_schedule_is_offered_where_it_is_asked_for() -> None:
         replace(PPO_16, constraints=Constraints(forbid={"actor_train": (Pin(schedule="zero_bubble"),)})),
     ):
         found = {(c.passes, c.layout.pp > 1) for c in candidates(asked, "actor_train", mesh, machine)}
-        assert {(Passes(way), piped) for way in ("none", "selective", "full") for piped in (True, False)} <= found
-        assert not any(passes.schedule == "zero_bubble" for passes, _ in found)
-    every = {(c.passes.schedule, c.passes.recompute) for c in candidates(PPO_16, "actor_train", mesh, machine)}
+        assert {((way, "1f1b", 1), piped) for way in ("none", "selective", "full") for piped in (True, False)} <= found
+        assert not any(passes[1] == "zero_bubble" for passes, _ in found)
+    every = {(c.schedule, c.recompute) for c in candidates(PPO_16, "actor_train", mesh, machine)}
     assert {("zero_bubble", "none"), ("zero_bubble", "selective"), ("interleaved", "full"), ("1f1b", "full")} <= every
     assert ("zero_bubble", "full") not in every
 
@@ -209,9 +209,9 @@ def test_interleaved_stages_have_whole_turns_of_samples_and_layers_for_each_chun
     assert isinstance(train, Train)
     for size in (8, 16, 32):
         for candidate in candidates(asked, "actor_train", DeviceMesh(0, size), asked.cluster):
-            layout, passes = candidate.layout, candidate.passes
-            assert schedule_fault(passes, layout.pp, model.layers) == ""
-            if passes.schedule == "interleaved":
+            layout = candidate.layout
+            assert schedule_fault(candidate, model.layers) == ""
+            if candidate.schedule == "interleaved":
                 count = microbatches_of(asked, "actor_train", candidate, asked.cluster)
                 assert count % layout.pp == 0
                 assert count * layout.dp * train.minibatches <= WORK.n_samples

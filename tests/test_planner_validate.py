@@ -157,9 +157,9 @@ def without_moves(plan: Plan) -> Plan:
 def test_a_plan_may_leave_reallocations_out_of_its_orders() -> None:
     assert all(any(turn.call == MOVE.call for turn in order) for order in MOVING.orders.values())
     assert validate(MOVING, APART) == ()
-    bare = without_moves(MOVING)
-    assert validate(bare, APART) == ()
-    assert reprice(APART, bare).period_seconds <= MOVING.period_seconds * (1 + 1e-9)
+    implied = without_moves(MOVING)
+    assert validate(implied, APART) == ()
+    assert reprice(APART, implied).period_seconds <= MOVING.period_seconds * (1 + 1e-9)
     assert reprice(APART, MOVING).reallocation_seconds == MOVING.reallocation_seconds
 
 

@@ -1,20 +1,21 @@
 """What else one call of a plan could be, everything else left as it is, and why each loses."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.planner.feasibility.diagnose import shown_bytes
-from realgraph.planner.options.calls import Passes
-from realgraph.planner.options.tables import Prepared, problem_of
-from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.planner.options.tables import PreparedProblem, problem_of
+from realgraph.planner.plan.layout import DeviceMesh
+from realgraph.planner.plan.option import CallOption
 from realgraph.planner.plan.plan import Plan
-from realgraph.planner.plan.problem import Choice, Ints, OptionTable, SearchProblem, SearchTask
+from realgraph.planner.plan.problem import Choice
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.assembly import option_of
 from realgraph.planner.search.fixed import choices_of, pinned_to
+from realgraph.planner.solve.memory import device_excess, layout_of
 from realgraph.planner.solve.solver import evaluate
 
 MOST_LAYOUTS = 8  # that are shown on the call's own mesh
@@ -23,14 +24,12 @@ MOST_TRIED = 200  # of which the exact period is found
 
 
 class Alternative(Struct, frozen=True):
-    """One other way to run a call. period: of the whole plan with it, None where it does not fit; reason: why not."""
+    """One other way to run a call beside the rest of the plan. period_seconds: of the whole plan with it, None where it
+    does not fit; reason: why not, or what it costs."""
 
-    layout: Layout
-    tokens: int
-    passes: Passes
-    residency: str
+    option: CallOption
     seconds: float
-    period: float | None
+    period_seconds: float | None
     reason: str
 
 
@@ -46,11 +45,11 @@ def alternatives(request: PlanRequest, plan: Plan, call: str) -> tuple[Alternati
     if chosen is None:
         return ()
     found = [_judged(prepared, {**chosen, call: choice}, call, plan) for choice in _tried(prepared, chosen, call)]
-    found.sort(key=lambda one: (one.period is None, one.period or one.seconds, one.seconds))
+    found.sort(key=lambda one: (one.period_seconds is None, one.period_seconds or one.seconds, one.seconds))
     return tuple(_distinct(found, plan.allocations[call].layout.mesh))
 
 
-def _tried(prepared: Prepared, chosen: dict[str, Choice], call: str) -> list[Choice]:
+def _tried(prepared: PreparedProblem, chosen: dict[str, Choice], call: str) -> list[Choice]:
     """The fastest options of each layout on each mesh, the plan's own left out; the plan's mesh first."""
     task = next(task for task in prepared.problem.tasks if task.name == call)
     own = prepared.problem.meshes[chosen[call].mesh]
@@ -70,7 +69,7 @@ def _tried(prepared: Prepared, chosen: dict[str, Choice], call: str) -> list[Cho
     return [choice for choice in tried if choice != chosen[call]][:MOST_TRIED]
 
 
-def _fastest(prepared: Prepared, table: int) -> Iterator[int]:
+def _fastest(prepared: PreparedProblem, table: int) -> Iterator[int]:
     """Of each layout the fastest row, and the one that takes least memory."""
     rows = prepared.problem.tables[table]
     for layout in np.unique(rows.layout):
@@ -82,30 +81,28 @@ def _fastest(prepared: Prepared, table: int) -> Iterator[int]:
             yield int(small)
 
 
-def _judged(prepared: Prepared, choices: dict[str, Choice], call: str, plan: Plan) -> Alternative:
+def _judged(prepared: PreparedProblem, choices: dict[str, Choice], call: str, plan: Plan) -> Alternative:
     option = option_of(prepared, call, choices[call])
     mesh = prepared.problem.meshes[choices[call].mesh]
     schedule = evaluate(prepared.problem, choices)
     candidate = option.candidate
     return Alternative(
-        layout=replace(candidate.layout, mesh=mesh),
-        tokens=candidate.tokens,
-        passes=candidate.passes,
-        residency=candidate.residency,
+        option=replace(candidate, layout=replace(candidate.layout, mesh=mesh)),
         seconds=option.seconds,
-        period=None if schedule is None else schedule.period,
+        period_seconds=None if schedule is None else schedule.period,
         reason=_reason(prepared, choices, call, plan) if schedule is None else "",
     )
 
 
-def _reason(prepared: Prepared, choices: dict[str, Choice], call: str, plan: Plan) -> str:
+def _reason(prepared: PreparedProblem, choices: dict[str, Choice], call: str, plan: Plan) -> str:
     """By how much what does not fit is too large."""
-    over = excess(prepared.problem, choices)
+    over = device_excess(prepared.problem, choices)
     device = int(np.argmax(over))
     option = option_of(prepared, call, choices[call])
-    if option.candidate.home:
+    if option.candidate.residency == "in_place":
         return "reads the trained copy in place, which lies elsewhere or under another layout"
-    layouts = {row.task.name: row.layout for row in _chosen(prepared.problem, choices)}
+    tasks = prepared.problem.tasks
+    layouts = {task.name: layout_of(prepared.problem, task, choices[task.name]) for task in tasks}
     for tie in prepared.problem.ties:
         unlike = tie.layout and len({layouts[name] for name in tie.tasks}) > 1
         if call in tie.tasks and (unlike or len({choices[name].mesh for name in tie.tasks}) > 1):
@@ -116,56 +113,12 @@ def _reason(prepared: Prepared, choices: dict[str, Choice], call: str, plan: Pla
     return "the memory of a node, where offloaded weights wait, does not fit them all"
 
 
-def excess(problem: SearchProblem, choices: Mapping[str, Choice]) -> Ints:
-    """Bytes that each device would lack, by the rules of `SearchProblem`; those it has to spare are negative."""
-    rows = list(_chosen(problem, choices))
-    trained = {(row.task.role, row.mesh, row.layout) for row in rows if row.task.trains}
-    roles = {role for role, _, _ in trained}
-    copies: dict[tuple[str, int, int | str], int] = {}
-    largest = np.zeros(problem.devices, np.int64)
-    for row in rows:
-        task = row.task
-        copy = (task.role, row.mesh, task.name if task.role in roles else row.layout)
-        copies[copy] = max(copies.get(copy, 0), int(row.table.resident[row.option]))
-        at_home = not task.trains and (task.role, row.mesh, row.layout) in trained
-        here = _devices(problem, row.mesh)
-        active = row.table.active[row.option] - (row.table.shared[row.option] if at_home else 0)
-        largest[here] = np.maximum(largest[here], active)
-    over: Ints = largest - problem.memory
-    for (_, mesh, _), nbytes in copies.items():
-        over[_devices(problem, mesh)] += nbytes
-    return over
-
-
-class _Row(Struct, frozen=True):
-    """A task with what was chosen of its tables."""
-
-    task: SearchTask
-    mesh: int
-    table: OptionTable
-    option: int
-
-    @property
-    def layout(self) -> int:
-        return int(self.table.layout[self.option])
-
-
-def _chosen(problem: SearchProblem, choices: Mapping[str, Choice]) -> Iterator[_Row]:
-    for task in problem.tasks:
-        mesh, option = choices[task.name].mesh, choices[task.name].option
-        yield _Row(task, mesh, problem.tables[task.tables[mesh]], option)
-
-
-def _devices(problem: SearchProblem, mesh: int) -> slice:
-    return slice(problem.meshes[mesh].first, problem.meshes[mesh].devices.stop)
-
-
 def _distinct(found: Sequence[Alternative], own: DeviceMesh) -> Iterator[Alternative]:
     """Each layout on the call's own mesh once, with its best; of every other size of mesh the best."""
     seen: set[tuple[object, ...]] = set()
     counts = {True: 0, False: 0}
     for one in found:
-        layout, here = one.layout, one.layout.mesh == own
+        layout, here = one.option.layout, one.option.layout.mesh == own
         key = (here, *layout.axes) if here else (here, layout.mesh.n_devices)
         if key in seen or counts[here] >= (MOST_LAYOUTS if here else MOST_SIZES):
             continue

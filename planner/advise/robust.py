@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.planner.options.pricing import DEFAULT_ERROR, phase_of
-from realgraph.planner.options.tables import Prepared
+from realgraph.planner.options.tables import PreparedProblem
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.plan.problem import Choice, Floats, Limits, Move, OptionTable, SearchProblem, Solution
 from realgraph.planner.request.cost_table import Phase, PhaseFactor
@@ -101,7 +101,7 @@ def scenario(request: PlanRequest, rng: np.random.Generator) -> Scenario:
     return Scenario(factors, exponents)
 
 
-def erring(prepared: Prepared, drawn: Scenario) -> SearchProblem:
+def erring(prepared: PreparedProblem, drawn: Scenario) -> SearchProblem:
     """The problem as it would be under these errors."""
     problem, request = prepared.problem, prepared.request
     tables = list(problem.tables)
@@ -123,7 +123,7 @@ def _scaled(table: OptionTable, factor: float) -> OptionTable:
 
 
 def _candidates(
-    prepared: Prepared, best: Solution, problems: Sequence[SearchProblem], limits: Limits
+    prepared: PreparedProblem, best: Solution, problems: Sequence[SearchProblem], limits: Limits
 ) -> list[Mapping[str, Choice]]:
     """The best plan, and the best ones of some scenarios where they are near it by the nominal costs."""
     found: list[Mapping[str, Choice]] = [best.choices]
@@ -143,7 +143,7 @@ def _period(problem: SearchProblem, choices: Mapping[str, Choice]) -> float:
     return float("inf") if schedule is None else schedule.period
 
 
-def _solution(prepared: Prepared, choices: Mapping[str, Choice], best: Solution) -> Solution:
+def _solution(prepared: PreparedProblem, choices: Mapping[str, Choice], best: Solution) -> Solution:
     """Other choices as a solution under the nominal costs, with the bound of the search."""
     schedule = evaluate(prepared.problem, choices)
     assert schedule is not None, "a candidate has a nominal period"

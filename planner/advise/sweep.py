@@ -54,17 +54,17 @@ def resize(cluster: Cluster, size: int) -> Cluster:
 class Tried(Struct, frozen=True):
     """A change that was planned for. hint: what it would bring, None where that is not worth a hint.
 
-    told: whether the search came near enough to its bound to say so, in the time that it had.
+    conclusive: whether the search came near enough to its bound to say so, in the time that it had.
     """
 
     text: str
     hint: Hint | None = None
-    told: bool = True
+    conclusive: bool = True
 
 
 def hints(request: PlanRequest, plan: Plan, limits: Limits = QUICK) -> Iterator[Hint]:
     """Changes with their predicted gain in samples a second, each from a search of its own, one by one as they are
-    found. A search that ended so far from its bound that it would mislead gives none (see `tells`)."""
+    found. A search that ended so far from its bound that it would mislead gives none (see `is_conclusive`)."""
     yield from (tried.hint for tried in changes_tried(request, plan, limits) if tried.hint is not None)
 
 
@@ -100,7 +100,7 @@ def _tried(request: PlanRequest, plan: Plan, variant: tuple[str, PlanRequest], l
     """Nothing where the change can't be asked: a pinned place that the changed cluster does not have."""
     text, changed = variant
     if limits.stop():
-        yield Tried(text, told=False)
+        yield Tried(text, conclusive=False)
         return
     other_kind = changed.cluster.kind != request.cluster.kind
     asked = changed.workload.staleness  # of the levels below it one or none: there are many hints
@@ -113,18 +113,18 @@ def _tried(request: PlanRequest, plan: Plan, variant: tuple[str, PlanRequest], l
         return
     except ConfigError as error:
         if any(problem.rule == "search" for problem in error.problems):
-            yield Tried(text, told=False)
+            yield Tried(text, conclusive=False)
         return
     gain = changed.workload.n_samples / found.period_seconds * plan.period_seconds / request.workload.n_samples - 1
     if other_kind and gain <= found.gap:
         yield Tried(text)  # nobody buys other devices to be as fast
-    elif tells(gain, found.gap, limits.gap):
+    elif is_conclusive(gain, found.gap, limits.gap):
         yield Tried(text, Hint(text, found.period_seconds, gain))
     else:
-        yield Tried(text, told=found.gap <= max(MOST_GAP, limits.gap))
+        yield Tried(text, conclusive=found.gap <= max(MOST_GAP, limits.gap))
 
 
-def tells(gain: float, gap: float, asked: float) -> bool:
+def is_conclusive(gain: float, gap: float, asked: float) -> bool:
     """Whether a hint of `gain` is worth showing, whose search ended at `gap` where `asked` was enough.
 
     A better plan can only add to a gain, and can't undo a loss that is larger than the gap; what is smaller than the

@@ -1,4 +1,4 @@
-"""The user's wishes one by one, each with its path in the run file, and the request without it. Pure."""
+"""The user's constraints one by one, each with its path in the run file, and the request without it. Pure."""
 
 from collections.abc import Callable, Iterator
 
@@ -9,10 +9,10 @@ from realgraph.planner.request.constraints import Constraints
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
 
-PLACE = ("first", "devices")  # of a pin: one wish together
+PLACE = ("first", "devices")  # of a pin: one constraint together
 
 
-class Wish(Struct, frozen=True):
+class Constraint(Struct, frozen=True):
     """Something that the user fixed. without: the request with everything but this."""
 
     path: str
@@ -20,22 +20,22 @@ class Wish(Struct, frozen=True):
     without: Callable[[PlanRequest], PlanRequest]
 
 
-def wishes_of(request: PlanRequest) -> tuple[Wish, ...]:
+def constraints_of(request: PlanRequest) -> tuple[Constraint, ...]:
     """All that may be left out: pins field by field, constraints one by one, and the batch's micro-batch size."""
     return (*_pins(request), *_constraints(request), *_batch(request))
 
 
-def _pins(request: PlanRequest) -> Iterator[Wish]:
+def _pins(request: PlanRequest) -> Iterator[Constraint]:
     for call, pin in request.pins.items():
         if any(getattr(pin, name) is not None for name in PLACE):
             shown = " ".join(f"{name} {getattr(pin, name)}" for name in PLACE if getattr(pin, name) is not None)
-            yield Wish(f"allocation.{call}", f"allocation.{call} on {shown}", _without_fields(call, PLACE))
+            yield Constraint(f"allocation.{call}", f"allocation.{call} on {shown}", _without_fields(call, PLACE))
         for name in Pin.__struct_fields__:
             value = getattr(pin, name)
             if name not in PLACE and value is not None:
                 shown = str(value).lower() if isinstance(value, bool) else str(value)
                 path = f"allocation.{call}.{name}"
-                yield Wish(path, f"{path}: {shown}", _without_fields(call, (name,)))
+                yield Constraint(path, f"{path}: {shown}", _without_fields(call, (name,)))
 
 
 def _without_fields(call: str, names: tuple[str, ...]) -> Callable[[PlanRequest], PlanRequest]:
@@ -46,19 +46,19 @@ def _without_fields(call: str, names: tuple[str, ...]) -> Callable[[PlanRequest]
     return without
 
 
-def _constraints(request: PlanRequest) -> Iterator[Wish]:
+def _constraints(request: PlanRequest) -> Iterator[Constraint]:
     given, default = request.constraints, Constraints()
     for i, calls in enumerate(given.share):
-        yield Wish(f"constraints.share[{i}]", f"{', '.join(calls)} on one mesh", _without_share(calls))
+        yield Constraint(f"constraints.share[{i}]", f"{', '.join(calls)} on one mesh", _without_share(calls))
     for call, pins in given.forbid.items():
         for i, pin in enumerate(pins):
             path = f"constraints.forbid.{call}[{i}]"
-            yield Wish(path, path, _without_forbidden(call, pin))
+            yield Constraint(path, path, _without_forbidden(call, pin))
     for name in ("reserve", "memory_gb", "host_memory_gb", "colocated", "offload"):
         value = getattr(given, name)
         if value != getattr(default, name):
             shown = str(value).lower() if isinstance(value, bool) else str(value)
-            yield Wish(f"constraints.{name}", f"constraints.{name}: {shown}", _without_constraint(name))
+            yield Constraint(f"constraints.{name}", f"constraints.{name}: {shown}", _without_constraint(name))
 
 
 def _without_share(calls: tuple[str, ...]) -> Callable[[PlanRequest], PlanRequest]:
@@ -83,11 +83,11 @@ def _without_constraint(name: str) -> Callable[[PlanRequest], PlanRequest]:
     return lambda request: replace(request, constraints=replace(request.constraints, **{name: default}))
 
 
-def _batch(request: PlanRequest) -> Iterator[Wish]:
+def _batch(request: PlanRequest) -> Iterator[Constraint]:
     tokens = request.workload.max_tokens_per_microbatch
     if tokens is not None:
         path = "batch.max_tokens_per_microbatch"
-        yield Wish(path, f"{path}: {tokens}", _without_batch)
+        yield Constraint(path, f"{path}: {tokens}", _without_batch)
 
 
 def _without_batch(request: PlanRequest) -> PlanRequest:

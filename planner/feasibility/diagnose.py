@@ -1,4 +1,4 @@
-"""Why no plan fits, and what would: wishes that clash, the worst moment in memory, changes proven by solving again."""
+"""Why no plan fits, and what would: constraints in conflict, the worst moment in memory, changes proven by solving."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -9,15 +9,15 @@ from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import Train
 from realgraph.planner.costs.memory.memory import Footprint
 from realgraph.planner.feasibility.changes import Change, Series, changes, combined, more_devices
-from realgraph.planner.feasibility.conflicts import Wish, wishes_of
-from realgraph.planner.options.calls import Candidate
+from realgraph.planner.feasibility.conflicts import Constraint, constraints_of
 from realgraph.planner.options.choices import candidates
-from realgraph.planner.options.constraints import named_meshes, wish_problems
-from realgraph.planner.options.holdings import group_for, held_copies, peak_of
+from realgraph.planner.options.constraints import constraint_problems, named_meshes
+from realgraph.planner.options.holdings import allocation_of, group_for, held_copies, peak_of
 from realgraph.planner.options.meshes import family
 from realgraph.planner.options.pricing import holding
 from realgraph.planner.options.tables import allowed, device_bytes, problem_of
 from realgraph.planner.plan.layout import DeviceMesh
+from realgraph.planner.plan.option import CallOption
 from realgraph.planner.plan.plan import Allocation
 from realgraph.planner.plan.problem import Limits, Unsolved
 from realgraph.planner.request.request import PlanRequest
@@ -26,7 +26,7 @@ from realgraph.planner.solve.solver import solve
 GB = 1e9
 ENOUGH = 1e9  # relative gap: the first plan that fits will do
 PROBE_SECONDS = 2.0  # of one question whether any plan fits
-UNTOLD = "a short search did not tell whether"
+UNDECIDED = "a short search did not tell whether"
 MOST_CHANGES = 3  # sorts of them that are offered, more devices aside
 
 
@@ -34,33 +34,33 @@ Fits = Callable[[PlanRequest], bool | None]  # whether some plan of a request fi
 
 
 class Infeasible(ConfigError):
-    """No plan fits, which is proven. clash: paths of a set of wishes that can't all be kept, a smallest one but where
+    """No plan fits, which is proven. conflict: paths of constraints that can't all be kept, a smallest set but where
     the problems say otherwise; none where the models do not fit the cluster under any. changes: what would make it fit,
     the nearest first.
     """
 
     exit_code = 4
 
-    def __init__(self, problems: Sequence[Problem], clash: tuple[str, ...], changes: tuple[str, ...]) -> None:
+    def __init__(self, problems: Sequence[Problem], conflict: tuple[str, ...], changes: tuple[str, ...]) -> None:
         super().__init__(problems)
-        self.clash, self.changes = clash, changes
+        self.conflict, self.changes = conflict, changes
 
 
 def infeasible(request: PlanRequest, limits: Limits) -> Infeasible:
-    """The error for a request that no plan fits. Solves again without each wish, and with each change."""
+    """The error for a request that no plan fits. Solves again without each constraint, and with each change."""
     fits = _asker(limits)
-    wishes = wishes_of(request)
-    bare = request
-    for wish in wishes:
-        bare = wish.without(bare)
-    spared = fits(bare) if wishes else False
-    clash, smallest = _smallest(request, wishes, fits) if spared else ((), True)
+    constraints = constraints_of(request)
+    freed = request
+    for constraint in constraints:
+        freed = constraint.without(freed)
+    spared = fits(freed) if constraints else False
+    conflict, smallest = _smallest(request, constraints, fits) if spared else ((), True)
     tight = tightest(request)
-    texts = tuple(_mends(request, fits, bool(clash)))
-    if clash:
-        paths = tuple(wish.path for wish in clash)
+    texts = tuple(_fixes(request, fits, bool(conflict)))
+    if conflict:
+        paths = tuple(constraint.path for constraint in conflict)
         why = _ruled_out(request, paths)
-        problems = [_clash_problem(wish, paths, texts, (smallest, why)) for wish in clash]
+        problems = [_conflict_problem(constraint, paths, texts, (smallest, why)) for constraint in conflict]
         if tight is not None and tight.needed > tight.usable:
             problems.append(_memory_problem(request, tight, texts))
         return Infeasible(problems, paths, texts)
@@ -72,7 +72,7 @@ def infeasible(request: PlanRequest, limits: Limits) -> Infeasible:
         problem = _memory_problem(request, tight, texts)
     if spared is None:
         doubt = (
-            f"{problem.text}; {UNTOLD} one would without the run file's allocation, constraints and micro-batch size"
+            f"{problem.text}; {UNDECIDED} one would without the run file's allocation, constraints and micro-batch size"
         )
         problem = replace(problem, text=doubt)
     return Infeasible([problem], (), texts)
@@ -89,7 +89,7 @@ def _asker(limits: Limits) -> Fits:
     quick = replace(limits, gap=ENOUGH, seconds=min(limits.seconds, PROBE_SECONDS), progress=lambda period, bound: None)
 
     def fits(request: PlanRequest) -> bool | None:
-        if wish_problems(request):
+        if constraint_problems(request):
             return False
         problem = problem_of(request).problem
         if not all(task.tables for task in problem.tasks):
@@ -102,18 +102,20 @@ def _asker(limits: Limits) -> Fits:
     return fits
 
 
-def _smallest(request: PlanRequest, wishes: Sequence[Wish], fits: Fits) -> tuple[tuple[Wish, ...], bool]:
-    """A set of wishes that clash, and whether none of them can be spared for certain.
+def _smallest(
+    request: PlanRequest, constraints: Sequence[Constraint], fits: Fits
+) -> tuple[tuple[Constraint, ...], bool]:
+    """A set of constraints in conflict, and whether none of them can be spared for certain.
 
     Each is left out for good where no plan fits without it either; Chinneck and Dravnieks 1991 call it a deletion
-    filter. Where that was not decided the wish stays: those that are named clash in any case.
+    filter. Where that was not decided the constraint stays: those that are named are in conflict in any case.
     """
-    kept, now, smallest = list(wishes), request, True
-    for wish in wishes:
-        less = wish.without(now)
+    kept, now, smallest = list(constraints), request, True
+    for constraint in constraints:
+        less = constraint.without(now)
         match fits(less):
             case False:
-                kept.remove(wish)
+                kept.remove(constraint)
                 now = less
             case None:
                 smallest = False
@@ -122,8 +124,8 @@ def _smallest(request: PlanRequest, wishes: Sequence[Wish], fits: Fits) -> tuple
     return tuple(kept), smallest
 
 
-def _mends(request: PlanRequest, fits: Fits, clashing: bool) -> Iterator[str]:
-    """The smallest change of each sort under which some plan fits; without a clash more devices are one of them.
+def _fixes(request: PlanRequest, fits: Fits, in_conflict: bool) -> Iterator[str]:
+    """The smallest change of each sort under which some plan fits; without a conflict more devices are one of them.
 
     Where no single change is enough, the smallest of several at once.
     """
@@ -133,7 +135,7 @@ def _mends(request: PlanRequest, fits: Fits, clashing: bool) -> Iterator[str]:
         if change is not None:
             found += 1
             yield change.text
-    if clashing:
+    if in_conflict:
         return
     change = _nearest(more_devices(request), fits) or (None if found else _nearest(combined(request), fits))
     if change is not None:
@@ -154,7 +156,7 @@ def _nearest(series: Series, fits: Fits) -> Change | None:
         decided = decided and answer is not None
         low, high = (low, middle) if answer else (middle + 1, high)
     change = series[low]
-    return change if decided else replace(change, text=f"{change.text} ({UNTOLD} less would do)")
+    return change if decided else replace(change, text=f"{change.text} ({UNDECIDED} less would do)")
 
 
 # --- the worst moment -------------------------------------------------------------------------------------------------
@@ -181,7 +183,7 @@ def tightest(request: PlanRequest) -> Tight | None:
         found = _least(request, call, allocations)
         if found is None:
             return None
-        allocations[call] = _bare(found)
+        allocations[call] = allocation_of(found)
     peaks = {call: peak_of(request, allocations, call) for call in request.mesh_calls}
     usable = {call: device_bytes(request, group_for(request, allocations[call].layout)) for call in peaks}
     worst = max(peaks, key=lambda call: peaks[call][1].total - usable[call])
@@ -195,13 +197,7 @@ def tightest(request: PlanRequest) -> Tight | None:
     return Tight(worst, device, footprint, (*parts, (f"{worst!r} itself", own)), usable[worst])
 
 
-def _bare(found: Candidate) -> Allocation:
-    residency = "resident" if found.residency == "reallocated" else found.residency
-    passes = found.passes
-    return Allocation(found.layout, found.tokens, passes.recompute, passes.schedule, passes.chunks, residency)
-
-
-def _least(request: PlanRequest, call: str, beside: dict[str, Allocation]) -> Candidate | None:
+def _least(request: PlanRequest, call: str, beside: dict[str, Allocation]) -> CallOption | None:
     """The candidate on the call's largest mesh that takes least; what equals a trained copy's layout takes no more."""
     found = family(request.cluster, request.constraints.reserve, named_meshes(request))
     fitting = [mesh for mesh in found.meshes if allowed(mesh, call, request)]
@@ -212,12 +208,12 @@ def _least(request: PlanRequest, call: str, beside: dict[str, Allocation]) -> Ca
     role = request.graph.role(call)
     trained = {a.layout for name, a in beside.items() if request.graph.role(name) == role}
 
-    def needed(candidate: Candidate) -> tuple[int, int, int]:
+    def needed(candidate: CallOption) -> tuple[int, int, int]:
         held = holding(request, call, candidate, cluster)
         resident = 0 if candidate.layout in trained else held.resident.total
-        return (resident + held.active.total, held.resident.total, candidate.tokens)
+        return (resident + held.active.total, held.resident.total, candidate.max_tokens_per_microbatch)
 
-    choices = [candidate for candidate in candidates(request, call, mesh, cluster) if not candidate.home]
+    choices = [candidate for candidate in candidates(request, call, mesh, cluster) if candidate.residency != "in_place"]
     return min(choices, key=needed, default=None)
 
 
@@ -246,19 +242,21 @@ def _memory_problem(request: PlanRequest, tight: Tight, changes: Sequence[str]) 
     return Problem(Where(path="$.cluster"), text, hint, "memory")
 
 
-def _clash_problem(wish: Wish, clash: Sequence[str], changes: Sequence[str], known: tuple[bool, str]) -> Problem:
-    """known: whether none of the clash can be spared for certain, and why it is one where memory is not the reason."""
-    others, (smallest, why) = [path for path in clash if path != wish.path], known
-    text = f"no plan fits with {wish.text}" + (f" together with {', '.join(others)}" if others else "") + why
+def _conflict_problem(
+    constraint: Constraint, conflict: Sequence[str], changes: Sequence[str], known: tuple[bool, str]
+) -> Problem:
+    """known: whether none of the conflict can be spared for certain, and why there is one where memory is not it."""
+    others, (smallest, why) = [path for path in conflict if path != constraint.path], known
+    text = f"no plan fits with {constraint.text}" + (f" together with {', '.join(others)}" if others else "") + why
     if not smallest:
-        text += f"; {UNTOLD} each of these matters"
+        text += f"; {UNDECIDED} each of these matters"
     hint = "; or ".join([f"leave {'one of them' if others else 'it'} out", *changes])
-    return Problem(Where(path=f"$.{wish.path}"), text, hint, "clash")
+    return Problem(Where(path=f"$.{constraint.path}"), text, hint, "conflict")
 
 
-def _ruled_out(request: PlanRequest, clash: Sequence[str]) -> str:
+def _ruled_out(request: PlanRequest, conflict: Sequence[str]) -> str:
     """That a call has no layout left which agrees with its settings, however much memory there is; '' where all do."""
-    named = {path.split(".")[1] for path in clash if path.startswith("allocation.")}
+    named = {path.split(".")[1] for path in conflict if path.startswith("allocation.")}
     found = family(request.cluster, request.constraints.reserve, named_meshes(request))
     for call in sorted(named):
         groups = [

@@ -1,4 +1,4 @@
-"""Why a bare problem has no plan: the fewest calls that can't lie on the devices together, and what they lack there."""
+"""Why a planning problem has no plan: the fewest calls that can't lie on the devices together, and what they lack."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal

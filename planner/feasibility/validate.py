@@ -156,10 +156,10 @@ def _lacking(plan: Plan, support: EngineSupport, name: str, file: str) -> Iterat
 
 def _places(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
     """What must lie together: the train calls of a role, whose states lie once, and references that follow."""
-    wished = {tuple(calls) for calls in request.constraints.share}
+    shared = {tuple(calls) for calls in request.constraints.share}
     for tie in ties_of(request):
-        if tie.tasks in wished:
-            continue  # a wish binds the search; an edited plan may part from it
+        if tie.tasks in shared:
+            continue  # a constraint binds the search; an edited plan may part from it
         first = tie.tasks[0]
         for name in tie.tasks[1:]:
             here, there = plan.allocations[name].layout, plan.allocations[first].layout

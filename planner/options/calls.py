@@ -2,9 +2,7 @@
 
 import math
 from functools import lru_cache
-from typing import Literal
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.graphs.graph import INPUT
@@ -19,7 +17,8 @@ from realgraph.planner.costs.lengths import lengths_of
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.workload import Workload
-from realgraph.planner.plan.layout import Cache, Layout, Recompute, Schedule
+from realgraph.planner.plan.layout import Layout
+from realgraph.planner.plan.option import CallOption
 from realgraph.planner.request.request import PlanRequest
 
 CACHE_STEP = 64  # positions: the cache of a GPU grows in such steps
@@ -38,37 +37,6 @@ VALUE_BYTES: dict[DType, int] = {
     "text": 4,
     "json": 4,
 }
-
-Residency = Literal["resident", "offloaded", "reallocated"]
-
-
-class Passes(Struct, frozen=True):
-    """How a train call takes its micro-batches: what the backward pass computes again, and the order of its stages.
-
-    chunks: groups of layers of a stage, 1 where the schedule is not interleaved.
-    """
-
-    recompute: Recompute = "none"
-    schedule: Schedule = "1f1b"
-    chunks: int = 1
-
-
-PLAIN = Passes()
-
-
-class Candidate(Struct, frozen=True):
-    """One way to run a call. Where its place is open, the layout's mesh is any of that size in its group of nodes.
-
-    tokens: of a micro-batch, or of the cache of a generate call, kept as `cache`. passes: of a train call. home: the
-    call reads the trained copy in place, and may be so only where that lies on its mesh under its layout.
-    """
-
-    layout: Layout
-    tokens: int
-    passes: Passes = PLAIN
-    residency: Residency = "resident"
-    home: bool = False
-    cache: Cache = "role"
 
 
 def sample_tokens(request: PlanRequest) -> int:
@@ -94,23 +62,22 @@ def is_trained(request: PlanRequest, role: str) -> bool:
     return any(isinstance(call, Train) and call.model == role for call in request.graph.calls.values())
 
 
-def setting_seconds(request: PlanRequest, call: str, setting: Setting, candidate: Candidate) -> float:
+def setting_seconds(request: PlanRequest, call: str, setting: Setting, candidate: CallOption) -> float:
     """Predicted seconds of one mesh-holding call, its inputs' way to its devices included: see `formula_seconds`."""
     inputs = input_seconds(request, call, setting.layout, setting.cluster)
     return inputs + formula_seconds(request, call, setting, candidate)
 
 
-def formula_seconds(request: PlanRequest, call: str, setting: Setting, candidate: Candidate) -> float:
+def formula_seconds(request: PlanRequest, call: str, setting: Setting, candidate: CallOption) -> float:
     """Predicted seconds of what a call computes, by the formulas alone.
 
     A role's own gradient checkpointing counts besides the candidate's recomputation.
     """
-    tokens, passes = candidate.tokens, candidate.passes
     match request.graph.calls[call]:
         case Train() as train:
-            return train_seconds(setting, train_work(request, train, tokens, passes))
+            return train_seconds(setting, train_work(request, train, candidate))
         case Inference():
-            return inference_seconds(setting, _packed_work(request, tokens))
+            return inference_seconds(setting, _packed_work(request, candidate))
         case Generate():
             return generate_seconds(setting, generate_work(request, candidate))
         case Function() | Advantage():
@@ -148,7 +115,7 @@ def _key_bytes(request: PlanRequest, key: KeyType) -> float:
     return entries[key.level] * VALUE_BYTES[key.dtype] * (ragged if key.dtype in RAGGED else 1.0)
 
 
-def generate_work(request: PlanRequest, candidate: Candidate) -> GenerateWork:
+def generate_work(request: PlanRequest, candidate: CallOption) -> GenerateWork:
     """What a generate call has to do."""
     workload = request.workload
     return GenerateWork(
@@ -157,41 +124,41 @@ def generate_work(request: PlanRequest, candidate: Candidate) -> GenerateWork:
         prompt_tokens=workload.expected_prompt_tokens,
         mean_new_tokens=workload.mean_new_tokens,
         max_new_tokens=workload.max_new_tokens,
-        running=running_sequences(request, candidate.layout, candidate.tokens),
+        running=running_sequences(request, candidate.layout, candidate.max_tokens_per_microbatch),
         lengths=workload.lengths,
-        precision=Precision(cache=candidate.cache),
+        precision=Precision(cache=candidate.kv_cache),
     )
 
 
-def train_work(request: PlanRequest, call: Train, tokens: int, passes: Passes = PLAIN) -> TrainWork:
-    """What a train call has to do, in micro-batches of `tokens`."""
+def train_work(request: PlanRequest, call: Train, candidate: CallOption) -> TrainWork:
+    """What a train call has to do."""
     return replace(
-        _packed_work(request, tokens),
+        _packed_work(request, candidate),
         optimizer_steps=call.minibatches,
         epochs=call.epochs,
-        recompute=passes.recompute,
-        schedule=passes.schedule,
-        chunks=passes.chunks,
+        recompute=candidate.recompute,
+        schedule=candidate.schedule,
+        chunks=candidate.chunks,
     )
 
 
-def microbatches_of(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> int:
+def microbatches_of(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> int:
     """Of one optimizer step on one data-parallel rank; a generate call has none."""
     kind = request.graph.calls[call]
     if isinstance(kind, Generate):
         return 0
     setting = Setting(request.model(call), request.role(call), candidate.layout, cluster)
     if isinstance(kind, Train):
-        return microbatches(setting, train_work(request, kind, candidate.tokens, candidate.passes))
-    return microbatches(setting, _packed_work(request, candidate.tokens))
+        return microbatches(setting, train_work(request, kind, candidate))
+    return microbatches(setting, _packed_work(request, candidate))
 
 
-def _packed_work(request: PlanRequest, tokens: int) -> TrainWork:
+def _packed_work(request: PlanRequest, candidate: CallOption) -> TrainWork:
     mean = mean_tokens(request)
     return TrainWork(
         tokens=math.ceil(request.workload.n_samples * mean),
         sample_tokens=mean,
-        microbatch_tokens=tokens,
+        microbatch_tokens=candidate.max_tokens_per_microbatch,
         prompt_tokens=request.workload.expected_prompt_tokens,
         samples_per_group=request.workload.samples_per_group,
         longest_tokens=longest_expected(request.workload),

@@ -7,12 +7,12 @@ every copy of a role's weights kept; others have more axes, drop copies after us
 import math
 from collections.abc import Callable, Iterator
 
+from msgspec.structs import replace
+
 from realgraph.graphs.spec import Generate, Inference, Train
 from realgraph.planner.costs.memory.memory import element_bytes
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.options.calls import (
-    PLAIN,
-    Candidate,
     is_trained,
     longest_part,
     most_running,
@@ -21,8 +21,9 @@ from realgraph.planner.options.calls import (
     slot_tokens,
     tokens_in_flight,
 )
-from realgraph.planner.options.passes import passes_agree, passes_for, shared_states
+from realgraph.planner.options.passes import passes_for, shared_states
 from realgraph.planner.plan.layout import AXES, DeviceMesh, Layout
+from realgraph.planner.plan.option import SETTINGS, CallOption
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
 
@@ -44,7 +45,7 @@ def candidates(
     mesh: DeviceMesh,
     cluster: Cluster,
     fits: Callable[[Layout], bool] = lambda layout: True,
-) -> Iterator[Candidate]:
+) -> Iterator[CallOption]:
     """All that pins and constraints leave for a call on a mesh of this size; what memory and seconds say is not asked.
 
     cluster: the group of nodes that the mesh lies in. fits: layouts of which it is false are left out.
@@ -54,45 +55,30 @@ def candidates(
     reads = is_trained(request, request.graph.role(call)) and not isinstance(request.graph.calls[call], Train)
     away = request.engine.offload and request.constraints.offload and not shared_states(request, call)
     for layout in _layouts(request, call, mesh, cluster):
-        if not agrees(layout, pin) or any(bars(layout, other) for other in forbidden) or not fits(layout):
+        if not _cut_as_pinned(layout, pin) or not fits(layout):
             continue
         for tokens in token_ladder(request, call, layout, cluster):
             for candidate in _ways(request, call, (layout, tokens), cluster, (reads, away)):
-                if free or (_kept(candidate, pin) and not any(_barred(candidate, other) for other in forbidden)):
+                if free or (agrees(candidate, pin) and not any(_barred(candidate, other) for other in forbidden)):
                     yield candidate
 
 
-def agrees(layout: Layout, pin: Pin) -> bool:
-    """Whether the layout has every axis and the sharding that the pin sets."""
+def agrees(candidate: CallOption, pin: Pin) -> bool:
+    """Whether all that a pin sets besides the place is true of a candidate."""
+    settings = candidate.settings
+    return all(getattr(pin, name) in (None, settings[name]) for name in SETTINGS)
+
+
+def _cut_as_pinned(layout: Layout, pin: Pin) -> bool:
+    """Whether a layout has every axis and the sharding that a pin sets: no other is worth a closer look."""
     return all(getattr(pin, axis) in (None, getattr(layout, axis)) for axis in AXES)
 
 
-def bars(layout: Layout, pin: Pin) -> bool:
-    """Whether a forbidding pin that speaks of layouts alone bars this one."""
-    if pin.max_tokens_per_microbatch or pin.recompute or pin.schedule or pin.chunks or pin.kv_cache or pin.residency:
-        return False
-    if pin.first is not None:
-        return False
-    return bool(_size_named(pin)) and agrees(layout, pin) and pin.devices in (None, layout.mesh.n_devices)
-
-
-def _size_named(pin: Pin) -> bool:
-    return pin.devices is not None or any(getattr(pin, axis) is not None for axis in AXES)
-
-
-def _kept(candidate: Candidate, pin: Pin) -> bool:
-    residency = "offloaded" if candidate.residency == "offloaded" else "resident"
-    same = pin.residency in (None, residency) and pin.kv_cache in (None, candidate.cache)
-    return same and passes_agree(candidate.passes, pin)
-
-
-def _barred(candidate: Candidate, pin: Pin) -> bool:
+def _barred(candidate: CallOption, pin: Pin) -> bool:
     """Whether all that a forbidding pin sets is true of a candidate; places are barred by mesh, not here."""
     if pin.first is not None or pin == Pin():
         return False
-    same_tokens = pin.max_tokens_per_microbatch in (None, candidate.tokens)
-    same_size = pin.devices in (None, candidate.layout.mesh.n_devices)
-    return agrees(candidate.layout, pin) and same_tokens and same_size and _kept(candidate, pin)
+    return pin.devices in (None, candidate.layout.mesh.n_devices) and agrees(candidate, pin)
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
@@ -220,7 +206,7 @@ def _cache_ladder(request: PlanRequest, in_flight: int) -> tuple[int, ...]:
 
 def _ways(
     request: PlanRequest, call: str, size: tuple[Layout, int], cluster: Cluster, kept: tuple[bool, bool]
-) -> Iterator[Candidate]:
+) -> Iterator[CallOption]:
     """Recomputation, schedule and residency, of a layout and tokens of a micro-batch. kept: whether the call reads
     trained weights, and whether states may wait in host memory.
 
@@ -228,12 +214,13 @@ def _ways(
     """
     kind, cache = request.graph.calls[call], request.pins.get(call, Pin()).kv_cache or "role"
     reads, offloads = kept
+    plain = CallOption(*size, kv_cache=cache)
     if reads:
-        yield Candidate(*size, residency="reallocated", cache=cache)
+        yield replace(plain, residency="reallocated")
         if not request.engine.drops_copies and (not isinstance(kind, Generate) or size[0].sharding == "replicated"):
-            yield Candidate(*size, home=True, cache=cache)
+            yield replace(plain, residency="in_place")
         return
-    for passes in passes_for(request, call, size, cluster) if isinstance(kind, Train) else (PLAIN,):
-        yield Candidate(*size, passes, cache=cache)
+    for candidate in passes_for(request, call, plain, cluster) if isinstance(kind, Train) else (plain,):
+        yield candidate
         if offloads:
-            yield Candidate(*size, passes, "offloaded", cache=cache)
+            yield replace(candidate, residency="offloaded")

@@ -23,7 +23,7 @@ FEATURES: dict[Axis, str] = {
 }
 
 
-def wish_problems(request: PlanRequest) -> tuple[Problem, ...]:
+def constraint_problems(request: PlanRequest) -> tuple[Problem, ...]:
     """All of them, each at its path of the run file."""
     return (*_pins(request), *_constraints(request))
 
@@ -209,13 +209,13 @@ def _generate_pin(request: PlanRequest, pin: Pin, where: Where) -> Iterator[Prob
 
 def _train_places(request: PlanRequest) -> Iterator[Problem]:
     """One role is trained in one place: its optimizer states lie there."""
-    homes: dict[str, tuple[str, Pin]] = {}
+    places: dict[str, tuple[str, Pin]] = {}
     for name, call in request.graph.calls.items():
         if not isinstance(call, Train) or name not in request.pins:
             continue
         pin = request.pins[name]
-        other, home = homes.setdefault(call.model, (name, pin))
-        if set(_named(pin)) != set(_named(home)) and set(_named(pin)) and set(_named(home)):
+        other, place = places.setdefault(call.model, (name, pin))
+        if set(_named(pin)) != set(_named(place)) and set(_named(pin)) and set(_named(place)):
             text = f"{other!r} trains the same role on other devices"
             yield Problem(Where(path=f"$.allocation.{name}"), text, "pin both to the same devices", "pin")
 
@@ -224,33 +224,33 @@ def _train_places(request: PlanRequest) -> Iterator[Problem]:
 
 
 def _constraints(request: PlanRequest) -> Iterator[Problem]:
-    wishes, total = request.constraints, request.cluster.n_devices
-    if wishes.reserve >= total:
-        text = f"{wishes.reserve} devices are reserved, the cluster has {total}"
+    constraints, total = request.constraints, request.cluster.n_devices
+    if constraints.reserve >= total:
+        text = f"{constraints.reserve} devices are reserved, the cluster has {total}"
         yield Problem(Where(path="$.constraints.reserve"), text, f"reserve at most {total - 1}", "constraint")
-    for i, calls in enumerate(wishes.share):
+    for i, calls in enumerate(constraints.share):
         yield from _calls(request, calls, f"$.constraints.share[{i}]")
         if len(set(calls)) < 2:
             text = "binds nothing: one call lies on one mesh anyway" if calls else "binds nothing: it names no call"
             where = Where(path=f"$.constraints.share[{i}]")
             yield Problem(where, text, "name two calls or more, or leave it out", "constraint")
-    yield from _calls(request, wishes.forbid, "$.constraints.forbid")
-    for name, pins in wishes.forbid.items():
+    yield from _calls(request, constraints.forbid, "$.constraints.forbid")
+    for name, pins in constraints.forbid.items():
         for i, pin in enumerate(pins):
             yield from _forbidden(pin, Where(path=f"$.constraints.forbid.{name}[{i}]"))
     yield from _caps(request)
-    if wishes.colocated:
+    if constraints.colocated:
         yield from _colocated(request)
 
 
 def _caps(request: PlanRequest) -> Iterator[Problem]:
     """Caps on memory above what there is: they would bind nothing."""
-    groups, wishes = request.cluster.groups, request.constraints
+    groups, constraints = request.cluster.groups, request.constraints
     device = max(group.memory_bytes for group in groups)
     node = max(group.host_memory_bytes for group in groups)
     for name, asked, has, whose in (
-        ("memory_gb", wishes.memory_gb, device, "no device of the cluster has more than"),
-        ("host_memory_gb", wishes.host_memory_gb, node, "no node of the cluster has more than"),
+        ("memory_gb", constraints.memory_gb, device, "no device of the cluster has more than"),
+        ("host_memory_gb", constraints.host_memory_gb, node, "no node of the cluster has more than"),
     ):
         if asked is not None and round(1e9 * asked) > has:
             text = f"{asked:,g} GB bind nothing: {whose} {has / 1e9:,.4g} GB"

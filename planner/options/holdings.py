@@ -1,17 +1,19 @@
 """Bytes of a whole plan: which copies lie on which device, and what each call adds there while it runs."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from msgspec import Struct
 
 from realgraph.graphs.spec import Train
 from realgraph.planner.costs.memory.memory import Footprint
 from realgraph.planner.inputs.cluster import Cluster
-from realgraph.planner.options.calls import Candidate, Passes, Residency, is_trained
+from realgraph.planner.options.calls import is_trained
 from realgraph.planner.options.couplings import train_calls
 from realgraph.planner.options.meshes import group_of
 from realgraph.planner.options.pricing import Holding, holding
 from realgraph.planner.plan.layout import Layout
+from realgraph.planner.plan.option import CallOption, Residency
 from realgraph.planner.plan.plan import Allocation
 from realgraph.planner.plan.residency import shares_trained_copy
 from realgraph.planner.request.request import PlanRequest
@@ -19,7 +21,7 @@ from realgraph.planner.request.request import PlanRequest
 Allocations = Mapping[str, Allocation]
 
 
-class Held(Struct, frozen=True):
+class ResidentCopy(Struct, frozen=True):
     """One copy of a role's weights on each device of `layout`'s mesh, and the calls that use it."""
 
     role: str
@@ -35,15 +37,26 @@ def group_for(request: PlanRequest, layout: Layout) -> Cluster:
     return request.cluster.groups[group_of(request.cluster, layout.mesh.first)]
 
 
-def candidate_of(request: PlanRequest, allocations: Allocations, call: str) -> Candidate:
-    """What an allocation says, as a candidate; whether it reads the trained copy in place follows from the layouts."""
+def candidate_of(request: PlanRequest, allocations: Allocations, call: str) -> CallOption:
+    """What an allocation says, as the search has it; whether it reads the trained copy in place follows from the
+    layouts."""
     found = allocations[call]
-    home = reads_in_place(request, allocations, call)
     residency: Residency = "offloaded" if found.residency == "offloaded" else "resident"
-    if is_trained(request, request.graph.role(call)) and not isinstance(request.graph.calls[call], Train) and not home:
+    if reads_in_place(request, allocations, call):
+        residency = "in_place"
+    elif is_trained(request, request.graph.role(call)) and not isinstance(request.graph.calls[call], Train):
         residency = "reallocated"
-    passes = Passes(found.recompute, found.schedule, found.chunks)
-    return Candidate(found.layout, found.max_tokens_per_microbatch, passes, residency, home, found.kv_cache)
+    return CallOption(**{**_chosen(found), "residency": residency})
+
+
+def allocation_of(candidate: CallOption) -> Allocation:
+    """The inverse, of which nothing is predicted yet: what reads the trained copy in place is resident in a plan."""
+    residency = "resident" if candidate.residency == "in_place" else candidate.residency
+    return Allocation(**{**_chosen(candidate), "residency": residency})
+
+
+def _chosen(option: CallOption) -> dict[str, Any]:
+    return {name: getattr(option, name) for name in CallOption.__struct_fields__}
 
 
 def reads_in_place(request: PlanRequest, allocations: Allocations, call: str) -> bool:
@@ -57,9 +70,9 @@ def reads_in_place(request: PlanRequest, allocations: Allocations, call: str) ->
     return shares_trained_copy(kind, allocations[call].layout, trained.layout)
 
 
-def held_copies(request: PlanRequest, allocations: Allocations) -> tuple[Held, ...]:
+def held_copies(request: PlanRequest, allocations: Allocations) -> tuple[ResidentCopy, ...]:
     """Every copy that stays on devices or in host memory. Calls of a role with equal layouts share one."""
-    found: dict[tuple[object, ...], Held] = {}
+    found: dict[tuple[object, ...], ResidentCopy] = {}
     for call in request.mesh_calls:
         if call not in allocations:
             continue
@@ -67,14 +80,14 @@ def held_copies(request: PlanRequest, allocations: Allocations) -> tuple[Held, .
         role, layout = request.graph.role(call), candidate.layout
         trained = isinstance(request.graph.calls[call], Train)
         own = holding(request, call, candidate, group_for(request, layout))
-        key = (role, "trained") if trained or candidate.home else (role, layout, candidate.residency)
+        key = (role, "trained") if trained or candidate.residency == "in_place" else (role, layout, candidate.residency)
         if key in found:
             held = found[key]
             footprint = held.footprint if held.trained or not trained else own.resident
             host = max(held.host, own.host)
-            found[key] = Held(role, held.layout, (*held.calls, call), held.trained or trained, footprint, host)
+            found[key] = ResidentCopy(role, held.layout, (*held.calls, call), held.trained or trained, footprint, host)
         else:
-            found[key] = Held(role, layout, (call,), trained, own.resident, own.host)
+            found[key] = ResidentCopy(role, layout, (call,), trained, own.resident, own.host)
     return tuple(found.values())
 
 
@@ -111,7 +124,7 @@ def resident_on(request: PlanRequest, allocations: Allocations, first: int, stop
     return max(sum(c.footprint.total for c in copies if device in c.layout.mesh.devices) for device in borders)
 
 
-def _borders(copies: tuple[Held, ...]) -> Iterator[int]:
+def _borders(copies: tuple[ResidentCopy, ...]) -> Iterator[int]:
     """Devices where what lies there changes."""
     for copy in copies:
         yield copy.layout.mesh.first

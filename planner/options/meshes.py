@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.plan.layout import DeviceMesh
-from realgraph.planner.plan.problem import Block
+from realgraph.planner.plan.problem import DeviceBlock
 
 WIDEST = 9  # children of one block: an odd factor above it splits the block unevenly instead
 
@@ -18,7 +18,7 @@ WIDEST = 9  # children of one block: an odd factor above it splits the block une
 class Family(Struct, frozen=True):
     """The tree of a cluster's devices, the meshes in it, and of each mesh the group of nodes that it lies in."""
 
-    tree: Block
+    tree: DeviceBlock
     meshes: tuple[DeviceMesh, ...]
     groups: tuple[int, ...]
 
@@ -98,7 +98,7 @@ def radices(nodes: int) -> tuple[int, ...]:
 # --- trees ------------------------------------------------------------------------------------------------------------
 
 
-def _group_tree(first: int, devices: int, per_node: int) -> Block:
+def _group_tree(first: int, devices: int, per_node: int) -> DeviceBlock:
     """Of a group's devices: its whole nodes, then what is left of a node of which some devices are reserved."""
     nodes, left = divmod(devices, per_node)
     parts = [_nodes_tree(first, nodes, per_node)] if nodes else []
@@ -107,7 +107,7 @@ def _group_tree(first: int, devices: int, per_node: int) -> Block:
     return parts[0] if len(parts) == 1 else _parent(parts, symmetric=False)
 
 
-def _nodes_tree(first: int, nodes: int, per_node: int) -> Block:
+def _nodes_tree(first: int, nodes: int, per_node: int) -> DeviceBlock:
     if nodes == 1:
         return _node_tree(first, per_node)
     widest = radices(nodes)[0]
@@ -123,32 +123,34 @@ def _nodes_tree(first: int, nodes: int, per_node: int) -> Block:
     return _parent(children, symmetric=len(set(sizes)) == 1)
 
 
-def _node_tree(first: int, devices: int) -> Block:
+def _node_tree(first: int, devices: int) -> DeviceBlock:
     """Powers of two, the largest first: 6 devices are 4 and 2."""
     if devices == 1:
-        return Block(first, 1)
+        return DeviceBlock(first, 1)
     power = 1 << (devices.bit_length() - 1)
     half = power // 2 if power == devices else power
     children = (_node_tree(first, half), _node_tree(first + half, devices - half))
-    return Block(first, devices, children, symmetric=2 * half == devices)
+    return DeviceBlock(first, devices, children, symmetric=2 * half == devices)
 
 
-def _parent(children: list[Block], symmetric: bool) -> Block:
-    return Block(children[0].first, sum(child.n_devices for child in children), tuple(children), symmetric)
+def _parent(children: list[DeviceBlock], symmetric: bool) -> DeviceBlock:
+    return DeviceBlock(children[0].first, sum(child.n_devices for child in children), tuple(children), symmetric)
 
 
-def _marked(block: Block, named: tuple[DeviceMesh, ...]) -> Block:
+def _marked(block: DeviceBlock, named: tuple[DeviceMesh, ...]) -> DeviceBlock:
     """The tree without the symmetry of blocks that a named mesh has some devices of, but not all."""
     here = DeviceMesh(block.first, block.n_devices)
     cut = tuple(
-        m for m in named if m.meets(here) and not (m.first <= here.first and here.devices.stop <= m.devices.stop)
+        m for m in named if m.overlaps(here) and not (m.first <= here.first and here.devices.stop <= m.devices.stop)
     )
     if not cut:
         return block
-    return Block(block.first, block.n_devices, tuple(_marked(child, cut) for child in block.children), symmetric=False)
+    return DeviceBlock(
+        block.first, block.n_devices, tuple(_marked(child, cut) for child in block.children), symmetric=False
+    )
 
 
-def _meshes(block: Block, per_node: int) -> Iterator[DeviceMesh]:
+def _meshes(block: DeviceBlock, per_node: int) -> Iterator[DeviceMesh]:
     """All meshes of a block of one group."""
     whole = block.n_devices % per_node == 0
     if whole or (block.n_devices < per_node and block.n_devices & (block.n_devices - 1) == 0):

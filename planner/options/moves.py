@@ -18,7 +18,7 @@ from realgraph.planner.costs.compute.move import (
     reallocation_seconds,
 )
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.options.pricing import Option, factors_of
+from realgraph.planner.options.pricing import PricedOption, factors_of
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.plan import TRANSPORTS, Transport
 from realgraph.planner.plan.problem import Floats, Ints, Move
@@ -33,7 +33,7 @@ class Place(Struct, frozen=True, eq=False):
 
     mesh: DeviceMesh
     group: int
-    options: Sequence[Option]
+    options: Sequence[PricedOption]
 
 
 def move_matrix(request: PlanRequest, target: str, source: Place, there: Place) -> Floats:
@@ -119,27 +119,27 @@ class Moves:
 
     def __init__(self, request: PlanRequest, places: Sequence[tuple[DeviceMesh, int]]) -> None:
         self._request, self._places = request, places
-        self._options: dict[str, Mapping[int, Sequence[Option]]] = {}
+        self._options: dict[str, Mapping[int, Sequence[PricedOption]]] = {}
         self._known: dict[tuple[object, ...], Floats] = {}
 
-    def add(self, call: str, options: Mapping[int, Sequence[Option]]) -> None:
+    def add(self, call: str, options: Mapping[int, Sequence[PricedOption]]) -> None:
         """The options of a call on each mesh."""
         self._options[call] = options
 
     def seconds(self, move: Move, source: int, target: int) -> Floats:
         """[options of the source there, options of the target there]."""
-        (home, near), (mesh, group) = self._places[source], self._places[target]
-        key = (move.source, move.target, near, group, *self._relation(home, mesh, near))
+        (mesh, near), (other, group) = self._places[source], self._places[target]
+        key = (move.source, move.target, near, group, *self._relation(mesh, other, near))
         if key not in self._known:
-            here = Place(home, near, self._options[move.source][source])
-            there = Place(mesh, group, self._options[move.target][target])
+            here = Place(mesh, near, self._options[move.source][source])
+            there = Place(other, group, self._options[move.target][target])
             self._known[key] = move_matrix(self._request, move.target, here, there)
         return self._known[key]
 
     def _relation(self, source: DeviceMesh, target: DeviceMesh, group: int) -> tuple[int, ...]:
-        """Sizes, where the two lie to each other as far as they meet, and which nodes of one hold the other."""
+        """Sizes, where the two lie to each other as far as they overlap, and which nodes of one hold the other."""
         per_node = self._request.cluster.groups[group].devices_per_node
-        offset = target.first - source.first if source.meets(target) else source.n_devices
+        offset = target.first - source.first if source.overlaps(target) else source.n_devices
         ends = [(mesh.first // per_node, (mesh.devices.stop - 1) // per_node) for mesh in (source, target)]
         (first, last), (begin, end) = ends
         inside = begin <= first and last <= end

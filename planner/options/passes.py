@@ -6,20 +6,24 @@ the same turns; a second train call of the role would need its states elsewhere,
 
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from realgraph.graphs.errors import Problem, Where
 from realgraph.graphs.spec import Train
 from realgraph.planner.inputs.cluster import Cluster
-from realgraph.planner.options.calls import PLAIN, Candidate, Passes, microbatches_of
+from realgraph.planner.options.calls import microbatches_of
 from realgraph.planner.options.couplings import train_calls
-from realgraph.planner.plan.layout import PASSES, Layout, Recompute
+from realgraph.planner.plan.layout import DeviceMesh, Layout, Recompute, Schedule
+from realgraph.planner.plan.option import PASSES, PLAIN, CallOption
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
 
+ONE = DeviceMesh(0, 1)
 CHUNKS = (8, 4, 2)  # groups of layers of an interleaved stage
 FORWARD = "recompute, schedule and chunks belong to train calls: this one has no backward pass"
 
 
-def passes_for(request: PlanRequest, call: str, size: tuple[Layout, int], cluster: Cluster) -> Iterator[Passes]:
+def passes_for(request: PlanRequest, call: str, plain: CallOption, cluster: Cluster) -> Iterator[CallOption]:
     """All that a train call may choose from under a layout, in micro-batches of so many tokens.
 
     The CPU engine repeats whole layers or nothing. Zero-bubble stages would have to keep what is recomputed.
@@ -29,21 +33,16 @@ def passes_for(request: PlanRequest, call: str, size: tuple[Layout, int], cluste
     ways = tuple(way for way in known if way in support.recompute)
     if request.role(call).gradient_checkpointing:
         ways = ("full",)
-    piped, chunks = size[0].pp > 1, _chunks(request, call, size, cluster)
+    piped, chunks = plain.layout.pp > 1, _chunks(request, call, plain, cluster)
     zero_bubble = piped and "zero_bubble" in support.schedules
-    plain = not zero_bubble or _wants_plain(request, call)
+    in_turn = not zero_bubble or _wants_plain(request, call)
     for recompute in ways:
-        if plain or recompute == "full":
-            yield Passes(recompute)
+        if in_turn or recompute == "full":
+            yield replace(plain, recompute=recompute)
         if zero_bubble and recompute != "full":
-            yield Passes(recompute, "zero_bubble")
+            yield replace(plain, recompute=recompute, schedule="zero_bubble")
         if chunks and "interleaved" in support.schedules:
-            yield Passes(recompute, "interleaved", chunks)
-
-
-def passes_agree(passes: Passes, pin: Pin) -> bool:
-    """Whether they are what the pin sets."""
-    return all(getattr(pin, name) in (None, getattr(passes, name)) for name in PASSES)
+            yield replace(plain, recompute=recompute, schedule="interleaved", chunks=chunks)
 
 
 def _wants_plain(request: PlanRequest, call: str) -> bool:
@@ -57,18 +56,18 @@ def _wants_plain(request: PlanRequest, call: str) -> bool:
     return pin.schedule == "1f1b" or any(other.schedule == "zero_bubble" for other in forbidden)
 
 
-def _chunks(request: PlanRequest, call: str, size: tuple[Layout, int], cluster: Cluster) -> int:
+def _chunks(request: PlanRequest, call: str, plain: CallOption, cluster: Cluster) -> int:
     """Groups of layers of an interleaved stage: as many as there may be, since more take less memory and fill faster.
 
     0 where a turn of micro-batches has more of them than there are samples, or stages have no two layers.
     """
-    layout, pinned = size[0], request.pins.get(call, Pin()).chunks
+    layout, pinned = plain.layout, request.pins.get(call, Pin()).chunks
     most = request.model(call).layers // layout.pp
     if layout.pp == 1 or most < 2 or shared_states(request, call):
         return 0
     kind = request.graph.calls[call]
     steps = kind.minibatches if isinstance(kind, Train) else 1
-    count = microbatches_of(request, call, Candidate(*size, Passes(schedule="interleaved")), cluster)
+    count = microbatches_of(request, call, replace(plain, schedule="interleaved"), cluster)
     if count * layout.dp * steps > request.workload.n_samples:
         return 0
     return next((chunks for chunks in ((pinned,) if pinned else CHUNKS) if 1 < chunks <= most), 0)
@@ -89,15 +88,15 @@ def pin_problems(request: PlanRequest, call: str, pin: Pin, where: Where) -> Ite
         text = f"zero-bubble stages keep the layers that recomputation would drop, but {setting} is true"
         yield Problem(where, text, f"leave schedule out, set it to interleaved, or set {setting} to false", "pin")
         return
-    passes = Passes(pin.recompute or "none", pin.schedule or ("interleaved" if piped else "1f1b"), pin.chunks or 1)
-    if passes.schedule == "interleaved" and pin.chunks is None:
-        passes = Passes(passes.recompute, passes.schedule, 2)
+    schedule: Schedule = pin.schedule or ("interleaved" if piped else "1f1b")
+    chunks = pin.chunks or (2 if schedule == "interleaved" else 1)
     stages = pin.pp or (min(2, request.model(call).layers) if piped else 1)
-    fault = schedule_fault(passes, stages, request.model(call).layers) or _shared_fault(request, call, passes)
+    asked = CallOption(Layout(ONE, pp=stages), 1, pin.recompute or "none", schedule, chunks)
+    fault = schedule_fault(asked, request.model(call).layers) or _shared_fault(request, call, asked)
     if fault:
         yield Problem(where, fault, "leave schedule and chunks out", "pin")
-    elif piped and passes.schedule not in request.engine.schedules:
-        what = f"no {passes.schedule}" if "pp" in request.engine.axes else "no"
+    elif piped and asked.schedule not in request.engine.schedules:
+        what = f"no {asked.schedule}" if "pp" in request.engine.axes else "no"
         text = f"{request.engine.name} run {what} pipeline stages"
         yield Problem(
             where, text, "leave schedule and chunks out; `realgraph plan --engine any` plans with them", "pin"
@@ -106,19 +105,17 @@ def pin_problems(request: PlanRequest, call: str, pin: Pin, where: Where) -> Ite
         yield from _recompute_problems(request, call, pin.recompute, where)
 
 
-def plan_problems(request: PlanRequest, call: str, candidate: Candidate, where: Where) -> Iterator[Problem]:
+def plan_problems(request: PlanRequest, call: str, candidate: CallOption, where: Where) -> Iterator[Problem]:
     """What is wrong with the passes of an allocation; where: its place in the plan's file."""
-    passes = candidate.passes
     if not isinstance(request.graph.calls[call], Train):
-        if passes != PLAIN:
+        if candidate.passes != PLAIN:
             yield Problem(where, FORWARD, "leave them out", "plan_passes")
         return
-    stages, layers = candidate.layout.pp, request.model(call).layers
-    fault = schedule_fault(passes, stages, layers) or _shared_fault(request, call, passes)
+    fault = schedule_fault(candidate, request.model(call).layers) or _shared_fault(request, call, candidate)
     if fault:
         yield Problem(Where(where.file, path=f"{where.path}.schedule"), fault, "", "plan_passes")
     place = Where(where.file, path=f"{where.path}.recompute")
-    yield from _recompute_problems(request, call, passes.recompute, place)
+    yield from _recompute_problems(request, call, candidate.recompute, place)
 
 
 def shared_states(request: PlanRequest, call: str) -> str:
@@ -127,25 +124,26 @@ def shared_states(request: PlanRequest, call: str) -> str:
     return next(others, "")
 
 
-def _shared_fault(request: PlanRequest, call: str, passes: Passes) -> str:
+def _shared_fault(request: PlanRequest, call: str, candidate: CallOption) -> str:
     other = shared_states(request, call)
-    if not other or passes.schedule != "interleaved":
+    if not other or candidate.schedule != "interleaved":
         return ""
     return f"interleaved stages hold other layers than {other!r}, which trains the same role, would find there"
 
 
-def schedule_fault(passes: Passes, stages: int, layers: int) -> str:
-    """Why stages can't work in this order, '' where they can."""
-    if passes.schedule != "1f1b" and stages == 1:
-        return f"schedule {passes.schedule} needs pipeline stages: pp is 1"
-    if passes.schedule == "zero_bubble" and passes.recompute == "full":
+def schedule_fault(candidate: CallOption, layers: int) -> str:
+    """Why the stages of a model of so many layers can't work in this order, '' where they can."""
+    stages = candidate.layout.pp
+    if candidate.schedule != "1f1b" and stages == 1:
+        return f"schedule {candidate.schedule} needs pipeline stages: pp is 1"
+    if candidate.schedule == "zero_bubble" and candidate.recompute == "full":
         return "schedule zero_bubble would keep whole layers that recompute full is to save"
-    if passes.schedule != "interleaved":
-        return f"chunks {passes.chunks} needs schedule interleaved" if passes.chunks > 1 else ""
-    if passes.chunks < 2:
+    if candidate.schedule != "interleaved":
+        return f"chunks {candidate.chunks} needs schedule interleaved" if candidate.chunks > 1 else ""
+    if candidate.chunks < 2:
         return "an interleaved stage has two chunks or more"
-    if passes.chunks * stages > layers:
-        return f"{passes.chunks} chunks in each of {stages} stages are more than the {layers} layers"
+    if candidate.chunks * stages > layers:
+        return f"{candidate.chunks} chunks in each of {stages} stages are more than the {layers} layers"
     return ""
 
 

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from realgraph.graphs.spec import Generate, Inference, ModelCall, ModelRole, Train
 from realgraph.planner.costs.compute.move import offload_seconds
@@ -20,8 +21,6 @@ from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.devices import Costs
 from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.planner.options.calls import (
-    Candidate,
-    Passes,
     formula_seconds,
     generate_work,
     input_seconds,
@@ -29,11 +28,13 @@ from realgraph.planner.options.calls import (
     running_sequences,
 )
 from realgraph.planner.options.meshes import group_of
-from realgraph.planner.plan.layout import AXES, PASSES, DeviceMesh, Layout
+from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.planner.plan.option import SETTINGS, CallOption
 from realgraph.planner.request.cost_table import CostTable, MeasuredCall, Phase, PhaseFactor
 from realgraph.planner.request.request import PlanRequest, call_hashes
 
 ONE = DeviceMesh(0, 1)
+MEASURED = ("devices", *(name for name in MeasuredCall.__struct_fields__ if name in SETTINGS))  # what was run
 ELSEWHERE = 1 << 50  # bytes that no device has: what reads the trained copy in place fits nowhere else
 DEFAULT_ERROR: dict[Phase, float] = {"train": 0.12, "inference": 0.25, "generate": 0.15, "reallocate": 0.5}
 
@@ -51,14 +52,15 @@ class Holding(Struct, frozen=True):
     host: int = 0
 
 
-class Option(Struct, frozen=True):
-    """A candidate with its price. running: sequences that decode at once on a replica, of a generate call.
+class PricedOption(Struct, frozen=True):
+    """A candidate with its price: one row of a table.
 
-    error: relative standard error of `seconds`. nbytes: resident, active and shared, as the search counts them.
-    whole: of a stream, how many periods are part of `latency`.
+    running: sequences that decode at once on a replica, of a generate call. error: relative standard error of
+    `seconds`. nbytes: resident, active and shared, as the search counts them. whole: of a stream, how many periods are
+    part of `latency`.
     """
 
-    candidate: Candidate
+    candidate: CallOption
     seconds: float
     latency: float
     nbytes: tuple[int, int, int]
@@ -96,9 +98,6 @@ def phase_of(call: ModelCall) -> Phase:
             raise ValueError("free calls have no phase")
 
 
-Key = tuple[Layout, int, Passes]
-
-
 class Timed(Struct, frozen=True):
     """Of one call on one mesh, what several candidates share: seconds and bytes of a run, bytes of a copy, and seconds
     for the inputs of so many data-parallel ranks. least: no plan has a shorter period, as far as is known. careful:
@@ -108,32 +107,33 @@ class Timed(Struct, frozen=True):
     least: float = 0.0
     careful: bool = False
     room: int | None = None
-    timings: dict[Key, tuple[Timing, ...]] = {}
-    running: dict[Key, Footprint] = {}
+    timings: dict[CallOption, tuple[Timing, ...]] = {}
+    running: dict[CallOption, Footprint] = {}
     copies: dict[Layout, Footprint] = {}
     inputs: dict[int, float] = {}
 
 
 def options_of(
-    request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster, timed: Timed | None = None
-) -> Iterator[Option]:
+    request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster, timed: Timed | None = None
+) -> Iterator[PricedOption]:
     """The rows of one candidate, none where it can't fit an empty device of `cluster`, its group of nodes.
 
     timed: of one call on one mesh, what several candidates share.
     """
     known = Timed() if timed is None else timed
-    key = (candidate.layout, candidate.tokens, candidate.passes)
+    key = replace(candidate, residency="resident")  # what is computed is the same, wherever the weights wait
     if key not in known.running:
         known.running[key] = _running(request, call, candidate)
     if candidate.layout not in known.copies:
         known.copies[candidate.layout] = copy_of(request, call, candidate.layout, cluster)
     copy, added = known.copies[candidate.layout], known.running[key]
     room = memory.usable_bytes(cluster) if known.room is None else known.room
-    if added.total + (0 if candidate.home else copy.total) > room:
+    in_place = candidate.residency == "in_place"
+    if added.total + (0 if in_place else copy.total) > room:
         return
     held = _holding(request, candidate, copy, added)
     resident, active = held.resident.total, held.active.total
-    if candidate.home:
+    if in_place:
         active, shared = active + ELSEWHERE, ELSEWHERE
     else:
         shared = held.shared
@@ -145,11 +145,11 @@ def options_of(
     more = known.inputs[ranks] + offloading_seconds(request, call, candidate, cluster)
     for base in known.timings[key]:
         timing = corrected(request, call, candidate, base, more)
-        yield Option(
+        yield PricedOption(
             candidate=candidate,
             seconds=timing.seconds,
             latency=timing.latency + timing.whole * max(0.0, known.least - timing.seconds),
-            nbytes=_with_caches((resident, active, shared), base, candidate.home),
+            nbytes=_with_caches((resident, active, shared), base, in_place),
             host=held.host,
             running=timing.running,
             error=timing.error,
@@ -157,13 +157,13 @@ def options_of(
         )
 
 
-def _with_caches(nbytes: tuple[int, int, int], timing: Timing, home: bool) -> tuple[int, int, int]:
+def _with_caches(nbytes: tuple[int, int, int], timing: Timing, in_place: bool) -> tuple[int, int, int]:
     """Resident, active and shared bytes, where a stream's caches and weights are kept, or given up for training."""
     resident, active, shared = nbytes
     match timing.caches:
         case "kept":
-            return (resident + active - ELSEWHERE, ELSEWHERE, ELSEWHERE) if home else (resident + active, 0, 0)
-        case "training" if not home:
+            return (resident + active - ELSEWHERE, ELSEWHERE, ELSEWHERE) if in_place else (resident + active, 0, 0)
+        case "training" if not in_place:
             return resident, active + ELSEWHERE, shared + ELSEWHERE
         case _:
             return nbytes
@@ -172,7 +172,7 @@ def _with_caches(nbytes: tuple[int, int, int], timing: Timing, home: bool) -> tu
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
-def holding(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> Holding:
+def holding(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> Holding:
     """What a call's devices hold for it. Where a copy is dropped after use, its weights count while the call runs."""
     copy = copy_of(request, call, candidate.layout, cluster)
     return _holding(request, candidate, copy, _running(request, call, candidate))
@@ -186,9 +186,9 @@ def copy_of(request: PlanRequest, call: str, layout: Layout, cluster: Cluster) -
     return _frozen(model, role, layout, isinstance(kind, Generate))
 
 
-def _holding(request: PlanRequest, candidate: Candidate, copy: Footprint, active: Footprint) -> Holding:
+def _holding(request: PlanRequest, candidate: CallOption, copy: Footprint, active: Footprint) -> Holding:
     """The same where its own copy's bytes and what a running call adds are known."""
-    if candidate.home:
+    if candidate.residency == "in_place":
         return Holding(Footprint(), active)
     if candidate.residency == "offloaded":
         return Holding(Footprint(), active + copy, host=copy.total)
@@ -197,15 +197,15 @@ def _holding(request: PlanRequest, candidate: Candidate, copy: Footprint, active
     return Holding(copy, active)
 
 
-def _running(request: PlanRequest, call: str, candidate: Candidate) -> Footprint:
+def _running(request: PlanRequest, call: str, candidate: CallOption) -> Footprint:
     """What a running call adds, its weights left aside."""
     model, role, layout, kind = request.model(call), request.role(call), candidate.layout, request.graph.calls[call]
     cut = Layout(ONE, tp=layout.tp, pp=layout.pp, ep=layout.ep, cp=layout.cp)  # on all meshes, activations are the same
     if isinstance(kind, Generate):
-        return memory.generation(model, role, cut, candidate.tokens, candidate.cache)
-    tokens = max(candidate.tokens, longest_part(request, layout))
+        return memory.generation(model, role, cut, candidate.max_tokens_per_microbatch, candidate.kv_cache)
+    tokens = max(candidate.max_tokens_per_microbatch, longest_part(request, layout))
     if isinstance(kind, Train):
-        rows = memory.train_activations(model, role, cut, tokens, running_of(candidate.passes))
+        rows = memory.train_activations(model, role, cut, tokens, running_of(candidate))
     else:
         rows = _forward(model, role, cut, tokens)
     if layout.sharding == "replicated":
@@ -213,9 +213,9 @@ def _running(request: PlanRequest, call: str, candidate: Candidate) -> Footprint
     return rows + memory.gathered(model, role, layout, isinstance(kind, Train))
 
 
-def running_of(passes: Passes) -> Running:
+def running_of(candidate: CallOption) -> Running:
     """The same in the terms of memory: see `memory.train_activations`."""
-    return Running(passes.recompute, chunks=passes.chunks, delayed=passes.schedule == "zero_bubble")
+    return Running(candidate.recompute, chunks=candidate.chunks, delayed=candidate.schedule == "zero_bubble")
 
 
 @lru_cache(maxsize=65536)
@@ -239,7 +239,7 @@ def _frozen(model: ModelSpec, role: ModelRole, layout: Layout, serves: bool) -> 
 
 
 def formula_timings(
-    request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster, careful: bool = False
+    request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster, careful: bool = False
 ) -> tuple[Timing, ...]:
     """By the formulas alone; several where a generate call may have more or less in flight."""
     generates = isinstance(request.graph.calls[call], Generate)
@@ -247,12 +247,12 @@ def formula_timings(
         return tuple(_stream_timings(request, call, candidate, cluster, careful))
     setting = _setting(request, call, candidate, cluster)
     seconds = formula_seconds(request, call, setting, candidate)
-    running = running_sequences(request, candidate.layout, candidate.tokens) if generates else 0
+    running = running_sequences(request, candidate.layout, candidate.max_tokens_per_microbatch) if generates else 0
     return (Timing(seconds, seconds, running),)
 
 
 def _stream_timings(
-    request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster, careful: bool
+    request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster, careful: bool
 ) -> Iterator[Timing]:
     """Of all that may be in flight; careful: for each of the things that may become of the caches."""
     work = generate_work(request, candidate)
@@ -267,21 +267,21 @@ def _stream_timings(
             yield Timing(one.seconds, one.latency, one.running, whole=one.whole, caches=caches)
 
 
-def candidate_stream(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> Stream:
+def candidate_stream(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> Stream:
     """The stream of a generate call."""
     work = generate_work(request, candidate)
     return stream_of(_setting(request, call, candidate, cluster), work)
 
 
-def stream_timing(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster, found: Variant) -> Timing:
+def stream_timing(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster, found: Variant) -> Timing:
     """Of one stream of a generate call, as `options_of` prices its rows."""
     more = input_seconds(request, call, candidate.layout, cluster)
     more += offloading_seconds(request, call, candidate, cluster)
-    bare = Timing(found.seconds, found.latency, found.running, whole=found.whole)
-    return corrected(request, call, candidate, bare, more)
+    formula = Timing(found.seconds, found.latency, found.running, whole=found.whole)
+    return corrected(request, call, candidate, formula, more)
 
 
-def _setting(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> Setting:
+def _setting(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> Setting:
     return Setting(request.model(call), request.role(call), candidate.layout, cluster, factors_of(request, cluster))
 
 
@@ -298,7 +298,7 @@ def _measured_there(request: PlanRequest, layout: Layout) -> CostTable:
     return request.costs
 
 
-def corrected(request: PlanRequest, call: str, candidate: Candidate, timing: Timing, more: float) -> Timing:
+def corrected(request: PlanRequest, call: str, candidate: CallOption, timing: Timing, more: float) -> Timing:
     """With `more` seconds of offloading and of its inputs, and the phase's measured factor.
 
     Where this very call was measured under this layout and workload, its measured seconds stand.
@@ -314,12 +314,12 @@ def corrected(request: PlanRequest, call: str, candidate: Candidate, timing: Tim
     return Timing(seconds, latency, timing.running, found.error or DEFAULT_ERROR[phase], timing.whole)
 
 
-def is_measured(request: PlanRequest, call: str, candidate: Candidate) -> bool:
+def is_measured(request: PlanRequest, call: str, candidate: CallOption) -> bool:
     """Whether exactly this call was measured."""
     return _measured(request, call, candidate) is not None
 
 
-def _measured(request: PlanRequest, call: str, candidate: Candidate) -> tuple[float, float] | None:
+def _measured(request: PlanRequest, call: str, candidate: CallOption) -> tuple[float, float] | None:
     """The measured seconds and error of exactly this call, None where there are none."""
     for found in _measured_there(request, candidate.layout).calls:
         same = found.call == call and _ran(found, candidate)
@@ -328,15 +328,13 @@ def _measured(request: PlanRequest, call: str, candidate: Candidate) -> tuple[fl
     return None
 
 
-def _ran(found: MeasuredCall, candidate: Candidate) -> bool:
+def _ran(found: MeasuredCall, candidate: CallOption) -> bool:
     """Whether what was measured ran as the candidate says."""
-    layout, passes = candidate.layout, candidate.passes
-    now = (*layout.axes, passes.recompute, passes.schedule, passes.chunks, layout.mesh.n_devices, candidate.tokens)
-    then = (getattr(found, name) for name in (*AXES, *PASSES, "devices", "max_tokens_per_microbatch"))
-    return now == tuple(then)
+    now = {**candidate.settings, "devices": candidate.layout.mesh.n_devices}
+    return all(getattr(found, name) == now[name] for name in MEASURED)
 
 
-def offloading_seconds(request: PlanRequest, call: str, candidate: Candidate, cluster: Cluster) -> float:
+def offloading_seconds(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> float:
     """Frozen weights are read from the host before use; trained states are read and written back."""
     if candidate.residency != "offloaded":
         return 0.0

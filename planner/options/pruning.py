@@ -4,10 +4,10 @@ import numpy as np
 from msgspec import Struct
 
 from realgraph.planner.plan.problem import Floats, Ints, OptionTable
-from realgraph.planner.solve.kernels.dominance import columns_of, unbeaten
+from realgraph.planner.solve.kernels.dominance import columns_of, nondominated
 
 
-class Rows(Struct, frozen=True, eq=False):
+class TableRows(Struct, frozen=True, eq=False):
     """A table before pruning. slack: seconds that moves of weights may cost more under each row than under another's
     layout, None where rows of different layouts may replace each other freely. edge: seconds that they may cost less.
     bonus: bytes that other calls save where they read this row's copy in place; beside: what such a call needs without
@@ -21,7 +21,7 @@ class Rows(Struct, frozen=True, eq=False):
     beside: Ints | None = None
 
 
-def kept_rows(rows: Rows) -> tuple[int, ...]:
+def kept_rows(rows: TableRows) -> tuple[int, ...]:
     """Indices of the rows that are kept, fastest first. Of equal rows the first is.
 
     Row a beats row b where it is no worse in seconds, latency, resident, active (alone and shared) and host bytes.
@@ -31,4 +31,4 @@ def kept_rows(rows: Rows) -> tuple[int, ...]:
     table = rows.table
     order = np.lexsort((np.arange(len(table)), table.resident + table.active, table.latency, table.seconds))
     columns = columns_of(table, order, rows.slack, rows.edge, rows.bonus, rows.beside)
-    return tuple(order[unbeaten(columns, int(rows.slack is None))].tolist())
+    return tuple(order[nondominated(columns, int(rows.slack is None))].tolist())

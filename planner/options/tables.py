@@ -1,4 +1,4 @@
-"""From a PlanRequest to the bare SearchProblem: option tables per call and mesh size, precedences, moves, limits.
+"""From a PlanRequest to the SearchProblem: option tables per call and mesh size, precedences, moves, limits.
 
 Tables are shared by all meshes of one size in one group of nodes. An option is left out where another is as good in
 seconds and bytes; across layouts only where that one is faster by more than any move of weights can cost.
@@ -20,8 +20,8 @@ from realgraph.planner.options.constraints import named_meshes
 from realgraph.planner.options.couplings import free_floor, moves_of, precedences, readers, ties_of, train_calls
 from realgraph.planner.options.meshes import Family, family
 from realgraph.planner.options.moves import Moves, Place, held_seconds, longest_moves
-from realgraph.planner.options.pricing import Option, Timed, copy_of, options_of
-from realgraph.planner.options.pruning import Rows, kept_rows
+from realgraph.planner.options.pricing import PricedOption, Timed, copy_of, options_of
+from realgraph.planner.options.pruning import TableRows, kept_rows
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.problem import Ints, OptionTable, SearchProblem, SearchTask
 from realgraph.planner.request.pins import Pin
@@ -30,12 +30,12 @@ from realgraph.planner.request.request import PlanRequest
 HOST_FRACTION = 0.8  # of a node's memory that offloaded states may fill: data, engines and the system have the rest
 
 
-class Prepared(Struct, frozen=True, eq=False):
+class PreparedProblem(Struct, frozen=True, eq=False):
     """The problem, and what its numbers stand for: the options of each table, and the group of nodes of each mesh."""
 
     request: PlanRequest
     problem: SearchProblem
-    options: tuple[tuple[Option, ...], ...]
+    options: tuple[tuple[PricedOption, ...], ...]
     groups: tuple[int, ...]
 
 
@@ -47,14 +47,14 @@ class Known(Struct, frozen=True, eq=False):
     """What problems of one request have in common, whatever the period and the staleness: priced once, filled as they
     are made. options: of calls that do not stream. streams: of those that do, by staleness and `careful`."""
 
-    options: dict[Key, list[Option]] = {}
+    options: dict[Key, list[PricedOption]] = {}
     streams: dict[tuple[Key, int, bool], Timed] = {}
 
 
 def problem_of(
     request: PlanRequest, whole: str = "", least: float = 0.0, careful: bool = False, known: Known | None = None
-) -> Prepared:
-    """The whole search problem of a request. Pins and constraints must be sound: see `wishes.wish_problems`.
+) -> PreparedProblem:
+    """The whole search problem of a request. Pins and constraints must be sound: see `constraints.constraint_problems`.
 
     whole: a call of which every option that fits is kept, for explanations. least: a bound of every plan's period, on
     which the latencies of streams depend. careful: streams tell what becomes of their caches when they are paused; else
@@ -89,7 +89,7 @@ def problem_of(
         floor_seconds=free_floor(request, free),
         ties=tuple(ties_of(request)),
     )
-    return Prepared(request, problem, tuple(made.tables), tuple(found.groups[mesh] for mesh in wanted))
+    return PreparedProblem(request, problem, tuple(made.tables), tuple(found.groups[mesh] for mesh in wanted))
 
 
 def _readers_first(request: PlanRequest) -> list[str]:
@@ -136,7 +136,7 @@ class _Tables:
         self._request, self._family, self._whole, self._known = request, found, whole, known
         self._least, self._careful = asked
         self._made: dict[Key, int | None] = {}
-        self.tables: list[tuple[Option, ...]] = []
+        self.tables: list[tuple[PricedOption, ...]] = []
         self.layouts: dict[tuple[object, ...], int] = {}
         self._longest: dict[str, float] = {}  # reader -> seconds of its longest move
         self._saved: dict[Spot, tuple[int, int]] = {}  # bytes of a reader's copy, and of all it needs while it runs
@@ -160,7 +160,7 @@ class _Tables:
                 self.tables.append(options)
         return self._made[key]
 
-    def _options(self, call: str, group: int, size: int) -> tuple[Option, ...]:
+    def _options(self, call: str, group: int, size: int) -> tuple[PricedOption, ...]:
         found = self._priced(call, group, size)
         for option in found:
             self.layouts.setdefault(layout_key(option), len(self.layouts))
@@ -171,7 +171,7 @@ class _Tables:
         self._remember(call, group, size, options)
         return options
 
-    def _priced(self, call: str, group: int, size: int) -> list[Option]:
+    def _priced(self, call: str, group: int, size: int) -> list[PricedOption]:
         """Every row of what fits an empty device."""
         request, cluster, key = self._request, self._request.cluster.groups[group], (call, group, size)
         staleness = request.workload.staleness
@@ -196,7 +196,7 @@ class _Tables:
             self._known.options[key] = found
         return found
 
-    def _rows(self, call: str, group: int, options: Sequence[Option]) -> Rows:
+    def _rows(self, call: str, group: int, options: Sequence[PricedOption]) -> TableRows:
         """With what a row's layout means for other calls of its role, where there are any."""
         request, role = self._request, self._request.graph.role(call)
         mesh = options[0].candidate.layout.mesh
@@ -206,11 +206,11 @@ class _Tables:
                 return self._train_rows(call, Place(mesh, group, options), table)
             slack = longest_moves(request, call, Place(mesh, group, options))
             self._longest[call] = max(self._longest.get(call, 0.0), float(slack.max()))
-            return Rows(table, slack)
+            return TableRows(table, slack)
         alone = len(readers(request, role)) == 1
-        return Rows(table) if alone else Rows(table, np.zeros(len(table)), bonus=table.resident)
+        return TableRows(table) if alone else TableRows(table, np.zeros(len(table)), bonus=table.resident)
 
-    def _train_rows(self, call: str, place: Place, table: OptionTable) -> Rows:
+    def _train_rows(self, call: str, place: Place, table: OptionTable) -> TableRows:
         """What the layouts of a train call mean for the calls that read the trained weights.
 
         A copy that is read in place, or lies whole on each device, may save whole moves; any other what its nodes hold.
@@ -219,9 +219,11 @@ class _Tables:
         request, spot = self._request, (place.group, place.mesh.n_devices)
         names = readers(request, request.graph.role(call))
         if len(train_calls(request, request.graph.role(call))) > 1:
-            return Rows(table, np.full(len(table), np.inf))  # both calls must be left the same layouts to choose from
+            return TableRows(
+                table, np.full(len(table), np.inf)
+            )  # both calls must be left the same layouts to choose from
         if not names:
-            return Rows(table)
+            return TableRows(table)
         most = sum(self._longest.get(name, 0.0) for name in names)
         edge = held_seconds(request, call, place) * len(names)
         bonus, beside = np.zeros(len(table), dtype=np.int64), np.zeros(len(table), dtype=np.int64)
@@ -232,19 +234,23 @@ class _Tables:
             beside[i] = max((nbytes for _, nbytes in shared), default=0)
             edge[i] = most if shared else min(most, float(edge[i]))
         away = np.array([option.candidate.residency == "offloaded" for option in place.options])
-        return Rows(table, np.where(away, most, 0.0), edge, bonus, beside)
+        return TableRows(table, np.where(away, most, 0.0), edge, bonus, beside)
 
-    def _remember(self, call: str, group: int, size: int, options: Sequence[Option]) -> None:
+    def _remember(self, call: str, group: int, size: int, options: Sequence[PricedOption]) -> None:
         """Of what is kept for a call that reads weights: what it needs, and would save by sharing the trained copy."""
         for option in options:
             spot = (call, group, size, self.layouts[layout_key(option)])
             resident, active, shared = option.nbytes
-            own = (0, active - shared) if option.candidate.home else (max(resident, shared), resident + active)
+            own = (
+                (0, active - shared)
+                if option.candidate.residency == "in_place"
+                else (max(resident, shared), resident + active)
+            )
             known = self._saved.get(spot, (0, 0))
             self._saved[spot] = (max(known[0], own[0]), max(known[1], own[1]))
 
 
-def layout_key(option: Option) -> tuple[object, ...]:
+def layout_key(option: PricedOption) -> tuple[object, ...]:
     """Equal for options that may share one copy of a role's weights on one mesh; offloaded copies are never shared."""
     return (*option.candidate.layout.axes, option.candidate.residency == "offloaded")
 
@@ -263,7 +269,7 @@ def allowed(mesh: DeviceMesh, call: str, request: PlanRequest) -> bool:
     return not constraints.colocated or mesh == DeviceMesh(0, request.cluster.n_devices - constraints.reserve)
 
 
-def option_table(options: Sequence[Option], layouts: Mapping[tuple[object, ...], int]) -> OptionTable:
+def option_table(options: Sequence[PricedOption], layouts: Mapping[tuple[object, ...], int]) -> OptionTable:
     nbytes = np.array([option.nbytes for option in options], dtype=np.int64).reshape(-1, 3)
     return OptionTable(
         seconds=np.array([option.seconds for option in options], dtype=np.float64),

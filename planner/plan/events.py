@@ -1,9 +1,10 @@
 """A plan as a timed event graph: its steady period, the circuit that bounds it, and the circuit that would deadlock it.
 
-A node is a call with its predicted seconds. A dependency source -> target with h tokens says: `target` of step k starts
-after `source` of step k - h has ended (steps before the first count as done). Such a system never deadlocks iff every
-circuit holds at least one token, and its period is the largest seconds / tokens of a circuit (Baccelli, Cohen, Olsder,
-Quadrat: Synchronization and Linearity, 1992, theorems 2.38 and 3.28).
+A node is a call with its predicted seconds. A dependency source -> target of distance h says: `target` of step k starts
+after `source` of step k - h has ended (steps before the first count as done). A circuit's distance is the sum of its
+dependencies' (the tokens of a Petri net). Such a system never deadlocks iff every circuit's distance is 1 or more, and
+its period is the largest seconds / distance of a circuit (Baccelli, Cohen, Olsder, Quadrat: Synchronization and
+Linearity, 1992, theorems 2.38 and 3.28).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,20 +22,20 @@ REALLOCATION = "reallocate:"  # begins the names of reallocation nodes
 
 
 class Dependency(Struct, frozen=True, order=True):
-    """`target` of step k starts `delay` seconds or more after `source` of step k - `tokens` has ended.
+    """`target` of step k starts `delay` seconds or more after `source` of step k - `distance` has ended.
 
-    Tokens may be negative. The delay is that of outputs which come later than the devices are free.
+    Distances may be negative. The delay is that of outputs which come later than the devices are free.
     """
 
     source: str
     target: str
-    tokens: int
+    distance: int
     delay: float = 0.0
 
 
 class EventGraph(Struct, frozen=True):
     """Seconds of every node, and the dependencies between them. loads: nodes that share a device, in whatever order, so
-    that a period has room for all of them: a circuit of one token each."""
+    that a period has room for all of them: a circuit of distance 1 each."""
 
     seconds: dict[str, float]
     dependencies: tuple[Dependency, ...]
@@ -74,14 +75,14 @@ def event_graph(graph: Graph, plan: Plan, extra_seconds: Mapping[str, float], ke
         for name, a in plan.allocations.items()
     }
     found = {Dependency(name, name, 1) for name in seconds}
-    for source, target, tokens in graph_edges(graph, plan.staleness):
+    for source, target, distance in graph_edges(graph, plan.staleness):
         if target in plan.allocations and isinstance(graph.calls[source], Train):
-            tokens -= plan.allocations[target].ahead
+            distance -= plan.allocations[target].ahead
         if target in moved and source == moved[target]:
-            found.add(Dependency(source, reallocation_node(target), tokens))
+            found.add(Dependency(source, reallocation_node(target), distance))
             found.add(Dependency(reallocation_node(target), target, 0))
         else:
-            found.add(Dependency(source, target, tokens, late.get(source, 0.0)))
+            found.add(Dependency(source, target, distance, late.get(source, 0.0)))
     planned = {turn.call for order in plan.orders.values() for turn in order}
     implied = {call: train for call, train in moved.items() if reallocation_node(call) not in planned}
     stream = "" if keeps_turns else stream_call(graph, plan)
@@ -180,7 +181,7 @@ def _without_stream(order: Sequence[Turn], stream: str, arrival: tuple[str, Turn
 
 
 def _order_edges(order: Sequence[Turn]) -> Iterator[Dependency]:
-    """The cyclic order of one device; its own circuit always holds exactly one token."""
+    """The cyclic order of one device; the distance of its own circuit is always 1."""
     for before, after in pairwise(order):
         yield Dependency(before.call, after.call, after.offset - before.offset)
     if order:
@@ -191,23 +192,23 @@ def _order_edges(order: Sequence[Turn]) -> Iterator[Dependency]:
 
 
 def empty_circuit(events: EventGraph) -> tuple[str, ...] | None:
-    """A circuit without a token: its calls wait for each other for ever. None where the graph is live.
+    """A circuit of a distance below 1: its calls wait for each other for ever. None where the graph is live.
 
     Exact: a circuit of at most n edges has sum(h) <= 0 iff sum(1 - (n + 1) h) > 0, in integers.
     """
     scale = len(events.seconds) + 1
-    circuit = _positive_circuit(events, lambda dependency: 1 - scale * dependency.tokens)
+    circuit = _positive_circuit(events, lambda dependency: 1 - scale * dependency.distance)
     return None if circuit is None else _named(events, circuit)
 
 
 def period(events: EventGraph) -> Period:
-    """The largest seconds / tokens of a circuit, and that circuit. Raises ValueError where a circuit is empty.
+    """The largest seconds / distance of a circuit, and that circuit. Raises ValueError where a circuit is empty.
 
-    Newton's iteration on the ratio: while some circuit has seconds - ratio x tokens > 0, its ratio is the next.
+    Newton's iteration on the ratio: while some circuit has seconds - ratio x distance > 0, its ratio is the next.
     """
     stuck = empty_circuit(events)
     if stuck is not None:
-        raise ValueError(f"the circuit {show_circuit(stuck)} holds no token")
+        raise ValueError(f"the circuit {show_circuit(stuck)} has a distance below 1")
     alone = [(seconds, (name,)) for name, seconds in events.seconds.items()]
     loads = [(sum(events.seconds[name] for name in names), names) for names in events.loads]
     ratio, critical = max([*loads, *alone], key=lambda one: one[0])
@@ -216,8 +217,8 @@ def period(events: EventGraph) -> Period:
         circuit = _positive_circuit(events, gain)
         if circuit is None:
             return Period(ratio, critical)
-        tokens = sum(dependency.tokens for dependency in circuit)
-        better = sum(events.seconds[dependency.source] + dependency.delay for dependency in circuit) / tokens
+        distance = sum(dependency.distance for dependency in circuit)
+        better = sum(events.seconds[dependency.source] + dependency.delay for dependency in circuit) / distance
         if better <= ratio:  # equal up to rounding
             return Period(ratio, critical)
         ratio, critical = better, _named(events, circuit)
@@ -230,7 +231,7 @@ def show_circuit(circuit: Sequence[str]) -> str:
 
 
 def _gain(events: EventGraph, ratio: float) -> Callable[[Dependency], float]:
-    return lambda dependency: events.seconds[dependency.source] + dependency.delay - ratio * dependency.tokens
+    return lambda dependency: events.seconds[dependency.source] + dependency.delay - ratio * dependency.distance
 
 
 def _positive_circuit(events: EventGraph, weight: Callable[[Dependency], float]) -> tuple[Dependency, ...] | None:

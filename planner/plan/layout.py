@@ -10,7 +10,6 @@ Recompute = Literal["none", "selective", "full"]  # in a backward pass: nothing,
 Schedule = Literal["1f1b", "interleaved", "zero_bubble"]  # the order in which pipeline stages take micro-batches
 Cache = Literal["role", "float8"]  # what keys and values are kept in: the dtype of the role, or one byte a number
 AXES = ("dp", "tp", "pp", "ep", "cp", "sharding")  # what a layout says besides its mesh
-PASSES = ("recompute", "schedule", "chunks")  # of a train call: how it takes its micro-batches
 
 
 Ranks = Annotated[int, Meta(ge=1, le=MOST_DEVICES)]
@@ -26,7 +25,7 @@ class DeviceMesh(Struct, frozen=True, order=True):
     def devices(self) -> range:
         return range(self.first, self.first + self.n_devices)
 
-    def meets(self, other: "DeviceMesh") -> bool:
+    def overlaps(self, other: "DeviceMesh") -> bool:
         """Whether the two share a device."""
         return self.first < other.first + other.n_devices and other.first < self.first + self.n_devices
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from realgraph.planner.plan.layout import AXES, PASSES, Cache, Layout, Recompute, Schedule
+from realgraph.planner.plan.option import CallOption
 
 PLAN_FORMAT = 4
 Transport = Literal["in_place", "device", "host"]  # of weights: nothing moves; device to device; through host memory
@@ -15,21 +15,17 @@ Seconds = Annotated[float, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]  # of bytes too
 
 
-class Allocation(Struct, frozen=True):
-    """One call's layout and micro-batching. Free calls (functions, advantages) have none: they hold no mesh.
+class Allocation(CallOption, frozen=True):
+    """The option that was chosen for a call, and what is predicted of it. Free calls (functions, advantages) have none:
+    they hold no mesh.
 
     seconds and bytes are predictions: of one call, and of the worst device at its worst moment. `seconds` is how long
     the call holds its mesh; `latency_seconds` until all its outputs are there, where a paused generate session makes
-    that longer (0: the same). microbatches: of one optimizer step on one data-parallel rank. recompute: of a train
-    call's activations, in its backward pass. schedule: of its pipeline stages, each of `chunks` groups of layers.
-    input_seconds: of `seconds`, to bring what the call reads from the devices that made it.
+    that longer (0: the same). microbatches: of one optimizer step on one data-parallel rank. residency: a call that
+    reads the trained copy in place is `resident`; whether it does follows from the layouts. input_seconds: of
+    `seconds`, to bring what the call reads from the devices that made it.
     """
 
-    layout: Layout
-    max_tokens_per_microbatch: Annotated[int, Meta(ge=1, le=1 << 62)]
-    recompute: Recompute = "none"
-    schedule: Schedule = "1f1b"
-    chunks: Annotated[int, Meta(ge=1)] = 1
     residency: Literal["resident", "offloaded", "reallocated"] = "resident"
     seconds: Seconds = 0.0
     peak_bytes: Count = 0
@@ -37,17 +33,10 @@ class Allocation(Struct, frozen=True):
     latency_seconds: Seconds = 0.0
     microbatches: Count = 0
     running: Count = 0  # sequences that decode at once on a data-parallel rank, of a generate call
-    kv_cache: Cache = "role"  # of a generate call
     ahead: Count = 0  # of a stream of generation: batches that it has begun before the one that a session completes
     host_bytes: Count = 0  # per device, of what is offloaded
     error: Annotated[float, Meta(ge=0)] = 0.0  # relative standard error of `seconds`, from calibration
     input_seconds: Seconds = 0.0
-
-    @property
-    def settings(self) -> dict[str, int | str]:
-        """Everything that was chosen but where it lies and what stays there, by the names that pins have."""
-        named = {name: getattr(self, name) for name in ("max_tokens_per_microbatch", *PASSES)}
-        return {**dict(zip(AXES, self.layout.axes, strict=True)), **named}
 
 
 class Turn(Struct, frozen=True):

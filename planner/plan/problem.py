@@ -1,4 +1,4 @@
-"""The bare planning problem: tasks with tables of options on meshes, precedences, moves of weights, memory limits.
+"""The planning problem: tasks with tables of options on meshes, precedences, moves of weights, memory limits.
 
 It knows no model and no device: `options/tables.py` makes it from a PlanRequest, `problem_file/codec.py` from a user's
 JSON, and the search reads nothing else. Seconds, bytes per device. One period repeats for ever: see `events.py`.
@@ -78,24 +78,24 @@ class Tie(Struct, frozen=True):
     layout: bool = False
 
 
-class Block(Struct, frozen=True):
+class DeviceBlock(Struct, frozen=True):
     """A node of the cluster's tree of devices. Children of equal shape are interchangeable where `symmetric`."""
 
     first: int
     n_devices: int
-    children: tuple["Block", ...] = ()
+    children: tuple["DeviceBlock", ...] = ()
     symmetric: bool = True
 
 
 class SearchProblem(Struct, frozen=True, eq=False):
-    """What to minimise the period of. The meshes of tasks that run at one time never meet.
+    """What to minimise the period of. The meshes of tasks that run at one time never overlap.
 
     memory: int64 [devices]; on every device the sum of `resident` over the tasks there plus the largest `active` may
     not pass it. Tasks of one frozen role on the same mesh under an equal layout keep one copy: their `resident` counts
     once. host_memory: int64 [nodes], of the sum of `host` over a node's devices.
     move_seconds(move, source mesh, target mesh) -> float64 [options of source there, options of target there].
-    ties: the user's wish that calls share a mesh, and the train calls of one role, whose optimizer states lie once (the
-    tables of the second and later ones have no `resident`).
+    ties: the user's constraint that calls share a mesh, and the train calls of one role, whose optimizer states lie
+    once (the tables of the second and later ones have no `resident`).
     tree: of the devices, for symmetry; None where nothing is known to be symmetric.
     floor_seconds: a period below it is impossible whatever is chosen (free calls, the user's own limits).
     longest_move_seconds: no move takes longer; 0 where none takes much longer than all tasks together.
@@ -112,7 +112,7 @@ class SearchProblem(Struct, frozen=True, eq=False):
     precedences: tuple[Precedence, ...]
     moves: tuple[Move, ...]
     move_seconds: Callable[[Move, int, int], Floats]
-    tree: Block | None = None
+    tree: DeviceBlock | None = None
     floor_seconds: float = 0.0
     ties: tuple[Tie, ...] = ()
     longest_move_seconds: float = 0.0

@@ -36,9 +36,9 @@ def copies(graph: Graph, layouts: Mapping[str, Layout]) -> tuple[Copy, ...]:
         role = graph.role(name)
         if not role or name not in layouts:
             continue
-        home = trained.get(role)
-        at_home = isinstance(call, Train) or (home is not None and shares_trained_copy(call, layouts[name], home[1]))
-        found.setdefault((role, layouts[name], at_home), []).append(name)
+        known = trained.get(role)
+        in_place = isinstance(call, Train) or (known is not None and shares_trained_copy(call, layouts[name], known[1]))
+        found.setdefault((role, layouts[name], in_place), []).append(name)
     return tuple(Copy(role, layout, tuple(calls), kept) for (role, layout, kept), calls in found.items())
 
 

@@ -68,7 +68,7 @@ def read_problem(text: str | bytes, file: str = "") -> FileProblem:
 # --- the search problem -----------------------------------------------------------------------------------------------
 
 
-class Columns(Struct, frozen=True, eq=False):
+class OptionColumns(Struct, frozen=True, eq=False):
     """The options of one call as arrays [options]; `layout` has equal numbers for equal layouts of one file."""
 
     seconds: Floats
@@ -86,7 +86,9 @@ class Columns(Struct, frozen=True, eq=False):
 class FileMoves:
     """The search's `move_seconds`, from the matrices of the file."""
 
-    def __init__(self, spec: ProblemFile, columns: Mapping[str, Columns], rows: Mapping[tuple[str, int], Ints]) -> None:
+    def __init__(
+        self, spec: ProblemFile, columns: Mapping[str, OptionColumns], rows: Mapping[tuple[str, int], Ints]
+    ) -> None:
         self._entries = {(entry.source, entry.target): entry for entry in spec.reallocations}
         self._seconds = {ends: np.array(entry.seconds, np.float64) for ends, entry in self._entries.items()}
         self._free = {ends: _free(entry, columns) for ends, entry in self._entries.items() if entry.in_place}
@@ -113,7 +115,7 @@ class FileMoves:
         return found
 
 
-def _free(entry: ReallocationSpec, columns: Mapping[str, Columns]) -> npt.NDArray[np.bool_]:
+def _free(entry: ReallocationSpec, columns: Mapping[str, OptionColumns]) -> npt.NDArray[np.bool_]:
     """[options of the source, options of the target]: what takes no time on one mesh."""
     left, right = columns[entry.source].layout, columns[entry.target].layout
     if isinstance(entry.in_place, bool):
@@ -124,7 +126,7 @@ def _free(entry: ReallocationSpec, columns: Mapping[str, Columns]) -> npt.NDArra
     return free
 
 
-def _by_layout(spec: ProblemFile, entry: ReallocationSpec, columns: Mapping[str, Columns]) -> bool:
+def _by_layout(spec: ProblemFile, entry: ReallocationSpec, columns: Mapping[str, OptionColumns]) -> bool:
     """Whether options of equal layouts on one mesh have equal seconds, at both ends."""
     matrix = np.atleast_2d(np.array(entry.seconds, np.float64))
     free = _free(entry, columns) if entry.in_place else np.zeros((1, 1), np.bool_)
@@ -193,10 +195,10 @@ def _by_mesh(call: CallSpec) -> dict[DeviceMesh, list[int]]:
     return found
 
 
-def _columns(call: CallSpec, layouts: dict[tuple[object, ...], int]) -> Columns:
+def _columns(call: CallSpec, layouts: dict[tuple[object, ...], int]) -> OptionColumns:
     """layouts: layout -> its number; new ones are added."""
     options = call.options
-    return Columns(
+    return OptionColumns(
         seconds=np.array([option.seconds for option in options]),
         latency=np.array([max(option.latency, option.seconds) for option in options]),
         resident=np.array([round(option.resident) for option in options], np.int64),
@@ -244,7 +246,7 @@ class DeviceOrder(Struct, frozen=True):
     turns: tuple[Turn, ...]
 
 
-class Answer(Struct, frozen=True):
+class ProblemAnswer(Struct, frozen=True):
     """A plan and what is proven of it. Times in seconds; see `problem.Solution`. gap: period / bound - 1."""
 
     period: float
@@ -283,12 +285,14 @@ def solution_json(read: FileProblem, found: Solution | Unsolved, turns: Mapping[
     return msgspec.json.format(msgspec.json.encode(answer_of(read, found, turns)), indent=2).decode() + "\n"
 
 
-def answer_of(read: FileProblem, found: Solution | Unsolved, turns: Mapping[int, Iterable[Turn]]) -> Answer | NoAnswer:
+def answer_of(
+    read: FileProblem, found: Solution | Unsolved, turns: Mapping[int, Iterable[Turn]]
+) -> ProblemAnswer | NoAnswer:
     """The answer as data."""
     name = read.spec.name
     if isinstance(found, Unsolved):
         return NoAnswer(found.proven, found.reason, found.bound, found.seconds, found.stopped, name=name)
-    return Answer(
+    return ProblemAnswer(
         period=found.period,
         bound=found.bound,
         gap=found.gap if isfinite(found.gap) else None,

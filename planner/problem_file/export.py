@@ -11,7 +11,7 @@ from realgraph.planner.plan.problem import Floats, Move, SearchProblem, SearchTa
 from realgraph.planner.problem_file.spec import CallSpec, EdgeSpec, OptionSpec, ProblemFile, ReallocationSpec, TieSpec
 
 
-class Rows(Struct, frozen=True):
+class ExportedRows(Struct, frozen=True):
     """Options `start` to `stop` of a call's list: one table of it on some meshes."""
 
     table: int
@@ -51,27 +51,27 @@ def _one_or_all(numbers: Sequence[int]) -> float | tuple[float, ...]:
     return float(numbers[0]) if len(set(numbers)) == 1 else tuple(map(float, numbers))
 
 
-def _by_table(problem: SearchProblem, task: SearchTask) -> list[Rows]:
+def _by_table(problem: SearchProblem, task: SearchTask) -> list[ExportedRows]:
     meshes: dict[int, list[int]] = {}
     for mesh, table in sorted(task.tables.items()):
         meshes.setdefault(table, []).append(mesh)
     return _numbered(problem, [(table, tuple(found)) for table, found in meshes.items()])
 
 
-def _by_mesh(problem: SearchProblem, task: SearchTask) -> list[Rows]:
+def _by_mesh(problem: SearchProblem, task: SearchTask) -> list[ExportedRows]:
     return _numbered(problem, [(table, (mesh,)) for mesh, table in sorted(task.tables.items())])
 
 
-def _numbered(problem: SearchProblem, parts: Sequence[tuple[int, tuple[int, ...]]]) -> list[Rows]:
+def _numbered(problem: SearchProblem, parts: Sequence[tuple[int, tuple[int, ...]]]) -> list[ExportedRows]:
     found, start = [], 0
     for table, meshes in parts:
         stop = start + len(problem.tables[table])
-        found.append(Rows(table, meshes, start, stop))
+        found.append(ExportedRows(table, meshes, start, stop))
         start = stop
     return found
 
 
-def _call(problem: SearchProblem, task: SearchTask, listed: Sequence[Rows]) -> CallSpec:
+def _call(problem: SearchProblem, task: SearchTask, listed: Sequence[ExportedRows]) -> CallSpec:
     options = []
     for part in listed:
         table = problem.tables[part.table]
@@ -95,7 +95,7 @@ def _call(problem: SearchProblem, task: SearchTask, listed: Sequence[Rows]) -> C
 
 
 def _moves(
-    problem: SearchProblem, listed: dict[str, list[Rows]], how: tuple[bool, bool]
+    problem: SearchProblem, listed: dict[str, list[ExportedRows]], how: tuple[bool, bool]
 ) -> tuple[ReallocationSpec, ...] | None:
     """None where the seconds of two options depend on more than the options and whether the copy is read in place."""
     found = []
@@ -115,7 +115,7 @@ def _moves(
 
 
 def _free(
-    problem: SearchProblem, move: Move, ends: tuple[Sequence[Rows], Sequence[Rows]], by_table: bool
+    problem: SearchProblem, move: Move, ends: tuple[Sequence[ExportedRows], Sequence[ExportedRows]], by_table: bool
 ) -> npt.NDArray[np.bool_]:
     """[options of the source, options of the target]: whether the two take no time on a mesh that both lie on."""
     sources, targets = ends
@@ -132,7 +132,7 @@ def _free(
 def _matrix(
     problem: SearchProblem,
     move: Move,
-    ends: tuple[Sequence[Rows], Sequence[Rows]],
+    ends: tuple[Sequence[ExportedRows], Sequence[ExportedRows]],
     how: tuple[npt.NDArray[np.bool_] | None, bool],
 ) -> Floats | None:
     """Seconds of [options of the source, options of the target]; None where one entry would need two numbers.

@@ -1,4 +1,4 @@
-"""The bare planning problem as a JSON file that anyone can write: its structs and its JSON Schema. Checks nothing more.
+"""The planning problem as a JSON file that anyone can write: its structs and its JSON Schema. Checks nothing more.
 
 Documented in docs/planning_problem.md. Seconds; bytes are per device of a mesh.
 """

@@ -1,4 +1,4 @@
-"""Which devices of a bare problem can be exchanged: proven from its numbers, since a problem file says nothing of it.
+"""Which devices of a planning problem can be exchanged: proven from its numbers, as no problem file says so.
 
 Two neighbouring blocks of devices can be exchanged where each mesh goes over into a mesh with the same table for every
 task, devices and nodes have the same memory, and every move takes as long as before.
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 from msgspec import Struct
 
-from realgraph.planner.plan.problem import Block, Ints, Move, SearchProblem
+from realgraph.planner.plan.problem import DeviceBlock, Ints, Move, SearchProblem
 
 
 class Numbers(Struct, frozen=True, eq=False):
@@ -26,7 +26,7 @@ class Numbers(Struct, frozen=True, eq=False):
     moves: tuple[Ints, ...]
 
 
-def symmetric_tree(problem: SearchProblem, rows: Mapping[tuple[str, int], Ints]) -> Block | None:
+def symmetric_tree(problem: SearchProblem, rows: Mapping[tuple[str, int], Ints]) -> DeviceBlock | None:
     """The devices as a tree of halves (and of thirds, fifths ... where they are odd); None where nothing is symmetric.
 
     rows: of every task and mesh, what its options are: equal rows make equal matrices of moves.
@@ -36,19 +36,19 @@ def symmetric_tree(problem: SearchProblem, rows: Mapping[tuple[str, int], Ints])
     return tree if _any_symmetric(tree) else None
 
 
-def _any_symmetric(block: Block) -> bool:
+def _any_symmetric(block: DeviceBlock) -> bool:
     return (bool(block.children) and block.symmetric) or any(map(_any_symmetric, block.children))
 
 
-def _block(problem: SearchProblem, numbers: Numbers, place: tuple[int, int]) -> Block:
+def _block(problem: SearchProblem, numbers: Numbers, place: tuple[int, int]) -> DeviceBlock:
     first, size = place
     parts = _parts(size, problem.devices_per_node)
     if parts == 1:
-        return Block(first, size)
+        return DeviceBlock(first, size)
     width = size // parts
     children = tuple(_block(problem, numbers, (first + i * width, width)) for i in range(parts))
     same = all(_exchangeable(problem, numbers, (first + i * width, width)) for i in range(parts - 1))
-    return Block(first, size, children, symmetric=same)
+    return DeviceBlock(first, size, children, symmetric=same)
 
 
 def _parts(size: int, per_node: int) -> int:

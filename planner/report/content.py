@@ -12,7 +12,6 @@ from msgspec import Struct
 from realgraph.graphs.graph import Graph
 from realgraph.planner.advise.sweep import Hint
 from realgraph.planner.plan.events import EventGraph
-from realgraph.planner.plan.layout import Layout
 from realgraph.planner.plan.plan import Allocation, Plan
 from realgraph.planner.report.format import devices_text, percent_text, seconds_text
 from realgraph.planner.report.memory import MemoryBar, memory_bars
@@ -32,7 +31,7 @@ from realgraph.planner.search.search import events_of
 LOADED = 0.9  # a device that is busy for this share of the period is what bounds it
 
 
-class Row(Struct, frozen=True):
+class CallRow(Struct, frozen=True):
     """One call of the allocation table. share: of the period; slack_seconds: longer by this, the period stays."""
 
     call: str
@@ -74,7 +73,7 @@ class Price(Struct, frozen=True):
     steps: int
 
 
-class Size(Struct, frozen=True):
+class PlannedSize(Struct, frozen=True):
     """One cluster size of a sweep; `note` says why where there is no plan."""
 
     devices: int
@@ -83,7 +82,7 @@ class Size(Struct, frozen=True):
     note: str = ""
 
 
-class Measured(Struct, frozen=True):
+class MeasuredSeconds(Struct, frozen=True):
     """Seconds of one call: predicted, and the median that a run measured over `count` steps, with its spread.
 
     spread: half the distance between the quartiles, relative to the median.
@@ -96,17 +95,6 @@ class Measured(Struct, frozen=True):
     count: int
 
 
-class Option(Struct, frozen=True):
-    """Another way to run one call beside the rest of the plan. period_seconds: of the whole plan, None: no fit."""
-
-    layout: Layout
-    tokens: int
-    notes: str
-    seconds: float
-    period_seconds: float | None
-    reason: str
-
-
 class Findings(Struct, frozen=True):
     """What is known beside the plan itself; empty parts are not shown."""
 
@@ -115,9 +103,9 @@ class Findings(Struct, frozen=True):
     doubts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     price: Price | None = None
-    sweep: tuple[Size, ...] = ()
+    sweep: tuple[PlannedSize, ...] = ()
     target_seconds: float | None = None
-    measured: tuple[Measured, ...] = ()
+    measured: tuple[MeasuredSeconds, ...] = ()
 
 
 class Report(Struct, frozen=True):
@@ -130,7 +118,7 @@ class Report(Struct, frozen=True):
     n_samples: int
     n_devices: int
     devices_per_node: int
-    rows: tuple[Row, ...]
+    rows: tuple[CallRow, ...]
     timeline: Timeline
     memory: tuple[MemoryBar, ...]
     bottleneck: Bottleneck
@@ -167,9 +155,9 @@ def report_of(
     )
 
 
-def _rows(request: PlanRequest, plan: Plan, slack: Mapping[str, float]) -> list[Row]:
+def _rows(request: PlanRequest, plan: Plan, slack: Mapping[str, float]) -> list[CallRow]:
     return [
-        Row(
+        CallRow(
             call=name,
             kind=kind_of(request.graph, name),
             role=request.graph.role(name),
@@ -192,11 +180,11 @@ def bottleneck_of(plan: Plan, events: EventGraph, shown: Timeline) -> Bottleneck
     load, devices = 1 - busiest.idle, devices_text(busiest.devices)
     if not plan.bottleneck or plan.period_seconds <= 0:
         return Bottleneck("", "", (), 1, load, devices)
-    seconds, tokens = circuit_parts(events, plan.bottleneck, plan.period_seconds)
+    seconds, distance = circuit_parts(events, plan.bottleneck, plan.period_seconds)
     circuit = tuple(zip(plan.bottleneck, seconds, strict=True))
     call, longest = max(circuit, key=lambda node: node[1])
-    sentence = _sentence((call, longest), plan.period_seconds * tokens, (load, devices, len(busiest.devices)))
-    return Bottleneck(sentence, call, circuit, tokens, load, devices)
+    sentence = _sentence((call, longest), plan.period_seconds * distance, (load, devices, len(busiest.devices)))
+    return Bottleneck(sentence, call, circuit, distance, load, devices)
 
 
 def error_of(graph: Graph, plan: Plan, found: Bottleneck) -> float:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from realgraph.planner.feasibility.validate import HASHED
+from realgraph.planner.plan.option import CHOSEN
 from realgraph.planner.plan.plan import Allocation, Plan, Turn
 from realgraph.planner.report.format import (
     bytes_text,
@@ -19,7 +20,7 @@ from realgraph.planner.report.text import TRANSPORT_WORDS
 SAME = 0.005  # of seconds or bytes: below it two predictions are told as equal
 
 
-class Change(Struct, frozen=True):
+class PlanChange(Struct, frozen=True):
     """One thing that differs. subject: a call, or '' for the plan; change: relative where both are numbers."""
 
     subject: str
@@ -29,16 +30,16 @@ class Change(Struct, frozen=True):
     change: str = ""
 
 
-def diff(before: Plan, after: Plan) -> tuple[Change, ...]:
+def diff(before: Plan, after: Plan) -> tuple[PlanChange, ...]:
     """All changes, those of the whole plan first, then call by call, then the orders of devices."""
     return (*_whole(before, after), *_calls(before, after), *_orders(before, after))
 
 
-def _whole(before: Plan, after: Plan) -> Iterator[Change]:
+def _whole(before: Plan, after: Plan) -> Iterator[PlanChange]:
     for part, what in HASHED.items():
         if getattr(before.hashes, part) != getattr(after.hashes, part):
             text = "the two were made for different things, so their predictions don't compare like for like"
-            yield Change(
+            yield PlanChange(
                 "", f"the {what}", getattr(before.hashes, part) or "none", getattr(after.hashes, part) or "none", text
             )
     yield from _seconds("", "period", before.period_seconds, after.period_seconds)
@@ -46,16 +47,16 @@ def _whole(before: Plan, after: Plan) -> Iterator[Change]:
     if before.latency_seconds and after.latency_seconds:  # 0 where a plan written by hand says none
         yield from _seconds("", "latency of a step", before.latency_seconds, after.latency_seconds)
     if before.staleness != after.staleness:
-        yield Change("", "staleness", str(before.staleness), str(after.staleness))
+        yield PlanChange("", "staleness", str(before.staleness), str(after.staleness))
     if before.bottleneck != after.bottleneck:
-        yield Change("", "critical circuit", " -> ".join(before.bottleneck), " -> ".join(after.bottleneck))
+        yield PlanChange("", "critical circuit", " -> ".join(before.bottleneck), " -> ".join(after.bottleneck))
 
 
-def _calls(before: Plan, after: Plan) -> Iterator[Change]:
+def _calls(before: Plan, after: Plan) -> Iterator[PlanChange]:
     for name in dict.fromkeys((*before.allocations, *after.allocations)):
         old, new = before.allocations.get(name), after.allocations.get(name)
         if old is None or new is None:
-            yield Change(name, "call", *(layout_text(a.layout) if a else "absent" for a in (old, new)))
+            yield PlanChange(name, "call", *(layout_text(a.layout) if a else "absent" for a in (old, new)))
         else:
             yield from _allocation(name, old, new)
     for name in _moved(before) | _moved(after):
@@ -63,7 +64,7 @@ def _calls(before: Plan, after: Plan) -> Iterator[Change]:
         yield from _seconds(name, "reallocation", old_seconds, new_seconds)
         old_way, new_way = before.reallocation_transport.get(name), after.reallocation_transport.get(name)
         if old_way is not None and new_way is not None and old_way != new_way:
-            yield Change(name, "transport", TRANSPORT_WORDS[old_way], TRANSPORT_WORDS[new_way])
+            yield PlanChange(name, "transport", TRANSPORT_WORDS[old_way], TRANSPORT_WORDS[new_way])
 
 
 def _moved(plan: Plan) -> dict[str, None]:
@@ -71,18 +72,18 @@ def _moved(plan: Plan) -> dict[str, None]:
     return dict.fromkeys((*plan.reallocation_transport, *plan.reallocation_seconds))
 
 
-def _allocation(name: str, old: Allocation, new: Allocation) -> Iterator[Change]:
+def _allocation(name: str, old: Allocation, new: Allocation) -> Iterator[PlanChange]:
     if old.layout != new.layout:
-        yield Change(name, "layout", layout_text(old.layout), layout_text(new.layout))
+        yield PlanChange(name, "layout", layout_text(old.layout), layout_text(new.layout))
     if _batches(old) != _batches(new):
-        yield Change(name, "micro-batches", _batches(old), _batches(new))
-    for what in ("recompute", "schedule", "chunks", "kv_cache", "residency"):
+        yield PlanChange(name, "micro-batches", _batches(old), _batches(new))
+    for what in (name for name in CHOSEN if name != "max_tokens_per_microbatch"):
         if getattr(old, what) != getattr(new, what):
-            yield Change(name, what, *(str(getattr(a, what)).lower() for a in (old, new)))
+            yield PlanChange(name, what, *(str(getattr(a, what)).lower() for a in (old, new)))
     yield from _seconds(name, "seconds", old.seconds, new.seconds)
     if _differs(old.peak_bytes, new.peak_bytes):
         texts = [f"{bytes_text(a.peak_bytes)} ({words(a.worst_term)})" for a in (old, new)]
-        yield Change(name, "memory", texts[0], texts[1], _change(old.peak_bytes, new.peak_bytes))
+        yield PlanChange(name, "memory", texts[0], texts[1], _change(old.peak_bytes, new.peak_bytes))
 
 
 def _batches(allocation: Allocation) -> str:
@@ -91,7 +92,7 @@ def _batches(allocation: Allocation) -> str:
     return f"{allocation.microbatches:,} x {tokens}{running}" if allocation.microbatches else f"{tokens}{running}"
 
 
-def _orders(before: Plan, after: Plan) -> Iterator[Change]:
+def _orders(before: Plan, after: Plan) -> Iterator[PlanChange]:
     """Devices with equal changes of their cyclic order, together."""
     groups: dict[tuple[tuple[Turn, ...], tuple[Turn, ...]], list[int]] = {}
     for device in sorted({*before.orders, *after.orders}):
@@ -99,16 +100,16 @@ def _orders(before: Plan, after: Plan) -> Iterator[Change]:
         if pair[0] != pair[1]:
             groups.setdefault(pair, []).append(device)
     for (old, new), devices in groups.items():
-        yield Change(f"devices {devices_text(devices)}", "order", _order(old), _order(new))
+        yield PlanChange(f"devices {devices_text(devices)}", "order", _order(old), _order(new))
 
 
 def _order(turns: tuple[Turn, ...]) -> str:
     return " -> ".join(f"{turn.call}{f' ({turn.offset:+d})' if turn.offset else ''}" for turn in turns) or "nothing"
 
 
-def _seconds(subject: str, what: str, old: float, new: float) -> Iterator[Change]:
+def _seconds(subject: str, what: str, old: float, new: float) -> Iterator[PlanChange]:
     if _differs(old, new):
-        yield Change(subject, what, seconds_text(old), seconds_text(new), _change(old, new))
+        yield PlanChange(subject, what, seconds_text(old), seconds_text(new), _change(old, new))
 
 
 def _differs(old: float, new: float) -> bool:

@@ -6,7 +6,7 @@ from importlib.resources import files
 from string import Template
 
 from realgraph.planner.advise.sweep import Hint
-from realgraph.planner.report.content import Comparison, Report, Row
+from realgraph.planner.report.content import CallRow, Comparison, Report
 from realgraph.planner.report.format import (
     axes_text,
     axes_used,
@@ -181,7 +181,7 @@ def _words(report: Report) -> Iterator[str]:
         yield "a copy is refreshed from the trained weights every step"
 
 
-def _allocation_row(row: Row, report: Report, axes: Sequence[str]) -> tuple[str, ...]:
+def _allocation_row(row: CallRow, report: Report, axes: Sequence[str]) -> tuple[str, ...]:
     allocation = row.allocation
     mesh = allocation.layout.mesh
     return (

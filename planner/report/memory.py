@@ -6,7 +6,7 @@ from typing import Literal
 from msgspec import Struct
 
 from realgraph.planner.costs.memory.memory import TERMS
-from realgraph.planner.options.holdings import Held, active_of, group_for, held_copies
+from realgraph.planner.options.holdings import ResidentCopy, active_of, group_for, held_copies
 from realgraph.planner.options.tables import device_bytes
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.plan.plan import Plan
@@ -51,7 +51,7 @@ def memory_bars(request: PlanRequest, plan: Plan) -> tuple[MemoryBar, ...]:
     return tuple(_bar(request, plan, copies, devices) for devices in groups.values())
 
 
-def _bar(request: PlanRequest, plan: Plan, copies: Sequence[Held], devices: Sequence[int]) -> MemoryBar:
+def _bar(request: PlanRequest, plan: Plan, copies: Sequence[ResidentCopy], devices: Sequence[int]) -> MemoryBar:
     device = devices[0]
     here = [name for name, allocation in plan.allocations.items() if device in allocation.layout.mesh.devices]
     moments = {name: active_of(request, plan.allocations, name) for name in here}
@@ -66,7 +66,7 @@ def _bar(request: PlanRequest, plan: Plan, copies: Sequence[Held], devices: Sequ
     return MemoryBar(tuple(devices), (*resident, *running), worst, device_bytes(request, nodes), nodes.memory_bytes)
 
 
-def _resident(copy: Held) -> Iterator[MemoryPart]:
+def _resident(copy: ResidentCopy) -> Iterator[MemoryPart]:
     """A trained copy term by term; another is all weights, named by the calls that read it."""
     whose = copy.role if copy.trained else f"{copy.role} for {', '.join(copy.calls)}"
     for term in TERMS:

@@ -20,7 +20,7 @@ PERIODS = 2  # that a timeline shows
 DUST = 1e-9  # of a period: what rounding leaves
 
 
-class Task(Struct, frozen=True):
+class DrawnTask(Struct, frozen=True):
     """What holds devices: a mesh-holding call, or a reallocation. start: of step 0, seconds.
 
     A reallocation holds the devices whose orders name it; where none does, those of its call (see `events.py`).
@@ -61,7 +61,7 @@ class Timeline(Struct, frozen=True):
     lanes: tuple[Lane, ...]
 
 
-def tasks_of(graph: Graph, plan: Plan, events: EventGraph) -> tuple[Task, ...]:
+def tasks_of(graph: Graph, plan: Plan, events: EventGraph) -> tuple[DrawnTask, ...]:
     """The tasks in the graph's order, each reallocation before its call.
 
     Starts are the plan's own where it has them all, else the earliest that its event graph allows.
@@ -71,15 +71,15 @@ def tasks_of(graph: Graph, plan: Plan, events: EventGraph) -> tuple[Task, ...]:
     starts = plan.starts
     if not starts.keys() >= plan.allocations.keys():
         starts = earliest_starts(events, plan.period_seconds)
-    tasks: list[Task] = []
+    tasks: list[DrawnTask] = []
     for name in (name for name in graph.calls if name in plan.allocations):
         own = frozenset(layouts[name].mesh.devices)
         node = reallocation_node(name)
         seconds = events.seconds.get(node, 0.0)
         if name in moved and seconds > 0 and node in starts:
             ordered = frozenset(device for device, turns in plan.orders.items() if any(t.call == node for t in turns))
-            tasks.append(Task(node, "reallocate", seconds, starts[node], ordered or own))
-        tasks.append(Task(name, kind_of(graph, name), plan.allocations[name].seconds, starts[name], own))
+            tasks.append(DrawnTask(node, "reallocate", seconds, starts[node], ordered or own))
+        tasks.append(DrawnTask(name, kind_of(graph, name), plan.allocations[name].seconds, starts[name], own))
     return tuple(tasks)
 
 
@@ -94,7 +94,7 @@ def kind_of(graph: Graph, call: str) -> Kind:
             return "train"
 
 
-def timeline(tasks: tuple[Task, ...], period: float, critical: Collection[str], n_devices: int) -> Timeline:
+def timeline(tasks: tuple[DrawnTask, ...], period: float, critical: Collection[str], n_devices: int) -> Timeline:
     """Two periods, lane by lane, the lanes in the order of their first devices. critical: names of tasks."""
     origin = min((task.start for task in tasks if task.kind != "reallocate"), default=0.0)
     lanes: list[Lane] = []
@@ -109,15 +109,15 @@ def timeline(tasks: tuple[Task, ...], period: float, critical: Collection[str], 
     return Timeline(period, PERIODS * period, tuple(sorted(lanes, key=lambda lane: lane.devices)))
 
 
-def _groups(tasks: tuple[Task, ...], n_devices: int) -> Mapping[tuple[int, ...], tuple[Task, ...]]:
+def _groups(tasks: tuple[DrawnTask, ...], n_devices: int) -> Mapping[tuple[int, ...], tuple[DrawnTask, ...]]:
     """Devices that serve the same tasks (and so, in one schedule, in the same order) -> those tasks."""
-    served: dict[tuple[Task, ...], list[int]] = {}
+    served: dict[tuple[DrawnTask, ...], list[int]] = {}
     for device in range(n_devices):
         served.setdefault(tuple(task for task in tasks if device in task.devices), []).append(device)
     return {tuple(devices): members for members, devices in served.items()}
 
 
-def _pieces(tasks: tuple[Task, ...], period: float) -> Iterator[Task]:
+def _pieces(tasks: tuple[DrawnTask, ...], period: float) -> Iterator[DrawnTask]:
     """The tasks of a lane, generation in pieces: a stream stands still while others have its devices."""
     others = [task for task in tasks if task.kind != "generate"]
     for task in tasks:
@@ -136,7 +136,7 @@ def _pieces(tasks: tuple[Task, ...], period: float) -> Iterator[Task]:
             yield replace(task, start=task.start + at, seconds=left)
 
 
-def _bars(task: Task, origin: float, period: float, critical: bool) -> Iterator[Bar]:
+def _bars(task: DrawnTask, origin: float, period: float, critical: bool) -> Iterator[Bar]:
     """Every instance that meets the window, the earliest first."""
     if period <= 0 or task.seconds <= 0:
         return
@@ -153,7 +153,7 @@ def _bars(task: Task, origin: float, period: float, critical: bool) -> Iterator[
 
 
 def earliest_starts(events: EventGraph, period: float) -> dict[str, float]:
-    """The least starts >= 0 of step 0 under a feasible period: longest paths with seconds - period x tokens.
+    """The least starts >= 0 of step 0 under a feasible period: longest paths with seconds - period x distance.
 
     Bellman-Ford; circuits of weight 0 (the critical ones) may round upwards, so it ends after n rounds at the latest.
     """
@@ -173,7 +173,7 @@ def earliest_starts(events: EventGraph, period: float) -> dict[str, float]:
 def slacks(events: EventGraph, period: float) -> dict[str, float]:
     """Seconds that each node could take longer, alone, before the period grows; 0 on a critical circuit.
 
-    A node on a circuit with h tokens and s seconds has h x period - s left; the least over its circuits, by all
+    A node on a circuit of total distance h and s seconds has h x period - s left; the least over its circuits, by all
     longest paths (Floyd-Warshall; a graph has a few dozen nodes).
     """
     nodes = list(events.seconds)
@@ -198,21 +198,21 @@ def slacks(events: EventGraph, period: float) -> dict[str, float]:
 
 
 def circuit_parts(events: EventGraph, circuit: Sequence[str], period: float) -> tuple[tuple[float, ...], int]:
-    """Seconds of each node of a circuit, with the delay of its outputs, and the tokens of the whole circuit.
+    """Seconds of each node of a circuit, with the delay of its outputs, and the distance of the whole circuit.
 
     Of several dependencies between two nodes, the one that binds most under this period.
     """
     if tuple(circuit) in events.loads:
         return tuple(events.seconds[name] for name in circuit), 1
     seconds: list[float] = []
-    tokens = 0
+    distance = 0
     for source, target in zip(circuit, [*circuit[1:], circuit[0]], strict=True):
         between = [d for d in events.dependencies if (d.source, d.target) == (source, target)]
         binding = max(between, key=lambda d: _weight(events, d, period))
         seconds.append(events.seconds[source] + binding.delay)
-        tokens += binding.tokens
-    return tuple(seconds), tokens
+        distance += binding.distance
+    return tuple(seconds), distance
 
 
 def _weight(events: EventGraph, dependency: Dependency, period: float) -> float:
-    return events.seconds[dependency.source] + dependency.delay - period * dependency.tokens
+    return events.seconds[dependency.source] + dependency.delay - period * dependency.distance

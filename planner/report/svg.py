@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
-from realgraph.planner.report.content import Measured, Size
+from realgraph.planner.report.content import MeasuredSeconds, PlannedSize
 from realgraph.planner.report.format import bytes_text, devices_text, percent_text, seconds_text
 from realgraph.planner.report.memory import MemoryBar
 from realgraph.planner.report.schedule import Bar, Lane, Timeline
@@ -191,7 +191,7 @@ def chip_svg(kind: str) -> str:
 # --- curves -----------------------------------------------------------------------------------------------------------
 
 
-def scaling_svg(sizes: Sequence[Size], target_seconds: float | None) -> str:
+def scaling_svg(sizes: Sequence[PlannedSize], target_seconds: float | None) -> str:
     """Period and bound over the number of devices, both axes logarithmic; the target as a line."""
     planned = [(size.devices, size.period_seconds, size.lower_bound_seconds) for size in sizes if size.period_seconds]
     values = [value for _, period, bound in planned for value in (period, bound) if value and value > 0]
@@ -235,7 +235,7 @@ def log_ticks(low: float, high: float) -> tuple[float, ...]:
     return found
 
 
-def pairs_svg(calls: Sequence[Measured]) -> str:
+def pairs_svg(calls: Sequence[MeasuredSeconds]) -> str:
     """Predicted above measured, call by call."""
     most = max(max(call.predicted_seconds, call.measured_seconds) for call in calls)
     scale = (WIDTH - LABEL - 2 * RIGHT) / most if most > 0 else 0.0

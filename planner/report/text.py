@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from realgraph.planner.plan.layout import Recompute, Schedule
+from realgraph.planner.plan.option import CallOption
 from realgraph.planner.plan.plan import Plan, Transport
 from realgraph.planner.plan.problem import Limits
-from realgraph.planner.report.content import Report, Row, Size
+from realgraph.planner.report.content import CallRow, PlannedSize, Report
 from realgraph.planner.report.format import gap_text, percent_text, seconds_text
 
 TRANSPORT_WORDS: dict[Transport, str] = {
@@ -40,7 +41,7 @@ def bound_text(plan: Plan) -> str:
     return ", ".join(parts) + (f"; within: {plan.scope}" if plan.scope else "")
 
 
-def weights_text(row: Row) -> str:
+def weights_text(row: CallRow) -> str:
     """How the role's weights lie there: sharding, residency, recomputation."""
     allocation = row.allocation
     parts = ["FSDP" if allocation.layout.sharding == "fsdp" else "replicated" if allocation.layout.dp > 1 else "whole"]
@@ -59,7 +60,13 @@ def passes_text(recompute: Recompute, schedule: Schedule = "1f1b", chunks: int =
     return [*again[recompute], *order[schedule]]
 
 
-def pipelines_text(rows: Sequence[Row]) -> str:
+def option_text(option: CallOption) -> str:
+    """What an option has besides its layout and its tokens, where not in the plainest way: `recompute, offloaded`."""
+    kept = {"reallocated": ["copy"], "offloaded": ["offloaded"]}.get(option.residency, [])
+    return ", ".join([*passes_text(*option.passes), *kept])
+
+
+def pipelines_text(rows: Sequence[CallRow]) -> str:
     """The order of pipeline stages of each train call that has some: `train_actor interleaved x8`."""
     return ", ".join(
         f"{row.call} {' '.join(passes_text('none', found.schedule, found.chunks)) or '1F1B'}"
@@ -68,7 +75,7 @@ def pipelines_text(rows: Sequence[Row]) -> str:
     )
 
 
-def batches_text(row: Row) -> str:
+def batches_text(row: CallRow) -> str:
     """`4 x 16,384` micro-batches and tokens; of a generate call, the sequences at once and the tokens of the cache."""
     allocation = row.allocation
     tokens = f"{allocation.max_tokens_per_microbatch:,}"
@@ -96,7 +103,7 @@ def inputs_text(plan: Plan, least: float = 0.0) -> str:
     )
 
 
-def cheapest(sizes: Sequence[Size], target_seconds: float | None) -> Size | None:
+def cheapest(sizes: Sequence[PlannedSize], target_seconds: float | None) -> PlannedSize | None:
     """The smallest size whose period is at most the target."""
     if target_seconds is None:
         return None

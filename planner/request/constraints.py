@@ -9,7 +9,7 @@ from realgraph.planner.request.pins import Pin
 
 
 class Constraints(Struct, frozen=True, forbid_unknown_fields=True):
-    """Wishes that bound the search; each can be named in an error as one of those that clash.
+    """Bounds of the search; an error can name each as one of those in conflict.
 
     share: calls that must lie on one mesh. forbid: call -> layouts it may not have: an option that agrees with all that
     is set in such a pin is left out. reserve: devices that stay free, the last ones of the cluster.

@@ -7,34 +7,34 @@ from msgspec.structs import replace
 from realgraph.planner.options.calls import free_seconds, input_seconds, microbatches_of
 from realgraph.planner.options.choices import CONTEXT_TOKENS
 from realgraph.planner.options.couplings import moves_of
-from realgraph.planner.options.holdings import candidate_of, group_for, host_of, peak_of, reads_in_place
+from realgraph.planner.options.holdings import allocation_of, candidate_of, group_for, host_of, peak_of, reads_in_place
 from realgraph.planner.options.meshes import group_of
 from realgraph.planner.options.moves import Place, move_matrix, transport_of
-from realgraph.planner.options.pricing import Option, options_of
-from realgraph.planner.options.tables import Prepared
+from realgraph.planner.options.pricing import PricedOption, options_of
+from realgraph.planner.options.tables import PreparedProblem
 from realgraph.planner.plan.events import EventGraph, event_graph, period
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.plan import Allocation, Plan, Transport, Turn
 from realgraph.planner.plan.problem import Choice, Solution
 from realgraph.planner.request.request import PlanRequest, hashes
-from realgraph.planner.search.streams import settled, starts_of
+from realgraph.planner.search.streams import starts_of, steady_state
 from realgraph.planner.solve.solver import orders
 
 
-def plan_of(prepared: Prepared, solution: Solution) -> Plan:
+def plan_of(prepared: PreparedProblem, solution: Solution) -> Plan:
     """The plan that a solution stands for, with every prediction filled in."""
     request, problem = prepared.request, prepared.problem
     chosen = {name: option_of(prepared, name, choice) for name, choice in solution.choices.items()}
     meshes = {name: problem.meshes[choice.mesh] for name, choice in solution.choices.items()}
-    bare = {name: _allocation(request, name, chosen[name], meshes[name]) for name in request.mesh_calls}
+    partial = {name: _allocation(request, name, chosen[name], meshes[name]) for name in request.mesh_calls}
     moved = {
         move.target: move_seconds_of(prepared, move.target, solution.choices)
         for move in problem.moves
-        if not reads_in_place(request, bare, move.target)
+        if not reads_in_place(request, partial, move.target)
     }
     first = min((start for start in solution.starts.values()), default=0.0)
     plan = Plan(
-        allocations={name: _completed(request, bare, name) for name in bare},
+        allocations={name: _completed(request, partial, name) for name in partial},
         orders=_all_devices(request, orders(problem, solution)),
         hashes=hashes(request),
         staleness=request.workload.staleness,
@@ -43,23 +43,23 @@ def plan_of(prepared: Prepared, solution: Solution) -> Plan:
         scope=scope_of(prepared),
         starts={name: start - first for name, start in solution.starts.items()},
         reallocation_seconds=moved,
-        reallocation_transport=transports_of(request, bare),
+        reallocation_transport=transports_of(request, partial),
         stopped=solution.stopped,
         search_seconds=solution.seconds,
     )
-    plan = settled(request, plan)
+    plan = steady_state(request, plan)
     bounds = period(events_of(request, plan)).circuit  # the search's own circuit leaves out the free calls
     bound = min(plan.lower_bound_seconds, plan.period_seconds)  # a stream that gives way at any time may do better
     return replace(plan, lower_bound_seconds=bound, bottleneck=bounds, latency_seconds=step_latency(plan))
 
 
-def option_of(prepared: Prepared, call: str, choice: Choice) -> Option:
+def option_of(prepared: PreparedProblem, call: str, choice: Choice) -> PricedOption:
     """What a choice of the search stands for."""
     task = next(task for task in prepared.problem.tasks if task.name == call)
     return prepared.options[task.tables[choice.mesh]][choice.option]
 
 
-def move_seconds_of(prepared: Prepared, target: str, choices: Mapping[str, Choice]) -> float:
+def move_seconds_of(prepared: PreparedProblem, target: str, choices: Mapping[str, Choice]) -> float:
     """Seconds of the move to a call under these choices."""
     move = next(move for move in prepared.problem.moves if move.target == target)
     left, right = choices[move.source], choices[target]
@@ -87,7 +87,7 @@ def step_latency(plan: Plan) -> float:
     return max(ends) - min(begun) if ends else 0.0
 
 
-def scope_of(prepared: Prepared) -> str:
+def scope_of(prepared: PreparedProblem) -> str:
     """What the lower bound speaks of."""
     request, problem = prepared.request, prepared.problem
     rows = sum(len(table) for table in problem.tables)
@@ -109,21 +109,14 @@ def _all_devices(request: PlanRequest, found: Mapping[int, tuple[Turn, ...]]) ->
 # --- allocations ------------------------------------------------------------------------------------------------------
 
 
-def _allocation(request: PlanRequest, call: str, option: Option, mesh: DeviceMesh) -> Allocation:
-    candidate = option.candidate
-    layout = replace(candidate.layout, mesh=mesh)
-    return Allocation(
-        layout=layout,
-        max_tokens_per_microbatch=candidate.tokens,
-        recompute=candidate.passes.recompute,
-        schedule=candidate.passes.schedule,
-        chunks=candidate.passes.chunks,
-        residency="offloaded" if candidate.residency == "offloaded" else "resident",
+def _allocation(request: PlanRequest, call: str, option: PricedOption, mesh: DeviceMesh) -> Allocation:
+    layout = replace(option.candidate.layout, mesh=mesh)
+    return replace(
+        allocation_of(replace(option.candidate, layout=layout)),
         seconds=option.seconds,
         latency_seconds=option.latency if option.latency > option.seconds else 0.0,
-        microbatches=microbatches_of(request, call, candidate, group_for(request, layout)),
+        microbatches=microbatches_of(request, call, option.candidate, group_for(request, layout)),
         running=option.running,
-        kv_cache=candidate.cache,
         error=option.error,
         input_seconds=input_seconds(request, call, layout, group_for(request, layout)),
     )
@@ -131,10 +124,10 @@ def _allocation(request: PlanRequest, call: str, option: Option, mesh: DeviceMes
 
 def _completed(request: PlanRequest, allocations: Mapping[str, Allocation], call: str) -> Allocation:
     """With what depends on the other allocations: memory, and whether a copy of its own is refreshed."""
-    bare, held = allocations[call], peak_of(request, allocations, call)[1]
+    found, held = allocations[call], peak_of(request, allocations, call)[1]
     return replace(
-        bare,
-        residency=candidate_of(request, allocations, call).residency,
+        found,
+        residency=allocation_of(candidate_of(request, allocations, call)).residency,
         peak_bytes=held.total,
         worst_term=held.worst,
         host_bytes=host_of(request, allocations, call),
@@ -151,15 +144,15 @@ def repriced(request: PlanRequest, plan: Plan) -> Plan:
     know less.
     """
     keeps = bool(plan.hashes.costs) and not hashes(request).costs
-    bare = {}
+    partial = {}
     for name, old in plan.allocations.items():
         candidate = candidate_of(request, plan.allocations, name)
         if keeps:
-            bare[name] = old
+            partial[name] = old
             continue
-        bare[name] = _allocation(request, name, _priced(request, name, plan), old.layout.mesh)
-        bare[name] = replace(bare[name], residency=candidate.residency, ahead=old.ahead)
-    allocations = {name: _completed(request, bare, name) for name in bare}
+        partial[name] = _allocation(request, name, _priced(request, name, plan), old.layout.mesh)
+        partial[name] = replace(partial[name], residency=allocation_of(candidate).residency, ahead=old.ahead)
+    allocations = {name: _completed(request, partial, name) for name in partial}
     moved = _moved(request, allocations)
     priced = replace(
         plan,
@@ -168,7 +161,7 @@ def repriced(request: PlanRequest, plan: Plan) -> Plan:
         reallocation_transport=transports_of(request, allocations),
     )
     if not keeps:
-        priced = settled(request, replace(priced, starts={}))
+        priced = steady_state(request, replace(priced, starts={}))
         priced = replace(priced, hashes=replace(plan.hashes, costs=hashes(request).costs))
     found = period(events_of(request, priced))
     timed = replace(priced, period_seconds=found.seconds, bottleneck=found.circuit, stopped="", search_seconds=0.0)
@@ -176,7 +169,7 @@ def repriced(request: PlanRequest, plan: Plan) -> Plan:
     return replace(started, latency_seconds=step_latency(started))
 
 
-def _priced(request: PlanRequest, call: str, plan: Plan) -> Option:
+def _priced(request: PlanRequest, call: str, plan: Plan) -> PricedOption:
     """The option that an allocation says; of a batch as a whole and streams of several levels, the one it runs as."""
     allocation = plan.allocations[call]
     candidate = candidate_of(request, plan.allocations, call)
@@ -184,7 +177,7 @@ def _priced(request: PlanRequest, call: str, plan: Plan) -> Option:
     assert found, f"{call} passed validation and fits an empty device"
     streams = allocation.latency_seconds > allocation.seconds
 
-    def far(option: Option) -> tuple[bool, int]:
+    def far(option: PricedOption) -> tuple[bool, int]:
         return ((option.latency > option.seconds) != streams, abs(option.running - allocation.running))
 
     return min(found, key=far)
@@ -214,5 +207,5 @@ def transports_of(request: PlanRequest, allocations: Mapping[str, Allocation]) -
 
 def _place(request: PlanRequest, allocations: Mapping[str, Allocation], call: str) -> Place:
     candidate = candidate_of(request, allocations, call)
-    option = Option(candidate, 0.0, 0.0, (0, 0, 0))
+    option = PricedOption(candidate, 0.0, 0.0, (0, 0, 0))
     return Place(candidate.layout.mesh, group_of(request.cluster, candidate.layout.mesh.first), (option,))

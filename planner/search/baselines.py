@@ -13,13 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from msgspec import Struct
 from msgspec.structs import replace
 
-from realgraph.planner.options.tables import Prepared
+from realgraph.planner.options.tables import PreparedProblem
 from realgraph.planner.plan.problem import Choice, Limits, Schedule, SearchProblem, Solution
 from realgraph.planner.search.assembly import plan_of
 from realgraph.planner.search.streams import streams
-from realgraph.planner.search.symmetric import Shape, shaped_choices
+from realgraph.planner.search.symmetric import LayoutShape, shaped_choices
 from realgraph.planner.search.whole_problem import whole_problem
-from realgraph.planner.solve.customary import halved, one_mesh, together
+from realgraph.planner.solve import heuristics
+from realgraph.planner.solve.heuristics import one_mesh, together
 from realgraph.planner.solve.solver import evaluate, solve
 
 RULE_LIMITS = Limits(gap=0.002, seconds=5.0)
@@ -46,19 +47,19 @@ class Baseline(Struct, frozen=True):
         return self.schedule.period
 
 
-def baselines_of(prepared: Prepared, limits: Limits = RULE_LIMITS) -> Baselines:
+def baselines_of(prepared: PreparedProblem, limits: Limits = RULE_LIMITS) -> Baselines:
     """All rules on a request's problem: the symmetric ones on every option there is, the others on the search's own."""
-    found = {name: _settled(where, baseline) for name, where, baseline in _rules(prepared, limits)}
+    found = {name: _in_steady_state(where, baseline) for name, where, baseline in _rules(prepared, limits)}
     return Baselines(**found)
 
 
-def rule_solutions(prepared: Prepared, limits: Limits = RULE_LIMITS) -> list[tuple[Prepared, Solution]]:
+def rule_solutions(prepared: PreparedProblem, limits: Limits = RULE_LIMITS) -> list[tuple[PreparedProblem, Solution]]:
     """Every rule's plan, as the search's answers are: what they prove is nothing."""
     quick = replace(limits, gap=RULE_LIMITS.gap, seconds=min(limits.seconds, RULE_LIMITS.seconds))
     return [(where, _unproven(found)) for _, where, found in _rules(prepared, quick) if found is not None]
 
 
-def best_of_rules(prepared: Prepared, found: Solution) -> tuple[Prepared, Solution]:
+def best_of_rules(prepared: PreparedProblem, found: Solution) -> tuple[PreparedProblem, Solution]:
     """What a search found that had no time to end, or the plan of a rule where that is faster."""
     others = rule_solutions(prepared)
     where, best = min(others, key=lambda other: other[1].period, default=(prepared, found))
@@ -67,7 +68,7 @@ def best_of_rules(prepared: Prepared, found: Solution) -> tuple[Prepared, Soluti
     return where, replace(best, bound=found.bound, stopped=found.stopped, seconds=found.seconds, nodes=found.nodes)
 
 
-def _rules(prepared: Prepared, limits: Limits) -> Iterator[tuple[str, Prepared, "Baseline | None"]]:
+def _rules(prepared: PreparedProblem, limits: Limits) -> Iterator[tuple[str, PreparedProblem, "Baseline | None"]]:
     """Each rule's name, the problem that it is on, and what it chooses there."""
     yield "colocated", prepared, colocated(prepared.problem, limits)
     yield "real", prepared, real_heuristic(prepared.problem, limits)
@@ -78,7 +79,7 @@ def _rules(prepared: Prepared, limits: Limits) -> Iterator[tuple[str, Prepared, 
         yield "megatron", whole, megatron(whole.problem, shapes)
 
 
-def _settled(prepared: Prepared, found: "Baseline | None") -> "Baseline | None":
+def _in_steady_state(prepared: PreparedProblem, found: "Baseline | None") -> "Baseline | None":
     """With the period that a plan's stream of generation comes to; on the tables it is a bound of that."""
     if found is None or not streams(prepared.request):
         return found
@@ -91,7 +92,7 @@ def _unproven(found: "Baseline") -> Solution:
     return Solution(found.choices, schedule.period, 0.0, schedule.starts, schedule.critical, "exhausted", 0.0, 0)
 
 
-def symmetric(problem: SearchProblem, shapes: Mapping[int, Shape]) -> Baseline | None:
+def symmetric(problem: SearchProblem, shapes: Mapping[int, LayoutShape]) -> Baseline | None:
     """None where no such plan fits, or no mesh has all tasks. shapes: of every layout number.
 
     Tables from which slower options were left out may lack the best symmetric plan: see `whole_problem`.
@@ -99,7 +100,7 @@ def symmetric(problem: SearchProblem, shapes: Mapping[int, Shape]) -> Baseline |
     return _timed(problem, shaped_choices(problem, shapes))
 
 
-def megatron(problem: SearchProblem, shapes: Mapping[int, Shape]) -> Baseline | None:
+def megatron(problem: SearchProblem, shapes: Mapping[int, LayoutShape]) -> Baseline | None:
     """None where it doesn't fit however many stages there are."""
     mesh = one_mesh(problem)
     if mesh is None:
@@ -119,13 +120,13 @@ def megatron(problem: SearchProblem, shapes: Mapping[int, Shape]) -> Baseline | 
     return None
 
 
-def _deepest(found: Iterable[Shape], tp: int, most: int) -> set[Shape]:
+def _deepest(found: Iterable[LayoutShape], tp: int, most: int) -> set[LayoutShape]:
     """Of the shapes with this tensor parallelism those with the most stages up to `most`."""
     stages = max((shape.pp for shape in found if shape.tp == tp and shape.pp <= most), default=0)
     return {shape for shape in found if (shape.tp, shape.pp) == (tp, stages)}
 
 
-def _experts(found: Iterable[Shape]) -> int:
+def _experts(found: Iterable[LayoutShape]) -> int:
     """The most expert parallelism on offer: experts are spread before anything else is."""
     return max((shape.ep for shape in found if shape.cp == 1), default=1)
 
@@ -137,7 +138,7 @@ def colocated(problem: SearchProblem, limits: Limits = RULE_LIMITS) -> Baseline 
 
 def real_heuristic(problem: SearchProblem, limits: Limits = RULE_LIMITS) -> Baseline | None:
     """None where no mesh has all tasks, or where that doesn't fit."""
-    return _at(problem, halved(problem), limits)
+    return _at(problem, heuristics.real_heuristic(problem), limits)
 
 
 def _at(problem: SearchProblem, places: Mapping[str, int] | None, limits: Limits) -> Baseline | None:

@@ -1,15 +1,15 @@
 """A plan's allocations as pins of a request, and as choices of the search problem that these pins leave."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from msgspec.structs import replace
 
 from realgraph.graphs.spec import Generate, Train
-from realgraph.planner.options.calls import Candidate
 from realgraph.planner.options.holdings import candidate_of
-from realgraph.planner.options.pricing import Option
-from realgraph.planner.options.tables import Prepared
-from realgraph.planner.plan.layout import PASSES
+from realgraph.planner.options.pricing import PricedOption
+from realgraph.planner.options.tables import PreparedProblem
+from realgraph.planner.plan.option import PASSES, CallOption
 from realgraph.planner.plan.plan import Allocation, Plan
 from realgraph.planner.plan.problem import Choice
 from realgraph.planner.request.constraints import Constraints
@@ -32,25 +32,23 @@ def pinned_to(request: PlanRequest, plan: Plan, but: str = "") -> PlanRequest:
 
 
 def _pin(request: PlanRequest, plan: Plan, call: str) -> Pin:
-    allocation = plan.allocations[call]
-    mesh, trains = allocation.layout.mesh, isinstance(request.graph.calls[call], Train)
-    pin = Pin(
-        mesh.first,
-        mesh.n_devices,
-        kv_cache=allocation.kv_cache if isinstance(request.graph.calls[call], Generate) else None,
-        residency="offloaded" if allocation.residency == "offloaded" else "resident",
-    )
-    return replace(pin, **{name: value for name, value in allocation.settings.items() if trains or name not in PASSES})
+    """All that was chosen, but what belongs to calls of another kind."""
+    allocation, kind = plan.allocations[call], request.graph.calls[call]
+    mesh = allocation.layout.mesh
+    foreign = () if isinstance(kind, Train) else PASSES
+    foreign = foreign if isinstance(kind, Generate) else (*foreign, "kv_cache")
+    settings: dict[str, Any] = {name: value for name, value in allocation.settings.items() if name not in foreign}
+    return Pin(first=mesh.first, devices=mesh.n_devices, **settings)
 
 
-def choices_of(prepared: Prepared, plan: Plan) -> dict[str, Choice] | None:
+def choices_of(prepared: PreparedProblem, plan: Plan) -> dict[str, Choice] | None:
     """The numbers of the plan's meshes and options in a problem; None where one of them is not in it."""
     found: dict[str, Choice] = {}
     for task in prepared.problem.tasks:
         allocation = plan.allocations[task.name]
         candidate = candidate_of(prepared.request, plan.allocations, task.name)
-        if candidate.home and prepared.request.engine.drops_copies:
-            candidate = replace(candidate, home=False, residency="reallocated")  # one row for both, told by `shared`
+        if candidate.residency == "in_place" and prepared.request.engine.drops_copies:
+            candidate = replace(candidate, residency="reallocated")  # one row for both: see `shared`
         for mesh, table in task.tables.items():
             if prepared.problem.meshes[mesh] == allocation.layout.mesh:
                 rows = list(_matching(prepared.options[table], candidate, allocation))
@@ -59,7 +57,9 @@ def choices_of(prepared: Prepared, plan: Plan) -> dict[str, Choice] | None:
     return found if len(found) == len(prepared.problem.tasks) else None
 
 
-def _matching(options: tuple[Option, ...], candidate: Candidate, allocation: Allocation) -> Iterator[tuple[float, int]]:
+def _matching(
+    options: tuple[PricedOption, ...], candidate: CallOption, allocation: Allocation
+) -> Iterator[tuple[float, int]]:
     """Rows that say the same, each with how far its level of generation in flight is from the allocation's."""
     for i, option in enumerate(options):
         there = replace(option.candidate.layout, mesh=candidate.layout.mesh)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from realgraph.planner.options.tables import Known, Prepared, problem_of
+from realgraph.planner.options.tables import Known, PreparedProblem, problem_of
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.plan.problem import Limits, Solution, Stopped, Unsolved
 from realgraph.planner.request.request import PlanRequest, at_staleness
@@ -26,7 +26,7 @@ EVERY = 16  # steps of staleness: each level up to here is searched, above it ha
 class Found(Struct, frozen=True):
     """A plan and what it comes from."""
 
-    prepared: Prepared
+    prepared: PreparedProblem
     solution: Solution
     plan: Plan
 
@@ -69,7 +69,7 @@ def best_level(request: PlanRequest, limits: Limits, known: Known, levels: Seque
     return Level(best, min(bounds), stopped, seconds, nodes)
 
 
-def _level(prepared: Prepared, limits: Limits, known: Known, known_period: float) -> Level:
+def _level(prepared: PreparedProblem, limits: Limits, known: Known, known_period: float) -> Level:
     """known_period: of a plan of another level; where the bound passes it, nothing better is left."""
     if not all(task.tables for task in prepared.problem.tasks):
         return Level(None, float("inf"), "proven", 0.0, 0)

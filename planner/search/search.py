@@ -7,8 +7,8 @@ from msgspec.structs import replace
 from realgraph.graphs.errors import ConfigError
 from realgraph.planner.feasibility.diagnose import Infeasible as Infeasible
 from realgraph.planner.feasibility.diagnose import infeasible, unfinished
-from realgraph.planner.options.constraints import wish_problems
-from realgraph.planner.options.tables import Known, Prepared, problem_of
+from realgraph.planner.options.constraints import constraint_problems
+from realgraph.planner.options.tables import Known, PreparedProblem, problem_of
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.plan.problem import Limits, Solution, Unsolved
 from realgraph.planner.request.request import PlanRequest, hashes, kept_by
@@ -33,9 +33,11 @@ def search(request: PlanRequest, limits: Limits = DEFAULT, levels: Sequence[int]
     return plan_of(*solved(request, limits, levels))
 
 
-def solved(request: PlanRequest, limits: Limits = DEFAULT, levels: Sequence[int] = ()) -> tuple[Prepared, Solution]:
+def solved(
+    request: PlanRequest, limits: Limits = DEFAULT, levels: Sequence[int] = ()
+) -> tuple[PreparedProblem, Solution]:
     """The search problem of a request and its solution. Raises as `search` does."""
-    problems = wish_problems(request)
+    problems = constraint_problems(request)
     if problems:
         raise ConfigError(problems)
     if streams(request):
@@ -51,7 +53,7 @@ def solved(request: PlanRequest, limits: Limits = DEFAULT, levels: Sequence[int]
     return prepared, found
 
 
-def _leveled(request: PlanRequest, limits: Limits, levels: Sequence[int]) -> tuple[Prepared, Solution]:
+def _leveled(request: PlanRequest, limits: Limits, levels: Sequence[int]) -> tuple[PreparedProblem, Solution]:
     """The best plan of these levels of staleness."""
     found = best_level(request, limits, Known(), levels)
     if found.best is None:

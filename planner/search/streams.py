@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from realgraph.graphs.spec import Generate
 from realgraph.planner.costs.generate.rollout import Stream, variant_of
 from realgraph.planner.inputs.cluster import Cluster
-from realgraph.planner.options.calls import Candidate, free_seconds
+from realgraph.planner.options.calls import free_seconds
 from realgraph.planner.options.holdings import active_of, candidate_of, group_for, resident_on
 from realgraph.planner.options.pricing import Timing, candidate_stream, is_measured, stream_timing
 from realgraph.planner.options.tables import device_bytes
@@ -29,6 +29,7 @@ from realgraph.planner.plan.events import (
     period,
     reallocation_node,
 )
+from realgraph.planner.plan.option import CallOption
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.request.request import PlanRequest
 
@@ -38,11 +39,11 @@ BOUND = 1 - 1e-9  # of a period: a mesh that is in use for so much of it decides
 
 
 class _Flow(Struct, frozen=True, eq=False):
-    """What is known of a plan's stream. events: with the call's data edges told by their delay."""
+    """What is known of a plan's stream. events: with the call's data edges marked by their delay."""
 
     request: PlanRequest
     call: str
-    candidate: Candidate
+    candidate: CallOption
     cluster: Cluster
     stream: Stream
     paused: bool
@@ -65,7 +66,7 @@ def streams(request: PlanRequest) -> bool:
     return request.workload.staleness > 0 and any(isinstance(calls[name], Generate) for name in request.mesh_calls)
 
 
-def settled(request: PlanRequest, plan: Plan) -> Plan:
+def steady_state(request: PlanRequest, plan: Plan) -> Plan:
     """The plan with the seconds and the latency that its stream of generation finds, and the period that follows.
 
     As it is where nothing streams, or where the call itself was measured.
@@ -79,11 +80,11 @@ def settled(request: PlanRequest, plan: Plan) -> Plan:
         return plan
     begun = _labelled(plan, call, -plan.allocations[call].ahead)
     flow = _flow(request, begun, call)
-    point = _settled(flow)
+    point = _steady_point(flow)
     if not keeps_caches(request, plan, call):
         anew = variant_of(flow.stream, point.between, paused=True).pause
         if _blocks(request, _with_point(begun, call, point), call, anew) > 1:
-            point = _settled(replace(flow, paused=True))
+            point = _steady_point(replace(flow, paused=True))
     found = _labelled(_with_point(begun, call, point), call, point.timing.whole)
     if not plan.allocations[call].ahead:  # its turns are still counted by what is begun
         found = _counted(request, found, call)
@@ -100,7 +101,7 @@ def keeps_caches(request: PlanRequest, plan: Plan, call: str) -> bool:
     own = active_of(request, allocations, call).total
     for name, other in allocations.items():
         there = other.layout.mesh
-        if name != call and there.meets(mesh):
+        if name != call and there.overlaps(mesh):
             both = max(mesh.first, there.first), min(mesh.devices.stop, there.devices.stop)
             if resident_on(request, allocations, *both) + active_of(request, allocations, name).total + own > limit:
                 return False
@@ -152,7 +153,9 @@ def starts_of(request: PlanRequest, plan: Plan) -> dict[str, float]:
     starts = dict.fromkeys(events.seconds, 0.0)
     for _ in range(len(starts) + 1):
         for edge in events.dependencies:
-            soonest = starts[edge.source] + events.seconds[edge.source] + edge.delay - edge.tokens * plan.period_seconds
+            soonest = (
+                starts[edge.source] + events.seconds[edge.source] + edge.delay - edge.distance * plan.period_seconds
+            )
             starts[edge.target] = max(starts[edge.target], soonest)
     known = [name for name in starts if name in plan.allocations or name.startswith(REALLOCATION)]
     first = min(starts[name] for name in known)
@@ -188,8 +191,8 @@ def _blocks(request: PlanRequest, plan: Plan, call: str, anew: float) -> int:
 def _flow(request: PlanRequest, plan: Plan, call: str) -> _Flow:
     candidate = candidate_of(request, plan.allocations, call)
     cluster = group_for(request, candidate.layout)
-    told = replace(plan.allocations[call], seconds=1.0, latency_seconds=2.0)
-    marked = replace(plan, allocations={**plan.allocations, call: told})
+    unit = replace(plan.allocations[call], seconds=1.0, latency_seconds=2.0)
+    marked = replace(plan, allocations={**plan.allocations, call: unit})
     devices = candidate.layout.mesh.devices
     held = {plan.orders.get(device, ()) for device in devices}
     moved = reallocation_node(call)
@@ -206,7 +209,7 @@ def _flow(request: PlanRequest, plan: Plan, call: str) -> _Flow:
     )
 
 
-def _settled(flow: _Flow) -> _Point:
+def _steady_point(flow: _Flow) -> _Point:
     """The fewest tokens between two updates at which the mesh itself, and not the staleness bound, decides the period;
     where it never does, the point of the least period, and of those the last."""
     before: _Point | None = None
@@ -247,7 +250,7 @@ def _streamed(flow: _Flow, timing: Timing) -> EventGraph:
     late = timing.latency - (timing.whole + 1) * timing.seconds  # after the end of that session
     late = late if timing.whole else max(0.0, late)
     edges = [
-        Dependency(edge.source, edge.target, edge.tokens - timing.whole, late)
+        Dependency(edge.source, edge.target, edge.distance - timing.whole, late)
         if edge.source == flow.call and edge.delay > 0
         else edge
         for edge in flow.events.dependencies

@@ -4,17 +4,18 @@ On one mesh calls run one after another, so the seconds of a step are a sum, and
 choices of a role are combined first, since its calls share copies and moves of weights; then the roles are.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
 from realgraph.planner.plan.problem import Choice, Floats, Ints, OptionTable, SearchProblem, SearchTask
-from realgraph.planner.solve.customary import one_mesh
+from realgraph.planner.solve.heuristics import one_mesh
+from realgraph.planner.solve.kernels.dominance import columns_of, nondominated
 
 
-class Shape(Struct, frozen=True, order=True):
+class LayoutShape(Struct, frozen=True, order=True):
     """What a layout has beside its data-parallel ranks and its sharding."""
 
     tp: int = 1
@@ -42,7 +43,7 @@ class Ways(Struct, frozen=True, eq=False):
 
 
 def shaped_choices(
-    problem: SearchProblem, shapes: Mapping[int, Shape], allowed: Mapping[str, set[Shape]] | None = None
+    problem: SearchProblem, shapes: Mapping[int, LayoutShape], allowed: Mapping[str, set[LayoutShape]] | None = None
 ) -> dict[str, Choice] | None:
     """The choices with the least sum of seconds, each role under one shape (of `allowed`); None where none fits."""
     mesh = one_mesh(problem)
@@ -54,7 +55,7 @@ def shaped_choices(
     if not all(map(len, parts)):
         return None
     least = [float(part.seconds.min()) for part in parts]
-    most = _priced(problem, mesh, parts)
+    most = _relaxed(problem, mesh, parts)
     slower = [part.seconds - low > most - sum(least) for part, low in zip(parts, least, strict=True)]
     parts = [part.at(np.flatnonzero(~late)) for part, late in zip(parts, slower, strict=True)]
     merged = _fitting(problem, mesh, parts[0])
@@ -67,14 +68,15 @@ def shaped_choices(
     return {task.name: Choice(mesh, int(row)) for task, row in zip(order, best, strict=True)}
 
 
-def _priced(problem: SearchProblem, mesh: int, parts: Sequence[Ways]) -> float:
-    """Seconds of a plan that fits, found by a price on bytes that rises until they fit; inf where that finds none."""
+def _relaxed(problem: SearchProblem, mesh: int, parts: Sequence[Ways]) -> float:
+    """Seconds of a plan that fits, found by a multiplier on bytes that rises until they fit; else inf."""
     limit = float(problem.memory.min())
     scale = sum(float(part.seconds.min()) for part in parts) / max(1.0, limit)
     best = float("inf")
-    for price in (0.0, *(scale * 4.0**power for power in range(-6, 8))):
+    for multiplier in (0.0, *(scale * 4.0**power for power in range(-6, 8))):
         chosen = [
-            part.at(np.array([np.argmin(part.seconds + price * (part.resident + 0.5 * part.active))])) for part in parts
+            part.at(np.array([np.argmin(part.seconds + multiplier * (part.resident + 0.5 * part.active))]))
+            for part in parts
         ]
         whole = chosen[0]
         for part in chosen[1:]:
@@ -89,7 +91,7 @@ def _of_role(
     problem: SearchProblem,
     mesh: int,
     tasks: Sequence[SearchTask],
-    rule: tuple[Mapping[int, Shape], Mapping[str, set[Shape]] | None],
+    rule: tuple[Mapping[int, LayoutShape], Mapping[str, set[LayoutShape]] | None],
 ) -> Ways:
     """All ways of one role under any one shape."""
     shapes, allowed = rule
@@ -99,7 +101,7 @@ def _of_role(
     for shape in sorted(set.intersection(*map(set, of_rows))):
         if allowed is None or shape in allowed[tasks[0].role]:
             rows = [
-                _unbeaten(table, np.array([i for i, one in enumerate(mine) if one == shape]))
+                _nondominated(table, np.array([i for i, one in enumerate(mine) if one == shape]))
                 for table, mine in zip(tables, of_rows, strict=True)
             ]
             grid = np.stack([axis.ravel() for axis in np.meshgrid(*rows, indexing="ij")], axis=1)
@@ -110,17 +112,11 @@ def _of_role(
     return Ways(*(np.concatenate([getattr(ways, name) for ways in found]) for name in Ways.__struct_fields__))
 
 
-def _unbeaten(table: OptionTable, rows: Ints) -> Ints:
+def _nondominated(table: OptionTable, rows: Ints) -> Ints:
     """Of these rows those that no other of them under an equal layout beats in everything."""
-    columns = np.stack(
-        [table.seconds, table.latency, table.resident, table.active, table.active - table.shared, table.host], axis=1
-    )[rows]
-    kept: list[int] = []
-    for i in np.lexsort(columns.T[::-1]):
-        same = [j for j in kept if table.layout[rows[j]] == table.layout[rows[i]]]
-        if not any((columns[j] <= columns[i]).all() for j in same):
-            kept.append(int(i))
-    return rows[kept]
+    columns = (table.active - table.shared, table.host, table.active, table.resident, table.latency, table.seconds)
+    order = rows[np.lexsort([column[rows] for column in columns])]
+    return order[nondominated(columns_of(table, order), 0)]
 
 
 def _summed(problem: SearchProblem, mesh: int, tasks: Sequence[SearchTask], rows: Ints) -> Ways:
@@ -140,10 +136,10 @@ def _summed(problem: SearchProblem, mesh: int, tasks: Sequence[SearchTask], rows
             same = layout[:, j] == layout[:, i]
             known = np.where(same, np.maximum(known, tables[j].resident[rows[:, j]]), known)
         resident += np.maximum(0, table.resident[mine] - known)
-        home = np.zeros(len(rows), bool)
+        in_place = np.zeros(len(rows), bool)
         for j in trains if not task.trains else ():
-            home |= layout[:, j] == layout[:, i]
-        active = np.maximum(active, table.active[mine] - home * table.shared[mine])
+            in_place |= layout[:, j] == layout[:, i]
+        active = np.maximum(active, table.active[mine] - in_place * table.shared[mine])
     number = {task.name: i for i, task in enumerate(tasks)}
     for move in problem.moves:
         if move.source in number and move.target in number:
@@ -175,7 +171,7 @@ def _product(left: Ways, right: Ways) -> Ways:
 
 
 def _fits(problem: SearchProblem, mesh: int, ways: Ways) -> npt.NDArray[np.bool_]:
-    """Which of them fit into memory alone."""
+    """Which of them fit into memory alone: the rule of `solve/memory.py` for one mesh and many ways at once."""
     place = problem.meshes[mesh]
     limit = int(problem.memory[place.first : place.first + place.n_devices].min())
     fits = ways.resident + ways.active <= limit
@@ -189,15 +185,7 @@ def _fits(problem: SearchProblem, mesh: int, ways: Ways) -> npt.NDArray[np.bool_
 def _fitting(problem: SearchProblem, mesh: int, ways: Ways) -> Ways:
     """Those that fit alone and that no other beats in seconds and all bytes."""
     ways = ways.at(np.flatnonzero(_fits(problem, mesh, ways)))
-    return ways.at(np.array(list(_frontier(ways)), np.int64))
-
-
-def _frontier(ways: Ways) -> Iterator[int]:
-    """Indices of the ways that no faster one beats in all bytes."""
+    alike = np.zeros(len(ways), np.int64)
+    table = OptionTable(ways.seconds, ways.seconds, ways.resident, ways.active, alike, ways.host, alike)
     order = np.lexsort((ways.active, ways.resident, ways.seconds))
-    nbytes = np.stack([ways.resident, ways.host, ways.active], axis=1)
-    kept = np.zeros((0, 3), np.int64)
-    for i in order:
-        if not (kept <= nbytes[i]).all(axis=1).any():
-            kept = np.concatenate([kept, nbytes[i : i + 1]])
-            yield int(i)
+    return ways.at(order[nondominated(columns_of(table, order), 1)])

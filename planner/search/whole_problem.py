@@ -8,20 +8,20 @@ from msgspec.structs import replace
 
 from realgraph.planner.options.choices import candidates
 from realgraph.planner.options.moves import Moves
-from realgraph.planner.options.pricing import Option, Timed, options_of
-from realgraph.planner.options.tables import Prepared, layout_key, option_table
-from realgraph.planner.search.symmetric import Shape
-from realgraph.planner.solve.customary import one_mesh
+from realgraph.planner.options.pricing import PricedOption, Timed, options_of
+from realgraph.planner.options.tables import PreparedProblem, layout_key, option_table
+from realgraph.planner.search.symmetric import LayoutShape
+from realgraph.planner.solve.heuristics import one_mesh
 
 
 class WholeProblem(Struct, frozen=True, eq=False):
     """A problem of one mesh, with the shape that each layout number stands for."""
 
-    prepared: Prepared
-    shapes: dict[int, Shape]
+    prepared: PreparedProblem
+    shapes: dict[int, LayoutShape]
 
 
-def whole_problem(prepared: Prepared) -> WholeProblem | None:
+def whole_problem(prepared: PreparedProblem) -> WholeProblem | None:
     """On the largest mesh that every call may lie on, in a mixed cluster one of a single kind; None where none is."""
     request, problem = prepared.request, prepared.problem
     place = one_mesh(problem)
@@ -32,7 +32,7 @@ def whole_problem(prepared: Prepared) -> WholeProblem | None:
     cluster = request.cluster.groups[group]
     moves = Moves(request, [(mesh, group)])
     layouts: dict[tuple[object, ...], int] = {}
-    found: list[tuple[Option, ...]] = []
+    found: list[tuple[PricedOption, ...]] = []
     tasks = []
     for task in problem.tasks:
         timed = Timed()
@@ -47,7 +47,7 @@ def whole_problem(prepared: Prepared) -> WholeProblem | None:
         tasks.append(replace(task, tables={0: len(found)}))
         found.append(options)
     shapes = {
-        layouts[layout_key(option)]: Shape(layout.tp, layout.pp, layout.ep, layout.cp)
+        layouts[layout_key(option)]: LayoutShape(layout.tp, layout.pp, layout.ep, layout.cp)
         for options in found
         for option in options
         for layout in (option.candidate.layout,)
@@ -60,4 +60,4 @@ def whole_problem(prepared: Prepared) -> WholeProblem | None:
         move_seconds=moves.seconds,
         tree=None,
     )
-    return WholeProblem(Prepared(request, whole, tuple(found), (group,)), shapes)
+    return WholeProblem(PreparedProblem(request, whole, tuple(found), (group,)), shapes)

@@ -1,11 +1,11 @@
-"""Bounds that hold for every schedule, by prices: of time on cliques of tasks that never overlap, and of memory.
+"""Dual bounds of every schedule, by Lagrangian multipliers: of time on cliques that never overlap, and of memory.
 
 Let tasks of a clique Q never overlap, and let E be other tasks that overlap none of Q. Of N devices in a period T,
     sum of t_i over Q + sum of (n_j t_j) / N over E <= T,
 and of memory V in all, for each task i with `active` bytes a_i on its n_i devices beside all resident bytes r,
     (sum of n_j r_j + n_i a_i) / V <= 1.
-Any weighting of these rows (weights of the first kind summing to 1) is a bound on T that is a sum over tasks of the
-least that an option costs: a table of costs per task and option table. The best weights come from a subgradient ascent.
+Any multipliers of these rows (those of the first kind sum to 1) is a bound on T that is a sum over tasks of the
+least reduced cost of its options: the dual bound. The best multipliers come from a subgradient ascent.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ MOST_CLIQUES = 96
 PATIENCE, LEAST_SCALE = 10, 0.01  # of the ascent: steps without gain before they are halved, and how often
 
 
-class Rows(Struct, frozen=True, eq=False):
+class BoundRows(Struct, frozen=True, eq=False):
     """The options of all tasks side by side, and the rows that bound a period. Each array has one entry per option."""
 
     task: Ints
@@ -34,8 +34,8 @@ class Rows(Struct, frozen=True, eq=False):
     beside: Floats  # [cliques, tasks]: 1 in E
 
 
-class Prices(Struct, frozen=True, eq=False):
-    """Weights of the rows, and what they prove."""
+class Multipliers(Struct, frozen=True, eq=False):
+    """Multipliers of the rows, and the dual bound that they prove."""
 
     cliques: Floats
     memory: Floats  # [tasks]
@@ -61,7 +61,7 @@ def cliques_of(exclusive: Ints) -> list[tuple[int, ...]]:
     return (maximal + [c for c in found if c not in set(maximal)])[:MOST_CLIQUES]
 
 
-def rows_of(instance: Instance, allowed: Mask, period: float) -> Rows | None:
+def rows_of(instance: Instance, allowed: Mask, period: float) -> BoundRows | None:
     """The options that a plan within `period` may use; None where some task has none."""
     n, devices = len(instance.role), instance.memory.shape[1]
     memory = max(1.0, float(instance.memory[0].sum()))
@@ -95,7 +95,7 @@ def rows_of(instance: Instance, allowed: Mask, period: float) -> Rows | None:
     beside = np.array(
         [[float(i not in c and all(instance.exclusive[i, j] for j in c)) for i in range(n)] for c in sets]
     )
-    return Rows(
+    return BoundRows(
         task=task,
         table=np.array(tables, np.int64),
         seconds=instance.seconds[option],
@@ -113,8 +113,8 @@ def _copies(instance: Instance, task: int) -> int:
     return int((instance.role == instance.role[task]).sum()) if instance.frozen[task] else 1
 
 
-def costs(rows: Rows, cliques: Floats, memory: Floats) -> Floats:
-    """Of each option, under weights."""
+def reduced_costs(rows: BoundRows, cliques: Floats, memory: Floats) -> Floats:
+    """Of each option, under multipliers."""
     inside, beside = cliques @ rows.inside, cliques @ rows.beside
     found: Floats = (
         rows.seconds * inside[rows.task]
@@ -125,8 +125,8 @@ def costs(rows: Rows, cliques: Floats, memory: Floats) -> Floats:
     return found
 
 
-def ascend(rows: Rows, start: Prices, target: float, steps: int) -> Prices:
-    """Better prices by projected subgradients with Polyak's steps towards `target`, which ends the ascent.
+def ascend(rows: BoundRows, start: Multipliers, target: float, steps: int) -> Multipliers:
+    """Better multipliers by projected subgradients with Polyak's steps towards `target`, which ends the ascent.
 
     Each step goes half the way of the one before as well, which keeps it from swinging (Camerini, Fratta and Maffioli
     1975).
@@ -135,14 +135,14 @@ def ascend(rows: Rows, start: Prices, target: float, steps: int) -> Prices:
     cliques, memory = start.cliques, start.memory
     along, above = np.zeros_like(cliques), np.zeros_like(memory)
     scale, stale = 1.0, 0
-    scaled = max(target, 1e-9)  # prices of memory are in units of it
+    scaled = max(target, 1e-9)  # multipliers of memory are in units of it
     for _ in range(steps):
-        value = costs(rows, cliques, memory)
+        value = reduced_costs(rows, cliques, memory)
         least = _argmin(value, rows.begin)
         bound = float(value[least].sum() - memory.sum())
         stale = 0 if bound > best.bound + 1e-4 * scaled else stale + 1
         if bound > best.bound:
-            best = Prices(cliques, memory, bound)
+            best = Multipliers(cliques, memory, bound)
         if bound > target:
             break
         if stale > PATIENCE:
@@ -181,40 +181,40 @@ def _on_simplex(values: Floats) -> Floats:
     return nearest
 
 
-def first_prices(rows: Rows) -> Prices:
+def first_multipliers(rows: BoundRows) -> Multipliers:
     """The best of the rows alone."""
     values = rows.seconds * rows.inside[:, rows.task] + rows.area * rows.beside[:, rows.task]
     bounds = np.minimum.reduceat(values, rows.begin, axis=1).sum(axis=1)
     number = int(np.argmax(bounds))
-    return Prices(np.eye(len(bounds))[number], np.zeros(len(rows.begin)), float(bounds[number]))
+    return Multipliers(np.eye(len(bounds))[number], np.zeros(len(rows.begin)), float(bounds[number]))
 
 
-def worth(rows: Rows, prices: Prices) -> Prices:
-    """The same prices with what they prove of these rows."""
-    value = costs(rows, prices.cliques, prices.memory)
-    bound = float(np.minimum.reduceat(value, rows.begin).sum() - prices.memory.sum())
-    return Prices(prices.cliques, prices.memory, bound)
+def dual_bound(rows: BoundRows, known: Multipliers) -> Multipliers:
+    """The same multipliers with the dual bound that they prove of these rows."""
+    value = reduced_costs(rows, known.cliques, known.memory)
+    bound = float(np.minimum.reduceat(value, rows.begin).sum() - known.memory.sum())
+    return Multipliers(known.cliques, known.memory, bound)
 
 
-class Priced(Struct, frozen=True, eq=False):
-    """Tables of costs for the compiled search: [sets, tasks, option tables]; `free`: of tasks without a place."""
+class CostTables(Struct, frozen=True, eq=False):
+    """Reduced costs for the compiled search: [sets, tasks, option tables]; `free`: of tasks without a place."""
 
     table: Floats
     free: Floats  # [sets, tasks]
-    spent: Floats  # [sets]: what the weights of memory give back
+    spent: Floats  # [sets]: what the multipliers of memory give back
 
 
-def priced(instance: Instance, rows: Rows, sets: Sequence[Prices]) -> Priced:
-    """The least cost per task and table under each set of prices; infinite where a table has no option left."""
+def cost_tables(instance: Instance, rows: BoundRows, sets: Sequence[Multipliers]) -> CostTables:
+    """The least reduced cost per task and table under each set of multipliers; infinite where no option is left."""
     table = np.full((len(sets), len(instance.role), len(instance.begin) - 1), np.inf)
-    for s, prices in enumerate(sets):
-        np.minimum.at(table[s], (rows.task, rows.table), costs(rows, prices.cliques, prices.memory))
-    return Priced(table, table.min(axis=2), np.array([prices.memory.sum() for prices in sets]))
+    for s, one in enumerate(sets):
+        np.minimum.at(table[s], (rows.task, rows.table), reduced_costs(rows, one.cliques, one.memory))
+    return CostTables(table, table.min(axis=2), np.array([one.memory.sum() for one in sets]))
 
 
-def conditioned(rows: Rows, task: int, table: int) -> Rows:
+def conditioned(rows: BoundRows, task: int, table: int) -> BoundRows:
     """The rows with the task on meshes of one table alone."""
     keep = (rows.task != task) | (rows.table == table)
     fields = {name: getattr(rows, name)[keep] for name in ("task", "table", "seconds", "area", "resident", "active")}
     begin = np.searchsorted(fields["task"], np.arange(len(rows.begin)))
-    return Rows(**fields, begin=begin.astype(np.int64), inside=rows.inside, beside=rows.beside)
+    return BoundRows(**fields, begin=begin.astype(np.int64), inside=rows.inside, beside=rows.beside)

@@ -11,16 +11,17 @@ from msgspec import Struct
 
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.plan import Turn
-from realgraph.planner.plan.problem import Choice, OptionTable, Schedule, SearchProblem, SearchTask, Solution, move_name
+from realgraph.planner.plan.problem import Choice, Schedule, SearchProblem, Solution, move_name
 from realgraph.planner.solve.kernels.compiled import Floats
 from realgraph.planner.solve.kernels.period import Net, least_period, new_net
+from realgraph.planner.solve.memory import fits, layout_of, table_of
 
 BUDGET = 200_000  # nodes of one search for integers k
 INSIDE = 1e-9  # of a period: how far a start may lie before a border and still count as on it
 TOGETHER = 1e-8  # of a period: starts that are no further apart are one moment
 
 
-class Held(Struct, frozen=True):
+class ScheduledNode(Struct, frozen=True):
     """A task or a move of a plan: what it holds and for how long, and when its outputs are ready."""
 
     name: str
@@ -28,23 +29,23 @@ class Held(Struct, frozen=True):
     seconds: float
     latency: float
 
-    def meets(self, other: "Held") -> bool:
-        return any(one.meets(two) for one in self.meshes for two in other.meshes)
+    def overlaps(self, other: "ScheduledNode") -> bool:
+        return any(one.overlaps(two) for one in self.meshes for two in other.meshes)
 
 
 class Arc(Struct, frozen=True):
-    """Node `target` of step k starts `cost` seconds or more after `source` of step k - `tokens` started."""
+    """Node `target` of step k starts `cost` seconds or more after `source` of step k - `distance` started."""
 
     source: int
     target: int
     cost: float
-    tokens: int
+    distance: int
 
 
-class Timing(Struct, frozen=True):
+class PrecedenceGraph(Struct, frozen=True):
     """What the choices of a problem hold, and what waits for what: nodes are tasks in order, then moves."""
 
-    nodes: tuple[Held, ...]
+    nodes: tuple[ScheduledNode, ...]
     arcs: tuple[Arc, ...]
 
 
@@ -55,10 +56,10 @@ def evaluate(problem: SearchProblem, choices: Mapping[str, Choice]) -> Schedule 
     """
     if not (fits(problem, choices) and ties_hold(problem, choices)):
         return None
-    return schedule(problem, timing(problem, choices))
+    return schedule(problem, precedence_graph(problem, choices))
 
 
-def schedule(problem: SearchProblem, timed: Timing) -> Schedule | None:
+def schedule(problem: SearchProblem, timed: PrecedenceGraph) -> Schedule | None:
     """As `evaluate`, of choices that fit."""
     net = net_of(timed)
     starts, circuit = np.zeros(len(timed.nodes)), np.zeros(len(timed.nodes) + 1, np.int64)
@@ -72,14 +73,14 @@ def schedule(problem: SearchProblem, timed: Timing) -> Schedule | None:
     return Schedule(period, dict(zip(names, early, strict=True)), tuple(members[first:] + members[:first]))
 
 
-def timing(problem: SearchProblem, choices: Mapping[str, Choice]) -> Timing:
+def precedence_graph(problem: SearchProblem, choices: Mapping[str, Choice]) -> PrecedenceGraph:
     """Nodes and arcs of the choices."""
-    nodes: list[Held] = []
+    nodes: list[ScheduledNode] = []
     for task in problem.tasks:
         choice = choices[task.name]
         table = table_of(problem, task, choice)
         seconds, latency = float(table.seconds[choice.option]), float(table.latency[choice.option])
-        nodes.append(Held(task.name, (problem.meshes[choice.mesh],), seconds, latency))
+        nodes.append(ScheduledNode(task.name, (problem.meshes[choice.mesh],), seconds, latency))
     number = {node.name: i for i, node in enumerate(nodes)}
     arcs = [
         Arc(number[p.source], number[p.target], nodes[number[p.source]].latency + p.delay, p.distance)
@@ -93,35 +94,30 @@ def timing(problem: SearchProblem, choices: Mapping[str, Choice]) -> Timing:
         if seconds > 0:
             through = len(nodes)
             held = nodes[source].meshes + nodes[target].meshes
-            nodes.append(Held(move_name(move.target), held, seconds, seconds))
+            nodes.append(ScheduledNode(move_name(move.target), held, seconds, seconds))
             arcs.append(Arc(through, target, seconds, 0))
         arcs.append(Arc(source, through, nodes[source].latency, move.distance))
-    return Timing(tuple(nodes), tuple(arcs))
+    return PrecedenceGraph(tuple(nodes), tuple(arcs))
 
 
-def table_of(problem: SearchProblem, task: SearchTask, choice: Choice) -> OptionTable:
-    """The option table that the choice is of."""
-    return problem.tables[task.tables[choice.mesh]]
-
-
-def net_of(timed: Timing) -> Net:
+def net_of(timed: PrecedenceGraph) -> Net:
     """The arrays that the compiled functions read."""
     n, arcs = len(timed.nodes), len(timed.arcs)
-    pairs = [(i, j) for j in range(n) for i in range(j) if timed.nodes[i].meets(timed.nodes[j])]
+    pairs = [(i, j) for j in range(n) for i in range(j) if timed.nodes[i].overlaps(timed.nodes[j])]
     net = new_net(n, arcs)
     net.size[:] = n, arcs, len(pairs)
     net.seconds[:] = [node.seconds for node in timed.nodes]
     net.source[:arcs] = [arc.source for arc in timed.arcs]
     net.target[:arcs] = [arc.target for arc in timed.arcs]
     net.cost[:arcs] = [arc.cost for arc in timed.arcs]
-    net.tokens[:arcs] = [arc.tokens for arc in timed.arcs]
+    net.distance[:arcs] = [arc.distance for arc in timed.arcs]
     for p, (i, j) in enumerate(pairs):
         net.left[p], net.right[p] = i, j
         net.apart[i, j] = net.apart[j, i] = 1
     return net
 
 
-# --- memory and ties --------------------------------------------------------------------------------------------------
+# --- ties -------------------------------------------------------------------------------------------------------------
 
 
 def ties_hold(problem: SearchProblem, choices: Mapping[str, Choice]) -> bool:
@@ -137,48 +133,10 @@ def ties_hold(problem: SearchProblem, choices: Mapping[str, Choice]) -> bool:
     return True
 
 
-def layout_of(problem: SearchProblem, task: SearchTask, choice: Choice) -> int:
-    """The number of the choice's layout."""
-    return int(table_of(problem, task, choice).layout[choice.option])
-
-
-def fits(problem: SearchProblem, choices: Mapping[str, Choice]) -> bool:
-    """Whether the memory of every device and of every node holds what lies and runs there."""
-    trained = {task.role for task in problem.tasks if task.trains}
-    resident = np.zeros(problem.devices, np.int64)
-    largest = np.zeros(problem.devices, np.int64)
-    host = np.zeros(problem.devices, np.int64)
-    homes = {
-        (task.role, choices[task.name].mesh, layout_of(problem, task, choices[task.name]))
-        for task in problem.tasks
-        if task.trains
-    }
-    copies: dict[tuple[str, int, int], int] = {}
-    for task in problem.tasks:
-        choice = choices[task.name]
-        table, mesh = table_of(problem, task, choice), problem.meshes[choice.mesh]
-        here = slice(mesh.first, mesh.first + mesh.n_devices)
-        copy = (task.role, choice.mesh, int(table.layout[choice.option]))
-        nbytes = int(table.resident[choice.option])
-        if task.role not in trained:  # one copy for all frozen calls that use it
-            known = copies.get(copy, 0)
-            copies[copy] = max(known, nbytes)
-            nbytes = copies[copy] - known
-        at_home = not task.trains and copy in homes
-        active = int(table.active[choice.option]) - at_home * int(table.shared[choice.option])
-        resident[here] += nbytes
-        host[here] += int(table.host[choice.option])
-        largest[here] = np.maximum(largest[here], active)
-    if (resident + largest > problem.memory).any():
-        return False
-    nodes = np.arange(problem.devices) // problem.devices_per_node
-    return bool((np.bincount(nodes, host, len(problem.host_memory)) <= problem.host_memory).all())
-
-
 # --- orders -----------------------------------------------------------------------------------------------------------
 
 
-def _early(problem: SearchProblem, timed: Timing, starts: Floats, period: float) -> list[float]:
+def _early(problem: SearchProblem, timed: PrecedenceGraph, starts: Floats, period: float) -> list[float]:
     """The same schedule with each set of tasks that wait for each other moved by whole periods as early as can be.
 
     The first of them begin in [0, period).
@@ -196,7 +154,7 @@ def _early(problem: SearchProblem, timed: Timing, starts: Floats, period: float)
             continue
         inside = set(together[i].tolist())
         waits = [
-            early[arc.source] + arc.cost - arc.tokens * period - early[arc.target]
+            early[arc.source] + arc.cost - arc.distance * period - early[arc.target]
             for arc in timed.arcs
             if arc.target in inside and arc.source not in inside
         ]
@@ -205,7 +163,7 @@ def _early(problem: SearchProblem, timed: Timing, starts: Floats, period: float)
     return [max(0.0, float(start)) if start > -INSIDE * period else float(start) for start in early]
 
 
-def _soonest(timed: Timing) -> list[float]:
+def _soonest(timed: PrecedenceGraph) -> list[float]:
     """Starts of nodes that take no time and repeat at once: all steps are at one time, and only delays put them off."""
     starts = [0.0] * len(timed.nodes)
     for _ in starts:
@@ -219,7 +177,7 @@ def orders(problem: SearchProblem, solution: Solution) -> dict[int, tuple[Turn, 
 
     In round p, from p periods on, a device runs a task of step p + offset.
     """
-    timed = timing(problem, solution.choices)
+    timed = precedence_graph(problem, solution.choices)
     nodes, turns = timed.nodes, _turns(timed, solution)
     shared: dict[tuple[int, ...], tuple[Turn, ...]] = {}
     holders: list[list[int]] = [[] for _ in range(problem.devices)]
@@ -232,7 +190,7 @@ def orders(problem: SearchProblem, solution: Solution) -> dict[int, tuple[Turn, 
     }
 
 
-def _turns(timed: Timing, solution: Solution) -> list[tuple[int, Turn]]:
+def _turns(timed: PrecedenceGraph, solution: Solution) -> list[tuple[int, Turn]]:
     """Nodes by number, each with its turn, in the order in which they begin within a period.
 
     Of those that begin together the ones that take no time come first, and what waits for one of them after it:
@@ -253,7 +211,7 @@ def _turns(timed: Timing, solution: Solution) -> list[tuple[int, Turn]]:
         for arc in timed.arcs
         if arc.cost <= near
         and moment[arc.source] == moment[arc.target]
-        and arc.tokens == rounds[arc.source] - rounds[arc.target]
+        and arc.distance == rounds[arc.source] - rounds[arc.target]
     ]
     for _ in starts:
         for arc in at_once:

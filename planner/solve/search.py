@@ -15,8 +15,8 @@ import numpy as np
 from msgspec import Struct
 
 from realgraph.planner.plan.problem import Choice, Limits, Schedule, SearchProblem, Solution, Stopped, Unsolved
-from realgraph.planner.solve.customary import halved, together
-from realgraph.planner.solve.evaluate import fits, schedule, ties_hold, timing
+from realgraph.planner.solve.evaluate import precedence_graph, schedule, ties_hold
+from realgraph.planner.solve.heuristics import real_heuristic, together
 from realgraph.planner.solve.kernels.compiled import Floats
 from realgraph.planner.solve.kernels.instance import instance_of
 from realgraph.planner.solve.kernels.lists import new_lists
@@ -33,6 +33,7 @@ from realgraph.planner.solve.kernels.meshes import (
 )
 from realgraph.planner.solve.kernels.options import FOUND, PAUSED, UNDECIDED, choose, new_choosing
 from realgraph.planner.solve.kernels.period import new_net
+from realgraph.planner.solve.memory import fits
 from realgraph.planner.solve.space import LARGE, Space, least_of, order_of, shared, space_of
 
 TOLERANCES = (0.5, 0.3, 0.2, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01, 0.005)
@@ -57,7 +58,7 @@ class Incumbent(Struct, frozen=True):
     schedule: Schedule
 
 
-class Halt(Exception):
+class SearchEnded(Exception):
     """Time is up, or the caller said stop."""
 
 
@@ -93,7 +94,7 @@ class Search:
         stopped: Stopped = "proven"
         try:
             self._passes()
-        except Halt:
+        except SearchEnded:
             stopped = "interrupted" if self.limits.stop() else "time limit"
         else:
             self._polish()
@@ -116,9 +117,9 @@ class Search:
         )
 
     def _look_up(self) -> None:
-        """Raises Halt where the search is to end."""
+        """Raises SearchEnded where the search is to end."""
         if self.limits.stop() or time.monotonic() - self.began > self.limits.seconds:
-            raise Halt
+            raise SearchEnded
 
     def _prove(self, bound: float) -> None:
         if bound > self.bound:
@@ -145,13 +146,13 @@ class Search:
 
     def _begin(self) -> None:
         """First plans: where people would place the tasks."""
-        for meshes in self._customary():
+        for meshes in self._heuristics():
             self._leaf(meshes, 0.05 if self.best is None else 0.01, LONG_FIRST, all_of_it=False)
 
-    def _customary(self) -> list[list[int]]:
+    def _heuristics(self) -> list[list[int]]:
         """Places that people choose by hand, as far as all tasks may lie there."""
         leader, found = self.instance.leader.tolist(), []
-        for places in (together(self.problem), halved(self.problem)):
+        for places in (together(self.problem), real_heuristic(self.problem)):
             meshes = [] if places is None else [places[task.name] for task in self.problem.tasks]
             allowed = all(self.everywhere[task, mesh] for task, mesh in enumerate(meshes))
             if meshes and allowed and all(meshes[leader[i]] == mesh for i, mesh in enumerate(meshes)):
@@ -219,7 +220,7 @@ class Search:
             self.instance,
             space.tree,
             space.allowed,
-            space.costs,
+            space.reduced_costs,
             walk,
             self.needs,
             self.lists,
@@ -285,7 +286,7 @@ class Search:
         self.near_walk.places[:], self.near_walk.order[:] = order_of(self.instance, allowed)
         self.near_walk.restart()
         stop = self._effort() + effort
-        near = Space(allowed, space.tree, space.costs)
+        near = Space(allowed, space.tree, space.reduced_costs)
         while self._effort() < stop and self._step(self.near_walk, near, least_gain) != DONE:
             pass
 
@@ -294,7 +295,7 @@ class Search:
         if self.best is None or self._limit(WORTH_POLISH) <= self.bound:
             return
         try:
-            for meshes in self._customary():
+            for meshes in self._heuristics():
                 self._leaf(meshes, LEAST_GAIN, LONG, all_of_it=False)
             space = self._space(self._limit(LEAST_GAIN), closely=False)
             stop = self._effort() + POLISH + int(POLISH_SHARE * self._effort())
@@ -303,7 +304,7 @@ class Search:
                     self._near(space, LEAST_GAIN, (task,), stop - self._effort())
             if space is not None and self._effort() < stop:
                 self._neighbourhoods(space, LEAST_GAIN, stop - self._effort())
-        except Halt:
+        except SearchEnded:
             return  # what is proven stays so
 
     # --- placements ---------------------------------------------------------------------------------------------------
@@ -374,7 +375,7 @@ class Search:
             for task, mesh, option in zip(self.problem.tasks, self.needs.mesh, self.needs.option, strict=True)
         }
         assert fits(self.problem, choices) and ties_hold(self.problem, choices), "the search and the rules disagree"
-        found = schedule(self.problem, timing(self.problem, choices))
+        found = schedule(self.problem, precedence_graph(self.problem, choices))
         if found is None or (self.best is not None and found.period >= self.best.schedule.period * (1 - LEAST_GAIN)):
             return False
         self.best = Incumbent(choices, found)

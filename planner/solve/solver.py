@@ -1,4 +1,4 @@
-"""The search for the best plan of a bare problem, and the exact worth of a given one.
+"""The search for the best plan of a planning problem, and the exact period of a given one.
 
 The compiled code is imported when it is first needed: commands that only check a file stay quick.
 """

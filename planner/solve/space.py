@@ -1,4 +1,4 @@
-"""Where a walk looks: the meshes that prices leave to each task under a limit, their symmetries, and the prices."""
+"""Where a walk looks: meshes that the dual bound leaves to each task, their symmetries, reduced costs."""
 
 from collections.abc import Callable
 
@@ -6,25 +6,34 @@ import numpy as np
 from msgspec import Struct
 
 from realgraph.planner.plan.problem import SearchProblem
-from realgraph.planner.solve.bound import Prices, Rows, ascend, conditioned, first_prices, priced, rows_of, worth
+from realgraph.planner.solve.bound import (
+    BoundRows,
+    Multipliers,
+    ascend,
+    conditioned,
+    cost_tables,
+    dual_bound,
+    first_multipliers,
+    rows_of,
+)
 from realgraph.planner.solve.kernels.compiled import Ints, Mask
 from realgraph.planner.solve.kernels.instance import Instance
-from realgraph.planner.solve.kernels.meshes import Costs
+from realgraph.planner.solve.kernels.meshes import ReducedCosts
 from realgraph.planner.solve.kernels.places import Tree, no_tree, tree_of
 
-STEPS = 150  # of the ascent of prices: at the root
+STEPS = 150  # of the ascent of multipliers: at the root
 LARGE = 8  # tasks: with more of them, twice as many steps, and all tasks count as long ones
 FEWER_STEPS, FEW_STEPS = 80, 12  # with one of the longest tasks on meshes of one table, and with another one
 LONGEST = 2  # tasks
-FEW = 14.0  # logarithm of a number of placements that are looked at faster than prices are found for each table
+FEW = 14.0  # logarithm of a number of placements that are looked at faster than multipliers are found for each table
 
 
 class Space(Struct, frozen=True, eq=False):
-    """Where one walk looks: the meshes left to each task, their symmetries, and prices under the limit."""
+    """Where one walk looks: the meshes left to each task, their symmetries, and reduced costs."""
 
     allowed: Mask
     tree: Tree
-    costs: Costs
+    reduced_costs: ReducedCosts
 
 
 def space_of(
@@ -32,12 +41,12 @@ def space_of(
 ) -> tuple[float, Space | None]:
     """A bound on all periods, at most the limit, and where plans within the limit may lie; None: nowhere.
 
-    look_up: called often, to end the search by an exception; None: only the prices of the whole are wanted.
+    look_up: called often, to end the search by an exception; None: only the multipliers of the whole are wanted.
     """
     rows = rows_of(instance, everywhere, limit)
     if rows is None:
         return limit, None
-    start = first_prices(rows)
+    start = first_multipliers(rows)
     few = float(np.log(everywhere.sum(axis=1)).sum()) < FEW
     best = ascend(rows, start, limit, FEW_STEPS if few else STEPS if len(rows.begin) <= LARGE else 2 * STEPS)
     if best.bound > limit:
@@ -52,8 +61,10 @@ def space_of(
     return (limit if space is None else bound), space
 
 
-def _by_table(rows: Rows, best: Prices, limit: float, look_up: Callable[[], None]) -> tuple[float, list[Prices]]:
-    """Prices for each task on meshes of each table, and what they prove: some table each task must take."""
+def _by_table(
+    rows: BoundRows, best: Multipliers, limit: float, look_up: Callable[[], None]
+) -> tuple[float, list[Multipliers]]:
+    """Multipliers for each task on meshes of each table, and what they prove: some table each task must take."""
     bound, sets, longest = best.bound, [], LONGEST if len(rows.begin) <= LARGE else len(rows.begin)
     by_work = np.argsort([-float(np.min(rows.area[rows.task == i])) for i in range(len(rows.begin))], kind="stable")
     for rank, task in enumerate(by_work.tolist()):
@@ -61,24 +72,24 @@ def _by_table(rows: Rows, best: Prices, limit: float, look_up: Callable[[], None
         tables = np.unique(rows.table[rows.task == task])
         if len(tables) > 1:
             found = [_conditioned(conditioned(rows, task, int(table)), best, limit, rank < longest) for table in tables]
-            bound = max(bound, min(prices.bound for prices in found))
+            bound = max(bound, min(one.bound for one in found))
             sets += found
     return bound, sets
 
 
-def _conditioned(rows: Rows, known: Prices, limit: float, long: bool) -> Prices:
-    """Prices for rows of which some are gone; of a long task from the better of two beginnings."""
-    start = worth(rows, known)
+def _conditioned(rows: BoundRows, known: Multipliers, limit: float, long: bool) -> Multipliers:
+    """Multipliers for rows of which some are gone; of a long task from the better of two beginnings."""
+    start = dual_bound(rows, known)
     if long:
-        start = max(first_prices(rows), start, key=lambda prices: prices.bound)
+        start = max(first_multipliers(rows), start, key=lambda one: one.bound)
     return ascend(rows, start, limit, FEWER_STEPS if long else FEW_STEPS)
 
 
 def _pruned(
-    problem: SearchProblem, instance: Instance, rows: Rows, sets: list[Prices], everywhere: Mask, limit: float
+    problem: SearchProblem, instance: Instance, rows: BoundRows, sets: list[Multipliers], everywhere: Mask, limit: float
 ) -> Space | None:
-    """The meshes whose tables no set of prices forbids; None where a task has none."""
-    found = priced(instance, rows, sets)
+    """The meshes whose tables no set of multipliers forbids; None where a task has none."""
+    found = cost_tables(instance, rows, sets)
     total = found.free.sum(axis=1) - found.spent
     excess = (total[:, None, None] - found.free[:, :, None] + found.table - limit).max(axis=0)
     allowed = everywhere.copy()
@@ -89,8 +100,8 @@ def _pruned(
     if not allowed.any(axis=1).all():
         return None
     table = np.ascontiguousarray(found.table.transpose(1, 2, 0))
-    costs = Costs(table, np.ascontiguousarray(found.free.T), found.spent, np.zeros(len(sets)))
-    return Space(allowed, tree_of(problem, allowed) or no_tree(), costs)
+    reduced_costs = ReducedCosts(table, np.ascontiguousarray(found.free.T), found.spent, np.zeros(len(sets)))
+    return Space(allowed, tree_of(problem, allowed) or no_tree(), reduced_costs)
 
 
 def shared(instance: Instance, allowed: Mask) -> Mask:

@@ -6,8 +6,8 @@ import numpy as np
 
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.problem import Limits, Move, OptionTable, Precedence, SearchProblem, SearchTask
-from realgraph.planner.solve.kernels.compiled import leanly
-from realgraph.planner.solve.kernels.dominance import columns_of, unbeaten
+from realgraph.planner.solve.kernels.compiled import fast_compile
+from realgraph.planner.solve.kernels.dominance import columns_of, nondominated
 from realgraph.planner.solve.search import Search
 
 
@@ -15,7 +15,7 @@ from realgraph.planner.solve.search import Search
 def warm() -> None:
     """Solves a problem of two tasks and a move, and prunes a table: calls all that is compiled; once per process.
 
-    All of it lies on one of two devices: no bound by prices is tight, so placements are searched as well.
+    All of it lies on one of two devices: no dual bound is tight, so placements are searched as well.
     """
     table = OptionTable(np.ones(1), np.ones(1), *(np.ones(1, np.int64) for _ in range(5)))
     tasks = (SearchTask("train", "role", True, {0: 0}), SearchTask("read", "role", False, {0: 0}))
@@ -24,6 +24,6 @@ def warm() -> None:
     moves = (Move("train", "read", 2),)
     meshes = (DeviceMesh(0, 1),)
     problem = SearchProblem(2, 2, memory, memory[:1], meshes, (table,), tasks, edges, moves, lambda *_: np.ones((1, 1)))
-    with leanly():
-        unbeaten(columns_of(table, np.zeros(1, np.int64)), 0)
+    with fast_compile():
+        nondominated(columns_of(table, np.zeros(1, np.int64)), 0)
         Search(problem, Limits()).run()

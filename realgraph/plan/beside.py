@@ -7,8 +7,8 @@ from msgspec.structs import replace
 from realgraph.graphs.errors import ConfigError
 from realgraph.plan.session import Budget, Session
 from realgraph.planner.advise.sweep import Hint, changes_tried, synchronous
-from realgraph.planner.options.constraints import wish_problems
-from realgraph.planner.options.tables import Known, Prepared, problem_of
+from realgraph.planner.options.constraints import constraint_problems
+from realgraph.planner.options.tables import Known, PreparedProblem, problem_of
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.report.content import Comparison
 from realgraph.planner.report.format import change_text, gap_text, seconds_text
@@ -18,7 +18,7 @@ from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.baselines import baselines_of
 from realgraph.planner.search.levels import best_level, levels_up_to
 from realgraph.planner.search.streams import streams
-from realgraph.planner.solve.customary import one_mesh
+from realgraph.planner.solve.heuristics import one_mesh
 
 RULE_SECONDS, RULE_GAP = 2.0, 0.002  # of the search for the best layouts under a rule
 PROVEN = 0.05  # of a gap: a larger one proves little
@@ -31,7 +31,7 @@ BESIDE_SECONDS = 12.0  # of everything beside the plan
 WITHOUT = "without pins and constraints"  # a hint that stands among the other plans
 
 
-def rules(session: Session, prepared: Prepared) -> tuple[Comparison, ...]:
+def rules(session: Session, prepared: PreparedProblem) -> tuple[Comparison, ...]:
     """Plans that people make without a search, on the same option tables."""
     if session.stop():
         return ()
@@ -58,7 +58,7 @@ def rules(session: Session, prepared: Prepared) -> tuple[Comparison, ...]:
     )
 
 
-def _devices_of(prepared: Prepared, place: int) -> str:
+def _devices_of(prepared: PreparedProblem, place: int) -> str:
     """The devices that a rule uses: layouts span no two kinds, and pins may leave less than there is."""
     request, size = prepared.request, prepared.problem.meshes[place].n_devices
     if size == request.cluster.n_devices - request.constraints.reserve:
@@ -84,7 +84,7 @@ def other_plans(session: Session, request: PlanRequest, judged: bool) -> Iterato
 
 def _searched(name: str, note: str, session: Session, request: PlanRequest) -> Comparison:
     """The least period of a request found in a short time; why there is none where none is."""
-    problems = wish_problems(request)
+    problems = constraint_problems(request)
     if problems:
         return Comparison(name, None, problems[0].text)
     prepared = problem_of(request)
@@ -112,9 +112,9 @@ def hints_of(session: Session, request: PlanRequest, plan: Plan, budget: Budget)
             continue
         if tried.hint is not None:
             found.append(tried.hint)
-        if not tried.told:
+        if not tried.conclusive:
             missing.append(tried.text)
-    return tuple(found), f"what-ifs cut short by time, not told: {', '.join(missing)}" if missing else ""
+    return tuple(found), f"what-ifs cut short by time, inconclusive: {', '.join(missing)}" if missing else ""
 
 
 def synchrony(session: Session, request: PlanRequest, plan: Plan) -> str:
@@ -148,7 +148,7 @@ def simpler(request: PlanRequest, plan: Plan, comparisons: tuple[Comparison, ...
             return ""
         return f"every call on the same devices: no other placement is more than {gap_text(plan.gap)} faster, proven"
     colocated = replace(request, constraints=replace(request.constraints, colocated=True))
-    if wish_problems(colocated):
+    if constraint_problems(colocated):
         return ""
     for other in comparisons:
         if other.name == "colocated" and other.period_seconds is not None:

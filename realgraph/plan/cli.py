@@ -46,7 +46,7 @@ RunDir = Annotated[Path | None, _read("--run", "Compare with what this run measu
 Edited = Annotated[Path | None, _read("--plan", "Judge this plan, and show the best beside it.")]
 Costs = Annotated[Path | None, _read("--costs", "Measured costs: a table, or a finished run.")]
 Lengths = Annotated[Path | None, _read("--lengths", "Lengths of responses: a file, or a finished run.")]
-Bare = Annotated[Path | None, _read("--problem", "Solve this bare problem (JSON) instead of a run.")]
+ProblemFile = Annotated[Path | None, _read("--problem", "Solve this planning problem (JSON) instead of a run.")]
 Devices = Annotated[str | None, _searched("--devices", "Plan for each of these cluster sizes.", "8..1024")]
 Target = Annotated[
     float | None, _searched("--target", "With --devices: the cheapest size for this period.", "SECONDS", 0)
@@ -75,7 +75,7 @@ def plan(
     edited: Edited = None,
     costs: Costs = None,
     lengths: Lengths = None,
-    problem: Bare = None,
+    problem: ProblemFile = None,
     devices: Devices = None,
     target: Target = None,
     robust: Robust = False,
@@ -114,7 +114,7 @@ def plan(
 
 
 def _dispatch(file: Path | None, overrides: list[str], problem: Path | None, options: "PlanOptions") -> None:
-    """One of: the difference of two plans, a bare problem, a run."""
+    """One of: the difference of two plans, a planning problem, a run."""
     if file is not None and file == Path("diff") and not file.is_file():
         from realgraph.plan.diff import diff_command
         from realgraph.plan.options import refuse_others

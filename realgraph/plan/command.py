@@ -9,17 +9,17 @@ from msgspec.structs import replace
 from realgraph.plan.beside import BESIDE_SECONDS, cut_short, hints_of, other_plans, rules, simpler, synchrony
 from realgraph.plan.explain import explained, refuse_free
 from realgraph.plan.lengths import read_lengths
-from realgraph.plan.options import PlanOptions, refuse_clashes, sizes_of
+from realgraph.plan.options import PlanOptions, refuse_conflicts, sizes_of
 from realgraph.plan.session import Budget, Session, session
 from realgraph.plan.sweep import sweep_json, swept, unreached
 from realgraph.plan.view.facts import doubts_of, facts_of, fresher
 from realgraph.plan.view.measured import measured_calls, read_run
 from realgraph.plan.view.table import beside_parts, explain_parts, plan_parts
 from realgraph.planner.advise.robust import robust
-from realgraph.planner.options.tables import Prepared, problem_of
+from realgraph.planner.options.tables import PreparedProblem, problem_of
 from realgraph.planner.plan.codec import plan_to_json
 from realgraph.planner.plan.plan import Plan
-from realgraph.planner.report.content import Findings, Measured, Report, Size, report_of
+from realgraph.planner.report.content import Findings, MeasuredSeconds, PlannedSize, Report, report_of
 from realgraph.planner.report.html import page
 from realgraph.planner.report.price import price_of
 from realgraph.planner.report.text import cheapest
@@ -40,14 +40,14 @@ class Made(Struct, frozen=True):
 
     request: PlanRequest
     plan: Plan
-    prepared: Prepared | None = None
+    prepared: PreparedProblem | None = None
     notes: tuple[str, ...] = ()
-    sizes: tuple[Size, ...] = ()
+    sizes: tuple[PlannedSize, ...] = ()
 
 
 def plan_command(file: Path, overrides: Sequence[str] = (), options: PlanOptions = PlanOptions()) -> Plan:
     """Plan the run in `file` and show the plan as the options ask. Raises ConfigError with every problem."""
-    refuse_clashes(options)
+    refuse_conflicts(options)
     for file_out in (options.out, options.html, options.trace):
         refuse_unwritable(file_out)
     checked = check_run(file, overrides, weights=False)
@@ -159,7 +159,7 @@ def _explain(report: Report, made: Made, options: PlanOptions) -> None:
         out.print(part)
 
 
-def _report(checked: Checked, made: Made, options: PlanOptions, measured: tuple[Measured, ...] = ()) -> Report:
+def _report(checked: Checked, made: Made, options: PlanOptions, measured: tuple[MeasuredSeconds, ...] = ()) -> Report:
     findings = Findings(
         doubts=tuple(doubts_of(checked, made.request, made.plan)),
         notes=(*made.notes, *fresher(made.request, made.plan)),

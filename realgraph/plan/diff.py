@@ -9,12 +9,12 @@ from realgraph.graphs.errors import ConfigError, Problem, Where, reason
 from realgraph.graphs.yaml.files import read_text
 from realgraph.planner.plan.codec import plan_from_json
 from realgraph.planner.plan.plan import Plan
-from realgraph.planner.report.diff import Change, diff
+from realgraph.planner.report.diff import PlanChange, diff
 from realgraph.screen.output import say_json
 from realgraph.screen.terminal import wide_terminal
 
 
-def diff_command(before: Path, after: Path, json_out: bool = False) -> tuple[Change, ...]:
+def diff_command(before: Path, after: Path, json_out: bool = False) -> tuple[PlanChange, ...]:
     """Print every change as a table or JSON. Raises ConfigError where a file is no plan."""
     changes = diff(_read(before), _read(after))
     if json_out:
@@ -27,7 +27,7 @@ def diff_command(before: Path, after: Path, json_out: bool = False) -> tuple[Cha
     return changes
 
 
-def table(changes: tuple[Change, ...], before: str, after: str) -> Table:
+def table(changes: tuple[PlanChange, ...], before: str, after: str) -> Table:
     """A row per change, the calls' names once each."""
     shown = Table("", "what", before, after, "change", box=None, pad_edge=False, header_style="bold")
     last = None

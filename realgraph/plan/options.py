@@ -43,7 +43,7 @@ NAMES = {
     "edited": "plan",
     "run_dir": "run",
 }  # options that are called otherwise on the command line
-CLASHES = (("edited", "robust"), ("edited", "devices"), ("robust", "devices"))
+EXCLUSIVE = (("edited", "robust"), ("edited", "devices"), ("robust", "devices"))
 
 
 def refuse_others(options: PlanOptions, known: Collection[str], what: str) -> None:
@@ -59,10 +59,10 @@ def _given(options: PlanOptions) -> list[str]:
     return [name for name in PlanOptions.__struct_fields__ if getattr(options, name) != getattr(plain, name)]
 
 
-def refuse_clashes(options: PlanOptions) -> None:
+def refuse_conflicts(options: PlanOptions) -> None:
     """Raise ConfigError for two options of which only one would be heard, and for a target without sizes."""
     given = _given(options)
-    for one, other in CLASHES:
+    for one, other in EXCLUSIVE:
         if one in given and other in given:
             text = f"{_flag(one)} and {_flag(other)} say two things: {MEANS[one]}, and {MEANS[other]}"
             raise _error(text, f"give {_flag(one)} or {_flag(other)}", _flag(other))

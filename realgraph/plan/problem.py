@@ -1,4 +1,4 @@
-"""`realgraph plan --problem FILE`: the bare search on a problem given as data."""
+"""`realgraph plan --problem FILE`: the search on a planning problem given as data."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +15,9 @@ from realgraph.plan.view.gantt import gantt
 from realgraph.plan.view.table import titled
 from realgraph.planner.feasibility.shortage import shortage
 from realgraph.planner.plan.problem import Limits, Solution, Unsolved, move_name
-from realgraph.planner.problem_file.codec import Answer, FileProblem, answer_of, read_problem, solution_json
+from realgraph.planner.problem_file.codec import FileProblem, ProblemAnswer, answer_of, read_problem, solution_json
 from realgraph.planner.report.format import devices_text, gap_text, percent_text, seconds_text
-from realgraph.planner.report.schedule import Kind, Task, timeline
+from realgraph.planner.report.schedule import DrawnTask, Kind, timeline
 from realgraph.planner.report.text import STOPPED
 from realgraph.planner.solve.solver import orders, solve
 from realgraph.screen.files import refuse_unwritable, write
@@ -51,18 +51,18 @@ def problem_command(file: Path, options: PlanOptions) -> Solution:
         raise _unsolved(read, found, file, interrupted)
     if not options.json_out:
         answer = answer_of(read, found, turns)
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, ProblemAnswer)
         show(read, answer, found, wide_terminal())
     return found
 
 
-def show(read: FileProblem, answer: Answer, found: Solution, out: Terminal) -> None:
+def show(read: FileProblem, answer: ProblemAnswer, found: Solution, out: Terminal) -> None:
     """Period and bound, the choices, and two periods."""
     for part in _parts(read, answer, found):
         out.print(part)
 
 
-def _parts(read: FileProblem, answer: Answer, found: Solution) -> Iterator[RenderableType]:
+def _parts(read: FileProblem, answer: ProblemAnswer, found: Solution) -> Iterator[RenderableType]:
     problem = read.problem
     size = f"{len(problem.tasks)} calls, {problem.devices:,} devices"
     yield Text.assemble((f"{answer.name or 'problem'}: ", "bold"), size)
@@ -76,7 +76,7 @@ def _parts(read: FileProblem, answer: Answer, found: Solution) -> Iterator[Rende
         yield Text.assemble(("\ncritical circuit ", "bold"), " -> ".join((*found.critical, found.critical[0])))
 
 
-def _choices(answer: Answer) -> Table:
+def _choices(answer: ProblemAnswer) -> Table:
     table = titled("choices")
     for name in ("call", "option", "devices", "dp/tp/pp", "seconds", "share", "note"):
         table.add_column(name, justify="right" if name in ("option", "seconds", "share") else "left")
@@ -94,9 +94,9 @@ def _choices(answer: Answer) -> Table:
     return table
 
 
-def _tasks(read: FileProblem, answer: Answer) -> tuple[Task, ...]:
+def _tasks(read: FileProblem, answer: ProblemAnswer) -> tuple[DrawnTask, ...]:
     """Calls and reallocations with what they hold. A file does not say what generates: that counts as inference."""
-    tasks: list[Task] = []
+    tasks: list[DrawnTask] = []
     devices = {name: range(choice.mesh[0], sum(choice.mesh)) for name, choice in answer.choices.items()}
     sources = {move.target: move.source for move in read.problem.moves}
     for task in read.problem.tasks:
@@ -104,10 +104,10 @@ def _tasks(read: FileProblem, answer: Answer) -> tuple[Task, ...]:
         if moved in answer.starts:
             both = frozenset(devices[task.name]) | frozenset(devices[sources[task.name]])
             seconds = answer.reallocation_seconds[task.name]
-            tasks.append(Task(moved, "reallocate", seconds, answer.starts[moved], both))
+            tasks.append(DrawnTask(moved, "reallocate", seconds, answer.starts[moved], both))
         seconds = answer.choices[task.name].seconds
         kind: Kind = "train" if task.trains else "inference"
-        tasks.append(Task(task.name, kind, seconds, answer.starts[task.name], frozenset(devices[task.name])))
+        tasks.append(DrawnTask(task.name, kind, seconds, answer.starts[task.name], frozenset(devices[task.name])))
     return tuple(tasks)
 
 

@@ -10,7 +10,7 @@ from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.plan.session import Session
 from realgraph.planner.advise.sweep import resize
 from realgraph.planner.plan.plan import Plan
-from realgraph.planner.report.content import Size
+from realgraph.planner.report.content import PlannedSize
 from realgraph.planner.report.format import seconds_text
 from realgraph.planner.report.text import cheapest
 from realgraph.planner.request.request import PlanRequest
@@ -23,7 +23,7 @@ class Swept(Struct, frozen=True):
     """Every size with its period, and the plan that is shown: of the cheapest that reaches the target, else of the
     run's own size where that was asked for, else of the largest that has a plan."""
 
-    sizes: tuple[Size, ...]
+    sizes: tuple[PlannedSize, ...]
     request: PlanRequest
     plan: Plan
 
@@ -36,7 +36,7 @@ class Unreached(ConfigError):
 
 def swept(session: Session, request: PlanRequest, sizes: Sequence[int], target: float | None) -> Swept:
     """A plan for each size. Ctrl-C leaves out sizes that are not begun. Raises Unreached where no size has a plan."""
-    found: list[Size] = []
+    found: list[PlannedSize] = []
     plans: dict[int, tuple[PlanRequest, Plan]] = {}
     for size in sizes:
         if session.stop() and plans:
@@ -46,10 +46,10 @@ def swept(session: Session, request: PlanRequest, sizes: Sequence[int], target: 
         try:
             plan = search(resized, session.quick(SIZE_SECONDS, session.limits.gap))
         except ConfigError as error:
-            found.append(Size(size, None, 0.0, error.problems[0].text))
+            found.append(PlannedSize(size, None, 0.0, error.problems[0].text))
             continue
         plans[size] = (resized, plan)
-        found.append(Size(size, plan.period_seconds, plan.lower_bound_seconds))
+        found.append(PlannedSize(size, plan.period_seconds, plan.lower_bound_seconds))
     if not plans:
         problems = [Problem(Where("command line", path="--devices"), f"{s.devices} devices: {s.note}") for s in found]
         raise Unreached(problems)
@@ -58,14 +58,14 @@ def swept(session: Session, request: PlanRequest, sizes: Sequence[int], target: 
     return Swept(tuple(found), *plans[chosen])
 
 
-def sweep_json(sizes: Sequence[Size], target: float | None) -> str:
+def sweep_json(sizes: Sequence[PlannedSize], target: float | None) -> str:
     """The curve as JSON: `sizes`, and the fewest devices that reach the target where one was given."""
     reached = cheapest(sizes, target)
     document = {"sizes": sizes, "target_seconds": target, "cheapest": reached.devices if reached else None}
     return msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
 
 
-def unreached(sizes: Sequence[Size], target: float) -> Unreached:
+def unreached(sizes: Sequence[PlannedSize], target: float) -> Unreached:
     """The error where no size is fast enough."""
     fastest = min((size for size in sizes if size.period_seconds), key=lambda size: size.period_seconds or 0.0)
     assert fastest.period_seconds is not None

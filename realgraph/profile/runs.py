@@ -26,8 +26,9 @@ from realgraph.planner.costs.memory.memory import DType
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.devices import Costs
-from realgraph.planner.options.calls import Candidate, setting_seconds
+from realgraph.planner.options.calls import setting_seconds
 from realgraph.planner.options.holdings import candidate_of
+from realgraph.planner.plan.option import CallOption
 from realgraph.planner.request.request import PlanRequest
 from realgraph.run.costs_record import steady, with_lengths
 from realgraph.run.running import PreparedRun, prepare
@@ -139,7 +140,7 @@ def _points(run: ShortRun) -> Iterator[Point]:
         unfitted = Setting(request.model(name), request.role(name), allocation.layout, request.cluster)
         chosen = candidate_of(request, plan.allocations, name)
 
-        def predict(costs: Costs, name: str = name, unfitted: Setting = unfitted, chosen: Candidate = chosen) -> float:
+        def predict(costs: Costs, name: str = name, unfitted: Setting = unfitted, chosen: CallOption = chosen) -> float:
             return setting_seconds(request, name, replace(unfitted, factors=costs), chosen)
 
         yield Point(predict, run.least_seconds(name), math.hypot(FORMULA_ERROR, run.spread(name)))

@@ -20,7 +20,7 @@ from realgraph.planner.costs.lengths import quantiles
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.options.calls import setting_seconds
 from realgraph.planner.options.holdings import candidate_of
-from realgraph.planner.options.pricing import phase_of
+from realgraph.planner.options.pricing import MEASURED, phase_of
 from realgraph.planner.plan.events import reallocation_node
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.request.cost_table import CostTable, MeasuredCall, Phase, PhaseFactor, costs_to_json, load_costs
@@ -194,7 +194,7 @@ def _entry(planned: Planned, name: str, phase: Phase, seconds: Sequence[float], 
         "model": model,
         "workload": workload,
         "devices": allocation.layout.mesh.n_devices,
-        **allocation.settings,
+        **{name: value for name, value in allocation.settings.items() if name in MEASURED},
         "seconds": median,
         "predicted_seconds": predicted,
         "error": deviation / median if median > 0 else 0.0,

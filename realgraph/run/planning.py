@@ -170,7 +170,7 @@ def plan_for(checked: Checked, request: PlanRequest) -> Plan:
         return search(request)
     except Infeasible as error:
         problems = [_placed(checked, problem) for problem in error.problems]
-        raise Infeasible(problems, error.clash, error.changes) from None
+        raise Infeasible(problems, error.conflict, error.changes) from None
     except ConfigError as error:
         raise ConfigError(_placed(checked, problem) for problem in error.problems) from None
 

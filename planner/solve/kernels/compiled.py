@@ -16,6 +16,7 @@ Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 F = TypeVar("F", bound=Callable[..., object])
+Kept = dict[object, str]  # numba's index of one function: signatures and files of machine code
 
 ZERO, ONE = cast(int, np.int64(0)), cast(int, np.int64(1))  # literals would be compiled for by themselves
 NONE = -1e18  # seconds of a longest path where there is no path
@@ -38,11 +39,25 @@ def _compile(function: F, options: dict[str, object]) -> F:
         function
     )
     made._cache._cache_file._source_stamp = _STAMP
+    made._cache._cache_file._load_index = _or_nothing(made._cache._cache_file._load_index)
     return cast(F, made)
 
 
+def _or_nothing(load_index: Callable[[], Kept]) -> Callable[[], Kept]:
+    """numba reads all of an index before it compares the stamp: an old one may name tuples that have another name now,
+    and keeps nothing of use then."""
+
+    def load() -> Kept:
+        try:
+            return load_index()
+        except (AttributeError, ImportError):
+            return {}
+
+    return load
+
+
 @contextmanager
-def leanly() -> Iterator[None]:
+def fast_compile() -> Iterator[None]:
     """What is compiled inside takes a third less time to compile, and runs a twelfth slower: for vectors there is no
     use in loops over a few tasks."""
     settings: Any = config

@@ -52,7 +52,7 @@ def columns_of(
 
 
 @entry
-def unbeaten(rows: Columns, blind: int) -> Ints:
+def nondominated(rows: Columns, blind: int) -> Ints:
     """Places of the rows that are kept. blind: 1 where rows of different layouts may replace each other freely."""
     n = len(rows.seconds)
     kept, count = np.empty(n, np.int64), 0

@@ -7,7 +7,7 @@ import numpy as np
 
 from realgraph.planner.plan.problem import OptionTable, SearchProblem
 from realgraph.planner.solve.kernels.compiled import Floats, Ints
-from realgraph.planner.solve.kernels.dominance import columns_of, unbeaten
+from realgraph.planner.solve.kernels.dominance import columns_of, nondominated
 
 UNBOUND = 1 << 20  # steps between two tasks that no path connects
 
@@ -32,7 +32,7 @@ class Instance(NamedTuple):
     frozen: Ints  # 1: no task trains its role
     arc_source: Ints  # [precedences and moves]
     arc_target: Ints
-    arc_tokens: Ints
+    arc_distance: Ints
     arc_delay: Floats
     arc_move: Ints  # -1, or the number of the move that may lie between
     exclusive: Ints  # [tasks, tasks]: 1: no schedule lets the two overlap
@@ -63,7 +63,7 @@ def instance_of(problem: SearchProblem) -> Instance:
     arcs += [(move.source, move.target, move.distance, 0.0, m) for m, move in enumerate(problem.moves)]
     source = np.array([names.index(arc[0]) for arc in arcs], np.int64)
     target = np.array([names.index(arc[1]) for arc in arcs], np.int64)
-    tokens = np.array([arc[2] for arc in arcs], np.int64)
+    distance = np.array([arc[2] for arc in arcs], np.int64)
     return Instance(
         first=np.array([mesh.first for mesh in problem.meshes], np.int64),
         size=np.array([mesh.n_devices for mesh in problem.meshes], np.int64),
@@ -82,10 +82,10 @@ def instance_of(problem: SearchProblem) -> Instance:
         frozen=np.array([task.role not in trained for task in problem.tasks], np.int64),
         arc_source=source,
         arc_target=target,
-        arc_tokens=tokens,
+        arc_distance=distance,
         arc_delay=np.array([arc[3] for arc in arcs], np.float64),
         arc_move=np.array([arc[4] for arc in arcs], np.int64),
-        exclusive=_exclusive(len(names), source, target, tokens),
+        exclusive=_exclusive(len(names), source, target, distance),
         leader=_leaders(problem, layout=False),
         tied=_leaders(problem, layout=True),
         alike=_alike(problem),
@@ -124,8 +124,8 @@ def _layout_blind(problem: SearchProblem) -> list[bool]:
 def _kept_rows(problem: SearchProblem) -> list[Ints]:
     """Of each table the options that may be needed: all where moves of weights tell equal layouts apart."""
     moved = {name for move in problem.moves for name in (move.source, move.target)}
-    told = {table for task in problem.tasks if task.name in moved for table in task.tables.values()}
-    whole = set() if problem.moves_by_layout else told
+    distinguished = {table for task in problem.tasks if task.name in moved for table in task.tables.values()}
+    whole = set() if problem.moves_by_layout else distinguished
     return [
         _fastest_first(table) if i in whole else _kept(table, blind)
         for i, (table, blind) in enumerate(zip(problem.tables, _layout_blind(problem), strict=True))
@@ -139,13 +139,13 @@ def _fastest_first(table: OptionTable) -> Ints:
 def _kept(table: OptionTable, blind: bool) -> Ints:
     """The options that no other is at least as good as in everything, the fastest first."""
     order = _fastest_first(table)
-    return order[unbeaten(columns_of(table, order), int(blind))]
+    return order[nondominated(columns_of(table, order), int(blind))]
 
 
-def _exclusive(n: int, source: Ints, target: Ints, tokens: Ints) -> Ints:
-    """Tasks on a circuit of one token: each waits for the other, in this step or the next, in every schedule."""
+def _exclusive(n: int, source: Ints, target: Ints, distances: Ints) -> Ints:
+    """Tasks on a circuit of distance 1: each waits for the other, in this step or the next, in every schedule."""
     steps = np.full((n, n), UNBOUND, np.int64)
-    for i, j, distance in zip(source, target, tokens, strict=True):
+    for i, j, distance in zip(source, target, distances, strict=True):
         steps[i, j] = min(steps[i, j], distance)
     for via in range(n):
         np.minimum(steps, steps[:, via, None] + steps[None, via, :], out=steps)

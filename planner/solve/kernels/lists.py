@@ -6,12 +6,12 @@ import numpy as np
 
 from realgraph.planner.solve.kernels.compiled import NONE, ZERO, Floats, Ints, compiled
 from realgraph.planner.solve.kernels.instance import Instance
-from realgraph.planner.solve.kernels.memory import Needs, at_home, least, memory_fits
+from realgraph.planner.solve.kernels.memory import MemoryNeeds, in_place, least, memory_fits
 from realgraph.planner.solve.kernels.period import Net, add_arc, add_pair, clear, feasible
 
 SCHEDULES = 5_000  # nodes of one search for integers k where it decides
 GLANCE = 200  # and where it only saves work: proofs that take longer cost more than they cut off
-ASCENT = 12  # steps towards the best price of a device's memory
+ASCENT = 12  # steps towards the best multipliers of a device's memory
 
 
 class Lists(NamedTuple):
@@ -22,7 +22,7 @@ class Lists(NamedTuple):
     fastest: Floats  # [tasks]: least seconds of a task without a mesh
     soonest: Floats  # [tasks]: and its least latency
     moved: Floats  # [precedences and moves]: least seconds of a move, 0 where none may be needed
-    price: Floats  # [tasks]: scratch, seconds per byte, each for the moment when the task runs
+    multiplier: Floats  # [tasks]: scratch, seconds per byte, each for the moment when the task runs
     cheapest: Ints  # [tasks]: scratch, an option
 
 
@@ -33,13 +33,13 @@ def new_lists(tasks: int, options: int, arcs: int) -> Lists:
         fastest=np.zeros(tasks),
         soonest=np.zeros(tasks),
         moved=np.zeros(arcs),
-        price=np.zeros(tasks),
+        multiplier=np.zeros(tasks),
         cheapest=np.zeros(tasks, np.int64),
     )
 
 
 @compiled
-def fill(instance: Instance, needs: Needs, lists: Lists, limit: float) -> None:
+def fill(instance: Instance, needs: MemoryNeeds, lists: Lists, limit: float) -> None:
     """All options within the limit."""
     for i in range(len(instance.role)):
         lists.left[i] = 0
@@ -53,17 +53,17 @@ def fill(instance: Instance, needs: Needs, lists: Lists, limit: float) -> None:
 
 
 @compiled
-def filter_memory(instance: Instance, needs: Needs, lists: Lists) -> bool:
+def filter_memory(instance: Instance, needs: MemoryNeeds, lists: Lists) -> bool:
     """Drops options that don't fit beside the least of the others; false where a task has none left."""
     if not fits(instance, needs, lists):
         return False
     for i in range(len(instance.role)):
         if needs.mesh[i] < 0 or needs.option[i] >= 0:
             continue
-        home, kept = at_home(instance, needs, i), ZERO
+        shares, kept = in_place(instance, needs, i), ZERO
         for c in range(lists.left[i]):
             o = lists.options[i, c]
-            active = instance.active[o] - (instance.shared[o] if home > 0 else 0)
+            active = instance.active[o] - (instance.shared[o] if shares > 0 else 0)
             resident = instance.resident[o]
             if resident + active <= needs.room[i] and resident <= needs.resident_room[i]:
                 lists.options[i, kept] = o
@@ -75,18 +75,18 @@ def filter_memory(instance: Instance, needs: Needs, lists: Lists) -> bool:
 
 
 @compiled
-def fits(instance: Instance, needs: Needs, lists: Lists) -> bool:
+def fits(instance: Instance, needs: MemoryNeeds, lists: Lists) -> bool:
     """Whether what is chosen fits beside the least that the others need."""
     for i in range(len(instance.role)):
         if needs.mesh[i] < 0:
             continue
-        home = at_home(instance, needs, i)
+        shares = in_place(instance, needs, i)
         resident = active = host = 1 << 62
         count = 1 if needs.option[i] >= 0 else lists.left[i]
         for c in range(count):
             o = needs.option[i] if needs.option[i] >= 0 else lists.options[i, c]
             resident = min(resident, instance.resident[o])
-            active = min(active, instance.active[o] - (instance.shared[o] if home > 0 else 0))
+            active = min(active, instance.active[o] - (instance.shared[o] if shares > 0 else 0))
             host = min(host, instance.host[o])
         if count == 0:
             return False
@@ -99,7 +99,7 @@ def fits(instance: Instance, needs: Needs, lists: Lists) -> bool:
 
 @compiled
 def in_time(
-    instance: Instance, needs: Needs, lists: Lists, net: Net, limit: float, thorough: int, schedules: int
+    instance: Instance, needs: MemoryNeeds, lists: Lists, net: Net, limit: float, thorough: int, schedules: int
 ) -> int:
     """0: no period within the limit, even with the fastest of what is left; 1: there is one; -1: perhaps.
 
@@ -119,15 +119,15 @@ def in_time(
         for a in range(len(instance.arc_source)):
             if instance.arc_source[a] != i:
                 continue
-            target, tokens = int(instance.arc_target[a]), int(instance.arc_tokens[a])
+            target, distance = int(instance.arc_target[a]), int(instance.arc_distance[a])
             if instance.arc_move[a] < 0 or lists.moved[a] <= 0.0:
-                add_arc(net, i, target, latency + instance.arc_delay[a], tokens)
+                add_arc(net, i, target, latency + instance.arc_delay[a], distance)
             else:
                 node = int(net.size[0])
                 net.size[0] = node + 1
                 net.seconds[node] = lists.moved[a]
                 net.k[node, node] = a
-                add_arc(net, i, node, latency, tokens)
+                add_arc(net, i, node, latency, distance)
                 add_arc(net, node, target, lists.moved[a], ZERO)
     _add_pairs(instance, needs, net)
     verdict = feasible(net, limit, schedules)
@@ -137,7 +137,7 @@ def in_time(
 
 
 @compiled
-def _add_pairs(instance: Instance, needs: Needs, net: Net) -> None:
+def _add_pairs(instance: Instance, needs: MemoryNeeds, net: Net) -> None:
     """Pairs of nodes that share a device, but for those that no schedule lets overlap. A move holds both its meshes."""
     n = len(needs.mesh)
     for j in range(net.size[0]):
@@ -163,7 +163,7 @@ def _add_pairs(instance: Instance, needs: Needs, net: Net) -> None:
 
 
 @compiled
-def _overlap(instance: Instance, needs: Needs, one: int, two: int) -> bool:
+def _overlap(instance: Instance, needs: MemoryNeeds, one: int, two: int) -> bool:
     a, b = needs.mesh[one], needs.mesh[two]
     if a < 0 or b < 0:
         return False
@@ -177,12 +177,12 @@ def _overlap(instance: Instance, needs: Needs, one: int, two: int) -> bool:
 
 
 @compiled
-def _crowded(instance: Instance, needs: Needs, lists: Lists, net: Net, limit: float) -> bool:
+def _crowded(instance: Instance, needs: MemoryNeeds, lists: Lists, net: Net, limit: float) -> bool:
     """Whether some device has too little memory for options that are fast enough.
 
-    Tasks on one device run one after the other. With prices p_j >= 0 of its memory M at the moment of task j,
+    Tasks on one device run one after the other. With multipliers p_j >= 0 of its memory M at the moment of task j,
         T >= sum over tasks of min over options (t + r sum(p) + a p_i) - M sum(p) + what else never overlaps them,
-    for r resident and a active bytes. Prices come from a few steps of subgradient ascent with Polyak's step length.
+    for r resident and a active bytes. Multipliers come from a few steps of subgradient ascent with Polyak's length.
     """
     n = len(instance.role)
     for i in range(n):
@@ -198,16 +198,16 @@ def _crowded(instance: Instance, needs: Needs, lists: Lists, net: Net, limit: fl
 
 
 @compiled
-def _device_crowded(instance: Instance, needs: Needs, lists: Lists, net: Net, limit: float, device: int) -> bool:
+def _device_crowded(instance: Instance, needs: MemoryNeeds, lists: Lists, net: Net, limit: float, device: int) -> bool:
     n = len(instance.role)
     memory = float(least(instance.memory, device, device + 1))
     rest = _beside(instance, needs, net, device)
     for j in range(n):
-        lists.price[j] = 0.0
+        lists.multiplier[j] = 0.0
     for _ in range(ASCENT):
         total, resident, bound = 0.0, 0.0, rest
         for j in range(n):
-            total += lists.price[j]
+            total += lists.multiplier[j]
         bound -= total * memory
         for j in range(n):
             if not _on(instance, needs, j, device):
@@ -223,7 +223,7 @@ def _device_crowded(instance: Instance, needs: Needs, lists: Lists, net: Net, li
             if _on(instance, needs, j, device):
                 excess = (resident + _active(instance, needs, j, lists.cheapest[j])) / memory - 1
                 over |= excess > 0
-                if excess > 0 or lists.price[j] > 0:
+                if excess > 0 or lists.multiplier[j] > 0:
                     norm += excess * excess
         if not over or norm <= 1e-12:
             return False
@@ -231,18 +231,18 @@ def _device_crowded(instance: Instance, needs: Needs, lists: Lists, net: Net, li
         for j in range(n):
             if _on(instance, needs, j, device):
                 excess = (resident + _active(instance, needs, j, lists.cheapest[j])) / memory - 1
-                lists.price[j] = max(0.0, lists.price[j] + length * excess / memory)
+                lists.multiplier[j] = max(0.0, lists.multiplier[j] + length * excess / memory)
     return False
 
 
 @compiled
-def _on(instance: Instance, needs: Needs, task: int, device: int) -> bool:
+def _on(instance: Instance, needs: MemoryNeeds, task: int, device: int) -> bool:
     mesh = needs.mesh[task]
     return bool(mesh >= 0 and instance.first[mesh] <= device < instance.first[mesh] + instance.size[mesh])
 
 
 @compiled
-def _beside(instance: Instance, needs: Needs, net: Net, device: int) -> float:
+def _beside(instance: Instance, needs: MemoryNeeds, net: Net, device: int) -> float:
     """Least seconds of a period in which none of the device's tasks runs.
 
     In them run all moves that hold the device, one after the other; or a task elsewhere that overlaps none of the
@@ -265,7 +265,7 @@ def _beside(instance: Instance, needs: Needs, net: Net, device: int) -> float:
 
 
 @compiled
-def _holds(instance: Instance, needs: Needs, net: Net, device: int, move: int) -> bool:
+def _holds(instance: Instance, needs: MemoryNeeds, net: Net, device: int, move: int) -> bool:
     """Whether the node, a move, holds the device."""
     arc = net.k[move, move]
     source, target = int(instance.arc_source[arc]), int(instance.arc_target[arc])
@@ -273,7 +273,7 @@ def _holds(instance: Instance, needs: Needs, net: Net, device: int, move: int) -
 
 
 @compiled
-def _apart_from_all(instance: Instance, needs: Needs, net: Net, device: int, task: int) -> bool:
+def _apart_from_all(instance: Instance, needs: MemoryNeeds, net: Net, device: int, task: int) -> bool:
     """Whether the task never runs beside any task of the device."""
     apart = True
     for j in range(len(needs.mesh)):
@@ -282,26 +282,26 @@ def _apart_from_all(instance: Instance, needs: Needs, net: Net, device: int, tas
 
 
 @compiled
-def _cheapest(instance: Instance, needs: Needs, lists: Lists, task: int, total: float) -> tuple[int, float]:
-    """The option of least seconds and priced bytes, and what it costs. total: the sum of all prices."""
-    home, copies = at_home(instance, needs, task), _copies(instance, needs, task)
+def _cheapest(instance: Instance, needs: MemoryNeeds, lists: Lists, task: int, total: float) -> tuple[int, float]:
+    """The option of least reduced cost, and that cost. total: the sum of all multipliers."""
+    shares, copies = in_place(instance, needs, task), _copies(instance, needs, task)
     cheapest, cost = ZERO - 1, -NONE
     for c in range(1 if needs.option[task] >= 0 else lists.left[task]):
         o = needs.option[task] if needs.option[task] >= 0 else lists.options[task, c]
-        active = instance.active[o] - (instance.shared[o] if home > 0 else 0)
-        own = instance.seconds[o] + total * instance.resident[o] / copies + lists.price[task] * active
+        active = instance.active[o] - (instance.shared[o] if shares > 0 else 0)
+        own = instance.seconds[o] + total * instance.resident[o] / copies + lists.multiplier[task] * active
         if own < cost:
             cheapest, cost = o, own
     return cheapest, cost
 
 
 @compiled
-def _active(instance: Instance, needs: Needs, task: int, option: int) -> int:
-    return int(instance.active[option]) - (instance.shared[option] if at_home(instance, needs, task) > 0 else 0)
+def _active(instance: Instance, needs: MemoryNeeds, task: int, option: int) -> int:
+    return int(instance.active[option]) - (instance.shared[option] if in_place(instance, needs, task) > 0 else 0)
 
 
 @compiled
-def _copies(instance: Instance, needs: Needs, task: int) -> int:
+def _copies(instance: Instance, needs: MemoryNeeds, task: int) -> int:
     """How many tasks may share the copy that the task keeps: each counts with its part."""
     if instance.frozen[task] == 0:
         return 1

@@ -14,7 +14,7 @@ from realgraph.planner.solve.kernels.instance import Instance
 MOST = 1 << 62
 
 
-class Needs(NamedTuple):
+class MemoryNeeds(NamedTuple):
     """What each task needs on each of its devices: bytes of its option, or the least of those that are left to it."""
 
     mesh: Ints  # [tasks]: -1 where it has no place yet
@@ -27,8 +27,8 @@ class Needs(NamedTuple):
     breaks: Ints  # [2 tasks + 1]: scratch
 
 
-def new_needs(tasks: int) -> Needs:
-    return Needs(
+def new_needs(tasks: int) -> MemoryNeeds:
+    return MemoryNeeds(
         mesh=np.full(tasks, -1, np.int64),
         option=np.full(tasks, -1, np.int64),
         resident=np.zeros(tasks, np.int64),
@@ -41,7 +41,7 @@ def new_needs(tasks: int) -> Needs:
 
 
 @compiled
-def at_home(instance: Instance, needs: Needs, task: int) -> int:
+def in_place(instance: Instance, needs: MemoryNeeds, task: int) -> int:
     """Whether the task's role is trained on its mesh: 2 surely under its layout, 1 perhaps, 0 no."""
     if instance.trains[task] == 1 or instance.frozen[task] == 1:
         return 0
@@ -69,7 +69,7 @@ def least(values: Ints, first: int, end: int) -> int:
 
 
 @compiled
-def _same_copy(instance: Instance, needs: Needs, one: int, two: int) -> bool:
+def _same_copy(instance: Instance, needs: MemoryNeeds, one: int, two: int) -> bool:
     """Whether two calls of a frozen role may keep one copy."""
     if instance.frozen[one] == 0 or instance.role[one] != instance.role[two] or needs.mesh[one] != needs.mesh[two]:
         return False
@@ -79,7 +79,7 @@ def _same_copy(instance: Instance, needs: Needs, one: int, two: int) -> bool:
 
 
 @compiled
-def _counted(instance: Instance, needs: Needs, task: int) -> int:
+def _counted(instance: Instance, needs: MemoryNeeds, task: int) -> int:
     """The task's share of the resident bytes: all, or what the first of those that keep one copy doesn't count.
 
     Those with a chosen option count exactly; the others nothing beside one that may hold their copy.
@@ -112,7 +112,7 @@ def _sort(values: Ints, count: int) -> None:
 
 
 @compiled
-def memory_fits(instance: Instance, needs: Needs) -> bool:
+def memory_fits(instance: Instance, needs: MemoryNeeds) -> bool:
     """Whether all that has a place fits; fills `room` and `resident_room` of these tasks."""
     n = len(instance.role)
     count = ZERO
@@ -132,7 +132,7 @@ def memory_fits(instance: Instance, needs: Needs) -> bool:
 
 
 @compiled
-def _interval_fits(instance: Instance, needs: Needs, first: int, end: int) -> bool:
+def _interval_fits(instance: Instance, needs: MemoryNeeds, first: int, end: int) -> bool:
     """Of devices first to end, on all of which the same tasks lie."""
     n = len(instance.role)
     capacity = least(instance.memory, first, end)
@@ -165,7 +165,7 @@ def _interval_fits(instance: Instance, needs: Needs, first: int, end: int) -> bo
 
 
 @compiled
-def _hosts_fit(instance: Instance, needs: Needs) -> bool:
+def _hosts_fit(instance: Instance, needs: MemoryNeeds) -> bool:
     """Whether what waits in the memory of nodes fits there."""
     n = len(instance.role)
     nodes = instance.host_memory.shape[1]

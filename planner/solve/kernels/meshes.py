@@ -1,7 +1,7 @@
 """Compiled: the first level of the search, which gives every task a mesh. Depth first, resumable.
 
-A placement is cut off where no plan under it has a period below the limit: by prices (`bound`), by memory, and by
-the periodic schedule of what has a place already, every task as fast as it may still be.
+A placement is cut off where no plan under it has a period below the limit: by reduced costs (`bound`), by memory, and
+by the periodic schedule of what has a place already, every task as fast as it may still be.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import numpy as np
 from realgraph.planner.solve.kernels.compiled import ONE, ZERO, Floats, Ints, Mask, compiled, entry
 from realgraph.planner.solve.kernels.instance import Instance
 from realgraph.planner.solve.kernels.lists import GLANCE, Lists, fill, filter_memory, in_time
-from realgraph.planner.solve.kernels.memory import Needs
+from realgraph.planner.solve.kernels.memory import MemoryNeeds
 from realgraph.planner.solve.kernels.period import Net
 from realgraph.planner.solve.kernels.places import Tree, places
 
@@ -19,7 +19,7 @@ DONE, LEAF, MISSING, PAUSED = 0, 1, 2, 3
 CUT, KEPT, UNKNOWN = 0, 1, 2
 
 
-class Moves(NamedTuple):
+class MoveSeconds(NamedTuple):
     """The least seconds of a move between two meshes, by an open-addressing hash table. Keys are -1 where free."""
 
     keys: Ints
@@ -47,8 +47,8 @@ class Walk(NamedTuple):
         self.depth[0] = 0
 
 
-class Costs(NamedTuple):
-    """`bound.Priced`, for compiled code."""
+class ReducedCosts(NamedTuple):
+    """`bound.CostTables`, for compiled code."""
 
     table: Floats  # [tasks, tables, sets]
     free: Floats  # [tasks, sets]: of a task without a place
@@ -70,12 +70,12 @@ def new_walk(tasks: int, meshes: int) -> Walk:
     )
 
 
-def new_moves(size: int) -> Moves:
-    return Moves(np.full(size, -1, np.int64), np.zeros(size), np.zeros(64, np.int64))
+def new_moves(size: int) -> MoveSeconds:
+    return MoveSeconds(np.full(size, -1, np.int64), np.zeros(size), np.zeros(64, np.int64))
 
 
 @entry
-def remember(moves: Moves, key: int, seconds: float) -> None:
+def remember(moves: MoveSeconds, key: int, seconds: float) -> None:
     slot = key % len(moves.keys)
     while moves.keys[slot] >= 0 and moves.keys[slot] != key:
         slot = (slot + 1) % len(moves.keys)
@@ -84,7 +84,7 @@ def remember(moves: Moves, key: int, seconds: float) -> None:
 
 
 @compiled
-def _least_move(moves: Moves, key: int) -> float:
+def _least_move(moves: MoveSeconds, key: int) -> float:
     """-1 where it isn't known yet: the key is then among `missing`."""
     slot = key % len(moves.keys)
     while moves.keys[slot] >= 0:
@@ -103,11 +103,11 @@ def advance(
     instance: Instance,
     tree: Tree,
     allowed: Mask,
-    costs: Costs,
+    reduced_costs: ReducedCosts,
     walk: Walk,
-    needs: Needs,
+    needs: MemoryNeeds,
     lists: Lists,
-    moves: Moves,
+    moves: MoveSeconds,
     net: Net,
     limit: float,
     budget: int,
@@ -125,7 +125,7 @@ def advance(
         task = int(walk.order[depth])
         if walk.many[depth] < 0:
             walk.mesh[task] = -1
-            walk.many[depth] = _rank(instance, tree, allowed, costs, walk, task, limit)
+            walk.many[depth] = _rank(instance, tree, allowed, reduced_costs, walk, task, limit)
             walk.at[depth] = 0
         if walk.at[depth] >= walk.many[depth]:
             walk.many[depth] = -1
@@ -152,8 +152,10 @@ def advance(
 
 
 @compiled
-def _rank(instance: Instance, tree: Tree, allowed: Mask, costs: Costs, walk: Walk, task: int, limit: float) -> int:
-    """Fills walk.found with the task's places that prices allow, the most promising first, and says how many."""
+def _rank(
+    instance: Instance, tree: Tree, allowed: Mask, reduced_costs: ReducedCosts, walk: Walk, task: int, limit: float
+) -> int:
+    """Fills walk.found with the task's places that reduced costs allow, the most promising first, and says how many."""
     found = walk.found[walk.depth[0]]
     leader = instance.leader[task]
     if leader != task and walk.mesh[leader] >= 0:
@@ -162,11 +164,11 @@ def _rank(instance: Instance, tree: Tree, allowed: Mask, costs: Costs, walk: Wal
     else:
         count = places(instance, tree, allowed, task, walk.mesh, walk.places[task] == 1, found)
     kept = 0
-    _sum_others(instance, costs, walk.mesh, task)
+    _sum_others(instance, reduced_costs, walk.mesh, task)
     for c in range(count):
         if not _in_rank(instance, walk.mesh, task, int(found[c])):
             continue
-        excess = _excess(costs, task, int(instance.tables[task, found[c]]), limit)
+        excess = _excess(reduced_costs, task, int(instance.tables[task, found[c]]), limit)
         if excess <= 0:
             mesh, at = found[c], kept
             while at > 0 and walk.score[at - 1] > excess:
@@ -192,28 +194,32 @@ def _in_rank(instance: Instance, mesh: Ints, task: int, place: int) -> bool:
 
 
 @compiled
-def _sum_others(instance: Instance, costs: Costs, mesh: Ints, task: int) -> None:
-    """Of each set of prices what all tasks but this one cost."""
-    for s in range(len(costs.spent)):
-        costs.rest[s] = -costs.spent[s]
+def _sum_others(instance: Instance, reduced_costs: ReducedCosts, mesh: Ints, task: int) -> None:
+    """Of each set of multipliers what all tasks but this one cost."""
+    for s in range(len(reduced_costs.spent)):
+        reduced_costs.rest[s] = -reduced_costs.spent[s]
     for i in range(len(mesh)):
         if i == task:
             continue
-        for s in range(len(costs.spent)):
-            costs.rest[s] += costs.free[i, s] if mesh[i] < 0 else costs.table[i, instance.tables[i, mesh[i]], s]
+        for s in range(len(reduced_costs.spent)):
+            reduced_costs.rest[s] += (
+                reduced_costs.free[i, s] if mesh[i] < 0 else reduced_costs.table[i, instance.tables[i, mesh[i]], s]
+            )
 
 
 @compiled
-def _excess(costs: Costs, task: int, table: int, limit: float) -> float:
-    """By how much the bound of the most telling prices passes the limit."""
+def _excess(reduced_costs: ReducedCosts, task: int, table: int, limit: float) -> float:
+    """By how much the bound of the strongest multipliers passes the limit."""
     most = -1e300
-    for s in range(len(costs.spent)):
-        most = max(most, costs.rest[s] + costs.table[task, table, s])
+    for s in range(len(reduced_costs.spent)):
+        most = max(most, reduced_costs.rest[s] + reduced_costs.table[task, table, s])
     return most - limit * (1 + 1e-9)
 
 
 @compiled
-def judge(instance: Instance, walk: Walk, needs: Needs, lists: Lists, moves: Moves, net: Net, limit: float) -> int:
+def judge(
+    instance: Instance, walk: Walk, needs: MemoryNeeds, lists: Lists, moves: MoveSeconds, net: Net, limit: float
+) -> int:
     """Whether a plan with these places may have a period below the limit: CUT, KEPT, or UNKNOWN where a move's is."""
     for i in range(len(walk.order)):
         needs.mesh[i] = walk.mesh[i]

@@ -7,7 +7,7 @@ import numpy as np
 from realgraph.planner.solve.kernels.compiled import NONE, ONE, ZERO, Floats, Ints, compiled, entry
 from realgraph.planner.solve.kernels.instance import Instance
 from realgraph.planner.solve.kernels.lists import GLANCE, SCHEDULES, Lists, fill, filter_memory, fits, in_time
-from realgraph.planner.solve.kernels.memory import Needs
+from realgraph.planner.solve.kernels.memory import MemoryNeeds
 from realgraph.planner.solve.kernels.period import Net
 
 NONE_LEFT, FOUND, UNDECIDED, PAUSED = 0, 1, 2, 3
@@ -42,7 +42,7 @@ def new_choosing(tasks: int, arcs: int) -> Choosing:
 @entry
 def choose(
     instance: Instance,
-    needs: Needs,
+    needs: MemoryNeeds,
     lists: Lists,
     state: Choosing,
     moves: Floats,
@@ -89,7 +89,7 @@ def choose(
 
 @compiled
 def _begin(
-    instance: Instance, needs: Needs, lists: Lists, state: Choosing, moves: Floats, net: Net, limit: float
+    instance: Instance, needs: MemoryNeeds, lists: Lists, state: Choosing, moves: Floats, net: Net, limit: float
 ) -> bool:
     """Lists the options that may be within the limit; false where a task has none."""
     state.unsure[0] = 0
@@ -112,7 +112,7 @@ def _begin(
 
 
 @compiled
-def _tied(instance: Instance, needs: Needs, task: int) -> bool:
+def _tied(instance: Instance, needs: MemoryNeeds, task: int) -> bool:
     """Whether the task's layout is that of the tasks tied to it that have one."""
     for other in range(len(instance.role)):
         option = needs.option[other]
@@ -124,7 +124,7 @@ def _tied(instance: Instance, needs: Needs, task: int) -> bool:
 
 @compiled
 def _filter_seconds(
-    instance: Instance, needs: Needs, lists: Lists, state: Choosing, moves: Floats, net: Net, limit: float
+    instance: Instance, needs: MemoryNeeds, lists: Lists, state: Choosing, moves: Floats, net: Net, limit: float
 ) -> bool:
     """Drops options that are too slow even beside the fastest of the others; false where a task has none left.
 
@@ -208,7 +208,7 @@ def _sort_tasks(instance: Instance, lists: Lists, state: Choosing) -> None:
 @compiled
 def _moves_in_time(
     instance: Instance,
-    needs: Needs,
+    needs: MemoryNeeds,
     lists: Lists,
     state: Choosing,
     moves: Floats,

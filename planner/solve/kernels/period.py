@@ -1,6 +1,6 @@
 """Compiled: whether tasks on meeting meshes can be kept apart in a given period, and the exact period where they are.
 
-Nodes are tasks and moves. An arc says s_b >= s_a + cost - tokens T. A pair of nodes on one device has an integer k:
+Nodes are tasks and moves. An arc says s_b >= s_a + cost - distance T. A pair of nodes on one device has an integer k:
     s_j >= s_i + d_i - k T    and    s_i >= s_j + d_j - (1 - k) T.
 For a fixed T the arcs are difference constraints: they can be met iff no circuit is longer than 0, and the longest
 paths leave each pair an interval of k. A depth-first search over the pairs decides. An arc to a node that the source
@@ -26,7 +26,7 @@ class Net(NamedTuple):
     source: Ints  # [arcs]
     target: Ints
     cost: Floats
-    tokens: Ints
+    distance: Ints
     left: Ints  # [pairs]: i
     right: Ints  # j
     apart: Ints  # [nodes, nodes]: 1: never at one time, be it by a pair or by the arcs
@@ -51,7 +51,7 @@ def new_net(nodes: int, arcs: int) -> Net:
         source=np.zeros(arcs + 2 * pairs + nodes, np.int64),  # `fixed_period` adds two of each pair, one of each node
         target=np.zeros(arcs + 2 * pairs + nodes, np.int64),
         cost=np.zeros(arcs + 2 * pairs + nodes),
-        tokens=np.zeros(arcs + 2 * pairs + nodes, np.int64),
+        distance=np.zeros(arcs + 2 * pairs + nodes, np.int64),
         left=np.zeros(pairs, np.int64),
         right=np.zeros(pairs, np.int64),
         apart=np.zeros((nodes, nodes), np.int64),
@@ -75,12 +75,12 @@ def clear(net: Net, nodes: int) -> None:
 
 
 @compiled
-def add_arc(net: Net, source: int, target: int, cost: float, tokens: int) -> None:
+def add_arc(net: Net, source: int, target: int, cost: float, distance: int) -> None:
     at = net.size[1]
     net.source[at] = source
     net.target[at] = target
     net.cost[at] = cost
-    net.tokens[at] = tokens
+    net.distance[at] = distance
     net.size[1] = at + 1
 
 
@@ -155,7 +155,7 @@ def _close(net: Net, period: float) -> bool:
             paths[i, j] = NONE
         paths[i, i] = 0.0
     for e in range(net.size[1]):
-        weight = net.cost[e] - net.tokens[e] * period
+        weight = net.cost[e] - net.distance[e] * period
         if weight > paths[net.source[e], net.target[e]]:
             paths[net.source[e], net.target[e]] = weight
     limit = TOLERANCE * period
@@ -293,10 +293,10 @@ def _descend(net: Net, period: float, depth: int) -> None:
 
 @compiled
 def fixed_period(net: Net, least: float, starts: Floats, circuit: Ints) -> float:
-    """The largest cost / tokens of a circuit of the arcs and of the pairs under net.k, at least `least`.
+    """The largest cost / distance of a circuit of the arcs and of the pairs under net.k, at least `least`.
 
     Fills `starts` with longest paths, and `circuit` with the nodes of the circuit that is longest, -1 after the last;
-    it is empty where `least` is the period. Infinite where a circuit holds no token. Newton's iteration on the ratio.
+    it is empty where `least` is the period. Infinite where a circuit's distance is below 1. Newton's iteration.
     """
     fixed = net.size[1]
     for p in range(net.size[2]):
@@ -308,20 +308,20 @@ def fixed_period(net: Net, least: float, starts: Floats, circuit: Ints) -> float
     period = least
     circuit[0] = -1
     while True:
-        cost, tokens = _longest(net, period, fixed, starts, circuit)
-        if tokens == 0 and cost == 0.0:
+        cost, distance = _longest(net, period, fixed, starts, circuit)
+        if distance == 0 and cost == 0.0:
             break
-        if tokens <= 0:
+        if distance <= 0:
             period = np.inf
             break
-        period = max(cost / tokens, period * (1 + 1e-13))
+        period = max(cost / distance, period * (1 + 1e-13))
     net.size[1] = fixed
     return period
 
 
 @compiled
 def _longest(net: Net, period: float, arcs: int, starts: Floats, circuit: Ints) -> tuple[float, int]:
-    """Longest paths from everywhere; the cost and tokens of a circuit longer than 0, left in `circuit`; 0, 0: none.
+    """Longest paths from everywhere; the cost and distance of a circuit longer than 0, left in `circuit`; 0, 0: none.
 
     arcs: how many are the problem's own. Of those only the ones between linked nodes can lie on a circuit.
     """
@@ -336,7 +336,7 @@ def _longest(net: Net, period: float, arcs: int, starts: Floats, circuit: Ints) 
         for e in range(net.size[1]):
             if e < arcs and net.source[e] != net.target[e] and net.linked[net.source[e], net.target[e]] == 0:
                 continue
-            reached = starts[net.source[e]] + net.cost[e] - net.tokens[e] * period
+            reached = starts[net.source[e]] + net.cost[e] - net.distance[e] * period
             if reached > starts[net.target[e]] + limit:
                 starts[net.target[e]] = reached
                 via[net.target[e]] = e
@@ -345,17 +345,17 @@ def _longest(net: Net, period: float, arcs: int, starts: Floats, circuit: Ints) 
             return 0.0, 0
     for _ in range(n):  # walk back into the circuit
         last = net.source[via[last]]
-    cost, tokens, at, node = 0.0, ZERO, 0, last
+    cost, distance, at, node = 0.0, ZERO, 0, last
     while True:
         cost += float(net.cost[via[node]])
-        tokens += int(net.tokens[via[node]])
+        distance += int(net.distance[via[node]])
         circuit[at] = node
         at += 1
         node = net.source[via[node]]
         if node == last:
             break
     circuit[at] = -1
-    return cost, tokens
+    return cost, distance
 
 
 @entry

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realgraph.planner.plan.problem import Block, SearchProblem
+from realgraph.planner.plan.problem import DeviceBlock, SearchProblem
 from realgraph.planner.solve.kernels.compiled import Ints, Mask, compiled
 from realgraph.planner.solve.kernels.instance import Instance
 
@@ -35,7 +35,7 @@ class Tree(NamedTuple):
 class _Branch:
     """A block while the tree is built."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: DeviceBlock) -> None:
         self.block = block
         self.mesh = -1
         self.runs: list[tuple[int, int, int]] = []  # mesh, from, length
@@ -65,7 +65,7 @@ def tree_of(problem: SearchProblem, allowed: Mask) -> Tree | None:
     return _flat(root)
 
 
-def _branch(block: Block, left: dict[tuple[int, int], int]) -> _Branch | None:
+def _branch(block: DeviceBlock, left: dict[tuple[int, int], int]) -> _Branch | None:
     """The block with all meshes under it, which are taken out of `left`; None where there is none."""
     made = _Branch(block)
     made.mesh = left.pop((block.first, block.n_devices), -1)

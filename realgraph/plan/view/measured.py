@@ -11,7 +11,7 @@ from realgraph.graphs.yaml.files import read_text
 from realgraph.planner.plan.codec import plan_from_json
 from realgraph.planner.plan.events import reallocation_node
 from realgraph.planner.plan.plan import Plan
-from realgraph.planner.report.content import Measured
+from realgraph.planner.report.content import MeasuredSeconds
 from realgraph.run.costs_record import steady
 from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.master.observer import RunRecord, RunStarted, StepRecord
@@ -45,7 +45,7 @@ def read_run(root: Path) -> RunRead:
     return RunRead(plan, steps)
 
 
-def measured_calls(run: RunRead) -> tuple[Measured, ...]:
+def measured_calls(run: RunRead) -> tuple[MeasuredSeconds, ...]:
     """The period first, then each call and reallocation that the plan has a prediction for, medians over the steps."""
     predicted = {name: allocation.seconds for name, allocation in run.plan.allocations.items()}
     predicted |= {reallocation_node(name): seconds for name, seconds in run.plan.reallocation_seconds.items()}
@@ -57,10 +57,12 @@ def measured_calls(run: RunRead) -> tuple[Measured, ...]:
     return tuple(found)
 
 
-def _measured(call: str, predicted_seconds: float, taken: Sequence[float]) -> Measured:
+def _measured(call: str, predicted_seconds: float, taken: Sequence[float]) -> MeasuredSeconds:
     middle = median(taken)
     low, _, high = quantiles(taken, n=4, method="inclusive") if len(taken) > 1 else (middle, middle, middle)
-    return Measured(call, predicted_seconds, middle, (high - low) / 2 / middle if middle > 0 else 0.0, len(taken))
+    return MeasuredSeconds(
+        call, predicted_seconds, middle, (high - low) / 2 / middle if middle > 0 else 0.0, len(taken)
+    )
 
 
 def _records(file: Path) -> list[RunRecord]:

@@ -9,8 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from realgraph.plan.view.gantt import COLOURS, gantt
+from realgraph.planner.advise.alternatives import Alternative
 from realgraph.planner.advise.sweep import Hint
-from realgraph.planner.report.content import Bottleneck, Measured, Option, Report, Row, Size
+from realgraph.planner.report.content import Bottleneck, CallRow, MeasuredSeconds, PlannedSize, Report
 from realgraph.planner.report.format import (
     axes_text,
     axes_used,
@@ -31,6 +32,7 @@ from realgraph.planner.report.text import (
     cheapest,
     inputs_text,
     moves_text,
+    option_text,
     pipelines_text,
     predicted_text,
     weights_text,
@@ -61,7 +63,7 @@ def plan_parts(report: Report, width: int) -> Iterator[RenderableType]:
         yield Text.assemble(("doubt ", "bold yellow"), doubt)
 
 
-def explain_parts(report: Report, call: str, found: tuple[Option, ...]) -> Iterator[RenderableType]:
+def explain_parts(report: Report, call: str, found: tuple[Alternative, ...]) -> Iterator[RenderableType]:
     """The options of one call under the plan's head."""
     yield from head(report)
     allocation = report.plan.allocations[call]
@@ -145,7 +147,7 @@ def _fitting(rows: Sequence[Mapping[str, Text | str]], names: tuple[str, ...], w
     return tuple(needed)
 
 
-def _cells(row: Row, report: Report, axes: tuple[str, ...]) -> dict[str, Text | str]:
+def _cells(row: CallRow, report: Report, axes: tuple[str, ...]) -> dict[str, Text | str]:
     allocation = row.allocation
     layout, colour = allocation.layout, COLOURS[row.kind]
     values: list[Text | str] = [
@@ -289,7 +291,7 @@ def hints(found: tuple[Hint, ...]) -> Table:
     return table
 
 
-def options(found: tuple[Option, ...]) -> Table:
+def options(found: tuple[Alternative, ...]) -> Table:
     """The next-best options of one call, the best first."""
     table = titled("next-best options, the rest of the plan as it is")
     table.add_column("layout")
@@ -297,15 +299,14 @@ def options(found: tuple[Option, ...]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("weights")
     table.add_column("why not")
-    for option in found:
-        own = option.period_seconds
-        period = "does not fit" if own is None else seconds_text(own)
-        numbers = (f"{option.tokens:,}", seconds_text(option.seconds), period)
-        table.add_row(layout_text(option.layout), *numbers, option.notes, option.reason)
+    for one in found:
+        period = "does not fit" if one.period_seconds is None else seconds_text(one.period_seconds)
+        numbers = (f"{one.option.max_tokens_per_microbatch:,}", seconds_text(one.seconds), period)
+        table.add_row(layout_text(one.option.layout), *numbers, option_text(one.option), one.reason)
     return table
 
 
-def sweep(sizes: tuple[Size, ...], target_seconds: float | None) -> Table:
+def sweep(sizes: tuple[PlannedSize, ...], target_seconds: float | None) -> Table:
     """The scaling curve: period, speed-up per device, and the cheapest size that reaches the target."""
     table = titled("cluster sizes")
     for name in ("devices", "period", "bound", "device seconds", "efficiency"):
@@ -333,7 +334,7 @@ def sweep(sizes: tuple[Size, ...], target_seconds: float | None) -> Table:
     return table
 
 
-def measured(calls: tuple[Measured, ...]) -> Table:
+def measured(calls: tuple[MeasuredSeconds, ...]) -> Table:
     """Predicted against measured seconds of each call of a run."""
     table = titled("predicted against measured")
     table.add_column("call")

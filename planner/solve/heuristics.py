@@ -16,7 +16,7 @@ def together(problem: SearchProblem) -> dict[str, int] | None:
     return None if whole is None else {task.name: whole for task in problem.tasks}
 
 
-def halved(problem: SearchProblem) -> dict[str, int] | None:
+def real_heuristic(problem: SearchProblem) -> dict[str, int] | None:
     """ReaL's heuristic plan: generation and the first frozen inference on all devices; train calls split the nodes by
     their work; the other inference calls take the first and the second half in turn. None where no mesh has all tasks.
     """
