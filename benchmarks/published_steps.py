@@ -141,7 +141,9 @@ def step_seconds(model: ModelSpec, cluster: Cluster, engines: Engines, batch: Ba
     side = passes + trained + sync + fixed
     busy = [v.seconds + (0.0 if v.staleness else sync) for v in variants]  # streams stand still for it, batches wait
     bounds = [
-        max(seconds, side, (v.rest + reward + side) / left) if (left := 1 + batch.staleness - v.whole) > 0 else math.inf
+        max(seconds, side, (v.remainder_seconds + reward + side) / left)
+        if (left := 1 + batch.staleness - v.latency_periods) > 0
+        else math.inf
         for seconds, v in zip(busy, variants, strict=True)
     ]
     best = min(range(len(variants)), key=bounds.__getitem__)

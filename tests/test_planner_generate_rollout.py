@@ -129,9 +129,9 @@ def streams(stream: Stream) -> list[Variant]:
 
 
 def period(variant: Variant, staleness: int, train_seconds: float) -> float:
-    """Of the mesh, of training, and of the circuit through both: whole + rest + training fit into 1 + eta periods."""
-    left = 1 + staleness - variant.whole
-    late = (variant.rest + train_seconds) / left if left > 0 else float("inf")
+    """Of the mesh, of training, and of the circuit through both: latency and training fit into 1 + eta periods."""
+    left = 1 + staleness - variant.latency_periods
+    late = (variant.remainder_seconds + train_seconds) / left if left > 0 else float("inf")
     return max(variant.seconds, train_seconds, late)
 
 
@@ -168,7 +168,7 @@ def test_the_period_is_that_of_a_simulation(staleness: int, load: float, slots: 
 def test_staleness_0_is_the_batch_as_a_whole() -> None:
     point, work = setting(4), GenerateWork(256, 8, 256.0, 600.0, 4096, 128)
     (only,) = rollout_variants(point, work, 0)
-    assert only.seconds == only.latency == generate_seconds(point, work)
+    assert only.seconds == only.latency_seconds == generate_seconds(point, work)
     assert only.groups_in_flight == 32
 
 
@@ -176,9 +176,12 @@ def test_fewer_in_flight_hold_the_mesh_for_longer_and_end_sooner() -> None:
     point, work = setting(4), GenerateWork(2048, 8, 16.0, 600.0, 4096, 512)
     found = streams(stream_of(point, work))
     for more, fewer in pairwise(found):
-        assert fewer.between > more.between
+        assert fewer.tokens_between_updates > more.tokens_between_updates
         assert fewer.seconds > more.seconds * 0.995
-        assert fewer.whole + fewer.rest / fewer.seconds < more.whole + more.rest / more.seconds + 0.02
+        assert (
+            fewer.latency_periods + fewer.remainder_seconds / fewer.seconds
+            < more.latency_periods + more.remainder_seconds / more.seconds + 0.02
+        )
         assert fewer.groups_in_flight < more.groups_in_flight and fewer.running <= more.running
     assert found[0].seconds < generate_seconds(point, work)  # no tail
     assert found[-1].staleness == pytest.approx(1, rel=0.02)

@@ -264,7 +264,7 @@ def _stream_timings(
         found = [("kept", free), ("given up", paused), ("training", free)]
     for caches, variants in found:
         for one in variants:
-            yield Timing(one.seconds, one.latency, one.running, whole=one.whole, caches=caches)
+            yield Timing(one.seconds, one.latency_seconds, one.running, whole=one.latency_periods, caches=caches)
 
 
 def candidate_stream(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> Stream:
@@ -277,7 +277,7 @@ def stream_timing(request: PlanRequest, call: str, candidate: CallOption, cluste
     """Of one stream of a generate call, as `options_of` prices its rows."""
     more = input_seconds(request, call, candidate.layout, cluster)
     more += offloading_seconds(request, call, candidate, cluster)
-    formula = Timing(found.seconds, found.latency, found.running, whole=found.whole)
+    formula = Timing(found.seconds, found.latency_seconds, found.running, whole=found.latency_periods)
     return corrected(request, call, candidate, formula, more)
 
 

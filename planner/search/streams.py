@@ -82,7 +82,7 @@ def steady_state(request: PlanRequest, plan: Plan) -> Plan:
     flow = _flow(request, begun, call)
     point = _steady_point(flow)
     if not keeps_caches(request, plan, call):
-        anew = variant_of(flow.stream, point.between, paused=True).pause
+        anew = variant_of(flow.stream, point.between, paused=True).pause_seconds
         if _blocks(request, _with_point(begun, call, point), call, anew) > 1:
             point = _steady_point(replace(flow, paused=True))
     found = _labelled(_with_point(begun, call, point), call, point.timing.whole)

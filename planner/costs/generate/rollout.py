@@ -8,8 +8,8 @@ flight: more of them decode more tokens a second, and take longer each. `bursts.
 sequences on a replica at v tokens after an update, and the wait W of a batch, w whole bursts and r tokens. Priced with
 the seconds s(n) of a token step:
   seconds       T = interruption + prefill of B / D prompts + integral over [0, x] of s(n(v)) dv    of a step
-  rest          R = the same over [0, r] alone
-  wait          L = w P + R      from the admission of a batch until it is complete, where updates are P apart
+  remainder     R = the same over [0, r] alone
+  latency       L = w P + R      from the admission of a batch until it is complete, where updates are P apart
 P = T + O is the period: what else the mesh does in O seconds of a step (weights that arrive, calls that share it)
 pauses the stream, and its tokens stand still. The staleness bound wants a batch to be complete, trained on and its
 weights back, in U seconds, before 1 + eta periods are over: w P + R + U <= (1 + eta) P. More tokens between updates
@@ -42,27 +42,24 @@ LEAST_SHARE = 0.02  # of a burst: no fewer slots are tried
 
 
 class Variant(Struct, frozen=True):
-    """One way to run a generate call. seconds: the mesh is needed per step. whole, rest: from the admission of a batch
-    until it is complete, so many periods and seconds; 0 and `seconds` where the batch is generated as a whole.
-    running: the most sequences at once on a replica. groups_in_flight: begun and not yet complete, mean. between:
-    tokens between two updates, 0 of a batch. again, pause: the seconds of an update's interruption, and of another one.
-    staleness: updates from the first token of a group until its batch is complete.
-    """
+    """One way to run a generate call: the batch as a whole, or a stream."""
 
-    seconds: float
-    whole: int
-    rest: float
-    running: int
-    groups_in_flight: float
-    between: float = 0.0
-    again: float = 0.0
-    pause: float = 0.0
-    staleness: float = 0.0
+    seconds: float  # for which the mesh is needed, a step
+    # From the admission of a batch until it is complete: so many periods, and seconds besides; 0 and `seconds` where
+    # the batch is generated as a whole.
+    latency_periods: int
+    remainder_seconds: float
+    running: int  # the most sequences at once on a replica
+    groups_in_flight: float  # begun and not yet complete, mean
+    tokens_between_updates: float = 0.0  # of weights; 0 of a batch
+    prefill_seconds: float = 0.0  # of an update's interruption: the stall, and the prefill anew of all in flight
+    pause_seconds: float = 0.0  # of another one, where calls that read a batch take the mesh
+    staleness: float = 0.0  # updates from the first token of a group until its batch is complete
 
     @property
-    def latency(self) -> float:
+    def latency_seconds(self) -> float:
         """From the admission of a batch until it is complete, where nothing else pauses the stream."""
-        return self.whole * self.seconds + self.rest
+        return self.latency_periods * self.seconds + self.remainder_seconds
 
 
 class Stream(Struct, frozen=True, eq=False, dict=True):
@@ -122,7 +119,9 @@ def _slots(setting: Setting, work: GenerateWork, step: DecodeStep) -> float:
     context = work.prompt_tokens + work.distribution.mean_age
 
     def seconds(slots: float) -> float:
-        return share * mean / slots * step.seconds(slots, context) + _again(setting, work, slots, context)
+        return share * mean / slots * step.seconds(slots, context) + _interruption_seconds(
+            setting, work, slots, context
+        )
 
     best, fewer = float(work.running), float(work.running)
     least = seconds(best)
@@ -135,7 +134,7 @@ def _slots(setting: Setting, work: GenerateWork, step: DecodeStep) -> float:
     return float(math.floor(best))
 
 
-def _again(setting: Setting, work: GenerateWork, running: float, context: float) -> float:
+def _interruption_seconds(setting: Setting, work: GenerateWork, running: float, context: float) -> float:
     """Seconds of one interruption: so many sequences are prefilled again."""
     return prefill_seconds(setting, work.precision, running * context, context) + work.stall_seconds
 
@@ -150,10 +149,10 @@ def variant_of(stream: Stream, between: float, paused: bool = False) -> Variant:
     found = shape(
         stream.lengths, work.samples_per_group, stream.groups, max(between, stream.least), stream.slots / stream.share
     )
-    again = _again_at(stream, found, found.between)
+    again = _interruption_at(stream, found, found.between)
     decode = _decode(stream, found)
     dispatch = rollout_dispatch_seconds(setting.costs, stream.share)
-    pause = _again_at(stream, found, found.rest) if paused else 0.0
+    pause = _interruption_at(stream, found, found.rest) if paused else 0.0
     seconds = again + pause + stream.prompt_seconds + dispatch + float(decode[-1])
     edges = np.linspace(0.0, found.between, CELLS + 1)
     begun = float(np.interp(found.rest, edges[:-1], found.begun[1:]))
@@ -163,22 +162,22 @@ def variant_of(stream: Stream, between: float, paused: bool = False) -> Variant:
     longest = stream.lengths.expected_max(work.samples_per_group)
     return Variant(
         seconds=seconds,
-        whole=found.whole,
-        rest=rest,
+        latency_periods=found.whole,
+        remainder_seconds=rest,
         running=max(1, min(work.running, math.ceil(stream.share * float(found.running.max())))),
         groups_in_flight=stream.groups * mean * longest / stream.lengths.mean,
-        between=found.between,
-        again=again,
-        pause=pause,
+        tokens_between_updates=found.between,
+        prefill_seconds=again,
+        pause_seconds=pause,
         staleness=found.whole + found.rest / found.between,
     )
 
 
-def _again_at(stream: Stream, found: Shape, tokens: float) -> float:
+def _interruption_at(stream: Stream, found: Shape, tokens: float) -> float:
     """Seconds of an interruption at so many tokens after an update."""
     cell = min(CELLS - 1, int(tokens / found.between * CELLS))
     context = stream.work.prompt_tokens + float(found.age[cell])
-    return _again(stream.setting, stream.work, float(_met(stream, found)[cell]), context)
+    return _interruption_seconds(stream.setting, stream.work, float(_met(stream, found)[cell]), context)
 
 
 def _met(stream: Stream, found: Shape) -> Floats:
@@ -226,12 +225,18 @@ def offered_variants(setting: Setting, work: GenerateWork, staleness: int, pause
     found = _levels(stream_of(setting, work), staleness, paused)
     ends = [*found[1:], found[-1]]  # of the intervals: interruptions are shortest there, decoding is where they begin
     least = [
-        one.seconds - one.again - one.pause + min(one.again, end.again) + min(one.pause, end.pause)
+        one.seconds
+        - one.prefill_seconds
+        - one.pause_seconds
+        + min(one.prefill_seconds, end.prefill_seconds)
+        + min(one.pause_seconds, end.pause_seconds)
         for one, end in zip(found, ends, strict=True)
     ]
     fastest = np.minimum.accumulate(least[::-1])[::-1]
     return tuple(
-        replace(one, seconds=float(seconds), whole=end.whole, rest=end.rest)
+        replace(
+            one, seconds=float(seconds), latency_periods=end.latency_periods, remainder_seconds=end.remainder_seconds
+        )
         for one, end, seconds in zip(found, ends, fastest, strict=True)
     )
 
