@@ -14,34 +14,32 @@ from msgspec import Struct
 from realgraph.planner.costs.lengths import Floats, Lengths
 
 CELLS = 32  # of the time between two bursts
-GRID = 2048  # points at which integrals over the lengths are known
-MISSING = 0.5  # groups: the expected number that is missing when the last one is about to come
-POINTS = 48  # intervals for which waits are tabled
-SHORTEST = 64  # the smallest of them, as a part of the longest response
-LONGEST = 1.5  # the largest, likewise
-SLOTS = 1.005  # numbers of slots are taken in such steps, each rounded down
+INTEGRAL_POINTS = 2048  # points at which integrals over the lengths are known
+MISSING_GROUPS = 0.5  # groups: the expected number that is missing when the last one is about to come
+WAIT_POINTS = 48  # intervals for which waits are tabled
+SHORTEST_PART = 64  # the smallest of them, as a part of the longest response
+LONGEST_PART = 1.5  # the largest, likewise
+SLOT_STEP = 1.005  # numbers of slots are taken in such steps, each rounded down
 
 
 class Shape(Struct, frozen=True, eq=False):
     """A stream whose bursts are `between` tokens apart; counts are per admitted sequence of a burst.
 
-    running, age: [CELLS] of the time between two bursts: sequences that run, and their mean number of new tokens.
-    lumps: [CELLS] sum over bursts of the squared share of each that runs. open: bursts' worth of groups that are not
-    complete just after a burst. begun: [CELLS + 1] share of a burst that has started by the edges of the cells. whole,
-    rest: a batch is complete so many bursts, and tokens after these, after the burst it was admitted with.
+    Arrays have a value for each of CELLS parts of the time between two bursts.
     """
 
-    between: float
-    running: Floats
-    age: Floats
-    lumps: Floats
-    open: float
-    begun: Floats
-    whole: int
-    rest: float
+    between: float  # tokens between two bursts
+    running: Floats  # [CELLS] sequences that run
+    age: Floats  # [CELLS] their mean number of new tokens
+    sum_squared_shares: Floats  # [CELLS] over bursts, of the share of each that runs
+    incomplete_bursts: float  # bursts' worth of groups that are not complete just after a burst
+    started_share: Floats  # [CELLS + 1] of a burst, by the edges of the cells
+    # A batch is complete so many bursts, and tokens after these, after the burst it was admitted with.
+    wait_bursts: int
+    wait_tokens: float
 
 
-def shape(lengths: Lengths, per_group: int, groups: float, between: float, slots: float = math.inf) -> Shape:
+def shape_of(lengths: Lengths, per_group: int, groups: float, between: float, slots: float = math.inf) -> Shape:
     """Of bursts of `groups` groups that are `between` tokens apart.
 
     slots: how many sequences may run at once, as a multiple of those in a burst. `between` is no less than what so many
@@ -56,7 +54,7 @@ def shape(lengths: Lengths, per_group: int, groups: float, between: float, slots
 
 def rounded(slots: float) -> float:
     """Few numbers stand for all, so that shapes are found again."""
-    return SLOTS ** math.floor(math.log(slots, SLOTS) + 1e-9) if math.isfinite(slots) else slots
+    return SLOT_STEP ** math.floor(math.log(slots, SLOT_STEP) + 1e-9) if math.isfinite(slots) else slots
 
 
 def least_between(lengths: Lengths, slots: float) -> float:
@@ -73,16 +71,16 @@ def _shape(lengths: Lengths, per_group: int, groups: float, between: float, slot
         starts = _starts(running, slots)
         running, aged = _turned(running, starts), _turned(aged, starts)
     waited = _wait(lengths, per_group, groups, between, starts)
-    whole = int(waited / between)
+    wait_bursts = int(waited / between)
     return Shape(
         between=between,
         running=running,
         age=aged / np.maximum(running, 1e-12),
-        lumps=_lumps(lengths, between),
-        open=_open(lengths, per_group, between),
-        begun=np.append(0.0, np.cumsum(starts)),
-        whole=whole,
-        rest=waited - whole * between,
+        sum_squared_shares=_sum_squared_shares(lengths, between),
+        incomplete_bursts=_incomplete_bursts(lengths, per_group, between),
+        started_share=np.append(0.0, np.cumsum(starts)),
+        wait_bursts=wait_bursts,
+        wait_tokens=waited - wait_bursts * between,
     )
 
 
@@ -99,7 +97,7 @@ def _at_once(lengths: Lengths, between: float) -> tuple[Floats, Floats]:
 
 
 @lru_cache(maxsize=1024)
-def _lumps(lengths: Lengths, between: float) -> Floats:
+def _sum_squared_shares(lengths: Lengths, between: float) -> Floats:
     """[CELLS]: sum over all bursts of the squared share of their sequences that still run."""
     bursts = np.arange(math.ceil(lengths.longest / between) + 1) * between
     middle: Floats = (np.arange(CELLS) + 0.5)[:, None] * (between / CELLS) + bursts[None, :]
@@ -108,7 +106,7 @@ def _lumps(lengths: Lengths, between: float) -> Floats:
 
 
 @lru_cache(maxsize=1024)
-def _open(lengths: Lengths, per_group: int, between: float) -> float:
+def _incomplete_bursts(lengths: Lengths, per_group: int, between: float) -> float:
     """Bursts' worth of groups that are not complete just after a burst."""
     bursts: Floats = np.arange(math.ceil(lengths.longest / between) + 1, dtype=np.float64) * between
     return float((1 - (1 - lengths.survival(bursts)) ** per_group).sum())
@@ -117,7 +115,7 @@ def _open(lengths: Lengths, per_group: int, between: float) -> float:
 @lru_cache(maxsize=64)
 def _integrals(lengths: Lengths) -> tuple[Floats, Floats, Floats]:
     """Points in tokens, and the integrals to each of the survival S(u) and of u S(u)."""
-    at = np.unique(np.concatenate([np.linspace(0.0, lengths.longest, GRID), np.array(lengths.tokens)]))
+    at = np.unique(np.concatenate([np.linspace(0.0, lengths.longest, INTEGRAL_POINTS), np.array(lengths.tokens)]))
     width, middle = np.diff(at), (at[1:] + at[:-1]) / 2
     alive = lengths.survival(middle) * width
     return at, np.append(0.0, np.cumsum(alive)), np.append(0.0, np.cumsum(alive * middle))
@@ -133,14 +131,14 @@ def _starts(running: Floats, slots: float) -> Floats:
     those cells. That is linear; the number of cells is the least whose starts add up to the burst.
     """
     low, high = 0, CELLS
-    found = {0: np.zeros(CELLS), CELLS: _filling(running, slots, CELLS)}
+    starts_in = {0: np.zeros(CELLS), CELLS: _filling(running, slots, CELLS)}
     while high - low > 1:
         middle = (low + high) // 2
-        found[middle] = _filling(running, slots, middle)
-        low, high = (low, middle) if found[middle].sum() >= 1 else (middle, high)
-    less, more = float(found[low].sum()), float(found[high].sum())
+        starts_in[middle] = _filling(running, slots, middle)
+        low, high = (low, middle) if starts_in[middle].sum() >= 1 else (middle, high)
+    less, more = float(starts_in[low].sum()), float(starts_in[high].sum())
     share = min(1.0, max(0.0, (1 - less) / max(1e-12, more - less)))
-    mixed: Floats = share * found[high] + (1 - share) * found[low]
+    mixed: Floats = share * starts_in[high] + (1 - share) * starts_in[low]
     starts: Floats = mixed / mixed.sum()
     return starts
 
@@ -183,13 +181,13 @@ def _wait(lengths: Lengths, per_group: int, groups: float, between: float, start
     early = np.cumsum(1 - of_bursts, axis=0).ravel()
     ahead = np.append(np.zeros(CELLS), early)[: len(early)]
     open_groups = behind - ahead
-    return float(np.interp(-MISSING / groups, -open_groups, at))
+    return float(np.interp(-MISSING_GROUPS / groups, -open_groups, at))
 
 
 @lru_cache(maxsize=256)
 def _waits(lengths: Lengths, per_group: int, groups: float) -> tuple[Floats, Floats]:
     """Tokens between bursts, falling, and how many bursts a batch then waits for, rising; slots enough for all."""
-    between: Floats = np.geomspace(LONGEST, 1 / SHORTEST, POINTS) * lengths.longest
+    between: Floats = np.geomspace(LONGEST_PART, 1 / SHORTEST_PART, WAIT_POINTS) * lengths.longest
     alone = np.append(1.0, np.zeros(CELLS - 1))
     waits = [_wait(lengths, per_group, groups, float(one), alone) / float(one) for one in between]
     return between, np.maximum.accumulate(np.array(waits))

@@ -29,7 +29,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from realgraph.planner.costs.generate.bursts import CELLS, Shape, between_for, least_between, rounded, shape
+from realgraph.planner.costs.generate.bursts import CELLS, Shape, between_for, least_between, rounded, shape_of
 from realgraph.planner.costs.generate.decode import DecodeStep, decode_step
 from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds, prefill_seconds
 from realgraph.planner.costs.lengths import Floats, Lengths
@@ -37,7 +37,7 @@ from realgraph.planner.costs.overhead import rollout_dispatch_seconds
 from realgraph.planner.costs.setting import Setting
 
 LEVELS = 24  # intervals of the tokens between two updates that are offered, of each of two kinds
-FEWER = 0.9  # of one number of slots to the next smaller one that is tried
+SLOT_RATIO = 0.9  # of one number of slots to the next smaller one that is tried
 LEAST_SHARE = 0.02  # of a burst: no fewer slots are tried
 
 
@@ -126,7 +126,7 @@ def _slots(setting: Setting, work: GenerateWork, step: DecodeStep) -> float:
     best, fewer = float(work.running), float(work.running)
     least = seconds(best)
     while fewer > max(1.0, LEAST_SHARE * share):
-        fewer = max(1.0, FEWER * fewer)
+        fewer = max(1.0, SLOT_RATIO * fewer)
         found = seconds(fewer)
         if found >= least:
             break
@@ -146,66 +146,67 @@ def variant_of(stream: Stream, between: float, paused: bool = False) -> Variant:
     update: a second interruption.
     """
     setting, work = stream.setting, stream.work
-    found = shape(
+    shape = shape_of(
         stream.lengths, work.samples_per_group, stream.groups, max(between, stream.least), stream.slots / stream.share
     )
-    again = _interruption_at(stream, found, found.between)
-    decode = _decode(stream, found)
+    prefill = _interruption_at(stream, shape, shape.between)
+    decode = _decode(stream, shape)
     dispatch = rollout_dispatch_seconds(setting.costs, stream.share)
-    pause = _interruption_at(stream, found, found.rest) if paused else 0.0
-    seconds = again + pause + stream.prompt_seconds + dispatch + float(decode[-1])
-    edges = np.linspace(0.0, found.between, CELLS + 1)
-    begun = float(np.interp(found.rest, edges[:-1], found.begun[1:]))
-    part = dispatch * found.rest / found.between
-    rest = again + stream.prompt_seconds * begun + part + float(np.interp(found.rest, edges, decode))
-    mean = float(found.running.mean())
+    pause = _interruption_at(stream, shape, shape.wait_tokens) if paused else 0.0
+    seconds = prefill + pause + stream.prompt_seconds + dispatch + float(decode[-1])
+    edges = np.linspace(0.0, shape.between, CELLS + 1)
+    started = float(np.interp(shape.wait_tokens, edges[:-1], shape.started_share[1:]))
+    part = dispatch * shape.wait_tokens / shape.between
+    remainder = prefill + stream.prompt_seconds * started + part + float(np.interp(shape.wait_tokens, edges, decode))
+    mean = float(shape.running.mean())
     longest = stream.lengths.expected_max(work.samples_per_group)
     return Variant(
         seconds=seconds,
-        latency_periods=found.whole,
-        remainder_seconds=rest,
-        running=max(1, min(work.running, math.ceil(stream.share * float(found.running.max())))),
+        latency_periods=shape.wait_bursts,
+        remainder_seconds=remainder,
+        running=max(1, min(work.running, math.ceil(stream.share * float(shape.running.max())))),
         groups_in_flight=stream.groups * mean * longest / stream.lengths.mean,
-        tokens_between_updates=found.between,
-        prefill_seconds=again,
+        tokens_between_updates=shape.between,
+        prefill_seconds=prefill,
         pause_seconds=pause,
-        staleness=found.whole + found.rest / found.between,
+        staleness=shape.wait_bursts + shape.wait_tokens / shape.between,
     )
 
 
-def _interruption_at(stream: Stream, found: Shape, tokens: float) -> float:
+def _interruption_at(stream: Stream, shape: Shape, tokens: float) -> float:
     """Seconds of an interruption at so many tokens after an update."""
-    cell = min(CELLS - 1, int(tokens / found.between * CELLS))
-    context = stream.work.prompt_tokens + float(found.age[cell])
-    return _interruption_seconds(stream.setting, stream.work, float(_met(stream, found)[cell]), context)
+    cell = min(CELLS - 1, int(tokens / shape.between * CELLS))
+    context = stream.work.prompt_tokens + float(shape.age[cell])
+    return _interruption_seconds(stream.setting, stream.work, float(_met(stream, shape)[cell]), context)
 
 
-def _met(stream: Stream, found: Shape) -> Floats:
+def _met(stream: Stream, shape: Shape) -> Floats:
     """[CELLS]: sequences on a replica as a sequence meets them: more than the mean, as it is more often on a full one.
 
     By the variance over the mean. Each burst brings the groups on every replica to one number; how many sequences of
     each run depends on its age and on chance. At least one: some replica runs while a batch is not complete.
     """
-    mean, per_group = stream.share * found.running, stream.work.samples_per_group
-    lumped = stream.share * per_group * np.maximum(0.0, found.lumps - found.running**2 / found.open)
-    single = np.maximum(0.0, mean - stream.share * found.lumps)
+    mean, per_group = stream.share * shape.running, stream.work.samples_per_group
+    squared = shape.sum_squared_shares
+    in_groups = stream.share * per_group * np.maximum(0.0, squared - shape.running**2 / shape.incomplete_bursts)
+    single = np.maximum(0.0, mean - stream.share * squared)
     others = 1 - 1 / stream.setting.layout.dp
-    met: Floats = np.maximum(1.0, mean + others * (lumped + single) / np.maximum(1.0, mean))
+    met: Floats = np.maximum(1.0, mean + others * (in_groups + single) / np.maximum(1.0, mean))
     return np.minimum(met, np.maximum(mean, stream.slots))
 
 
-def _decode(stream: Stream, found: Shape) -> Floats:
+def _decode(stream: Stream, shape: Shape) -> Floats:
     """[CELLS + 1]: seconds of decoding from an update to each edge of the cells.
 
     A token step takes E[n] / E[n / s(n)] over the replicas, as sequences see it: with a variance V of n, to its first
     power, s + s' V / n x (1 - s' n / s).
     """
-    mean, context = np.maximum(1.0, stream.share * found.running), stream.work.prompt_tokens + found.age
-    met = np.maximum(mean, _met(stream, found))
+    mean, context = np.maximum(1.0, stream.share * shape.running), stream.work.prompt_tokens + shape.age
+    met = np.maximum(mean, _met(stream, shape))
     plain = stream.step(mean, context)
     more = stream.step(met, context) - plain
     rise = np.clip(more / plain * mean / np.maximum(1e-9, met - mean), 0.0, 1.0)
-    return np.append(0.0, np.cumsum((plain + more * (1 - rise)) * (found.between / CELLS)))
+    return np.append(0.0, np.cumsum((plain + more * (1 - rise)) * (shape.between / CELLS)))
 
 
 def rollout_variants(setting: Setting, work: GenerateWork, staleness: int) -> tuple[Variant, ...]:
