@@ -25,7 +25,7 @@ from benchmarks.published import Prediction, Row, read_rows
 
 RESULTS = Path(__file__).parent / "results" / "cost_model.json"
 LEAST_RANKED = 5  # rows of a group whose order is compared
-PRIOR = 0.1  # spread of an engine family's log factor before any of its systems is known
+PRIOR_SPREAD = 0.1  # spread of an engine family's log factor before any of its systems is known
 UNSCALED = ("memory", "fits")  # phases that no factor corrects
 
 
@@ -84,18 +84,19 @@ def shared_factor(systems: Sequence[Sequence[float]]) -> float:
     """Factor for a system that was not measured, from the log ratios of other systems' rows.
 
     Random effects: a system tells the more the more rows it has and the closer they are, and all together the less the
-    less they agree; what they don't tell stays at 1, as a normal prior of spread PRIOR says (DerSimonian & Laird 1986).
+    less they agree; what they don't tell stays at 1, as a normal prior of spread PRIOR_SPREAD says (DerSimonian & Laird
+    1986).
     """
     if not systems:
         return 1.0
     medians = [statistics.median(logs) for logs in systems]
-    noise = [(statistics.variance(logs) if len(logs) > 1 else PRIOR**2) / len(logs) for logs in systems]
-    between = PRIOR**2
+    noise = [(statistics.variance(logs) if len(logs) > 1 else PRIOR_SPREAD**2) / len(logs) for logs in systems]
+    between = PRIOR_SPREAD**2
     if len(systems) > 1:
         between = max(0.0, statistics.variance(medians) - statistics.fmean(noise))
     weights = [1 / (between + own + 1e-9) for own in noise]
     told = sum(weight * value for weight, value in zip(weights, medians, strict=True))
-    return math.exp(told / (sum(weights) + 1 / PRIOR**2))
+    return math.exp(told / (sum(weights) + 1 / PRIOR_SPREAD**2))
 
 
 def error(prediction: Prediction) -> float:

@@ -32,7 +32,7 @@ from realgraph.runtime.engine import Request, RolloutLimits
 from realgraph.runtime.generate.engine import TorchRolloutEngine
 
 ROUNDS = 1
-LONGEST = 256
+LONGEST_TOKENS = 256
 PAD = 0
 RESULTS = Path(__file__).parent / "results" / "generation.json"
 
@@ -76,7 +76,7 @@ def make_requests(n: int, vocabulary: int) -> list[Request]:
     for i in range(n):
         length = int(rng.lognormvariate(math.log(40) - sigma**2 / 2, sigma))
         prompt = tuple(rng.randrange(1, vocabulary) for _ in range(rng.randint(6, 20)))
-        made.append(Request(i, prompt, max(1, min(LONGEST, length)), seed=i))
+        made.append(Request(i, prompt, max(1, min(LONGEST_TOKENS, length)), seed=i))
     return made
 
 
@@ -134,10 +134,10 @@ def hf_generate_sorted(model: Any, requests: Sequence[Request], batch: int) -> f
 def hf_continuous(model: Any, requests: Sequence[Request], batch: int) -> float:
     """Seconds of transformers' continuous batching, from the first request to the last result; its setup is free."""
     settings = GenerationConfig(
-        do_sample=True, top_k=0, max_new_tokens=LONGEST, eos_token_id=-1, pad_token_id=PAD, bos_token_id=1
+        do_sample=True, top_k=0, max_new_tokens=LONGEST_TOKENS, eos_token_id=-1, pad_token_id=PAD, bos_token_id=1
     )
     page = 32
-    blocks = batch * (LONGEST // page + 2)
+    blocks = batch * (LONGEST_TOKENS // page + 2)
     batching = ContinuousBatchingConfig(
         page_size=page, num_blocks=blocks, max_batch_tokens=max(256, 2 * batch), max_requests_per_batch=batch
     )

@@ -54,7 +54,7 @@ AREAL_IN_FLIGHT = 512 * 16
 AREAL_LOOKS_SECONDS = 5.0
 AREAL_SHARE = 0.75
 AREAL_TOKENS = ((4.0, 76.0e6),)  # of prompts and answers in a batch, by billions of parameters
-QUANTILES = 256
+N_QUANTILES = 256
 AREAL_STEPS = re.compile(r"hours_for_(\d+)_ppo_steps")
 
 
@@ -99,7 +99,7 @@ def _areal_lengths(model: ModelSpec) -> tuple[float, tuple[int, ...], str]:
         return mean_with_cut(AREAL_BATCH.limit, AREAL_CUT), (), cut
     mean = told / AREAL_BATCH.samples - AREAL_BATCH.prompt
     known = lengths_with_cut(mean, AREAL_BATCH.limit, AREAL_CUT)
-    places = [(i + 0.5) / QUANTILES for i in range(QUANTILES)]
+    places = [(i + 0.5) / N_QUANTILES for i in range(N_QUANTILES)]
     return mean, tuple(round(known.quantile(place)) for place in places), f"{told / 1e6:.1f} million a batch, {cut}"
 
 

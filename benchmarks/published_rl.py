@@ -23,7 +23,7 @@ from benchmarks.published_steps import (
     step_seconds,
     sync_seconds,
 )
-from realgraph.planner.costs.generate.decode import SAME, Precision, cache_bytes_per_token
+from realgraph.planner.costs.generate.decode import ROLE_PRECISION, Precision, cache_bytes_per_token
 from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds, generation
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.cluster import Cluster
@@ -167,7 +167,7 @@ def _served(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
     tp, pp = row.count("tp", 1) or 1, row.count("pp", 1) or 1
     if pp > model.layers:
         return "more stages than layers"
-    precision = FLOAT8 if "FP8" in row.notes else SAME
+    precision = FLOAT8 if "FP8" in row.notes else ROLE_PRECISION
     setting = Setting(model, BF16, Layout(DeviceMesh(0, tp * pp), tp=tp, pp=pp), cluster)
     held = (1 if precision is FLOAT8 else 2) * model.n_params() / (tp * pp)
     room = TRT_CACHE_SHARE * (cluster.memory_bytes - held - TRT_BUFFER_BYTES)
@@ -242,7 +242,7 @@ def _step(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
         train=train,
         colocated=not late,
         memory_share=0.8 if late else 0.6,
-        precision=Precision("float8") if fp8 else SAME,
+        precision=Precision("float8") if fp8 else ROLE_PRECISION,
         microbatch=longest,
         fp8=fp8,
     )

@@ -15,7 +15,7 @@ from realgraph.planner.costs.backend import FSDP, MEGATRON
 from realgraph.planner.costs.compute.forward import mean_context
 from realgraph.planner.costs.compute.inference import inference_seconds
 from realgraph.planner.costs.compute.train import TrainWork, microbatches, train_seconds
-from realgraph.planner.costs.generate.decode import SAME, Precision, cache_bytes_per_token
+from realgraph.planner.costs.generate.decode import ROLE_PRECISION, Precision, cache_bytes_per_token
 from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds
 from realgraph.planner.costs.generate.rollout import rollout_variants
 from realgraph.planner.costs.lengths import lengths_of
@@ -93,7 +93,7 @@ class Engines(Struct, frozen=True):
     train: Layout
     colocated: bool
     memory_share: float = 0.9
-    precision: Precision = SAME
+    precision: Precision = ROLE_PRECISION
     microbatch: int = 8192
     recompute: bool = True
     fp8: bool = False

@@ -13,9 +13,9 @@ from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.backend import DEEPSPEED_2022, FSDP, FSDP_2023, MEGATRON, MEGATRON_2022, Backend
 from realgraph.planner.costs.compute.train import Recompute, TrainWork, microbatches, train_seconds
 from realgraph.planner.costs.memory.memory import (
-    FRACTION,
     GPU_RUNTIME_BYTES,
     TERMS,
+    USABLE_FRACTION,
     Footprint,
     Running,
     gathered,
@@ -31,7 +31,7 @@ ASYNC_TP = replace(FSDP, tp_overlap=0.3)  # products and tensor-parallel traffic
 EIGHT_N = "hw_tflops_per_gpu"  # operations counted as 8 a parameter and token: with all layers computed again
 # The first of these that a configuration has is compared.
 TIMES = ("throughput_per_gpu", "throughput_total", "step_time", EIGHT_N)
-SAME = "the same measurement in another unit"
+SAME_MEASUREMENT = "the same measurement in another unit"
 # Four Omni-Path links of 100 Gb/s for eight GPUs (BLOOM, arXiv:2211.05100, sec. 3.3). The share that collectives reach
 # was set with BLOOM's rows of 2 to 12 stages and 24 to 4 copies in view; of InfiniBand it would be twice as much.
 JEAN_ZAY_NIC_BYTES_PER_S = 0.4 * 6.25e9
@@ -57,7 +57,7 @@ KERNELS = (  # what a system's software of that time used
 
 HANDS_OVER = "RL trainer"  # of prime-rl: writes weights for the engines each step (trainer/rl/broadcast/filesystem.py)
 OTHER_KIND = "A100-80GB"
-LIVE = 1.25  # layers' worth of tensors in a layer's backward pass, where gradients are freed as they are used
+LIVE_LAYERS = 1.25  # layers' worth of tensors in a layer's backward pass, where gradients are freed as they are used
 DEEPSPEED_BUCKET_BYTES = 2_000_000_000  # two buckets of 5e8 elements in 16 bits, its default
 # On 25 February 2022 the nodes' PCIe and NUMA settings were fixed; the source says that all speeds rose by 1 to 5 %.
 SLOW_NUMA = 1.03
@@ -65,7 +65,7 @@ SCORE_BYTES = 5  # scores, their softmax in 16 bits, and a mask (arXiv:2205.0519
 
 # Nearly full memory: the allocator frees what it cached and asks the driver again, and the device waits (PyTorch, CUDA
 # semantics, memory management: num_alloc_retries). How much longer that takes was set with rows in view.
-CROWDED = 0.9
+CROWDED_SHARE = 0.9
 CROWDED_SLOWDOWN = 1.06
 
 RECOMPUTE = re.compile(r"ckpt|recompute|\bac\b|sac|full-ac")
@@ -107,7 +107,7 @@ def _why(row: Row, first: str) -> str:
     """The reason why a row of a predicted configuration has no prediction of its own; first: the speed compared."""
     if row.metric in (first, "peak_memory"):
         return f"no measured value, or a unit that is not read: {row.value} {row.unit}".rstrip()
-    return SAME if first else f"{row.metric or 'no metric'} alone tells no seconds"
+    return SAME_MEASUREMENT if first else f"{row.metric or 'no metric'} alone tells no seconds"
 
 
 def _configurations(rows: Sequence[Row]) -> Iterator[dict[str, Row]]:
@@ -246,7 +246,7 @@ def _seconds(case: Case) -> float:
         seconds = (1 - case.whole) * seconds + case.whole * again
     if case.setting.engine is DEEPSPEED_2022 and re.search(r"02-2[0-4]", notes):
         seconds *= SLOW_NUMA
-    if footprint(case).total > CROWDED * usable_bytes(case.setting.cluster):
+    if footprint(case).total > CROWDED_SHARE * usable_bytes(case.setting.cluster):
         seconds *= CROWDED_SLOWDOWN
     if HANDS_OVER in notes:
         seconds += written_seconds(case.setting.model, case.setting.lora_rank)
@@ -309,7 +309,7 @@ def _footprint(case: Case, recompute: Recompute) -> Footprint:
     running = Running(
         recompute=recompute,
         fused=layout.sharding == "replicated" or "Composer" in row.system or "Megatron" in row.system,
-        live=LIVE,
+        live=LIVE_LAYERS,
         offloaded="AC=Offload" in row.notes,
         logit_bytes=logit_bytes_of(row),
         microbatches=microbatches(setting, work),
@@ -375,7 +375,7 @@ def _memory(case: Case) -> Iterator[Prediction]:
     peak = case.rows.get("peak_memory")
     if peak is not None and peak.number("value") > 0 and peak.unit in ("GB", "GiB"):
         driver = "BLOOM" in row.system  # counts the runtime, and what the allocator keeps, in GiB
-        whole = held / FRACTION + GPU_RUNTIME_BYTES if driver else held
+        whole = held / USABLE_FRACTION + GPU_RUNTIME_BYTES if driver else held
         unit = 1 << 30 if driver or peak.unit == "GiB" else 10**9
         yield Prediction(peak, "memory", group, peak.number("value"), whole / unit, moe)
     ran = not any(metric == "oom" and row.number("value") for metric, row in case.rows.items())

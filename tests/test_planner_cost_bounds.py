@@ -17,7 +17,7 @@ from realgraph.planner.costs.backend import DEEPSPEED_CHAT, ZERO3
 from realgraph.planner.costs.compute.forward import mean_context
 from realgraph.planner.costs.compute.inference import inference_seconds
 from realgraph.planner.costs.compute.train import TrainWork, spread, train_seconds
-from realgraph.planner.costs.generate.decode import SAME, Precision, cache_bytes_per_token
+from realgraph.planner.costs.generate.decode import ROLE_PRECISION, Precision, cache_bytes_per_token
 from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds, generation
 from realgraph.planner.costs.generate.static import batches, static_occupancy
 from realgraph.planner.costs.lengths import lognormal, measured
@@ -81,7 +81,7 @@ def test_no_call_beats_the_peak_of_its_devices(call: tuple[Setting, TrainWork]) 
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.data(), st.sampled_from(GPUS), st.sampled_from(MODELS), st.sampled_from((SAME, FLOAT8)))
+@given(st.data(), st.sampled_from(GPUS), st.sampled_from(MODELS), st.sampled_from((ROLE_PRECISION, FLOAT8)))
 def test_no_generation_beats_the_memory_of_its_devices(
     data: st.DataObject, kind: str, name: str, precision: Precision
 ) -> None:

@@ -12,7 +12,7 @@ from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.compute.move import (
     BUCKET_BYTES,
     BUCKET_SECONDS,
-    IN_HOST,
+    FIRST_HOST_CUT,
     copies_of,
     device_bytes,
     fastest_transports,
@@ -105,7 +105,7 @@ def test_a_copy_in_place_costs_nothing() -> None:
 def test_what_waits_in_host_memory_comes_over_the_host_link() -> None:
     whole = layout(0, 8)
     copies = copies_of(at(whole), [whole])
-    away = replace(copies, cut=copies.cut + IN_HOST)
+    away = replace(copies, cut=copies.cut + FIRST_HOST_CUT)
     found = float(move_seconds(away, copies)[0, 0])
     assert found > 2 * at(whole).model.n_params() / 50e9
 
@@ -206,7 +206,7 @@ def test_weights_take_the_fastest_transport() -> None:
     assert chosen(layout(0, 8, 8), layout(0, 8, 4), {"link_bytes_per_s": 2e10}) == "host"
     assert chosen(layout(0, 1), layout(1, 1), {"link_bytes_per_s": 1e12, "pcie_bytes_per_s": 1e9}) == "device"
     copies = copies_of(at(layout(0, 8)), [layout(0, 8)])
-    away = replace(copies, cut=copies.cut + IN_HOST)
+    away = replace(copies, cut=copies.cut + FIRST_HOST_CUT)
     assert TRANSPORTS[int(fastest_transports(away, copies)[1][0, 0])] == "host"
     cpus = [
         copies_of(Setting(known("Qwen/Qwen3-0.6B"), BF16, one, cluster("cpu", 4)), [one])

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from realgraph.graphs.errors import Where
 from realgraph.planner.costs.calibrate.calibrate import Point, fit_costs
-from realgraph.planner.costs.calibrate.fit_profile import STAGES, predicted_seconds, profiled
+from realgraph.planner.costs.calibrate.fit_profile import FIT_STAGES, predicted_seconds, profiled
 from realgraph.planner.costs.calibrate.measurements import (
     Collective,
     Measured,
@@ -74,7 +74,7 @@ def test_found_factors_predict_what_hidden_ones_took(kind: str, seed: int) -> No
     measured = [Measured(case, predicted_seconds(case, node, dtype, hidden)) for case in cases_of(node)]
     found = profiled(measured, node, dtype)
     gpus_only = {"host copies"} if kind == "cpu" else set()
-    assert {stage.name for stage in found.stages} == {name for name, _ in STAGES} - gpus_only
+    assert {stage.name for stage in found.stages} == {name for name, _ in FIT_STAGES} - gpus_only
     assert kind == "cpu" or found.costs.host == pytest.approx(hidden.host, rel=0.05)
     for one in measured:
         seconds = predicted_seconds(one.case, node, dtype, found.costs)

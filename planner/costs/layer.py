@@ -24,20 +24,22 @@ PERMUTE_ELEMENTS = 8  # of hidden width per token and expert: into experts' orde
 EXPERT_TILE = 128
 # Rate of grouped products over that of one product of the same rows: many small ones of unequal counts. Set with the
 # published training speeds of models with experts in view, as the constants of a generation in devices.yaml.
-GROUPED = 0.8
+GROUPED_RATE = 0.8
 # Of an expert layer's pass: the host waits for the tokens of each expert, and the device then for the launches that no
-# queue hides: about 200 at 5 us each, a layer's with its permutations and all-to-alls. Set like GROUPED.
+# queue hides: about 200 at 5 us each, a layer's with its permutations and all-to-alls. Set like GROUPED_RATE.
 ROUTING_SECONDS = 1e-3
 # Of one expert's product: a kernel's launch takes 4 to 5 us, and experts' products are launched one by one in the
 # manner of Megatron-Core's grouped MLP (a cuBLAS call each).
 EXPERT_LAUNCH_SECONDS = 4e-6
 ADAPTER_OUTPUTS = 4  # of an adapter's: written, read with the matrix's own output, and their sum written
-BACKWARD_ATTENTION = 2.5  # five products instead of two: scores are computed again (arXiv:2307.08691)
-ALIGNED = 64  # elements of a side on which tensor cores read whole lines (NVIDIA, Matrix Multiplication Background)
-MISALIGNED = 0.62  # rate of products with a side that is no multiple of it (compare arXiv:2401.14489, sec. 6)
+BACKWARD_ATTENTION_RATIO = 2.5  # five products instead of two: scores are computed again (arXiv:2307.08691)
+ALIGNED_ELEMENTS = (
+    64  # elements of a side on which tensor cores read whole lines (NVIDIA, Matrix Multiplication Background)
+)
+MISALIGNED_RATE = 0.62  # rate of products with a side that is no multiple of it (compare arXiv:2401.14489, sec. 6)
 
 
-ONE = DeviceMesh(0, 1)
+ONE_DEVICE = DeviceMesh(0, 1)
 
 
 class Part(Struct, frozen=True):
@@ -72,7 +74,7 @@ class LayerCosts(Struct, frozen=True):
 def layer_costs(setting: Setting, fp8: bool = False) -> LayerCosts:
     """The mean layer's and the head's costs under a setting; fp8: matrix products of layers in that precision."""
     at = setting.layout
-    alike = Layout(ONE, tp=at.tp, cp=at.cp, ep=at.ep)  # of settings that differ elsewhere, one is computed
+    alike = Layout(ONE_DEVICE, tp=at.tp, cp=at.cp, ep=at.ep)  # of settings that differ elsewhere, one is computed
     return _layer_costs(
         Setting(setting.model, setting.role, alike, setting.cluster, setting.factors, 0, setting.engine), fp8
     )
@@ -107,8 +109,8 @@ def product(setting: Setting, params: float, width: float, fp8: bool = False) ->
     """A matrix product with `params` weights on this device, its smaller side `width`."""
     costs = setting.costs
     rate = setting.flops * costs.gemm * costs.sustained * width / (width + costs.gemm_width)
-    if width % ALIGNED:
-        rate *= MISALIGNED
+    if width % ALIGNED_ELEMENTS:
+        rate *= MISALIGNED_RATE
     token = 2 * params / (rate * (costs.fp8 if fp8 else 1.0))
     return Part(fixed=token * (costs.pass_tokens or costs.gemm_tokens), token=token)
 
@@ -131,7 +133,7 @@ def adapter_costs(setting: Setting) -> Part:
     ):
         inputs += share * (inner * model.hidden + wide)
         outputs += share * (inner * wide + model.hidden)
-    tile = ALIGNED * math.ceil(rank / ALIGNED)
+    tile = ALIGNED_ELEMENTS * math.ceil(rank / ALIGNED_ELEMENTS)
     thin = product(setting, tile * (inputs + outputs) / setting.layout.tp, tile)
     moved = setting.element * (inputs + ADAPTER_OUTPUTS * outputs) / setting.layout.tp
     return _scaled(_add(thin, Part(token=moved / elementwise_bytes_per_s(setting))), setting.engine.compute)
@@ -165,7 +167,7 @@ def _expert_layer(setting: Setting, fp8: bool) -> tuple[Part, Part, Part]:
     share = 1 if layout.ep == 1 else layout.tp  # of a micro-batch's tokens that one device routes
     k, local = model.experts_per_token / share, model.experts / layout.ep
     width = min(model.hidden, model.expert_intermediate / tensor)
-    grouped = product(setting, model.expert_params() / tensor / GROUPED, width, fp8)
+    grouped = product(setting, model.expert_params() / tensor / GROUPED_RATE, width, fp8)
     tiles = grouped.token * EXPERT_TILE / 2 * local
     routed = Part(grouped.fixed + tiles + 3 * EXPERT_LAUNCH_SECONDS * local, grouped.token * k)
     nbytes = setting.element * model.hidden / share

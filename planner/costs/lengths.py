@@ -17,10 +17,10 @@ Floats = npt.NDArray[np.float64]
 # Of the logarithm of a length. In chat traffic to several public models the 99.9th percentile of the response lengths
 # is about ten times the median (RLHFuse, arXiv:2409.13221, sec. 2): ln 10 / 3.09. Coefficient of variation 0.86.
 LOG_DEVIATION = 0.745
-NEARLY_ONE = 1e-7  # probability above the last knot
-STEPS = 64  # knots at equal steps of probability, up to 1 - 1 / STEPS
-PER_HALVING = 4  # further knots for each halving of what is left above
-FEW = 0.98  # of the limit: with a mean above it every response is taken to be as long as the limit
+TAIL_PROBABILITY = 1e-7  # probability above the last knot
+PROBABILITY_STEPS = 64  # knots at equal steps of probability, up to 1 - 1 / PROBABILITY_STEPS
+KNOTS_PER_HALVING = 4  # further knots for each halving of what is left above
+LIMIT_SHARE = 0.98  # of the limit: with a mean above it every response is taken to be as long as the limit
 
 
 class Lengths(Struct, frozen=True, dict=True):
@@ -93,7 +93,7 @@ def lognormal(mean: float, longest: float, deviation: float = LOG_DEVIATION) -> 
     deviation: standard deviation of the logarithm. The mean of the cut lengths is
     e^(m + d^2/2) Phi((ln M - m) / d - d) + M (1 - Phi((ln M - m) / d)), which rises with m: found by bisection.
     """
-    if mean >= FEW * longest:
+    if mean >= LIMIT_SHARE * longest:
         return Lengths((0.0, 1.0), (float(longest), float(longest)))
     low, high = math.log(mean) - deviation**2 / 2, math.log(longest) + 6 * deviation
     for _ in range(60):
@@ -101,7 +101,7 @@ def lognormal(mean: float, longest: float, deviation: float = LOG_DEVIATION) -> 
         low, high = (middle, high) if _cut_mean(middle, longest, deviation) < mean else (low, middle)
     shares = _shares()
     tokens = [min(longest, math.exp(high + deviation * _normal_quantile(share))) for share in shares[1:-1]]
-    top = min(float(longest), math.exp(high + deviation * _normal_quantile(1 - NEARLY_ONE / 8)))
+    top = min(float(longest), math.exp(high + deviation * _normal_quantile(1 - TAIL_PROBABILITY / 8)))
     return Lengths(shares, (0.0, *tokens, top))
 
 
@@ -144,9 +144,9 @@ def shorter(lengths: Lengths, by: float) -> Lengths:
 @lru_cache(maxsize=1)
 def _shares() -> tuple[float, ...]:
     """Probabilities of the knots: equal steps, then halvings of the rest."""
-    equal = [i / STEPS for i in range(STEPS)]
-    count = math.ceil(PER_HALVING * math.log2(1 / STEPS / NEARLY_ONE))
-    return (*equal, *(1 - 2 ** (-i / PER_HALVING) / STEPS for i in range(count + 1)), 1.0)
+    equal = [i / PROBABILITY_STEPS for i in range(PROBABILITY_STEPS)]
+    count = math.ceil(KNOTS_PER_HALVING * math.log2(1 / PROBABILITY_STEPS / TAIL_PROBABILITY))
+    return (*equal, *(1 - 2 ** (-i / KNOTS_PER_HALVING) / PROBABILITY_STEPS for i in range(count + 1)), 1.0)
 
 
 def _cut_mean(location: float, longest: float, deviation: float) -> float:

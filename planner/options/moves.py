@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from realgraph.graphs.spec import Generate
 from realgraph.planner.costs.compute.move import (
-    IN_HOST,
+    FIRST_HOST_CUT,
     Copies,
     copies_of,
     device_bytes,
@@ -68,7 +68,7 @@ def _copies(request: PlanRequest, call: str, place: Place) -> Copies:
     setting = Setting(request.model(call), request.role(call), layouts[0], cluster, factors_of(request, cluster))
     found = copies_of(setting, layouts, request.cluster.first_of(place.group), _serves(request, call))
     away = np.array([option.candidate.residency == "offloaded" for option in place.options])
-    cut: Ints = np.where(away, IN_HOST + np.arange(len(away)), found.cut)
+    cut: Ints = np.where(away, FIRST_HOST_CUT + np.arange(len(away)), found.cut)
     return replace(found, cut=cut)
 
 

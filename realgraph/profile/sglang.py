@@ -16,8 +16,8 @@ from msgspec import Struct
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.calibrate.calibrate import Point, fit_costs
-from realgraph.planner.costs.calibrate.fit_profile import DECODING, Stage
-from realgraph.planner.costs.generate.decode import SAME, Precision, decode_step
+from realgraph.planner.costs.calibrate.fit_profile import DECODING_FACTORS, Stage
+from realgraph.planner.costs.generate.decode import ROLE_PRECISION, Precision, decode_step
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.devices import Costs
@@ -70,7 +70,7 @@ class SGLangServer(Struct, frozen=True):
     model: ModelSpec
     tp: int
     longest: int  # tokens of a request
-    precision: Precision = SAME
+    precision: Precision = ROLE_PRECISION
 
 
 def sglang_costs(costs: Costs, server: SGLangServer, cluster: Cluster) -> tuple[Costs, Stage]:
@@ -80,8 +80,8 @@ def sglang_costs(costs: Costs, server: SGLangServer, cluster: Cluster) -> tuple[
         least = min(context for _, context in SIZES) + LONG
         text = f"the server takes requests of {server.longest} tokens at most, the shortest measured here has {least}"
         raise _error(server.url, text, "start it with a longer --context-length")
-    fit = fit_costs(costs, DECODING, points)
-    return fit.costs, Stage("decoding by SGLang", DECODING, fit.error, len(points))
+    fit = fit_costs(costs, DECODING_FACTORS, points)
+    return fit.costs, Stage("decoding by SGLang", DECODING_FACTORS, fit.error, len(points))
 
 
 def open_server(url: str) -> SGLangServer:

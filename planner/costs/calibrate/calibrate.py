@@ -19,12 +19,12 @@ Vector = NDArray[np.float64]
 Predict = Callable[[Costs], float]
 
 PRIOR_ERROR = 0.7  # natural log: a phase may be twice or half of what was predicted before anything is known
-BETWEEN_CALLS, ASSUMED_CALLS = 0.15, 2  # natural log: how far calls lie from their phase, and what that weighs
+CALL_SPREAD, ASSUMED_CALLS = 0.15, 2  # natural log: how far calls lie from their phase, and what that weighs
 LEAST_ERROR = 0.03  # of one measurement: no run repeats itself more closely
-STEP = 1e-3  # of the logarithms, for derivatives
-ITERATIONS = 60
-SMALL_PART = 0.05  # of the shortest measurement: where a fixed cost begins
-NOTHING = 1e-9  # seconds: the logarithm of a fixed cost that is none
+DERIVATIVE_STEP = 1e-3  # of the logarithms, for derivatives
+FIT_ITERATIONS = 60
+FIXED_COST_PART = 0.05  # of the shortest measurement: where a fixed cost begins
+NO_FIXED_SECONDS = 1e-9  # seconds: the logarithm of a fixed cost that is none
 
 
 # --- factors of the cost model ----------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def fit_costs(start: Costs, free: Sequence[str], points: Sequence[Point], prior:
 
     def residuals(at: Vector) -> Vector:
         costs = _with(start, free, at)
-        predicted = np.array([math.log(max(point.predict(costs), NOTHING)) for point in points])
+        predicted = np.array([math.log(max(point.predict(costs), NO_FIXED_SECONDS)) for point in points])
         return np.concatenate([weights * (predicted - measured), (at - begin) / prior])
 
     found = _least_squares(residuals, begin)
@@ -73,7 +73,7 @@ def _start(costs: Costs, name: str, least_seconds: float) -> float:
     value = asdict(costs)[name]
     if value:
         return float(value)
-    return least_seconds * SMALL_PART if name.endswith("seconds") else costs.memory
+    return least_seconds * FIXED_COST_PART if name.endswith("seconds") else costs.memory
 
 
 def _with(costs: Costs, names: Sequence[str], logs: Vector) -> Costs:
@@ -84,8 +84,10 @@ def _least_squares(residuals: Callable[[Vector], Vector], start: Vector) -> Vect
     """The least sum of squares from `start`, damped so that no step makes it larger."""
     at, found = start, residuals(start)
     damping = 1e-2
-    for _ in range(ITERATIONS):
-        slope = np.stack([(residuals(at + move) - found) / STEP for move in STEP * np.eye(len(at))], axis=1)
+    for _ in range(FIT_ITERATIONS):
+        slope = np.stack(
+            [(residuals(at + move) - found) / DERIVATIVE_STEP for move in DERIVATIVE_STEP * np.eye(len(at))], axis=1
+        )
         normal, gradient = slope.T @ slope, slope.T @ found
         step = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), -gradient)
         there = at + np.clip(step, -1.0, 1.0)
@@ -110,7 +112,7 @@ def phase_factors(measured: Iterable[MeasuredCall]) -> dict[Phase, PhaseFactor]:
 
     The mean of ln(measured / predicted), weighted by each call's own error, with a prior at 0 of standard deviation
     PRIOR_ERROR; error: the deviation of single calls around it, and how uncertain it is itself. Calls differ by
-    BETWEEN_CALLS until several have been seen.
+    CALL_SPREAD until several have been seen.
     """
     by_phase: dict[Phase, list[MeasuredCall]] = {}
     for call in measured:
@@ -123,7 +125,7 @@ def _factor(calls: Sequence[MeasuredCall]) -> PhaseFactor:
     ratios = np.array([math.log(call.seconds / call.predicted_seconds) for call in calls])
     noise = np.array([math.hypot(call.error, LEAST_ERROR) for call in calls])
     apart = float(np.sum((ratios - np.mean(ratios)) ** 2))
-    spread = math.sqrt((apart + ASSUMED_CALLS * BETWEEN_CALLS**2) / (len(calls) - 1 + ASSUMED_CALLS))
+    spread = math.sqrt((apart + ASSUMED_CALLS * CALL_SPREAD**2) / (len(calls) - 1 + ASSUMED_CALLS))
     weights = 1 / (noise**2 + spread**2)
     mean = float(weights @ ratios / (weights.sum() + PRIOR_ERROR**-2))
     uncertain = 1 / (weights.sum() + PRIOR_ERROR**-2)

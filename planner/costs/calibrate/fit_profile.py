@@ -39,20 +39,20 @@ from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.request.cost_table import Phase, PhaseFactor
 
-FORWARD = ("elementwise", "pass_layer_seconds", "call_seconds", "microbatch_seconds")
-TRAINING = ("backward", "optimizer", "optimizer_step_seconds")
-DECODING = ("kv", "step_seconds", "layer_seconds", "sequence_seconds")
-STAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
+FORWARD_FACTORS = ("elementwise", "pass_layer_seconds", "call_seconds", "microbatch_seconds")
+TRAINING_FACTORS = ("backward", "optimizer", "optimizer_step_seconds")
+DECODING_FACTORS = ("kv", "step_seconds", "layer_seconds", "sequence_seconds")
+FIT_STAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("matrix products", ("gemm", "gemm_tokens", "gemm_width")),
     ("copies", ("memory",)),
     ("host copies", ("host",)),
     ("attention", ("attention",)),
     ("collectives", ("link", "collective_seconds")),
-    ("passes", (*FORWARD, *TRAINING)),
-    ("decoding", DECODING),
+    ("passes", (*FORWARD_FACTORS, *TRAINING_FACTORS)),
+    ("decoding", DECODING_FACTORS),
     ("rollouts", ("admission_seconds",)),
 )
-PHASES: dict[Phase, tuple[str, ...]] = {
+PHASE_FACTORS: dict[Phase, tuple[str, ...]] = {
     "train": ("passes", "calls"),
     "inference": ("passes", "calls"),
     "generate": ("decoding", "rollouts", "calls"),
@@ -82,7 +82,7 @@ def profiled(measured: Sequence[Measured], cluster: Cluster, dtype: DType) -> Pr
     """Fit every field that something was measured for; the others keep the kind's own value."""
     bare = replace(device_kind(cluster.kind).costs, call_seconds=0.0, sample_seconds=0.0)
     costs, stages = bare, []
-    for name, free in STAGES:
+    for name, free in FIT_STAGES:
         own = [one for one in measured if _stage(one.case) == name]
         if not own:
             continue
@@ -122,7 +122,7 @@ def phase_errors(stages: Sequence[Stage]) -> dict[Phase, PhaseFactor]:
     """No factor, but an error bar for each phase: what its stages' formulas miss on small models, and what a larger
     model may add to that."""
     found: dict[Phase, PhaseFactor] = {}
-    for phase, names in PHASES.items():
+    for phase, names in PHASE_FACTORS.items():
         own = [stage for stage in stages if stage.name in names]
         if own:
             error = math.sqrt(sum(stage.error**2 for stage in own) + EXTRAPOLATION_ERROR**2)

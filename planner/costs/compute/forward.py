@@ -7,7 +7,7 @@ from realgraph.planner.costs.setting import Setting, gemm_efficiency
 
 # Tokens of the busiest expert's device over the mean, with a trained router: an assumption, between 1 of a balance that
 # training enforces and the capacity factor of 1.25 at which few tokens are left out (arXiv:2101.03961, sec. 2.2).
-IMBALANCE = 1.1
+EXPERT_IMBALANCE = 1.1
 
 
 def forward_seconds(setting: Setting, tokens: float, context: float) -> float:
@@ -21,7 +21,7 @@ def forward_seconds(setting: Setting, tokens: float, context: float) -> float:
     return setting.model.layers * layer_seconds(costs, tokens, context) + costs.head.at(tokens, context)
 
 
-def layer_seconds(costs: LayerCosts, tokens: float, context: float, imbalance: float = IMBALANCE) -> float:
+def layer_seconds(costs: LayerCosts, tokens: float, context: float, imbalance: float = EXPERT_IMBALANCE) -> float:
     """The mean layer's forward pass. imbalance: of tokens between the devices that hold experts."""
     own = costs.products.at(tokens, context) + costs.attention.at(tokens, context) + costs.traffic.at(tokens, context)
     moved = costs.tensor.at(tokens, context) + costs.context.at(tokens, context)

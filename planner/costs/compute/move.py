@@ -29,7 +29,7 @@ BUCKET_SECONDS = 2e-3
 LAYER_SECONDS = 1e-4
 HOST_BYTES_PER_S = 3e11  # of a GPU node's memory, that all its devices share: two sockets of eight DDR5 channels each
 WIRE_BYTES_PER_S = 2e9  # of one worker's TCP connection to another node: one thread's sockets
-IN_HOST = 1 << 62  # cuts from this number on stand for copies that wait in host memory
+FIRST_HOST_CUT = 1 << 62  # cuts from this number on stand for copies that wait in host memory
 MESSAGE_SECONDS = 1e-3  # of one gather of samples: headers, and waking up the receiving worker
 
 
@@ -38,7 +38,7 @@ class Copies(Struct, frozen=True, eq=False):
 
     nodes: first and last node of the mesh. per_node: devices of the mesh on one of them. device_bytes: of the weights
     on each device; node_bytes: of the distinct slices on one node; whole: of the model. cut: equal numbers stand for
-    equal layouts, numbers from IN_HOST on for copies in host memory. link, nic and host: bytes per second of one
+    equal layouts, numbers from FIRST_HOST_CUT on for copies in host memory. link, nic and host: bytes per second of one
     device, to others of its node, to other nodes, and to its node's memory. fixed: seconds of any move. cpu: devices
     are processes, whose memory is the node's.
     """
@@ -102,7 +102,7 @@ def fastest_transports(source: Copies, target: Copies) -> tuple[Floats, Ints]:
     is no other transport: shared memory inside a node. All parts go on at once, bucket by bucket.
     """
     lacks, network = _lacking(source, target)
-    away = source.cut[:, None] >= IN_HOST
+    away = source.cut[:, None] >= FIRST_HOST_CUT
     device = np.where(away, np.inf, np.maximum(network, lacks / target.link))
     written = np.where(away, 0.0, source.whole / source.mesh.n_devices / source.host)
     host = np.maximum(np.maximum(network, lacks / target.host), written)
@@ -127,7 +127,7 @@ def _lacking(source: Copies, target: Copies) -> tuple[Floats, Floats]:
     far = np.where(equal, 0.0, np.maximum(0.0, need - here))
     network = np.maximum(far / target.per_node, far / source.mesh.n_devices) / min(source.nic, target.nic)
     covered = same_group and _covers(source.mesh, target.mesh)
-    away = source.cut[:, None] >= IN_HOST
+    away = source.cut[:, None] >= FIRST_HOST_CUT
     mine = (source.device_bytes[:, None] >= source.whole) * covered & ~away
     return np.where(equal | mine, 0.0, target.device_bytes[None, :]), network
 

@@ -9,8 +9,8 @@ from realgraph.planner.costs.memory.memory import expert_copies, lora_params, ma
 from realgraph.planner.costs.overhead import optimizer_bytes_per_s
 from realgraph.planner.costs.setting import Setting
 
-EXPOSED = 0.25  # of traffic that could hide, where no engine says otherwise
-REPLICATED_EXPOSED = 0.3  # of traffic that could hide in one backward pass: buckets wait for their last gradient
+EXPOSED_SHARE = 0.25  # of traffic that could hide, where no engine says otherwise
+REPLICATED_EXPOSED_SHARE = 0.3  # of traffic that could hide in one backward pass: buckets wait for their last gradient
 
 
 class StateCosts(Struct, frozen=True):
@@ -86,6 +86,6 @@ def trained_share(setting: Setting) -> float:
     return lora_params(setting.model, setting.lora_rank) / setting.model.n_params(setting.role.head)
 
 
-def exposed_seconds(traffic: float, compute: float, overlap: float, least: float = EXPOSED) -> float:
+def exposed_seconds(traffic: float, compute: float, overlap: float, least: float = EXPOSED_SHARE) -> float:
     """What is left of traffic that travels beside a share `overlap` of compute; never less than the share `least`."""
     return max(least * traffic, traffic - overlap * compute)

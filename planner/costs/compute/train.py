@@ -10,10 +10,10 @@ import math
 from msgspec import Struct
 
 from realgraph.planner.costs.comm import allreduce_seconds, collective_bytes_per_s, gather_seconds, latency_seconds
-from realgraph.planner.costs.compute.forward import IMBALANCE, forward_seconds, layer_seconds, mean_context
+from realgraph.planner.costs.compute.forward import EXPERT_IMBALANCE, forward_seconds, layer_seconds, mean_context
 from realgraph.planner.costs.compute.pipeline import MicroBatch, Pipeline, pipeline_seconds
-from realgraph.planner.costs.compute.states import REPLICATED_EXPOSED, exposed_seconds, state_costs
-from realgraph.planner.costs.layer import BACKWARD_ATTENTION, LayerCosts, adapter_costs, layer_costs
+from realgraph.planner.costs.compute.states import REPLICATED_EXPOSED_SHARE, exposed_seconds, state_costs
+from realgraph.planner.costs.layer import BACKWARD_ATTENTION_RATIO, LayerCosts, adapter_costs, layer_costs
 from realgraph.planner.costs.lengths import lognormal
 from realgraph.planner.costs.memory.memory import master_bytes, shards
 from realgraph.planner.costs.overhead import computed_tokens, dispatch_seconds, optimizer_bytes_per_s
@@ -21,7 +21,7 @@ from realgraph.planner.costs.setting import Setting
 from realgraph.planner.plan.layout import Recompute as Recompute
 from realgraph.planner.plan.layout import Schedule
 
-DEALT = 5  # power of the mean of a rank's even share and the longest sample
+SPREAD_POWER = 5  # power of the mean of a rank's even share and the longest sample
 FSDP_SLOWDOWN_CPU = 1.3  # measured with FSDP2 on two processes: 1.27 at 30M parameters, 1.6 at 0.8M
 
 
@@ -48,7 +48,7 @@ class TrainWork(Struct, frozen=True):
     chunks: int = 2
     longest_tokens: int | None = None
     fp8: bool = False
-    imbalance: float = IMBALANCE
+    imbalance: float = EXPERT_IMBALANCE
     attended_tokens: float | None = None
 
     @property
@@ -101,7 +101,7 @@ def _microbatch(setting: Setting, work: TrainWork, layers: LayerCosts, tokens: f
     attention, traffic = layers.attention.at(tokens, context), layers.traffic.at(tokens, context)
     more = setting.costs.backward - 1
     weights = adapters if setting.lora_rank else products * more
-    backward = forward + weights + (BACKWARD_ATTENTION - 1) * attention + more * traffic
+    backward = forward + weights + (BACKWARD_ATTENTION_RATIO - 1) * attention + more * traffic
     recompute = work.recompute if work.recompute != "none" or not setting.role.gradient_checkpointing else "full"
     if recompute == "full":
         backward += forward
@@ -133,7 +133,7 @@ def spread(setting: Setting, work: TrainWork, tokens: float) -> float:
         return 1.0
     longest = max(work.longest_tokens or 0, work.sample_tokens) / tokens
     sample = min(1.0, work.sample_tokens / tokens)
-    return float((1 + longest**DEALT - sample**DEALT) ** (1 / DEALT))
+    return float((1 + longest**SPREAD_POWER - sample**SPREAD_POWER) ** (1 / SPREAD_POWER))
 
 
 def _traffic_seconds(setting: Setting, one: MicroBatch, count: int, passes: float) -> float:
@@ -144,7 +144,7 @@ def _traffic_seconds(setting: Setting, one: MicroBatch, count: int, passes: floa
         traffic = rounds * (2 * costs.gather + costs.scatter)
         return exposed_seconds(traffic, passes, engine.dp_overlap, engine.exposed)
     last = one.backward * setting.model.layers / layout.pp
-    return exposed_seconds(costs.step, last, engine.dp_overlap, REPLICATED_EXPOSED)
+    return exposed_seconds(costs.step, last, engine.dp_overlap, REPLICATED_EXPOSED_SHARE)
 
 
 # --- the CPU engine: dp only ------------------------------------------------------------------------------------------

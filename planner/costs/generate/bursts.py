@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from realgraph.planner.costs.lengths import Floats, Lengths
 
-CELLS = 32  # of the time between two bursts
+BURST_CELLS = 32  # of the time between two bursts
 INTEGRAL_POINTS = 2048  # points at which integrals over the lengths are known
 MISSING_GROUPS = 0.5  # groups: the expected number that is missing when the last one is about to come
 WAIT_POINTS = 48  # intervals for which waits are tabled
@@ -25,15 +25,15 @@ SLOT_STEP = 1.005  # numbers of slots are taken in such steps, each rounded down
 class Shape(Struct, frozen=True, eq=False):
     """A stream whose bursts are `between` tokens apart; counts are per admitted sequence of a burst.
 
-    Arrays have a value for each of CELLS parts of the time between two bursts.
+    Arrays have a value for each of BURST_CELLS parts of the time between two bursts.
     """
 
     between: float  # tokens between two bursts
-    running: Floats  # [CELLS] sequences that run
-    age: Floats  # [CELLS] their mean number of new tokens
-    sum_squared_shares: Floats  # [CELLS] over bursts, of the share of each that runs
+    running: Floats  # [BURST_CELLS] sequences that run
+    age: Floats  # [BURST_CELLS] their mean number of new tokens
+    sum_squared_shares: Floats  # [BURST_CELLS] over bursts, of the share of each that runs
     incomplete_bursts: float  # bursts' worth of groups that are not complete just after a burst
-    started_share: Floats  # [CELLS + 1] of a burst, by the edges of the cells
+    started_share: Floats  # [BURST_CELLS + 1] of a burst, by the edges of the cells
     # A batch is complete so many bursts, and tokens after these, after the burst it was admitted with.
     wait_bursts: int
     wait_tokens: float
@@ -65,7 +65,7 @@ def least_between(lengths: Lengths, slots: float) -> float:
 @lru_cache(maxsize=16384)
 def _shape(lengths: Lengths, per_group: int, groups: float, between: float, slots: float) -> Shape:
     running, aged = _at_once(lengths, between)
-    starts = np.zeros(CELLS)
+    starts = np.zeros(BURST_CELLS)
     starts[0] = 1.0
     if math.isfinite(slots):
         starts = _starts(running, slots)
@@ -89,8 +89,8 @@ def _at_once(lengths: Lengths, between: float) -> tuple[Floats, Floats]:
     """Where each burst starts at once: sequences that run in each cell, and the sum of their new tokens."""
     at, alive, aged = _integrals(lengths)
     bursts = np.arange(math.ceil(lengths.longest / between) + 1) * between
-    edges = np.linspace(0.0, between, CELLS + 1)[:, None] + bursts[None, :]
-    width = between / CELLS
+    edges = np.linspace(0.0, between, BURST_CELLS + 1)[:, None] + bursts[None, :]
+    width = between / BURST_CELLS
     running: Floats = np.diff(np.interp(edges, at, alive), axis=0).sum(axis=1) / width
     old: Floats = np.diff(np.interp(edges, at, aged), axis=0).sum(axis=1) / width
     return running, old
@@ -98,9 +98,9 @@ def _at_once(lengths: Lengths, between: float) -> tuple[Floats, Floats]:
 
 @lru_cache(maxsize=1024)
 def _sum_squared_shares(lengths: Lengths, between: float) -> Floats:
-    """[CELLS]: sum over all bursts of the squared share of their sequences that still run."""
+    """[BURST_CELLS]: sum over all bursts of the squared share of their sequences that still run."""
     bursts = np.arange(math.ceil(lengths.longest / between) + 1) * between
-    middle: Floats = (np.arange(CELLS) + 0.5)[:, None] * (between / CELLS) + bursts[None, :]
+    middle: Floats = (np.arange(BURST_CELLS) + 0.5)[:, None] * (between / BURST_CELLS) + bursts[None, :]
     squared: Floats = (lengths.survival(middle.ravel()).reshape(middle.shape) ** 2).sum(axis=1)
     return squared
 
@@ -130,8 +130,8 @@ def _starts(running: Floats, slots: float) -> Floats:
     All slots are in use from the burst until the last of it has started: running, turned by the starts, is `slots` in
     those cells. That is linear; the number of cells is the least whose starts add up to the burst.
     """
-    low, high = 0, CELLS
-    starts_in = {0: np.zeros(CELLS), CELLS: _filling(running, slots, CELLS)}
+    low, high = 0, BURST_CELLS
+    starts_in = {0: np.zeros(BURST_CELLS), BURST_CELLS: _filling(running, slots, BURST_CELLS)}
     while high - low > 1:
         middle = (low + high) // 2
         starts_in[middle] = _filling(running, slots, middle)
@@ -145,15 +145,15 @@ def _starts(running: Floats, slots: float) -> Floats:
 
 def _filling(running: Floats, slots: float, cells: int) -> Floats:
     """Starts in the first so many cells with which `slots` run in each of them."""
-    lag = (np.arange(cells)[:, None] - np.arange(cells)[None, :]) % CELLS
-    starts = np.zeros(CELLS)
+    lag = (np.arange(cells)[:, None] - np.arange(cells)[None, :]) % BURST_CELLS
+    starts = np.zeros(BURST_CELLS)
     starts[:cells] = np.maximum(0.0, np.linalg.solve(running[lag], np.full(cells, slots)))
     return starts
 
 
 def _turned(values: Floats, starts: Floats) -> Floats:
     """What one start in cell 0 makes of each cell, of `starts` in all of them; both go round."""
-    lag = (np.arange(CELLS)[:, None] - np.arange(CELLS)[None, :]) % CELLS
+    lag = (np.arange(BURST_CELLS)[:, None] - np.arange(BURST_CELLS)[None, :]) % BURST_CELLS
     turned: Floats = values[lag] @ starts
     return turned
 
@@ -169,17 +169,17 @@ def _wait(lengths: Lengths, per_group: int, groups: float, between: float, start
     are sum over i >= 0 of 1 - F(t + i x), early ones sum over i >= 1 of F(t - i x); the wait is the t at which both
     agree up to half a group. All times are multiples of a cell; straight lines between.
     """
-    width = between / CELLS
+    width = between / BURST_CELLS
     bursts = math.ceil(lengths.longest / between) + 2
-    at: Floats = np.arange(bursts * CELLS, dtype=np.float64) * width
+    at: Floats = np.arange(bursts * BURST_CELLS, dtype=np.float64) * width
     one = 1 - (1 - lengths.survival(at)) ** per_group
     late: Floats = (
         np.convolve(one, starts)[: len(one)] + np.append(1 - np.cumsum(starts), np.zeros(len(one)))[: len(one)]
     )
-    of_bursts = late.reshape(bursts, CELLS)
+    of_bursts = late.reshape(bursts, BURST_CELLS)
     behind = np.cumsum(of_bursts[::-1], axis=0)[::-1].ravel()
     early = np.cumsum(1 - of_bursts, axis=0).ravel()
-    ahead = np.append(np.zeros(CELLS), early)[: len(early)]
+    ahead = np.append(np.zeros(BURST_CELLS), early)[: len(early)]
     open_groups = behind - ahead
     return float(np.interp(-MISSING_GROUPS / groups, -open_groups, at))
 
@@ -188,7 +188,7 @@ def _wait(lengths: Lengths, per_group: int, groups: float, between: float, start
 def _waits(lengths: Lengths, per_group: int, groups: float) -> tuple[Floats, Floats]:
     """Tokens between bursts, falling, and how many bursts a batch then waits for, rising; slots enough for all."""
     between: Floats = np.geomspace(LONGEST_PART, 1 / SHORTEST_PART, WAIT_POINTS) * lengths.longest
-    alone = np.append(1.0, np.zeros(CELLS - 1))
+    alone = np.append(1.0, np.zeros(BURST_CELLS - 1))
     waits = [_wait(lengths, per_group, groups, float(one), alone) / float(one) for one in between]
     return between, np.maximum.accumulate(np.array(waits))
 

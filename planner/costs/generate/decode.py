@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import Struct
 
 from realgraph.planner.costs.comm import axis_link, collective_bytes_per_s, exchange_seconds
-from realgraph.planner.costs.layer import EXPERT_TILE, GROUPED, MLP_ELEMENTS, NORM_ELEMENTS
+from realgraph.planner.costs.layer import EXPERT_TILE, GROUPED_RATE, MLP_ELEMENTS, NORM_ELEMENTS
 from realgraph.planner.costs.lengths import Floats
 from realgraph.planner.costs.memory.memory import element_bytes, kv_bytes_per_token, served_expert_ranks
 from realgraph.planner.costs.overhead import collective_seconds, elementwise_bytes_per_s
@@ -28,7 +28,7 @@ NODES_SECONDS = 4e-5
 NODE_HOP_SECONDS = 1.5e-5
 # Experts are read a slice at a time, in tiles of 128 columns, of which the last is half empty on average: a slice of
 # this many columns reaches half of the memory's rate.
-EXPERT_WIDTH = 64
+EXPERT_HALF_COLUMNS = 64
 # Of a layer's small kernels, in a captured graph: scores, top k, counts, sort and alignment by expert, activation, sum
 # of answers (vLLM, fused_moe): six of about 5 us, the least that a kernel takes from start to end.
 EXPERT_LAYER_SECONDS = 3e-5
@@ -44,7 +44,7 @@ class Precision(Struct, frozen=True):
     cache: Literal["role", "float8"] = "role"
 
 
-SAME = Precision()
+ROLE_PRECISION = Precision()
 
 
 class DecodeStep(Struct, frozen=True, eq=False):
@@ -104,7 +104,7 @@ class DecodeStep(Struct, frozen=True, eq=False):
         return np.maximum(self.expert_read * touched, computed)
 
 
-def decode_step(setting: Setting, precision: Precision = SAME) -> DecodeStep:
+def decode_step(setting: Setting, precision: Precision = ROLE_PRECISION) -> DecodeStep:
     """The coefficients for one replica of a setting: its tp x pp ranks; `ep` spreads experts over replicas besides."""
     model, layout, cluster, costs = setting.model, setting.layout, setting.cluster, setting.costs
     bandwidth, width = cluster.memory_bytes_per_s, model.hidden / layout.tp
@@ -134,8 +134,8 @@ def decode_step(setting: Setting, precision: Precision = SAME) -> DecodeStep:
         * routed
         / ranks
         / (bandwidth * costs.memory)
-        * (1 + EXPERT_WIDTH / max(1, slices)),
-        expert_token=2 * model.experts_per_token * routed / layout.tp / (rate * GROUPED) if experts else 0.0,
+        * (1 + EXPERT_HALF_COLUMNS / max(1, slices)),
+        expert_token=2 * model.experts_per_token * routed / layout.tp / (rate * GROUPED_RATE) if experts else 0.0,
         unchosen=math.log1p(-model.experts_per_token / experts) if experts > model.experts_per_token else -50.0,
         experts=experts,
         chosen=model.experts_per_token,
@@ -153,7 +153,7 @@ def engine_flops(setting: Setting, precision: Precision) -> float:
     return setting.flops * (setting.costs.fp8 if precision.weights == "float8" else 1.0)
 
 
-def cache_bytes_per_token(setting: Setting, precision: Precision = SAME) -> float:
+def cache_bytes_per_token(setting: Setting, precision: Precision = ROLE_PRECISION) -> float:
     """Keys and values of one token on one rank: heads are divided among tp ranks, at least one a rank; a latent, which
     serves all heads, is not."""
     model = setting.model

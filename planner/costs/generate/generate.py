@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from realgraph.planner.costs.backend import Backend
 from realgraph.planner.costs.compute.forward import forward_seconds
-from realgraph.planner.costs.generate.decode import SAME, DecodeStep, Precision, decode_step, engine_flops
+from realgraph.planner.costs.generate.decode import ROLE_PRECISION, DecodeStep, Precision, decode_step, engine_flops
 from realgraph.planner.costs.generate.decode import decode_seconds as decode_seconds
 from realgraph.planner.costs.generate.occupancy import Occupancy, occupancy
 from realgraph.planner.costs.generate.static import batches, gathered_seconds, static_occupancy
@@ -22,7 +22,7 @@ from realgraph.planner.costs.setting import Setting
 PREFILL_DRAWS = 1.0  # tokens of a sample that the CPU engine's prefill tells, so that no decode step has to
 # Switches of these kinds' servers add up inside the network (NCCL's NVLS algorithm, NCCL 2.17 release notes).
 REDUCING_SWITCHES = ("H100-SXM", "H200", "H800", "H20", "B200", "GB200", "B300", "GB300")
-FEW = 0.1  # of the largest number of running sequences: what counts as the tail of a batch
+TAIL_RUNNING_SHARE = 0.1  # of the largest number of running sequences: what counts as the tail of a batch
 
 
 class GenerateWork(Struct, frozen=True):
@@ -40,7 +40,7 @@ class GenerateWork(Struct, frozen=True):
     max_new_tokens: int
     running: int
     lengths: tuple[int, ...] = ()
-    precision: Precision = SAME
+    precision: Precision = ROLE_PRECISION
     stall_seconds: float = 0.0
 
     @property
@@ -79,7 +79,7 @@ def generation(setting: Setting, work: GenerateWork) -> Generation:
     prefill, decode = _phases(setting, work)
     step, shape = decode_step(setting, work.precision), _occupancy(setting, work)
     seconds = shape.steps * step(shape.running, work.prompt_tokens + shape.age)
-    few = shape.running < FEW * shape.running.max(initial=0.0)
+    few = shape.running < TAIL_RUNNING_SHARE * shape.running.max(initial=0.0)
     ideal = shape.steps * read_seconds(setting, step, shape.running, work.prompt_tokens + shape.age)
     total = prefill + decode + rollout_dispatch_seconds(setting.costs, work.samples / setting.layout.dp)
     return Generation(

@@ -14,12 +14,12 @@ from msgspec import Struct
 
 from realgraph.planner.costs.lengths import Floats, Lengths
 
-CELLS = 384  # buckets of token steps up to the length that one in a million samples exceeds
-RARE = 1e-6
-SURE = 1 - 1e-15  # a probability just below 1, whose logarithm is finite
-PHASES = 48  # in which the ages of full slots are followed
-COHORTS = 96  # of sequences admitted at about one time, in the drain
-STEADY = 3  # so many times that length after the start, ends and admissions have become a steady stream
+LENGTH_CELLS = 384  # buckets of token steps up to the length that one in a million samples exceeds
+RARE_PROBABILITY = 1e-6
+MOST_PROBABILITY = 1 - 1e-15  # a probability just below 1, whose logarithm is finite
+FULL_PHASES = 48  # in which the ages of full slots are followed
+DRAIN_COHORTS = 96  # of sequences admitted at about one time, in the drain
+STEADY_LENGTHS = 3  # so many times that length after the start, ends and admissions have become a steady stream
 
 _NORMAL = NormalDist()
 StepSeconds = Callable[[Floats, Floats], Floats]
@@ -76,7 +76,7 @@ def _at_once(lengths: Lengths, samples: float, replicas: int) -> Occupancy:
     knots = _grid(lengths)
     steps, middle = np.diff(knots), (knots[1:] + knots[:-1]) / 2
     alive = lengths.survival(middle)
-    gone = samples * np.log1p(-np.minimum(alive, SURE))
+    gone = samples * np.log1p(-np.minimum(alive, MOST_PROBABILITY))
     more = _spread(steps, np.sqrt(alive * (1 - alive)), math.sqrt(samples) * lengths.deviation)
     busy, alone = -np.expm1(replicas * gone), -np.expm1(gone)
     none = np.zeros(len(steps))
@@ -93,7 +93,7 @@ def _spread(steps: Floats, deviation: Floats, tokens: float) -> Floats:
 @lru_cache(maxsize=64)
 def _grid(lengths: Lengths) -> Floats:
     """Steps between which a phase is taken to be even: the knots of the lengths, and enough others between them."""
-    even = np.linspace(0.0, lengths.longest, PHASES + 1)
+    even = np.linspace(0.0, lengths.longest, FULL_PHASES + 1)
     return np.unique(np.concatenate([even, np.array(lengths.tokens)]))
 
 
@@ -141,8 +141,8 @@ def _admissions(lengths: Lengths, waiting: float, slots: int) -> tuple[float, fl
 
 
 def _merged(ages: Floats, sizes: Floats) -> tuple[Floats, Floats]:
-    """Neighbouring cohorts taken together, so that about COHORTS are left. The first one, large, stays alone."""
-    bounds = np.unique(np.append([0, 1], np.arange(1, len(ages), max(1, len(ages) // COHORTS))))
+    """Neighbouring cohorts taken together, so that about DRAIN_COHORTS are left. The first one, large, stays alone."""
+    bounds = np.unique(np.append([0, 1], np.arange(1, len(ages), max(1, len(ages) // DRAIN_COHORTS))))
     bounds = bounds[bounds < len(ages)]
     joined = np.add.reduceat(sizes, bounds)
     return np.add.reduceat(ages * sizes, bounds) / np.maximum(1e-12, joined), joined
@@ -154,12 +154,12 @@ def _full_phase(lengths: Lengths, spans: tuple[float, float, float], slots: int)
     spans: steps that are followed, steady ones after them, and one standard deviation of their sum.
     """
     end, steady, spread = spans
-    edges = np.linspace(0.0, end, PHASES + 1)
+    edges = np.linspace(0.0, end, FULL_PHASES + 1)
     age = np.append(np.interp((edges[1:] + edges[:-1]) / 2, *_ages(lengths)), lengths.mean_age)
     steps = np.append(np.diff(edges), steady)
-    more = np.zeros(PHASES + 1)
+    more = np.zeros(FULL_PHASES + 1)
     more[-1 if steady else -2] = spread
-    return Occupancy(steps, steps, np.full(PHASES + 1, float(slots)), age, more, np.zeros(PHASES + 1))
+    return Occupancy(steps, steps, np.full(FULL_PHASES + 1, float(slots)), age, more, np.zeros(FULL_PHASES + 1))
 
 
 @lru_cache(maxsize=64)
@@ -167,7 +167,7 @@ def _ages(lengths: Lengths) -> tuple[Floats, Floats]:
     """Steps since all slots started at once, and the mean age of a running sequence then, both in tokens."""
     width, admitted = _renewal(lengths)
     starts = (np.arange(len(admitted)) + 0.5) * width
-    at = np.linspace(0.0, STEADY * CELLS * width, 4 * PHASES)
+    at = np.linspace(0.0, STEADY_LENGTHS * LENGTH_CELLS * width, 4 * FULL_PHASES)
     since = at[:, None] - starts[None, :]
     alive = np.where(since > 0, lengths.survival(np.maximum(since, 0.0)), 0.0) * admitted
     first = lengths.survival(at)
@@ -185,7 +185,7 @@ def _drain(lengths: Lengths, cohorts: tuple[Floats, Floats], slots: int, replica
     alive = lengths.survival(since)
     running = alive @ sizes
     age = (alive * since) @ sizes / np.maximum(1e-12, running)
-    gone = np.log1p(-np.minimum(alive, SURE)) @ sizes
+    gone = np.log1p(-np.minimum(alive, MOST_PROBABILITY)) @ sizes
     busy, alone, none = -np.expm1(replicas * gone), -np.expm1(gone), np.zeros(len(middle))
     steps = np.diff(knots)
     more = _spread(steps, np.sqrt((alive * (1 - alive)) @ sizes), math.sqrt(slots) * lengths.deviation)
@@ -215,15 +215,15 @@ def _renewal(lengths: Lengths) -> tuple[float, Floats]:
     Solves the renewal equation N(t) = S(t) + sum of a_s S(t - s) = 1: what ends is replaced at once. Admissions lie in
     the middle of their cell.
     """
-    reach = max(1.0, lengths.quantile(1 - RARE))
-    width = reach / CELLS
-    count = STEADY * CELLS
+    reach = max(1.0, lengths.quantile(1 - RARE_PROBABILITY))
+    width = reach / LENGTH_CELLS
+    count = STEADY_LENGTHS * LENGTH_CELLS
     cells: Floats = np.arange(count, dtype=np.float64)
     first = lengths.survival((cells + 1) * width)
     alive = lengths.survival((cells + 0.5) * width)
     admitted = np.zeros(count)
     for cell in range(count):
-        low = max(0, cell - CELLS - 1)
+        low = max(0, cell - LENGTH_CELLS - 1)
         held = float(np.dot(admitted[low:cell], alive[cell - low : 0 : -1])) if cell else 0.0
         admitted[cell] = max(0.0, 1.0 - first[cell] - held) / alive[0]
     return width, admitted

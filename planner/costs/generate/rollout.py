@@ -29,16 +29,16 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from realgraph.planner.costs.generate.bursts import CELLS, Shape, between_for, least_between, rounded, shape_of
+from realgraph.planner.costs.generate.bursts import BURST_CELLS, Shape, between_for, least_between, rounded, shape_of
 from realgraph.planner.costs.generate.decode import DecodeStep, decode_step
 from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds, prefill_seconds
 from realgraph.planner.costs.lengths import Floats, Lengths
 from realgraph.planner.costs.overhead import rollout_dispatch_seconds
 from realgraph.planner.costs.setting import Setting
 
-LEVELS = 24  # intervals of the tokens between two updates that are offered, of each of two kinds
+STREAM_LEVELS = 24  # intervals of the tokens between two updates that are offered, of each of two kinds
 SLOT_RATIO = 0.9  # of one number of slots to the next smaller one that is tried
-LEAST_SHARE = 0.02  # of a burst: no fewer slots are tried
+LEAST_SLOT_SHARE = 0.02  # of a burst: no fewer slots are tried
 
 
 class Variant(Struct, frozen=True):
@@ -125,7 +125,7 @@ def _slots(setting: Setting, work: GenerateWork, step: DecodeStep) -> float:
 
     best, fewer = float(work.running), float(work.running)
     least = seconds(best)
-    while fewer > max(1.0, LEAST_SHARE * share):
+    while fewer > max(1.0, LEAST_SLOT_SHARE * share):
         fewer = max(1.0, SLOT_RATIO * fewer)
         found = seconds(fewer)
         if found >= least:
@@ -154,7 +154,7 @@ def variant_of(stream: Stream, between: float, paused: bool = False) -> Variant:
     dispatch = rollout_dispatch_seconds(setting.costs, stream.share)
     pause = _interruption_at(stream, shape, shape.wait_tokens) if paused else 0.0
     seconds = prefill + pause + stream.prompt_seconds + dispatch + float(decode[-1])
-    edges = np.linspace(0.0, shape.between, CELLS + 1)
+    edges = np.linspace(0.0, shape.between, BURST_CELLS + 1)
     started = float(np.interp(shape.wait_tokens, edges[:-1], shape.started_share[1:]))
     part = dispatch * shape.wait_tokens / shape.between
     remainder = prefill + stream.prompt_seconds * started + part + float(np.interp(shape.wait_tokens, edges, decode))
@@ -175,13 +175,13 @@ def variant_of(stream: Stream, between: float, paused: bool = False) -> Variant:
 
 def _interruption_at(stream: Stream, shape: Shape, tokens: float) -> float:
     """Seconds of an interruption at so many tokens after an update."""
-    cell = min(CELLS - 1, int(tokens / shape.between * CELLS))
+    cell = min(BURST_CELLS - 1, int(tokens / shape.between * BURST_CELLS))
     context = stream.work.prompt_tokens + float(shape.age[cell])
     return _interruption_seconds(stream.setting, stream.work, float(_met(stream, shape)[cell]), context)
 
 
 def _met(stream: Stream, shape: Shape) -> Floats:
-    """[CELLS]: sequences on a replica as a sequence meets them: more than the mean, as it is more often on a full one.
+    """[BURST_CELLS]: sequences on a replica as a sequence meets them: above the mean, as full ones have more of them.
 
     By the variance over the mean. Each burst brings the groups on every replica to one number; how many sequences of
     each run depends on its age and on chance. At least one: some replica runs while a batch is not complete.
@@ -196,7 +196,7 @@ def _met(stream: Stream, shape: Shape) -> Floats:
 
 
 def _decode(stream: Stream, shape: Shape) -> Floats:
-    """[CELLS + 1]: seconds of decoding from an update to each edge of the cells.
+    """[BURST_CELLS + 1]: seconds of decoding from an update to each edge of the cells.
 
     A token step takes E[n] / E[n / s(n)] over the replicas, as sequences see it: with a variance V of n, to its first
     power, s + s' V / n x (1 - s' n / s).
@@ -206,7 +206,7 @@ def _decode(stream: Stream, shape: Shape) -> Floats:
     plain = stream.step(mean, context)
     more = stream.step(met, context) - plain
     rise = np.clip(more / plain * mean / np.maximum(1e-9, met - mean), 0.0, 1.0)
-    return np.append(0.0, np.cumsum((plain + more * (1 - rise)) * (shape.between / CELLS)))
+    return np.append(0.0, np.cumsum((plain + more * (1 - rise)) * (shape.between / BURST_CELLS)))
 
 
 def rollout_variants(setting: Setting, work: GenerateWork, staleness: int) -> tuple[Variant, ...]:
@@ -247,7 +247,7 @@ def _levels(stream: Stream, staleness: int, paused: bool = False) -> list[Varian
 
     Where what follows generation takes `spent` periods, it waits for so many fewer; mostly that is about one.
     """
-    spent = np.concatenate([np.linspace(0.0, 1.25, LEVELS + 1), np.linspace(1.25, staleness, LEVELS + 1)])
+    spent = np.concatenate([np.linspace(0.0, 1.25, STREAM_LEVELS + 1), np.linspace(1.25, staleness, STREAM_LEVELS + 1)])
     waits = 1.0 + staleness - np.minimum(spent, staleness)
     found = {between_for(stream.lengths, stream.work.samples_per_group, stream.groups, float(one)) for one in waits}
     return [variant_of(stream, between, paused) for between in sorted({max(stream.least, one) for one in found})]

@@ -10,7 +10,7 @@ from realgraph.planner.costs.generate.occupancy import Occupancy
 from realgraph.planner.costs.lengths import Floats, Lengths
 from realgraph.planner.costs.setting import Setting
 
-PHASES = 48  # of a batch, in which the age of its samples is taken to be even
+BATCH_PHASES = 48  # of a batch, in which the age of its samples is taken to be even
 
 
 def batches(samples: float, running: int) -> tuple[int, float]:
@@ -36,7 +36,7 @@ def static_occupancy(lengths: Lengths, samples: float, slots: int, replicas: int
     some one of n runs at step u with probability 1 - F(u)^n.
     """
     count, size = batches(samples, slots)
-    knots = np.unique(np.append(np.linspace(0.0, lengths.longest, PHASES + 1), lengths.tokens))
+    knots = np.unique(np.append(np.linspace(0.0, lengths.longest, BATCH_PHASES + 1), lengths.tokens))
     width, age = np.diff(knots), (knots[1:] + knots[:-1]) / 2
     ended = 1 - lengths.survival(age)
     own, any_of_all = 1 - ended ** max(1.0, size), 1 - ended ** max(1.0, size * replicas)

@@ -68,12 +68,12 @@ class Running(Struct, frozen=True):
     sequence_parallel: bool = True
 
 
-PLAIN = Running()
+PLAIN_PASSES = Running()
 
 
 @lru_cache(maxsize=1 << 16)
 def train_activations(
-    model: ModelSpec, role: ModelRole, layout: Layout, tokens: int, running: Running = PLAIN
+    model: ModelSpec, role: ModelRole, layout: Layout, tokens: int, running: Running = PLAIN_PASSES
 ) -> Footprint:
     """Activations and logits of one micro-batch of `tokens` packed tokens in forward and backward.
 

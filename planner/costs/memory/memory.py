@@ -17,9 +17,9 @@ from realgraph.planner.costs.memory.activations import (
     train_activations,
 )
 from realgraph.planner.costs.memory.terms import (
-    FRACTION,
     GPU_RUNTIME_BYTES,
     TERMS,
+    USABLE_FRACTION,
     DType,
     Footprint,
     Recompute,
@@ -37,9 +37,9 @@ from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.planner.plan.layout import Layout
 
 __all__ = [
-    "FRACTION",
     "GPU_RUNTIME_BYTES",
     "TERMS",
+    "USABLE_FRACTION",
     "DType",
     "Footprint",
     "Recompute",

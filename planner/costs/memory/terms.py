@@ -13,7 +13,7 @@ DType = Literal["float32", "bfloat16", "float16", "float64"]
 Term = Literal["weights", "gradients", "optimizer", "activations", "logits", "kv_cache", "buckets"]
 TERMS: tuple[Term, ...] = ("weights", "gradients", "optimizer", "activations", "logits", "kv_cache", "buckets")
 ELEMENT_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-FRACTION = 0.94  # of a device's memory that a plan may use: allocators fragment
+USABLE_FRACTION = 0.94  # of a device's memory that a plan may use: allocators fragment
 GPU_RUNTIME_BYTES = 1_500_000_000  # CUDA context, NCCL and cuBLAS workspaces of one process
 # Prompt tokens that enter the cache in one forward pass: vLLM's and SGLang's default on devices of 80 GB (vLLM,
 # EngineArgs.max_num_batched_tokens; SGLang, chunked_prefill_size). This project's own engine takes half as many.
@@ -57,7 +57,7 @@ class Footprint(Struct, frozen=True):
 def usable_bytes(cluster: Cluster) -> int:
     """Bytes of a device that a plan may fill."""
     runtime = CPU_RUNTIME_BYTES if cluster.is_cpu else GPU_RUNTIME_BYTES
-    return max(0, round(FRACTION * cluster.memory_bytes) - runtime)
+    return max(0, round(USABLE_FRACTION * cluster.memory_bytes) - runtime)
 
 
 def element_bytes(dtype: DType) -> int:
