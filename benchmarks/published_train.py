@@ -24,7 +24,7 @@ from realgraph.planner.costs.memory.memory import (
     usable_bytes,
 )
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.inputs.devices import Costs, device_kind
+from realgraph.planner.inputs.devices import EfficiencyFactors, device_kind
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 
 ASYNC_TP = replace(FSDP, tp_overlap=0.3)  # products and tensor-parallel traffic in slices, in turn
@@ -212,7 +212,7 @@ def backend_of(row: Row) -> Backend:
     return ASYNC_TP if "asyncTP" in row.notes else FSDP
 
 
-def factors_of(row: Row, kind: str) -> Costs:
+def factors_of(row: Row, kind: str) -> EfficiencyFactors:
     """The device's factors, with the rate of the attention kernel of the row's software."""
     costs = device_kind(kind).costs
     kernel = next((kernel for pattern, kernel in KERNELS if re.search(pattern, f"{row.system} {row.notes}")), None)

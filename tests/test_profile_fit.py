@@ -21,7 +21,7 @@ from realgraph.planner.costs.calibrate.measurements import (
 from realgraph.planner.costs.memory.terms import DType
 from realgraph.planner.inputs.cluster import Cluster, ClusterSpec
 from realgraph.planner.inputs.detect import Probe, resolve
-from realgraph.planner.inputs.devices import Costs, device_kind
+from realgraph.planner.inputs.devices import EfficiencyFactors, device_kind
 from realgraph.planner.inputs.model_spec import spec_from_config
 
 MACHINE = Probe(cores=4, host_memory_bytes=8_000_000_000)
@@ -32,7 +32,7 @@ def cluster(kind: str, devices: int) -> Cluster:
     return resolve(ClusterSpec(kind=kind, devices=devices), MACHINE)
 
 
-def hidden_costs(kind: str, rng: random.Random) -> Costs:
+def hidden_costs(kind: str, rng: random.Random) -> EfficiencyFactors:
     """Factors up to 1.6 times off the shipped ones, and some fixed seconds."""
     shipped = device_kind(kind).costs
     scale = 1.0 if kind == "cpu" else 0.05

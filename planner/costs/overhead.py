@@ -4,7 +4,7 @@ A large model's calls hardly notice them; a small model's are made of them. `rea
 """
 
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.inputs.devices import Costs
+from realgraph.planner.inputs.devices import EfficiencyFactors
 
 COLLECTIVE_SECONDS = 1e-5  # latency of one collective operation where none was measured
 
@@ -22,22 +22,22 @@ def optimizer_bytes_per_s(setting: Setting) -> float:
     return setting.cluster.memory_bytes_per_s * (costs.optimizer or costs.memory)
 
 
-def pass_layer_seconds(costs: Costs) -> float:
+def pass_layer_seconds(costs: EfficiencyFactors) -> float:
     """Fixed seconds of one layer in a packed forward pass: what is spent between its operations."""
     return costs.layer_seconds if costs.pass_layer_seconds is None else costs.pass_layer_seconds
 
 
-def collective_seconds(costs: Costs) -> float:
+def collective_seconds(costs: EfficiencyFactors) -> float:
     """Latency of one collective operation."""
     return COLLECTIVE_SECONDS if costs.collective_seconds is None else costs.collective_seconds
 
 
-def dispatch_seconds(costs: Costs, samples: float) -> float:
+def dispatch_seconds(costs: EfficiencyFactors, samples: float) -> float:
     """Of one call on one device beside its passes: the command, and `samples` to gather, pack and store."""
     return costs.call_seconds + samples * costs.sample_seconds
 
 
-def rollout_dispatch_seconds(costs: Costs, samples: float) -> float:
+def rollout_dispatch_seconds(costs: EfficiencyFactors, samples: float) -> float:
     """Of one generate call on one device beside its passes: `samples` taken in, given out and stored."""
     return dispatch_seconds(costs, samples) + samples * costs.admission_seconds
 

@@ -9,7 +9,7 @@ from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.backend import Backend, backend_of
 from realgraph.planner.costs.memory.memory import DType, element_bytes
 from realgraph.planner.inputs.cluster import Cluster
-from realgraph.planner.inputs.devices import Costs, device_kind
+from realgraph.planner.inputs.devices import EfficiencyFactors, device_kind
 from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.planner.plan.layout import Layout
 
@@ -25,7 +25,7 @@ class Setting(Struct, frozen=True):
     role: ModelRole
     layout: Layout
     cluster: Cluster
-    factors: Costs | None = None
+    factors: EfficiencyFactors | None = None
     lora_rank: int = 0
     backend: Backend | None = None
 
@@ -35,7 +35,7 @@ class Setting(Struct, frozen=True):
         return self.backend or backend_of(self.layout)
 
     @property
-    def costs(self) -> Costs:
+    def costs(self) -> EfficiencyFactors:
         return self.factors or device_kind(self.cluster.kind).costs
 
     @property
@@ -60,6 +60,6 @@ def dtype_rate(dtype: DType, cpu: bool) -> float:
     return {"float32": 0.5, "bfloat16": 1.0, "float16": 1.0, "float64": 1 / 15}[dtype]
 
 
-def gemm_efficiency(costs: Costs, tokens: float, width: float) -> float:
+def gemm_efficiency(costs: EfficiencyFactors, tokens: float, width: float) -> float:
     """Reached fraction of the peak for a product of `tokens` rows over the smaller of the layer's widths."""
     return costs.gemm * tokens / (tokens + costs.gemm_tokens) * width / (width + costs.gemm_width)

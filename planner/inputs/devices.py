@@ -15,51 +15,40 @@ Amount = Annotated[float, Meta(ge=0, le=1e3)]  # a fraction or seconds
 Rows = Annotated[float, Meta(ge=0, le=1e6)]
 
 
-class Costs(Struct, frozen=True, forbid_unknown_fields=True):
+class EfficiencyFactors(Struct, frozen=True, forbid_unknown_fields=True):
     """Reached fractions of the peak rates, and fixed seconds; see the head of devices.yaml.
 
-    gemm_tokens, gemm_width: rows and columns of a matrix product at which half of `gemm` is reached.
-    step, layer, sequence: seconds of one decode step that no arithmetic explains. fp8: rate of matrix products in
-    fp8 over that in bf16. sustained: share of the clock that long compute keeps within the power limit. pass_tokens:
-    rows whose seconds each product of a packed pass costs besides (0: gemm_tokens): tiles and waves left half empty.
-    host: of the rate between a GPU and its host, by copies from and to pinned memory.
-
-    What follows is what the calls of a small model are made of; `realgraph profile` measures it, the shipped table has
-    none of it. elementwise, optimizer: fractions of the memory rate reached by the element-wise operations of a pass
-    and by an optimizer step (0: as `memory`). backward: seconds of a backward pass over those of its forward.
-    pass_layer: fixed seconds of a layer in a packed forward pass (None: as in a decode step). microbatch: of a
-    micro-batch's passes, and optimizer_step: of an optimizer step. collective: of a collective (None: 10 us). call,
-    sample: of a call on a mesh, and of each of its samples, to send, gather and store. admission: of each sample that
-    generation takes in and gives out, besides its decode steps. function: of each sample of a
-    function in one worker's subprocess (None: 0.1 ms).
+    From `elementwise` on: what the calls of a small model are made of. `realgraph profile` measures it, the shipped
+    table has none of it.
     """
 
     gemm: Rate
-    gemm_tokens: Rows
-    gemm_width: Rows
+    gemm_tokens: Rows  # rows of a matrix product at which half of `gemm` is reached
+    gemm_width: Rows  # columns, likewise
     attention: Rate
     memory: Rate
     kv: Rate
     link: Rate
     nic: Rate
-    step_seconds: Amount
-    layer_seconds: Amount
-    sequence_seconds: Amount
-    fp8: Rate = 1.0
-    sustained: Rate = 1.0
+    step_seconds: Amount  # of one decode step, that no arithmetic explains
+    layer_seconds: Amount  # of each of its layers, likewise
+    sequence_seconds: Amount  # of each of its sequences, likewise
+    fp8: Rate = 1.0  # of matrix products in fp8, over that in bf16
+    sustained: Rate = 1.0  # share of the clock that long compute keeps within the power limit
+    # Rows whose seconds each product of a packed pass costs besides: tiles and waves left half empty. 0: gemm_tokens.
     pass_tokens: Rows = 0.0
-    host: Rate = 0.9
-    elementwise: Amount = 0.0
-    optimizer: Amount = 0.0
-    backward: Rate = 2.0
-    pass_layer_seconds: Amount | None = None
-    microbatch_seconds: Amount = 0.0
+    host: Rate = 0.9  # of the rate between a GPU and its host, by copies from and to pinned memory
+    elementwise: Amount = 0.0  # of the memory rate, by element-wise operations of a pass; 0: as `memory`
+    optimizer: Amount = 0.0  # of the memory rate, by an optimizer step; 0: as `memory`
+    backward: Rate = 2.0  # seconds of a backward pass over those of its forward
+    pass_layer_seconds: Amount | None = None  # of a layer in a packed forward pass; None: as in a decode step
+    microbatch_seconds: Amount = 0.0  # of a micro-batch's passes
     optimizer_step_seconds: Amount = 0.0
-    collective_seconds: Amount | None = None
-    call_seconds: Amount = 0.0
-    sample_seconds: Amount = 0.0
-    admission_seconds: Amount = 0.0
-    function_seconds: Amount | None = None
+    collective_seconds: Amount | None = None  # None: 10 us
+    call_seconds: Amount = 0.0  # of a call on a mesh, to send, gather and store
+    sample_seconds: Amount = 0.0  # of each of its samples, likewise
+    admission_seconds: Amount = 0.0  # of each sample that generation takes in and gives out, besides its decode steps
+    function_seconds: Amount | None = None  # of each sample of a function in one worker's subprocess; None: 0.1 ms
 
 
 class DeviceKind(Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,7 +68,7 @@ class DeviceKind(Struct, frozen=True, forbid_unknown_fields=True):
     per_node: int
     host_memory_gb: float
     usd_per_hour: float
-    costs: Costs
+    costs: EfficiencyFactors
 
 
 @cache

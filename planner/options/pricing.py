@@ -18,7 +18,7 @@ from realgraph.planner.costs.memory import memory
 from realgraph.planner.costs.memory.memory import Footprint, Running
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.cluster import Cluster
-from realgraph.planner.inputs.devices import Costs
+from realgraph.planner.inputs.devices import EfficiencyFactors
 from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.planner.options.calls import (
     formula_seconds,
@@ -285,7 +285,7 @@ def _setting(request: PlanRequest, call: str, candidate: CallOption, cluster: Cl
     return Setting(request.model(call), request.role(call), candidate.layout, cluster, factors_of(request, cluster))
 
 
-def factors_of(request: PlanRequest, cluster: Cluster) -> Costs | None:
+def factors_of(request: PlanRequest, cluster: Cluster) -> EfficiencyFactors | None:
     """Measured efficiency factors of a group's kind of device; None: the shipped ones."""
     return request.costs.factors if request.costs.kind in ("", cluster.kind) else None
 

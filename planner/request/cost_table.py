@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.yaml.files import read_file
-from realgraph.planner.inputs.devices import Costs
+from realgraph.planner.inputs.devices import EfficiencyFactors
 from realgraph.planner.plan.layout import Recompute, Schedule
 
 COSTS_FORMAT = 1
@@ -65,7 +65,7 @@ class CostTable(Struct, frozen=True, forbid_unknown_fields=True):
     kind: str = ""
     name: str = ""  # of the machine or run
     date: str = ""  # ISO 8601
-    factors: Costs | None = None
+    factors: EfficiencyFactors | None = None
     phases: dict[Phase, PhaseFactor] = {}
     calls: tuple[MeasuredCall, ...] = ()
     lengths: tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], ...] = ()

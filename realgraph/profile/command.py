@@ -17,7 +17,7 @@ from realgraph.planner.costs.calibrate.measurements import HostLink, Measured, P
 from realgraph.planner.costs.memory.memory import DType
 from realgraph.planner.inputs.cluster import Cluster, ClusterSpec
 from realgraph.planner.inputs.detect import probe
-from realgraph.planner.inputs.devices import Costs, device_kind
+from realgraph.planner.inputs.devices import EfficiencyFactors, device_kind
 from realgraph.planner.request.cost_table import CostTable, costs_to_json
 from realgraph.profile.runs import overheads
 from realgraph.profile.sglang import open_server, sglang_costs
@@ -144,7 +144,7 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _rates(costs: Costs, measured: Sequence[Measured], cluster: Cluster) -> Table:
+def _rates(costs: EfficiencyFactors, measured: Sequence[Measured], cluster: Cluster) -> Table:
     """Reached rates in the units of a data sheet; of the host link both directions, whose factor is one."""
     shipped = device_kind(cluster.kind).costs
     peaks = {
@@ -170,7 +170,7 @@ def _rates(costs: Costs, measured: Sequence[Measured], cluster: Cluster) -> Tabl
     return table
 
 
-def _seconds(costs: Costs, cluster: Cluster) -> Table:
+def _seconds(costs: EfficiencyFactors, cluster: Cluster) -> Table:
     shipped = asdict(device_kind(cluster.kind).costs)
     table = _table("fixed time of", "measured", "shipped")
     for name, what in MEANINGS.items():

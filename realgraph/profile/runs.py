@@ -25,7 +25,7 @@ from realgraph.planner.costs.calibrate.measurements import toy_model
 from realgraph.planner.costs.memory.memory import DType
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.cluster import Cluster
-from realgraph.planner.inputs.devices import Costs
+from realgraph.planner.inputs.devices import EfficiencyFactors
 from realgraph.planner.options.calls import setting_seconds
 from realgraph.planner.options.holdings import candidate_of
 from realgraph.planner.plan.option import CallOption
@@ -75,7 +75,7 @@ class ShortRun(Struct, frozen=True):
         return [step.metrics[f"{call}/seconds"] for step in self.steps]
 
 
-def overheads(costs: Costs, cluster: Cluster, dtype: DType) -> tuple[Costs, Stage]:
+def overheads(costs: EfficiencyFactors, cluster: Cluster, dtype: DType) -> tuple[EfficiencyFactors, Stage]:
     """`costs` with the seconds of a call, of each of its samples, and of a function's sample."""
     with tempfile.TemporaryDirectory(prefix="realgraph-profile-") as name:
         home = Path(name)
@@ -140,7 +140,9 @@ def _points(run: ShortRun) -> Iterator[Point]:
         unfitted = Setting(request.model(name), request.role(name), allocation.layout, request.cluster)
         chosen = candidate_of(request, plan.allocations, name)
 
-        def predict(costs: Costs, name: str = name, unfitted: Setting = unfitted, chosen: CallOption = chosen) -> float:
+        def predict(
+            costs: EfficiencyFactors, name: str = name, unfitted: Setting = unfitted, chosen: CallOption = chosen
+        ) -> float:
             return setting_seconds(request, name, replace(unfitted, factors=costs), chosen)
 
         yield Point(predict, run.least_seconds(name), math.hypot(FORMULA_ERROR, run.spread(name)))

@@ -20,7 +20,7 @@ from realgraph.planner.costs.calibrate.fit_profile import DECODING_FACTORS, Stag
 from realgraph.planner.costs.generate.decode import ROLE_PRECISION, Precision, decode_step
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.cluster import Cluster
-from realgraph.planner.inputs.devices import Costs
+from realgraph.planner.inputs.devices import EfficiencyFactors
 from realgraph.planner.inputs.model_spec import ModelSpec, load_model_spec
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.run.planning import hub_cache_folder
@@ -73,7 +73,7 @@ class SGLangServer(Struct, frozen=True):
     precision: Precision = ROLE_PRECISION
 
 
-def sglang_costs(costs: Costs, server: SGLangServer, cluster: Cluster) -> tuple[Costs, Stage]:
+def sglang_costs(costs: EfficiencyFactors, server: SGLangServer, cluster: Cluster) -> tuple[EfficiencyFactors, Stage]:
     """`costs` with the decode steps of the server instead of the embedded engine's. Raises ConfigError."""
     points = list(_points(server, cluster))
     if not points:
@@ -112,7 +112,7 @@ def _points(server: SGLangServer, cluster: Cluster) -> Iterator[Point]:
         unfitted = Setting(server.model, role, layout, cluster)
 
         def predict(
-            costs: Costs, running: int = running, context: int = context, unfitted: Setting = unfitted
+            costs: EfficiencyFactors, running: int = running, context: int = context, unfitted: Setting = unfitted
         ) -> float:
             setting = msgspec.structs.replace(unfitted, factors=costs)
             return decode_step(setting, server.precision).seconds(running, context + (SHORT + LONG) / 2)

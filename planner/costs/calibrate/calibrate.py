@@ -12,11 +12,11 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 from numpy.typing import NDArray
 
-from realgraph.planner.inputs.devices import Costs
+from realgraph.planner.inputs.devices import EfficiencyFactors
 from realgraph.planner.request.cost_table import CostTable, MeasuredCall, Phase, PhaseFactor
 
 Vector = NDArray[np.float64]
-Predict = Callable[[Costs], float]
+Predict = Callable[[EfficiencyFactors], float]
 
 PRIOR_ERROR = 0.7  # natural log: a phase may be twice or half of what was predicted before anything is known
 CALL_SPREAD, ASSUMED_CALLS = 0.15, 2  # natural log: how far calls lie from their phase, and what that weighs
@@ -41,11 +41,11 @@ class Point(Struct, frozen=True):
 class Fit(Struct, frozen=True):
     """Fitted factors, and the standard deviation of ln(measured / predicted) that is left."""
 
-    costs: Costs
+    costs: EfficiencyFactors
     error: float
 
 
-def fit_costs(start: Costs, free: Sequence[str], points: Sequence[Point], prior: float = 2.0) -> Fit:
+def fit_costs(start: EfficiencyFactors, free: Sequence[str], points: Sequence[Point], prior: float = 2.0) -> Fit:
     """The `free` fields of `start` moved so that the points are met: Levenberg and Marquardt's least squares in the
     logarithms of fields and seconds (Marquardt 1963).
 
@@ -69,14 +69,14 @@ def fit_costs(start: Costs, free: Sequence[str], points: Sequence[Point], prior:
     return Fit(_with(start, free, found), spread)
 
 
-def _start(costs: Costs, name: str, least_seconds: float) -> float:
+def _start(costs: EfficiencyFactors, name: str, least_seconds: float) -> float:
     value = asdict(costs)[name]
     if value:
         return float(value)
     return least_seconds * FIXED_COST_PART if name.endswith("seconds") else costs.memory
 
 
-def _with(costs: Costs, names: Sequence[str], logs: Vector) -> Costs:
+def _with(costs: EfficiencyFactors, names: Sequence[str], logs: Vector) -> EfficiencyFactors:
     return replace(costs, **{name: math.exp(log) for name, log in zip(names, logs.tolist(), strict=True)})
 
 
@@ -161,7 +161,7 @@ def merge(tables: Sequence[CostTable], keep: float = 0.5) -> CostTable:
     return merged
 
 
-def _predicted_by(table: CostTable, factors: Costs | None) -> CostTable:
+def _predicted_by(table: CostTable, factors: EfficiencyFactors | None) -> CostTable:
     """The table without what compares measurements with predictions, where those were made by other factors."""
     if table.factors == factors:
         return table

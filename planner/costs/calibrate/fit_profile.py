@@ -1,4 +1,4 @@
-"""From the measurements of a profile to the factors of a device: every field of `Costs`, through the cost formulas.
+"""From the measurements of a profile to a device's factors: all `EfficiencyFactors`, through the cost formulas.
 
 The formulas themselves are fitted, stage by stage: kernels first, then collectives, passes and decode steps, whose
 fixed seconds are what arithmetic leaves over. Pure; reads no clock and no file.
@@ -34,7 +34,7 @@ from realgraph.planner.costs.memory.memory import DType
 from realgraph.planner.costs.overhead import collective_seconds
 from realgraph.planner.costs.setting import Setting, dtype_rate, gemm_efficiency
 from realgraph.planner.inputs.cluster import Cluster
-from realgraph.planner.inputs.devices import Costs, device_kind
+from realgraph.planner.inputs.devices import EfficiencyFactors, device_kind
 from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.request.cost_table import Phase, PhaseFactor
@@ -74,7 +74,7 @@ class Stage(Struct, frozen=True):
 class Profiled(Struct, frozen=True):
     """The factors of a device, and how they were found."""
 
-    costs: Costs
+    costs: EfficiencyFactors
     stages: tuple[Stage, ...]
 
 
@@ -130,7 +130,7 @@ def phase_errors(stages: Sequence[Stage]) -> dict[Phase, PhaseFactor]:
     return found
 
 
-def predicted_seconds(case: Case, cluster: Cluster, dtype: DType, costs: Costs) -> float:
+def predicted_seconds(case: Case, cluster: Cluster, dtype: DType, costs: EfficiencyFactors) -> float:
     """What the cost model says of a case."""
     flops = cluster.flops * dtype_rate(dtype, cluster.is_cpu)
     match case:
@@ -154,7 +154,7 @@ def predicted_seconds(case: Case, cluster: Cluster, dtype: DType, costs: Costs) 
             return offload_seconds(cluster, nbytes, costs)
 
 
-def setting_of(model: ModelSpec, cluster: Cluster, dtype: DType, costs: Costs) -> Setting:
+def setting_of(model: ModelSpec, cluster: Cluster, dtype: DType, costs: EfficiencyFactors) -> Setting:
     """A model as data-parallel copies on all devices of the node."""
     devices = cluster.devices_per_node
     layout = Layout(DeviceMesh(0, devices), dp=devices)

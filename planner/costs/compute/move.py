@@ -16,7 +16,7 @@ from realgraph.planner.costs.memory.memory import served_expert_ranks, trained_e
 from realgraph.planner.costs.overhead import collective_seconds
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.cluster import Cluster
-from realgraph.planner.inputs.devices import Costs, device_kind
+from realgraph.planner.inputs.devices import EfficiencyFactors, device_kind
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.plan.plan import TRANSPORTS
 from realgraph.planner.plan.problem import Ints
@@ -159,7 +159,7 @@ def device_bytes(setting: Setting, layout: Layout, serves: bool = True) -> float
     return setting.element * held / shards
 
 
-def offload_seconds(cluster: Cluster, nbytes: float, factors: Costs | None = None) -> float:
+def offload_seconds(cluster: Cluster, nbytes: float, factors: EfficiencyFactors | None = None) -> float:
     """Between a device and its host's memory, one way, while all devices of the node do the same.
 
     nbytes: per device. factors: measured ones; None: the kind's. On a CPU both lie in one memory: a copy reads and
