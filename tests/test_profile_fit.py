@@ -92,7 +92,7 @@ def test_what_no_point_tells_stays_where_it_was(seed: int) -> None:
     rng, start = random.Random(seed), device_kind("cpu").costs
     true = start.gemm * math.exp(rng.uniform(-1, 1))
 
-    def seconds_of(n: float) -> Callable[[Costs], float]:
+    def seconds_of(n: float) -> Callable[[EfficiencyFactors], float]:
         return lambda costs: n / costs.gemm
 
     points = [Point(seconds_of(n), n / true) for n in (1.0, 3.0, 9.0)]
