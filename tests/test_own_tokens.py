@@ -128,7 +128,7 @@ def test_weights_without_a_tokenizer_are_told(tmp_path: Path) -> None:
     [
         ({"models.rm.trainable": True}, "'rm' is trained, on the tokens of the role that generates"),
         ({"calls.rollout": None, "inputs.tokens": "sample tokens"}, "samples of the data, which have no text"),
-        ({"calls.score.output": "values", "models.rm.head": "value"}, "would give values of other tokens than those"),
+        ({"calls.score.output": "values", "models.rm.head": "value"}, "would give values of tokens of its own"),
     ],
 )
 def test_what_no_own_tokenizer_can_do_is_refused(changes: dict[str, Any], said: str) -> None:

@@ -27,7 +27,7 @@ from realgraph.run.planning import hub_cache_folder
 from realgraph.runtime.processes.environment import variables
 
 SIZES = ((1, 512), (8, 512), (64, 512), (256, 512), (8, 4096), (64, 4096))  # sequences, tokens of context
-SHORT, LONG = 8, 40  # new tokens of the two answers
+SHORT_TOKENS, LONG_TOKENS = 8, 40  # new tokens of the two answers
 REPEATS = 3
 REQUEST_SECONDS = 300.0
 FIRST_TOKEN, TOKENS = 1000, 997  # prompts are made of these
@@ -77,7 +77,7 @@ def sglang_costs(costs: EfficiencyFactors, server: SGLangServer, cluster: Cluste
     """`costs` with the decode steps of the server instead of the embedded engine's. Raises ConfigError."""
     points = list(_points(server, cluster))
     if not points:
-        least = min(context for _, context in SIZES) + LONG
+        least = min(context for _, context in SIZES) + LONG_TOKENS
         text = f"the server takes requests of {server.longest} tokens at most, the shortest measured here has {least}"
         raise _error(server.url, text, "start it with a longer --context-length")
     fit = fit_costs(costs, DECODING_FACTORS, points)
@@ -107,7 +107,7 @@ def _points(server: SGLangServer, cluster: Cluster) -> Iterator[Point]:
     layout = Layout(DeviceMesh(0, server.tp), tp=server.tp)
     role = ModelRole(dtype="float32" if cluster.is_cpu else "bfloat16")
     for running, context in SIZES:
-        if context + LONG > server.longest:
+        if context + LONG_TOKENS > server.longest:
             continue
         unfitted = Setting(server.model, role, layout, cluster)
 
@@ -115,7 +115,7 @@ def _points(server: SGLangServer, cluster: Cluster) -> Iterator[Point]:
             costs: EfficiencyFactors, running: int = running, context: int = context, unfitted: Setting = unfitted
         ) -> float:
             setting = msgspec.structs.replace(unfitted, factors=costs)
-            return decode_step(setting, server.precision).seconds(running, context + (SHORT + LONG) / 2)
+            return decode_step(setting, server.precision).seconds(running, context + (SHORT_TOKENS + LONG_TOKENS) / 2)
 
         yield Point(predict, step_seconds(server, running, context))
 
@@ -124,12 +124,12 @@ def step_seconds(server: SGLangServer, running: int, context: int) -> float:
     """Least seconds of one decode step of `running` sequences. Raises ConfigError."""
     prompts = [prompt(number, context) for number in range(running)]
     _generate(server, prompts, 1)  # the server keeps the prompts' keys and values
-    short = min(_generate(server, prompts, SHORT) for _ in range(REPEATS))
-    long = min(_generate(server, prompts, LONG) for _ in range(REPEATS))
+    short = min(_generate(server, prompts, SHORT_TOKENS) for _ in range(REPEATS))
+    long = min(_generate(server, prompts, LONG_TOKENS) for _ in range(REPEATS))
     if long <= short:
-        text = f"{LONG} tokens for {running} sequences took no longer than {SHORT}: {long:.3f} s"
+        text = f"{LONG_TOKENS} tokens for {running} sequences took no longer than {SHORT_TOKENS}: {long:.3f} s"
         raise _error(server.url, text, "is something else using the server?")
-    return (long - short) / (LONG - SHORT)
+    return (long - short) / (LONG_TOKENS - SHORT_TOKENS)
 
 
 def prompt(number: int, length: int) -> list[int]:
