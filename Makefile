@@ -16,13 +16,14 @@ SPREAD := --numprocesses=auto --maxprocesses=4 --dist=worksteal
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test coverage check format docs bench clean
+.PHONY: help quickstart test coverage check marks format docs bench clean
 
 help:
 	@echo "make quickstart   train a small model by SFT and GRPO on this machine (a few minutes)"
 	@echo "make test         the tests"
 	@echo "make coverage     the tests, with what they cover (half as long again)"
 	@echo "make check        format, lint and types"
+	@echo "make marks        the marks of the structure: sizes, packages, imports, names"
 	@echo "make bench        the benchmarks, side by side with their peers (long)"
 
 # torch first and by itself: any other requirement on torch is then met, and no second build is fetched.
@@ -51,6 +52,10 @@ check: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python tests/check_words.py
+
+marks:
+	$(PYTHON) tests/marks.py
 
 format: $(VENV)/ready
 	$(BIN)/ruff format .

@@ -134,7 +134,7 @@ def test_a_loss_that_is_not_finite_names_a_sample(broken: Broken, reference: dic
     broken.goes_on_like(reference)
 
 
-def test_an_unreadable_row_is_named_and_may_be_mended(own: Path, reference: dict[int, dict[str, float]]) -> None:
+def test_an_unreadable_row_is_named_and_may_be_fixed(own: Path, reference: dict[int, dict[str, float]]) -> None:
     """Row 290 is past those that are looked at before the start, and comes up within the first pass over the data."""
     file = own / "train.jsonl"
     whole = file.read_text()

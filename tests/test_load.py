@@ -86,7 +86,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("right", "wrong", "path", "words", "hint"), MISTAKES, ids=[m[1] for m in MISTAKES])
-def test_each_mistake_has_its_place_and_its_mend(right: str, wrong: str, path: str, words: str, hint: str) -> None:
+def test_each_mistake_has_its_place_and_its_fix(right: str, wrong: str, path: str, words: str, hint: str) -> None:
     assert right in GRAPH
     text = GRAPH.replace(right, wrong)
     found = problems_of(text)

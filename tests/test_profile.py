@@ -13,8 +13,8 @@ from realgraph.graphs.errors import ConfigError
 from realgraph.planner.costs.calibrate.fit_profile import predicted_seconds, profiled
 from realgraph.planner.costs.calibrate.measurements import (
     Collective,
-    Copy,
     DecodeCase,
+    DeviceCopy,
     Gemm,
     HostLink,
     Pass,
@@ -174,7 +174,7 @@ def test_a_resumed_run_adds_to_its_table(home: Path, tmp_path: Path) -> None:
 def test_a_profile_measures_all_kinds_of_cases_on_all_devices() -> None:
     cases = (
         Gemm(64, 64),
-        Copy(1 << 20),
+        DeviceCopy(1 << 20),
         Collective("allreduce", 4096, 2),
         Collective("gather", 4096, 2),
         Pass(SMALL, 4, 8),

@@ -17,7 +17,7 @@ from realgraph.planner.solve.kernels.period import Net, least_period, new_net
 from realgraph.planner.solve.memory import fits, layout_of, table_of
 
 BUDGET = 200_000  # nodes of one search for integers k
-INSIDE = 1e-9  # of a period: how far a start may lie before a border and still count as on it
+INSIDE = 1e-9  # of a period: how far a start may lie before a boundary and still count as on it
 TOGETHER = 1e-8  # of a period: starts that are no further apart are one moment
 
 

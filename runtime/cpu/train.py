@@ -110,7 +110,7 @@ class _SideBySide(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, *weights = ctx.saved_tensors
         pieces = torch.split(grads[0], ctx.widths, 1)
         d_x = torch.mm(pieces[0], weights[0])
@@ -150,7 +150,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, inverse = ctx.saved_tensors
         return *_norm_backward(grads[0], x, weight, inverse), None
 
@@ -175,7 +175,7 @@ class _NormRotate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, inverse, cos, signed = ctx.saved_tensors
         back = torch.mul(grads[0], cos).addcmul_(grads[0].roll(ctx.half, -1), signed, value=-1)
         if weight is None:
@@ -194,7 +194,7 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (both,) = ctx.saved_tensors
         gate, up = both.chunk(2, -1)
         out = torch.empty_like(both)

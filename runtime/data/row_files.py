@@ -269,7 +269,7 @@ class HubRows:
 
     def __init__(self, spec: DataSpec) -> None:
         reason = hub.out_of_reach()
-        import datasets  # late: it is slow, and only these data sets need it
+        import datasets.config  # late: it is slow, and only these data sets need it
 
         if reason:
             datasets.config.HF_HUB_OFFLINE = True  # its own copy of the switch, read when it was imported

@@ -167,7 +167,7 @@ def _records(path: Path) -> Iterator[tuple[str, bytes]]:
             number, offset = number + 1, offset + HEAD.size + n_bytes
 
 
-class _Format(Struct, frozen=True, tag="start"):
+class _FormatOfLog(Struct, frozen=True, tag="start"):
     format: int
 
 
@@ -189,7 +189,7 @@ class Replay:
         if not place:
             raise DamagedLog("record 1 (byte 0)", "is not there as a whole: nothing can be replayed")
         try:
-            written = msgspec.msgpack.decode(content, type=_Format).format
+            written = msgspec.msgpack.decode(content, type=_FormatOfLog).format
             if written != LOG_FORMAT:
                 raise DamagedLog(place, f"has format {written}, this version reads {LOG_FORMAT}")
             self.start = msgspec.msgpack.decode(content, type=LogStart)

@@ -75,13 +75,14 @@ def check_tokens(job: Job, data: DataSet, rows: Sequence[DataRow], tokenizer: To
         folder = Path(model_source(job.graph, call.model)[0]).expanduser()
         stops_of(name, call, job.data, tokenizer, folder if folder.is_dir() else None)
         for own in open_own_tokens(job.graph).values():
+            tokens: Sequence[int] = ()
             for row in rows:
                 asked = data.asked(row, call.reads[0])
                 try:
-                    found = own.tokens(asked.conversation, "So it goes.", finished=True, tools=asked.tools)
+                    tokens = own.tokens(asked.conversation, "So it goes.", finished=True, tools=asked.tools)
                 except ValueError as error:
                     raise ConfigError([Problem(data.where(row.index), str(error), "", "tokenizer")]) from error
-            lines.append(f"{own.role}: its own tokens: {_short(own.tokenizer.decode(found))}")
+            lines.append(f"{own.role}: its own tokens: {_short(own.tokenizer.decode(tokens))}")
     return lines
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from realgraph.planner.costs.calibrate.measurements import AttentionCase, Case, Collective, Copy, Gemm, HostLink
+from realgraph.planner.costs.calibrate.measurements import AttentionCase, Case, Collective, DeviceCopy, Gemm, HostLink
 from realgraph.runtime.parallel.groups import Ranks
 
 
@@ -20,7 +20,7 @@ def kernel(case: Case, device: torch.device, dtype: torch.dtype) -> Callable[[],
             return partial(torch.mm, x.to(dtype), weight.to(dtype))
         case AttentionCase():
             return _attention(case, device, dtype)
-        case Copy(nbytes=nbytes):
+        case DeviceCopy(nbytes=nbytes):
             source = torch.ones(nbytes // 4, device=device)
             return partial(torch.empty_like(source).copy_, source)
         case HostLink(nbytes=nbytes, to_device=to_device):

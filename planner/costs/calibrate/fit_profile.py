@@ -16,8 +16,8 @@ from realgraph.planner.costs.calibrate.measurements import (
     AttentionCase,
     Case,
     Collective,
-    Copy,
     DecodeCase,
+    DeviceCopy,
     Gemm,
     HostLink,
     Measured,
@@ -96,7 +96,7 @@ def _stage(case: Case) -> str:
     match case:
         case Gemm():
             return "matrix products"
-        case Copy():
+        case DeviceCopy():
             return "copies"
         case AttentionCase():
             return "attention"
@@ -138,7 +138,7 @@ def predicted_seconds(case: Case, cluster: Cluster, dtype: DType, costs: Efficie
             return 2.0 * tokens * width**2 / (flops * gemm_efficiency(costs, tokens, width))
         case AttentionCase():
             return case.flops / (flops * costs.attention)
-        case Copy(nbytes=nbytes):
+        case DeviceCopy(nbytes=nbytes):
             return 2 * nbytes / (cluster.memory_bytes_per_s * costs.memory)
         case Collective(nbytes=nbytes, ranks=ranks):
             rate, latency = cluster.link_bytes_per_s * costs.link, collective_seconds(costs)

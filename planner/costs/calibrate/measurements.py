@@ -34,7 +34,7 @@ class AttentionCase(Struct, frozen=True, tag=True):
         return forward * (3.5 if self.backward else 1.0)
 
 
-class Copy(Struct, frozen=True, tag=True):
+class DeviceCopy(Struct, frozen=True, tag=True):
     """Copy `nbytes` within the device's memory: as many are read as written."""
 
     nbytes: int
@@ -89,7 +89,7 @@ class RolloutCase(Struct, frozen=True, tag=True):
     running: int
 
 
-Case = Gemm | AttentionCase | Copy | HostLink | Collective | Pass | DecodeCase | RolloutCase
+Case = Gemm | AttentionCase | DeviceCopy | HostLink | Collective | Pass | DecodeCase | RolloutCase
 
 
 class Measured(Struct, frozen=True):
@@ -134,7 +134,7 @@ def _kernels(cluster: Cluster) -> tuple[Case, ...]:
         sizes = ((16, 128), (64, 128), (512, 128), (2048, 128), (64, 512), (512, 512), (2048, 256), (256, 1024))
         attention = [AttentionCase(4, 256, 4, 32, back) for back in (False, True)]
         attention += [AttentionCase(1, 1024, 4, 32, back) for back in (False, True)]
-        return (*(Gemm(*size) for size in sizes), *attention, Copy(1 << 26))
+        return (*(Gemm(*size) for size in sizes), *attention, DeviceCopy(1 << 26))
     sizes = (
         (128, 4096),
         (512, 4096),
@@ -148,7 +148,7 @@ def _kernels(cluster: Cluster) -> tuple[Case, ...]:
     attention = [AttentionCase(8, 2048, 32, 128, back) for back in (False, True)]
     attention += [AttentionCase(1, 16384, 32, 128, back) for back in (False, True)]
     links = [HostLink(1 << 28, to_device) for to_device in (True, False)]
-    return (*(Gemm(*size) for size in sizes), *attention, Copy(1 << 30), *links)
+    return (*(Gemm(*size) for size in sizes), *attention, DeviceCopy(1 << 30), *links)
 
 
 def _collectives(cluster: Cluster) -> tuple[Case, ...]:
