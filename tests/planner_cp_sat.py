@@ -82,8 +82,8 @@ def cp_sat(problem: SearchProblem, seconds: float) -> Verdict:
     if status == cp_model.INFEASIBLE:
         return Verdict(float("inf"), float("inf"), True)
     found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
-    period = solver.objective_value / SCALE if found else float("inf")
-    return Verdict(period, solver.best_objective_bound / SCALE, status == cp_model.OPTIMAL)
+    best = solver.objective_value / SCALE if found else float("inf")
+    return Verdict(best, solver.best_objective_bound / SCALE, status == cp_model.OPTIMAL)
 
 
 def _add_task(program: Program, task: SearchTask) -> None:

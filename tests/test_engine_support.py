@@ -109,7 +109,8 @@ def test_a_network_over_shared_tensors_computes_what_their_own_does(kind: str, t
     tokens = torch.arange(3, 20)[None]
     plain = build(ModelRole(), str(tmp_path / kind), Start(CPU)).network
     for network in (plain, rollout._model.module):
-        network.config._attn_implementation = "eager"
+        config: Any = network.config
+        config._attn_implementation = "eager"
     with torch.no_grad():
         assert torch.equal(rollout._model.module(input_ids=tokens).logits, plain(input_ids=tokens).logits)
 

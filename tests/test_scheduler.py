@@ -167,7 +167,8 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_bytes_of_the_uninterru
     stopped.feed(StopRequested())
     stopped.run()
     ends = [action.state for action in stopped.actions if isinstance(action, CheckpointWritten)]
-    resumed = Simulator(shape, rng, Scheduler(job_of(shape), range(shape.n_workers), 1000, (ends or [None])[-1], 5))
+    last = ends[-1] if ends else None
+    resumed = Simulator(shape, rng, Scheduler(job_of(shape), range(shape.n_workers), 1000, last, 5))
     resumed.steady = True
     resumed.run()
     last, expected = (

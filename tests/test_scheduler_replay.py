@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from realgraph.runtime.commands.actions import Checkpointed, CheckpointWritten, StopRequested, WorkerLost
+from realgraph.runtime.commands.actions import Checkpointed, CheckpointWritten, Event, StopRequested, WorkerLost
 from realgraph.runtime.job.rotation import older
 from realgraph.runtime.master.event_log import HEAD, DamagedLog, Diverged, EventLog, LogStart, Replay, Replayed
 from realgraph.runtime.scheduler.image import SchedulerImage
@@ -33,7 +33,8 @@ def test_a_run_replays_to_the_same_commands_whatever_its_end(seed: int, tmp_path
     simulator, scheduler = logged(path, shape, rng)
     simulator.run(max_events=rng.choice([rng.randint(1, 200), 10**9]))
     if simulator.halt is None and rng.random() < 0.5:
-        simulator.feed(rng.choice([StopRequested(), WorkerLost(0, "gone"), Done(0, 10**6, "train")]))
+        last: list[Event] = [StopRequested(), WorkerLost(0, "gone"), Done(0, 10**6, "train")]
+        simulator.feed(rng.choice(last))
     scheduler.log.close()
     replay, events = replayed(path)
     assert [(one.event, one.now, one.actions) for one in events] == scheduler.answers
