@@ -239,7 +239,7 @@ def test_nothing_that_functions_started_outlives_anybody(folder: Path, victim: s
             master.stdin.flush()
             assert master.stdout.readline() == "ended\n"
             assert marked(mark) == []
-        gone = until(lambda: marked(mark) == [], 10)
+        gone = until(lambda: marked(mark) == [], 60)
         for pid in marked(mark):
             os.kill(pid, signal.SIGKILL)
         master.kill()

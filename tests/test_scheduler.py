@@ -171,11 +171,11 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_bytes_of_the_uninterru
     resumed = Simulator(shape, rng, Scheduler(job_of(shape), range(shape.n_workers), 1000, last, 5))
     resumed.steady = True
     resumed.run()
-    last, expected = (
+    last_bytes, expected = (
         [msgspec.json.encode(action.state) for action in actions if isinstance(action, CheckpointWritten)][-1]
         for actions in (stopped.actions + resumed.actions, whole.actions)
     )
-    assert last == expected
+    assert last_bytes == expected
 
 
 @pytest.mark.parametrize("seed", range(60))
