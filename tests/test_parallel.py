@@ -314,3 +314,41 @@ def test_every_mesh_has_its_own_group() -> None:
 def test_a_missing_rank_is_an_error_within_the_deadline(two: RankProcesses) -> None:
     text, _ = two.run(step_out)
     assert text.startswith("all-reduce over workers 0 to 1 failed")
+
+
+def lose_a_peer(ranks: Ranks) -> tuple[str, str]:
+    """Rank 1 stays away from a gather that torch itself starts; the kind of failure that rank 0 reports, and why."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    from realgraph.runtime.worker.failures import failure
+
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    mesh = TorchMesh.from_group(group, "cpu")
+    tensor = DTensor.from_local(torch.ones(4), mesh, [Shard(0)])
+    if ranks.rank == 1:
+        return "", ""
+    try:
+        tensor.full_tensor()
+    except RuntimeError as error:
+        failed = failure(0, "rollout", error)
+        return failed.kind, failed.error
+    return "", "nothing was raised"
+
+
+def test_a_lost_peer_is_seen_in_gathers_of_torch_too(two: RankProcesses) -> None:
+    """The master then waits for the end of the worker that explains the failure of the others."""
+    (kind, text), _ = two.run(lose_a_peer)
+    assert kind == "worker", text
+    assert "RuntimeError" in text
+
+
+def test_an_error_of_the_model_is_no_lost_peer() -> None:
+    from realgraph.runtime.worker.failures import failure
+
+    with pytest.raises(RuntimeError) as caught:
+        torch.ones(2) @ torch.ones(3)
+    assert failure(0, "train", caught.value).kind == "call"

@@ -1,7 +1,10 @@
 """Exceptions of a worker as the message that ends the run: its kind decides what the user is told."""
 
 import traceback
+from pathlib import Path
 from typing import Literal
+
+import torch.distributed
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.runtime.algorithms.applied import AppliedError
@@ -12,6 +15,8 @@ from realgraph.runtime.parallel.groups import CollectiveError
 from realgraph.runtime.wire.protocol import Failed
 from realgraph.runtime.worker.function_calls import FunctionFailed
 
+_DISTRIBUTED = str(Path(torch.distributed.__file__).parent)
+_DISPATCH = "_ops.py"  # of torch: every operation passes through it
 Kind = Literal["call", "function", "data", "numerics", "disk", "start", "worker", "deadline"]
 
 
@@ -37,7 +42,16 @@ def _judge(call: str, error: Exception) -> tuple[Kind, str, int]:
             return "numerics", text, -1
         case CollectiveError():
             return "worker", text, -1
+        case RuntimeError() if _is_collective(error):
+            return "worker", f"{type(error).__name__}: {text}", -1
         case OSError() if error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):
             return "disk", disk_text(error), -1
         case _:
             return "call", f"{type(error).__name__}: {text}" if text else type(error).__name__, -1
+
+
+def _is_collective(error: RuntimeError) -> bool:
+    """Whether torch.distributed raised it: transfers and gathers that torch itself starts end so where a peer has."""
+    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    own = [file for file in frames if Path(file).name != _DISPATCH]
+    return bool(own) and own[-1].startswith(_DISTRIBUTED)
