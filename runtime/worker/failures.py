@@ -1,9 +1,9 @@
 """Exceptions of a worker as the message that ends the run: its kind decides what the user is told."""
 
 import traceback
-from pathlib import Path
 from typing import Literal
 
+import torch
 import torch.distributed
 
 from realgraph.graphs.errors import ConfigError
@@ -15,8 +15,7 @@ from realgraph.runtime.parallel.groups import CollectiveError
 from realgraph.runtime.wire.protocol import Failed
 from realgraph.runtime.worker.function_calls import FunctionFailed
 
-_DISTRIBUTED = str(Path(torch.distributed.__file__).parent)
-_DISPATCH = "_ops.py"  # of torch: every operation passes through it
+_TORCH, _DISTRIBUTED = f"{torch.__path__[0]}/", f"{torch.distributed.__path__[0]}/"
 Kind = Literal["call", "function", "data", "numerics", "disk", "start", "worker", "deadline"]
 
 
@@ -52,6 +51,6 @@ def _judge(call: str, error: Exception) -> tuple[Kind, str, int]:
 
 def _is_collective(error: RuntimeError) -> bool:
     """Whether torch.distributed raised it: transfers and gathers that torch itself starts end so where a peer has."""
-    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    own = [file for file in frames if Path(file).name != _DISPATCH]
-    return bool(own) and own[-1].startswith(_DISTRIBUTED)
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    callers = [file for file in files if file.startswith(_DISTRIBUTED) or not file.startswith(_TORCH)]
+    return bool(callers) and callers[-1].startswith(_DISTRIBUTED)
