@@ -11,6 +11,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from benchmarks.published import Row
+from benchmarks.published_backends import DEEPSPEED_CHAT, ZERO3
 from benchmarks.published_steps import (
     BF16,
     Batch,
@@ -24,7 +25,7 @@ from benchmarks.published_steps import (
     sync_seconds,
     update_seconds,
 )
-from realgraph.planner.costs.backend import DEEPSPEED_CHAT, ZERO3, Backend
+from realgraph.planner.costs.backend import Backend
 from realgraph.planner.costs.generate.generate import generate_seconds
 from realgraph.planner.costs.lengths import Lengths, lengths_of, lognormal
 from realgraph.planner.costs.setting import Setting

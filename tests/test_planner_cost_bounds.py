@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from benchmarks.published_backends import DEEPSPEED_CHAT, ZERO3
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.costs.backend import DEEPSPEED_CHAT, ZERO3
 from realgraph.planner.costs.compute.forward import mean_context
 from realgraph.planner.costs.compute.inference import inference_seconds
 from realgraph.planner.costs.compute.train import TrainWork, spread, train_seconds

@@ -12,6 +12,7 @@ from benchmarks import cost_model
 from benchmarks.cost_model import calibrated, ranked, shared_factor, spearman, system_of, targets
 from benchmarks.published import Prediction, Row, read_rows
 from benchmarks.published_assumed import hybrid_engine, lengths_with_cut, mean_with_cut
+from benchmarks.published_backends import DEEPSPEED_CHAT
 from benchmarks.published_rl import predictions as rl_predictions
 from benchmarks.published_shapes import (
     DEEPSEEK_V3,
@@ -27,7 +28,6 @@ from benchmarks.published_shapes import (
 from benchmarks.published_steps import glue, layout_of, written_seconds
 from benchmarks.published_train import predictions, unpredicted
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.costs.backend import DEEPSPEED_CHAT
 from realgraph.planner.costs.compute.inference import inference_seconds
 from realgraph.planner.costs.compute.train import TrainWork, train_seconds
 from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds
