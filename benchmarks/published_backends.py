@@ -15,9 +15,7 @@ ZERO3 = replace(FSDP_2023, name="zero3", elementwise=3.2)
 # DeepSpeed-Chat (arXiv:2308.01320; DeepSpeedExamples, dschat/utils/ds_utils.py): attention in separate operations, its
 # softmax in float32 (28 bytes a score); at most 3e7 parameters prefetched or live, less than a layer, so that no gather
 # runs ahead of compute. Its hybrid engine gathers weights once a batch and generates the batch to its longest sample.
-DEEPSPEED_CHAT = replace(
-    ZERO3, name="deepspeed-chat", attention="unfused", score_bytes=28, dp_overlap=0.0, exposed=1.0, batching="static"
-)
+DEEPSPEED_CHAT = replace(ZERO3, name="deepspeed-chat", attention="unfused", score_bytes=28, dp_overlap=0.0, exposed=1.0)
 # 2021 and 2022: attention by batched products and a fused softmax; no overlap of gradients; whole residuals on tp.
 MEGATRON_2022 = Backend(
     "megatron-2022",

@@ -26,7 +26,6 @@ class Backend(Struct, frozen=True):
     besides, where launches do not hide behind kernels. exposed: of traffic that could hide, the share that never does:
     collectives take cores and memory from the products beside them. score_bytes: moved for each score of unfused
     attention, forward. elementwise: bytes that element-wise operations move, over those of fused kernels.
-    batching: of generation. Where it is `static`, samples are padded and run in batches, each to its longest.
     """
 
     name: str
@@ -46,7 +45,6 @@ class Backend(Struct, frozen=True):
     exposed: float = 0.25
     score_bytes: int = 13
     elementwise: float = 1.0
-    batching: Literal["continuous", "static"] = "continuous"
 
 
 # Defaults of Megatron-Core: gradients in float32, overlapped with the last backward pass; products overlap part of

@@ -13,7 +13,6 @@ from realgraph.planner.costs.compute.forward import forward_seconds
 from realgraph.planner.costs.generate.decode import ROLE_PRECISION, DecodeStep, Precision, decode_step, engine_flops
 from realgraph.planner.costs.generate.decode import decode_seconds as decode_seconds
 from realgraph.planner.costs.generate.occupancy import Occupancy, occupancy
-from realgraph.planner.costs.generate.static import batches, gathered_seconds, static_occupancy
 from realgraph.planner.costs.lengths import Floats, Lengths, lengths_of, shorter
 from realgraph.planner.costs.memory.terms import PREFILL_TOKENS
 from realgraph.planner.costs.overhead import pass_layer_seconds, rollout_dispatch_seconds
@@ -134,23 +133,13 @@ def read_seconds(setting: Setting, step: DecodeStep, running: Floats, context: F
 def _phases(setting: Setting, work: GenerateWork) -> tuple[float, float]:
     """Seconds of prefill and of decoding."""
     share = work.samples / setting.layout.dp
-    if setting.engine.batching == "static":
-        prefill = _prefill_of_batches(setting, work, share)
-    else:
-        prompts = max(1, math.ceil(share / work.samples_per_group)) * work.prompt_tokens
-        prefill = prefill_seconds(setting, work.precision, prompts, work.prompt_tokens)
+    prompts = max(1, math.ceil(share / work.samples_per_group)) * work.prompt_tokens
+    prefill = prefill_seconds(setting, work.precision, prompts, work.prompt_tokens)
     if setting.cluster.is_cpu:
         prefill += _refills(work, share) * setting.model.layers * pass_layer_seconds(setting.costs)
     step = decode_step(setting, work.precision)
     decode = _occupancy(setting, work).seconds(lambda running, age: step(running, work.prompt_tokens + age))
     return prefill, decode
-
-
-def _prefill_of_batches(setting: Setting, work: GenerateWork, share: float) -> float:
-    """Prompts of a group are not shared; a sharded copy's weights are gathered before every batch."""
-    count, samples = batches(share, work.running)
-    one = prefill_seconds(setting, work.precision, samples * work.prompt_tokens, work.prompt_tokens)
-    return count * (one + gathered_seconds(setting))
 
 
 def _refills(work: GenerateWork, share: float) -> float:
@@ -164,7 +153,4 @@ def _occupancy(setting: Setting, work: GenerateWork) -> Occupancy:
     replicas = min(setting.layout.dp, work.samples)
     drawn = PREFILL_DRAWS if setting.cluster.is_cpu else 0.0
     lengths = shorter(work.distribution, drawn)
-    if setting.engine.batching == "static":
-        in_step = setting.layout.sharding == "fsdp"  # all ranks gather before a batch
-        return static_occupancy(lengths, work.samples / replicas, work.running, replicas, in_step)
     return occupancy(lengths, work.samples / replicas, max(1, work.running), replicas)
