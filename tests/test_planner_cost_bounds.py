@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from benchmarks.published_backends import DEEPSPEED_CHAT, ZERO3
+from benchmarks.published_generation import generation
 from benchmarks.static_batches import batches, static_generate_seconds, static_occupancy, static_phases
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.compute.forward import mean_context
 from realgraph.planner.costs.compute.inference import inference_seconds
 from realgraph.planner.costs.compute.train import TrainWork, spread, train_seconds
 from realgraph.planner.costs.generate.decode import ROLE_PRECISION, Precision, cache_bytes_per_token
-from realgraph.planner.costs.generate.generate import GenerateWork, generation
+from realgraph.planner.costs.generate.generate import GenerateWork
 from realgraph.planner.costs.lengths import lognormal, measured
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.devices import device_kinds
