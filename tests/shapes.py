@@ -10,9 +10,8 @@ from realgraph.graphs.keys import GENERATED, KeyType
 from realgraph.graphs.maths import CrossEntropy, Loss, PolicyGradient, Preference, Term
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, ModelRole, Train
 from realgraph.planner.inputs.cluster import Cluster
-from realgraph.planner.plan.events import reallocation_node
 from realgraph.planner.plan.layout import DeviceMesh, Layout
-from realgraph.planner.plan.plan import Allocation, Hashes, Plan, Turn
+from realgraph.planner.plan.plan import Allocation, Hashes, Plan, Turn, reallocation_node
 from realgraph.planner.plan.residency import reallocations
 from realgraph.runtime.job.job import BatchSpec, CheckpointSpec, DataSpec, EvalSpec, Job, RuntimeSpec
 

@@ -21,16 +21,9 @@ from realgraph.planner.options.holdings import candidate_of, group_for, offloadi
 from realgraph.planner.options.meshes import mesh_fault
 from realgraph.planner.options.passes import plan_problems
 from realgraph.planner.options.tables import device_bytes, node_bytes
-from realgraph.planner.plan.events import (
-    REALLOCATION,
-    empty_circuit,
-    liveness_graph,
-    moved_calls,
-    reallocation_node,
-    show_circuit,
-)
+from realgraph.planner.plan.events import empty_circuit, liveness_graph, moved_calls, show_circuit
 from realgraph.planner.plan.layout import Layout
-from realgraph.planner.plan.plan import PLAN_FORMAT, Hashes, Plan
+from realgraph.planner.plan.plan import PLAN_FORMAT, REALLOCATION, Hashes, Plan, reallocation_node
 from realgraph.planner.request.engine_support import EngineSupport
 from realgraph.planner.request.request import PlanRequest, hashes, kept_by
 
