@@ -38,7 +38,6 @@ ALLOCATIONS = st.builds(
     recompute=st.sampled_from(("none", "selective", "full")),
     schedule=st.sampled_from(("1f1b", "interleaved", "zero_bubble")),
     chunks=st.integers(1, 8),
-    kv_cache=st.sampled_from(("role", "float8")),
     residency=st.sampled_from(["resident", "offloaded", "reallocated"]),
     seconds=SECONDS,
     peak_bytes=COUNTS,

@@ -238,36 +238,6 @@ def test_a_schedule_without_fault_gives_every_chunk_a_layer(layers: int) -> None
     assert schedule_fault(replace(one, recompute="full"), layers) == schedule_fault(staged, layers) == ""
 
 
-# --- caches -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_narrow_cache_is_planned_where_it_is_asked_for() -> None:
-    """Half the bytes of bfloat16 a token, and as fast or faster; never chosen unasked."""
-    narrow = replace(PPO, pins={"generate": Pin(kv_cache="float8")})
-    plan, plain = search(narrow, QUICK), search(PPO, QUICK)
-    assert (plan.allocations["generate"].kv_cache, plain.allocations["generate"].kv_cache) == ("float8", "role")
-    assert plan.period_seconds <= plain.period_seconds * 1.01
-    assert validate(plan, narrow) == ()
-    assert reprice(narrow, plan).allocations == plan.allocations
-    model, layout = PPO.model("generate"), Layout(DeviceMesh(0, 2), tp=2)
-    wide, half = (memory.generation(model, BF16, layout, 4096, cache).kv_cache for cache in ("role", "float8"))
-    assert wide == 2 * half
-
-
-def test_caches_that_no_engine_keeps_are_refused() -> None:
-    assert "in the dtype of the role" in refused(replace(PPO, engine=TORCH, pins={"generate": Pin(kv_cache="float8")}))
-    assert "belongs to generate calls" in refused(replace(PPO, pins={"ref": Pin(kv_cache="float8")}))
-    plan = search(PPO, QUICK)
-    edited = {
-        name: replace(plan, allocations={**plan.allocations, name: replace(plan.allocations[name], kv_cache="float8")})
-        for name in ("generate", "ref")
-    }
-    assert validate(edited["generate"], PPO) == ()
-    assert "$.allocations.ref.kv_cache" in {problem.where.path for problem in validate(edited["ref"], PPO)}
-    told = " ".join(problem.text for problem in validate(edited["generate"], replace(PPO, engine=TORCH)))
-    assert "in the dtype of the role" in told
-
-
 # --- inputs -----------------------------------------------------------------------------------------------------------
 
 

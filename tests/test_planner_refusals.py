@@ -37,7 +37,6 @@ GB = 1e9
         ("generate", Pin(sharding="fsdp"), "sharding", "whole weights on a device"),
         ("values", Pin(residency="offloaded"), "residency", "weights that 'critic_train' trains"),
         ("generate", Pin(residency="offloaded"), "residency", "weights that 'actor_train' trains"),
-        ("ref", Pin(kv_cache="float8"), "kv_cache", "belongs to generate calls"),
         ("generate", Pin(max_tokens_per_microbatch=10), "max_tokens_per_microbatch", "holds no sample"),
     ],
 )

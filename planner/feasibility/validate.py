@@ -9,13 +9,7 @@ from realgraph.graphs.spec import Generate, Train
 from realgraph.planner.feasibility.diagnose import shown_bytes
 from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.planner.options.calls import sample_tokens
-from realgraph.planner.options.constraints import (
-    FEATURES,
-    lacking_axis,
-    lacking_cache,
-    lacking_offload,
-    shape_faults,
-)
+from realgraph.planner.options.constraints import FEATURES, lacking_axis, lacking_offload, shape_faults
 from realgraph.planner.options.couplings import ties_of
 from realgraph.planner.options.holdings import candidate_of, group_for, offloading, peak_of
 from realgraph.planner.options.meshes import mesh_fault
@@ -120,9 +114,6 @@ def _engine_problems(plan: Plan, request: PlanRequest, name: str, file: str) -> 
     if generates and allocation.layout.sharding != "replicated":
         text = "generation needs whole weights on a device"
         yield Problem(_at(file, f"{place}.layout.sharding"), text, "set it to replicated", "plan_engine")
-    if allocation.kv_cache != "role" and not generates:
-        text = "kv_cache belongs to generate calls: this one keeps none"
-        yield Problem(_at(file, f"{place}.kv_cache"), text, "leave it out", "plan_engine")
     if tokens < 1 or (generates and tokens < longest):
         text = f"{tokens} tokens hold no sample: the longest has {longest}"
         yield Problem(_at(file, f"{place}.max_tokens_per_microbatch"), text, "", "plan_tokens")
@@ -141,8 +132,6 @@ def _lacking(plan: Plan, support: EngineSupport, name: str, file: str) -> Iterat
     for axis in FEATURES:
         if text := lacking_axis(support, axis, getattr(allocation.layout, axis)):
             yield Problem(_at(file, f"{place}.layout.{axis}"), text, "", "plan_engine")
-    if text := lacking_cache(support, allocation.kv_cache):
-        yield Problem(_at(file, f"{place}.kv_cache"), text, "set it to role", "plan_engine")
     if allocation.residency == "offloaded" and (text := lacking_offload(support)):
         yield Problem(_at(file, f"{place}.residency"), text, "set it to resident", "plan_engine")
 

@@ -11,7 +11,6 @@ from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Trai
 from realgraph.planner.costs.compute.inference import inference_seconds
 from realgraph.planner.costs.compute.move import transfer_seconds
 from realgraph.planner.costs.compute.train import TrainWork, microbatches, train_seconds
-from realgraph.planner.costs.generate.decode import Precision
 from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds
 from realgraph.planner.costs.lengths import lengths_of
 from realgraph.planner.costs.setting import Setting
@@ -126,7 +125,6 @@ def generate_work(request: PlanRequest, candidate: CallOption) -> GenerateWork:
         max_new_tokens=workload.max_new_tokens,
         running=running_sequences(request, candidate.layout, candidate.max_tokens_per_microbatch),
         lengths=workload.lengths,
-        precision=Precision(cache=candidate.kv_cache),
     )
 
 

@@ -212,9 +212,9 @@ def _ways(
 
     States that several train calls share lie once, for all of them, and stay on the devices.
     """
-    kind, cache = request.graph.calls[call], request.pins.get(call, Pin()).kv_cache or "role"
+    kind = request.graph.calls[call]
     reads, offloads = kept
-    plain = CallOption(*size, kv_cache=cache)
+    plain = CallOption(*size)
     if reads:
         yield replace(plain, residency="reallocated")
         if not request.engine.drops_copies and (not isinstance(kind, Generate) or size[0].sharding == "replicated"):

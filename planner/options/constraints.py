@@ -10,7 +10,7 @@ from realgraph.planner.options.calls import is_trained, sample_tokens
 from realgraph.planner.options.couplings import train_calls
 from realgraph.planner.options.meshes import family, mesh_fault
 from realgraph.planner.options.passes import pin_problems
-from realgraph.planner.plan.layout import Cache, DeviceMesh
+from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.request.engine_support import Axis, EngineSupport
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
@@ -33,11 +33,6 @@ def lacking_axis(support: EngineSupport, axis: Axis, size: int) -> str:
     if size == 1 or axis in support.axes:
         return ""
     return f"{axis} > 1 needs {FEATURES[axis]}; {support.name} run {' and '.join(('dp', *support.axes))} only"
-
-
-def lacking_cache(support: EngineSupport, dtype: Cache) -> str:
-    """Why engines can't keep keys and values so, '' where they can."""
-    return "" if dtype in support.cache_dtypes else f"{support.name} keep keys and values in the dtype of the role"
 
 
 def lacking_offload(support: EngineSupport) -> str:
@@ -85,9 +80,6 @@ def _pin(request: PlanRequest, name: str, pin: Pin, where: Where) -> Iterator[Pr
             yield Problem(where, fault, "", "pin")
             return
     yield from _sizes(request, name, pin, where)
-    if pin.kv_cache and not isinstance(request.graph.calls[name], Generate):
-        text = "kv_cache belongs to generate calls: this one keeps none"
-        yield Problem(_field(where, "kv_cache"), text, "leave it out", "pin")
     if isinstance(request.graph.calls[name], Generate):
         yield from _generate_pin(request, pin, where)
     elif pin.sharding == "fsdp" and request.engine.axes:
@@ -131,8 +123,6 @@ def _lacking(request: PlanRequest, pin: Pin, where: Where) -> Iterator[Problem]:
         if text := lacking_axis(request.engine, axis, getattr(pin, axis) or 1):
             hint = "use dp, and sharding: fsdp for models that don't fit; `realgraph plan --engine any` plans with it"
             yield Problem(_field(where, axis), text, hint, "pin")
-    if text := lacking_cache(request.engine, pin.kv_cache or "role"):
-        yield Problem(_field(where, "kv_cache"), text, "leave kv_cache out", "pin")
     if pin.residency == "offloaded" and (text := lacking_offload(request.engine)):
         yield Problem(_field(where, "residency"), text, "leave residency out", "pin")
 

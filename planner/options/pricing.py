@@ -202,7 +202,7 @@ def _running(request: PlanRequest, call: str, candidate: CallOption) -> Footprin
     model, role, layout, kind = request.model(call), request.role(call), candidate.layout, request.graph.calls[call]
     cut = Layout(ONE, tp=layout.tp, pp=layout.pp, ep=layout.ep, cp=layout.cp)  # on all meshes, activations are the same
     if isinstance(kind, Generate):
-        return memory.generation(model, role, cut, candidate.max_tokens_per_microbatch, candidate.kv_cache)
+        return memory.generation(model, role, cut, candidate.max_tokens_per_microbatch)
     tokens = max(candidate.max_tokens_per_microbatch, longest_part(request, layout))
     if isinstance(kind, Train):
         rows = memory.train_activations(model, role, cut, tokens, running_of(candidate))

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from realgraph.planner.plan.layout import AXES, Cache, Layout, Recompute, Schedule
+from realgraph.planner.plan.layout import AXES, Layout, Recompute, Schedule
 
 PASSES = ("recompute", "schedule", "chunks")  # of a train call: how it takes its micro-batches
 PLAIN = ("none", "1f1b", 1)  # the same of a call without a backward pass
@@ -25,7 +25,6 @@ class CallOption(Struct, frozen=True):
     recompute: Recompute = "none"  # of a train call's activations, in its backward pass
     schedule: Schedule = "1f1b"  # of a train call's pipeline stages
     chunks: Annotated[int, Meta(ge=1)] = 1  # groups of layers of a stage, 1 where the schedule is not interleaved
-    kv_cache: Cache = "role"  # of a generate call
     # of the weights between calls: `reallocated` is a copy that training refreshes; `in_place` the trained copy itself,
     # which is possible only where that lies on the call's mesh under its layout
     residency: Residency = "resident"

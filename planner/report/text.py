@@ -80,8 +80,7 @@ def batches_text(row: CallRow) -> str:
     allocation = row.allocation
     tokens = f"{allocation.max_tokens_per_microbatch:,}"
     if row.kind == "generate":
-        kept = tokens if allocation.kv_cache == "role" else f"{tokens} {allocation.kv_cache}"
-        return f"{allocation.running:,} in {kept}" if allocation.running else f"KV {kept}"
+        return f"{allocation.running:,} in {tokens}" if allocation.running else f"KV {tokens}"
     return f"{allocation.microbatches:,} x {tokens}" if allocation.microbatches else tokens
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from realgraph.planner.plan.layout import Cache, Recompute, Schedule
+from realgraph.planner.plan.layout import Recompute, Schedule
 
 Count = Annotated[int, Meta(ge=1)]
 
@@ -28,5 +28,4 @@ class Pin(Struct, frozen=True, forbid_unknown_fields=True):
     recompute: Recompute | None = None  # what a train call computes again: nothing, all but products, whole layers
     schedule: Schedule | None = None  # of a train call's pipeline stages
     chunks: Count | None = None  # groups of layers of a stage, where the schedule is interleaved
-    kv_cache: Cache | None = None  # of a generate call: in the role's dtype, or one byte a number
     residency: Literal["resident", "offloaded"] | None = None  # of the weights between calls

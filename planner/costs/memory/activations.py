@@ -20,7 +20,7 @@ from realgraph.planner.costs.memory.terms import (
     element_bytes,
 )
 from realgraph.planner.inputs.model_spec import ModelSpec
-from realgraph.planner.plan.layout import Cache, Layout
+from realgraph.planner.plan.layout import Layout
 
 LOGITS_CHUNK_BYTES = 1 << 26  # float32 logits that exist at once: the head is computed in chunks of tokens
 LIVE_LAYERS = 2.0  # layers' worth of tensors while one layer's backward pass runs: its own and their gradients
@@ -176,11 +176,10 @@ def kv_bytes_per_token(model: ModelSpec, dtype: DType) -> int:
     return model.layers * model.kv_width() * element_bytes(dtype)
 
 
-def generation(model: ModelSpec, role: ModelRole, layout: Layout, kv_tokens: int, cache: Cache = "role") -> Footprint:
+def generation(model: ModelSpec, role: ModelRole, layout: Layout, kv_tokens: int) -> Footprint:
     """A cache of `kv_tokens` tokens, and the activations and logits of a prefill pass."""
     cut = min(layout.tp, model.kv_heads) if model.latent is None else 1  # one latent serves all heads
-    element = element_bytes(role.dtype) if cache == "role" else 1
-    per_token = kv_bytes_per_token(model, role.dtype) * element // element_bytes(role.dtype) // cut
+    per_token = kv_bytes_per_token(model, role.dtype) // cut
     entered = min(kv_tokens, PREFILL_TOKENS)
     prefill = _forward_rows(model, role, layout, entered)
     logits = _logits(model, role, layout, entered, 0)  # engines that serve need those of last tokens only
