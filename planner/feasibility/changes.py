@@ -95,13 +95,12 @@ def _recomputation(request: PlanRequest) -> Series:
 
 
 def _pinned_passes(request: PlanRequest) -> Iterator[Series]:
-    """What pins keep of activations, less of it; stages whose schedule keeps more than zero-bubble's do."""
+    """Less of the activations that pins keep; stages whose schedule keeps fewer micro-batches."""
     for call, pin in request.pins.items():
         if pin.recompute is not None and len(request.engine.recompute) > 1:
-            ways = WAYS[:-1] if pin.schedule == "zero_bubble" else WAYS
-            yield tuple(_pinned(request, call, "recompute", way) for way in ways[WAYS.index(pin.recompute) + 1 :])
+            yield tuple(_pinned(request, call, "recompute", way) for way in WAYS[WAYS.index(pin.recompute) + 1 :])
         if pin.schedule == "interleaved":
-            yield (_pinned(request, call, "schedule", "zero_bubble"),)
+            yield (_pinned(request, call, "schedule", "1f1b"),)
 
 
 def _pinned(request: PlanRequest, call: str, field: str, value: str) -> Change:

@@ -215,7 +215,7 @@ def _running(request: PlanRequest, call: str, candidate: CallOption) -> Footprin
 
 def running_of(candidate: CallOption) -> Running:
     """The same in the terms of memory: see `memory.train_activations`."""
-    return Running(candidate.recompute, chunks=candidate.chunks, delayed=candidate.schedule == "zero_bubble")
+    return Running(candidate.recompute, chunks=candidate.chunks)
 
 
 @lru_cache(maxsize=65536)

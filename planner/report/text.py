@@ -54,9 +54,9 @@ def weights_text(row: CallRow) -> str:
 
 
 def passes_text(recompute: Recompute, schedule: Schedule = "1f1b", chunks: int = 1) -> list[str]:
-    """How a train call takes its micro-batches, where not in the plainest way: `selective recompute`, `zero-bubble`."""
+    """How a train call takes its micro-batches, where not in the plainest way: `selective recompute`."""
     again = {"none": [], "selective": ["selective recompute"], "full": ["recompute"]}
-    order = {"1f1b": [], "interleaved": [f"interleaved x{chunks}"], "zero_bubble": ["zero-bubble"]}
+    order = {"1f1b": [], "interleaved": [f"interleaved x{chunks}"]}
     return [*again[recompute], *order[schedule]]
 
 
