@@ -187,7 +187,9 @@ def plan_of(shape: Shape, graph: Graph) -> Plan:
             "fsdp" if shape.fsdp and graph.models[call.model].trainable else "replicated"
         )
         layout = Layout(mesh, dp=mesh.n_devices // tp, tp=tp, sharding=sharding)
-        allocations[name] = Allocation(layout, 4096, seconds=1.0)
+        generates = isinstance(call, Generate)
+        tokens = {"kv_cache_tokens" if generates else "max_tokens_per_microbatch": 4096}
+        allocations[name] = Allocation(layout, **tokens, seconds=1.0)
     orders = {}
     for device in range(n):
         turns = [Turn(name) for name, a in allocations.items() if device in a.layout.mesh.devices]

@@ -9,6 +9,7 @@ from realgraph.graphs.spec import Generate
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.options.calls import is_trained, sample_tokens
 from realgraph.planner.plan.layout import Recompute
+from realgraph.planner.plan.option import TOKENS
 from realgraph.planner.request.request import PlanRequest
 
 MOST_NODES = 512
@@ -63,14 +64,15 @@ def _fewer_tokens(request: PlanRequest) -> Iterator[Series]:
         for size in _halves(fixed, longest)
     )
     for call, pin in request.pins.items():
-        now = pin.max_tokens_per_microbatch
-        yield tuple(
-            Change(
-                f"lower allocation.{call}.max_tokens_per_microbatch to {size} (now {now})",
-                replace(request, pins={**request.pins, call: replace(pin, max_tokens_per_microbatch=size)}),
+        for field in TOKENS:
+            now = getattr(pin, field)
+            yield tuple(
+                Change(
+                    f"lower allocation.{call}.{field} to {size} (now {now})",
+                    replace(request, pins={**request.pins, call: replace(pin, **{field: size})}),
+                )
+                for size in _halves(now, longest)
             )
-            for size in _halves(now, longest)
-        )
 
 
 def _halves(size: int | None, least: int) -> list[int]:

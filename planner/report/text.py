@@ -78,7 +78,7 @@ def pipelines_text(rows: Sequence[CallRow]) -> str:
 def batches_text(row: CallRow) -> str:
     """`4 x 16,384` micro-batches and tokens; of a generate call, the sequences at once and the tokens of the cache."""
     allocation = row.allocation
-    tokens = f"{allocation.max_tokens_per_microbatch:,}"
+    tokens = f"{allocation.tokens:,}"
     if row.kind == "generate":
         return f"{allocation.running:,} in {tokens}" if allocation.running else f"KV {tokens}"
     return f"{allocation.microbatches:,} x {tokens}" if allocation.microbatches else tokens
