@@ -32,10 +32,9 @@ from benchmarks.machine import describe
 from benchmarks.planner_chain import chained
 from benchmarks.planner_cp_sat import ConstraintProgram, programmed
 from benchmarks.planner_peers import mapped
+from benchmarks.problem_export import problem_spec, problem_text
 from realgraph.planner.options.tables import problem_of
 from realgraph.planner.plan.problem import Limits, SearchProblem, Solution
-from realgraph.planner.problem_file.export import problem_spec
-from realgraph.planner.problem_file.spec import problem_text
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.baselines import baselines_of
 from realgraph.planner.solve.solver import solve

@@ -23,10 +23,11 @@ from msgspec import Struct
 from benchmarks.machine import describe
 from benchmarks.planner_bounds_check import mistakes
 from benchmarks.planner_bounds_problems import family, problem_of
+from benchmarks.problem_export import problem_text
 from realgraph.planner.plan.problem import Limits, Solution
 from realgraph.planner.problem_file.checks import problems_of
 from realgraph.planner.problem_file.codec import NoAnswer, ProblemAnswer, answer_of, build_problem
-from realgraph.planner.problem_file.spec import ProblemFile, problem_text
+from realgraph.planner.problem_file.spec import ProblemFile
 from realgraph.planner.solve.solver import orders, solve
 
 RESULTS = Path(__file__).parent / "results"

@@ -55,7 +55,7 @@ class Setting:
     def allocation(self) -> dict[str, dict[str, Any]]:
         """Pins for the calls of the run file."""
         packed = {"devices": self.dp, "sharding": "replicated", "max_tokens_per_microbatch": self.microbatch_tokens}
-        generate = {"devices": self.dp, "max_tokens_per_microbatch": self.cache_tokens}
+        generate = {"devices": self.dp, "kv_cache_tokens": self.cache_tokens}
         return {"rollout": generate, "ref_logp": packed, "train": packed}
 
 

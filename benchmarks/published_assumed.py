@@ -11,6 +11,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from benchmarks.published import Row
+from benchmarks.published_backends import DEEPSPEED_CHAT, ZERO3
 from benchmarks.published_steps import (
     BF16,
     Batch,
@@ -24,7 +25,8 @@ from benchmarks.published_steps import (
     sync_seconds,
     update_seconds,
 )
-from realgraph.planner.costs.backend import DEEPSPEED_CHAT, ZERO3, Backend
+from benchmarks.static_batches import static_generate_seconds
+from realgraph.planner.costs.backend import Backend
 from realgraph.planner.costs.generate.generate import generate_seconds
 from realgraph.planner.costs.lengths import Lengths, lengths_of, lognormal
 from realgraph.planner.costs.setting import Setting
@@ -177,7 +179,7 @@ def deepspeed_chat(model: ModelSpec, cluster: Cluster) -> Told:
     tp = min(devices, _least_tp(model, cluster))  # its engine gathers whole layers on so many devices together
     engines = replace(_chat_engines(layout_of(devices, tp, sharded=True), devices), microbatch=running * CHAT_TOKENS)
     eager = hybrid_engine(Setting(model, BF16, engines.generate, cluster))
-    seconds = generate_seconds(eager, replace(generate_work(eager, engines, CHAT_BATCH), running=running * tp))
+    seconds = static_generate_seconds(eager, replace(generate_work(eager, engines, CHAT_BATCH), running=running * tp))
     trained = _trained(model, cluster, engines.train, DEEPSPEED_CHAT)
     passes = 4 * pass_seconds(trained, engines, CHAT_BATCH)
     training = 2 * (update_seconds(trained, engines, CHAT_BATCH) + _host_adam(model, cluster, devices))

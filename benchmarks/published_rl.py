@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from benchmarks.published import Prediction, Row
 from benchmarks.published_assumed import areal, deepspeed_chat, openrlhf
+from benchmarks.published_generation import generation
 from benchmarks.published_shapes import cluster_of, model_of
 from benchmarks.published_steps import (
     BF16,
@@ -24,7 +25,7 @@ from benchmarks.published_steps import (
     sync_seconds,
 )
 from realgraph.planner.costs.generate.decode import ROLE_PRECISION, Precision, cache_bytes_per_token
-from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds, generation
+from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.model_spec import ModelSpec, known_models

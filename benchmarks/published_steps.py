@@ -10,6 +10,7 @@ import yaml
 from msgspec import Struct
 from msgspec.structs import replace
 
+from benchmarks.published_generation import rollout_variants
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.backend import FSDP, MEGATRON
 from realgraph.planner.costs.compute.forward import mean_context
@@ -17,7 +18,6 @@ from realgraph.planner.costs.compute.inference import inference_seconds
 from realgraph.planner.costs.compute.train import TrainWork, microbatches, train_seconds
 from realgraph.planner.costs.generate.decode import ROLE_PRECISION, Precision, cache_bytes_per_token
 from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds
-from realgraph.planner.costs.generate.rollout import rollout_variants
 from realgraph.planner.costs.lengths import lengths_of
 from realgraph.planner.costs.memory.memory import lora_params
 from realgraph.planner.costs.setting import Setting

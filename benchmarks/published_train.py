@@ -7,10 +7,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from benchmarks.published import Prediction, Row
+from benchmarks.published_backends import DEEPSPEED_2022, FSDP_2023, MEGATRON_2022
 from benchmarks.published_shapes import cluster_of, model_of
 from benchmarks.published_steps import written_seconds
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.costs.backend import DEEPSPEED_2022, FSDP, FSDP_2023, MEGATRON, MEGATRON_2022, Backend
+from realgraph.planner.costs.backend import FSDP, MEGATRON, Backend
 from realgraph.planner.costs.compute.train import Recompute, TrainWork, microbatches, train_seconds
 from realgraph.planner.costs.memory.memory import (
     GPU_RUNTIME_BYTES,

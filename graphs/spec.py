@@ -1,6 +1,6 @@
 """The graph language: what a graph file may say. Typed and immutable; knows neither files nor rules."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, Struct, field
 
@@ -11,6 +11,7 @@ from realgraph.graphs.steps import Step
 FORMAT = 1  # version of the graph and run file format
 
 Count = Annotated[int, Meta(ge=1)]
+Limit = TypeVar("Limit", bound=int | None)  # of a batch, which a check of the graph alone may not know
 Switch = bool | int | float | str | None  # `when`: an interpolated value; false, 0, '' and null switch off
 
 
@@ -63,6 +64,10 @@ class Generate(_Call, frozen=True, tag="generate"):
     stop: tuple[str, ...] = ()  # texts that end a sample, or special tokens
     max_new_tokens: Count | None = None  # default: batch.max_new_tokens of the run
     when: Switch = True  # falsy: the call is out
+
+    def most_new_tokens(self, of_batch: Limit) -> int | Limit:
+        """The longest response: the call's own limit, else the batch's."""
+        return self.max_new_tokens or of_batch
 
 
 class Inference(_Call, frozen=True, tag="inference"):

@@ -174,7 +174,7 @@ COSTS = {
         "generate": {"factor": 0.5},
     },
     "lengths": [1, 2, 4],
-    "format": 1,
+    "format": 2,
 }
 
 

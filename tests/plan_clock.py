@@ -18,7 +18,7 @@ from realgraph.graphs.spec import Generate, Train
 from realgraph.planner.costs.generate.generate import prefill_seconds
 from realgraph.planner.costs.generate.rollout import Stream
 from realgraph.planner.costs.overhead import rollout_dispatch_seconds
-from realgraph.planner.plan.events import reallocation_node
+from realgraph.planner.plan.plan import reallocation_node
 from realgraph.runtime.commands.actions import Action, CheckpointWritten, Event, Halt, Send, StepEnded
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.program import ranks_of

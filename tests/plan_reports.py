@@ -82,7 +82,9 @@ def _at(
     mesh: DeviceMesh, axes: tuple[int, int, int], seconds: float, peak_bytes: int, worst: str, **more: object
 ) -> Allocation:
     dp, tp, pp = axes
-    made = Allocation(Layout(mesh, dp, tp, pp), 16_384, seconds=seconds, peak_bytes=peak_bytes, worst_term=worst)
+    field = "kv_cache_tokens" if worst == "kv_cache" else "max_tokens_per_microbatch"
+    layout, tokens = Layout(mesh, dp, tp, pp), {field: 16_384}
+    made = Allocation(layout, **tokens, seconds=seconds, peak_bytes=peak_bytes, worst_term=worst)
     return msgspec.structs.replace(made, **more)
 
 

@@ -10,7 +10,8 @@ from msgspec import Struct
 from ortools.sat.python import cp_model
 
 from realgraph.planner.plan.layout import DeviceMesh
-from realgraph.planner.plan.problem import Choice, Move, SearchProblem, SearchTask, move_name
+from realgraph.planner.plan.plan import reallocation_node
+from realgraph.planner.plan.problem import Choice, Move, SearchProblem, SearchTask
 from tests.planner_oracles import every_choice, table_of
 
 SCALE = 100  # ticks of a second
@@ -106,7 +107,7 @@ def _add_move(program: Program, move: Move) -> None:
     """A task as long as its two ends' options say; of length 0 it only orders them."""
     model, problem = program.model, program.problem
     source, target = program.places[move.source], program.places[move.target]
-    name = move_name(move.target)
+    name = reallocation_node(move.target)
     start, seconds = (model.new_int_var(0, program.horizon, f"{what} {name}") for what in "sd")
     present: dict[tuple[DeviceMesh, ...], list[Var]] = {}
     for left, here in program.chosen[move.source].items():

@@ -14,7 +14,8 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from realgraph.planner.plan.layout import DeviceMesh
-from realgraph.planner.plan.problem import Choice, Move, OptionTable, SearchProblem, SearchTask, move_name
+from realgraph.planner.plan.plan import reallocation_node
+from realgraph.planner.plan.problem import Choice, Move, OptionTable, SearchProblem, SearchTask
 
 NEVER = 10**6  # steps between two tasks that no path connects
 
@@ -106,7 +107,7 @@ def nodes_of(problem: SearchProblem, choices: Mapping[str, Choice]) -> tuple[lis
         if seconds > 0:
             held = nodes[source].meshes + nodes[target].meshes
             through = len(nodes)
-            nodes.append(Node(move_name(move.target), held, seconds, seconds))
+            nodes.append(Node(reallocation_node(move.target), held, seconds, seconds))
             edges.append((through, target, seconds, 0))
         edges.append((source, through, nodes[source].latency, move.distance))
     edges += [(i, i, node.seconds, 1) for i, node in enumerate(nodes)]

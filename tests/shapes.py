@@ -10,9 +10,8 @@ from realgraph.graphs.keys import GENERATED, KeyType
 from realgraph.graphs.maths import CrossEntropy, Loss, PolicyGradient, Preference, Term
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, ModelRole, Train
 from realgraph.planner.inputs.cluster import Cluster
-from realgraph.planner.plan.events import reallocation_node
 from realgraph.planner.plan.layout import DeviceMesh, Layout
-from realgraph.planner.plan.plan import Allocation, Hashes, Plan, Turn
+from realgraph.planner.plan.plan import Allocation, Hashes, Plan, Turn, reallocation_node
 from realgraph.planner.plan.residency import reallocations
 from realgraph.runtime.job.job import BatchSpec, CheckpointSpec, DataSpec, EvalSpec, Job, RuntimeSpec
 
@@ -188,7 +187,9 @@ def plan_of(shape: Shape, graph: Graph) -> Plan:
             "fsdp" if shape.fsdp and graph.models[call.model].trainable else "replicated"
         )
         layout = Layout(mesh, dp=mesh.n_devices // tp, tp=tp, sharding=sharding)
-        allocations[name] = Allocation(layout, 4096, seconds=1.0)
+        generates = isinstance(call, Generate)
+        tokens = {"kv_cache_tokens" if generates else "max_tokens_per_microbatch": 4096}
+        allocations[name] = Allocation(layout, **tokens, seconds=1.0)
     orders = {}
     for device in range(n):
         turns = [Turn(name) for name, a in allocations.items() if device in a.layout.mesh.devices]

@@ -54,7 +54,7 @@ def test_a_file_that_is_no_run_file_is_named(content: bytes, says: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    "content", [DEEP, '{"format": 1, "x": ' + DEEP + "}", '{"format": 1, "phases": []}', "", "nul"]
+    "content", [DEEP, '{"format": 2, "x": ' + DEEP + "}", '{"format": 2, "phases": []}', "", "nul"]
 )
 @pytest.mark.parametrize("what", ["costs", "lengths", "edited"])
 def test_a_file_of_another_sort_is_named(what: str, content: str, run_file: Path) -> None:
@@ -77,14 +77,14 @@ def test_a_file_of_another_sort_is_named(what: str, content: str, run_file: Path
 )
 def test_impossible_costs_are_refused_before_a_search(phase: dict[str, float], run_file: Path) -> None:
     table = run_file.parent / "costs.json"
-    table.write_bytes(msgspec.json.encode({"format": 1, "phases": {"train": phase}}))
+    table.write_bytes(msgspec.json.encode({"format": 2, "phases": {"train": phase}}))
     with pytest.raises(ConfigError, match="no table of costs"):
         plan_command(run_file, options=msgspec.structs.replace(BRIEF, costs=table))
 
 
 def test_costs_of_another_kind_are_named_with_file_and_line(run_file: Path) -> None:
     table = run_file.parent / "costs.json"
-    table.write_bytes(msgspec.json.encode({"format": 1, "kind": "A100-80"}))
+    table.write_bytes(msgspec.json.encode({"format": 2, "kind": "A100-80"}))
     with pytest.raises(ConfigError, match=r"costs\.json.*measured on A100-80, the cluster has H100-SXM") as caught:
         plan_command(run_file, options=msgspec.structs.replace(BRIEF, costs=table))
     assert caught.value.problems[0].where.line == 6
@@ -170,7 +170,7 @@ def test_memory_beyond_all_devices_is_refused(override: str, run_file: Path) -> 
 def test_impossible_factors_are_refused(factor: dict[str, float], run_file: Path) -> None:
     table = run_file.parent / "costs.json"
     factors = msgspec.to_builtins(device_kind("H100-SXM").costs) | factor
-    table.write_bytes(msgspec.json.encode({"format": 1, "factors": factors}))
+    table.write_bytes(msgspec.json.encode({"format": 2, "factors": factors}))
     with pytest.raises(ConfigError, match=next(iter(factor))):
         plan_command(run_file, options=msgspec.structs.replace(BRIEF, costs=table))
 

@@ -195,7 +195,7 @@ def test_a_plan_does_not_differ_from_itself_and_every_difference_is_named() -> N
     train = plan.allocations["actor_train"]
     layout = msgspec.structs.replace(train.layout, tp=8, pp=4)
     moved = msgspec.structs.replace(
-        train, layout=layout, seconds=train.seconds * 2, recompute="none", schedule="zero_bubble"
+        train, layout=layout, seconds=train.seconds * 2, recompute="none", schedule="interleaved"
     )
     orders = {device: (*turns[:-1], Turn("actor_train", 1)) for device, turns in plan.orders.items()}
     other = msgspec.structs.replace(
@@ -209,7 +209,7 @@ def test_a_plan_does_not_differ_from_itself_and_every_difference_is_named() -> N
     assert (said["", "staleness"].before, said["", "staleness"].after) == ("0", "2")
     assert said["actor_train", "seconds"].change == "+100 %"
     assert said["actor_train", "recompute"].after == "none"
-    assert said["actor_train", "schedule"].after == "zero_bubble"
+    assert said["actor_train", "schedule"].after == "interleaved"
     assert said["generate", "transport"].after == "through host memory"
     assert ("values", "transport") not in said
     hashed = msgspec.structs.replace(plan, hashes=Hashes("1", "2", "3", "4"))

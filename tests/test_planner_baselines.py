@@ -82,15 +82,19 @@ def test_a_symmetric_plan_is_the_fastest_of_its_kind(seed: int) -> None:
         check(problem, found)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_no_rule_beats_the_optimum(seed: int) -> None:
-    problem = problem_of_seed(seed, SMALL)
-    best = brute_force(problem)
-    shapes = shapes_of(problem, seed)
-    for found in (colocated(problem), real_heuristic(problem), symmetric(problem, shapes), megatron(problem, shapes)):
-        if found is not None:
-            assert best is not None and found.period >= best.period * (1 - 1e-6)
-            check(problem, found)
+@pytest.mark.parametrize("block", range(4))
+def test_no_rule_beats_the_optimum(block: int) -> None:
+    compared = 0
+    for seed in range(10 * block, 10 * block + 10):
+        problem = problem_of_seed(seed, SMALL)
+        best, shapes = brute_force(problem), shapes_of(problem, seed)
+        by_shapes = symmetric(problem, shapes), megatron(problem, shapes)
+        for found in (colocated(problem), real_heuristic(problem), *by_shapes):
+            if found is not None:
+                assert best is not None and found.period >= best.period * (1 - 1e-6), seed
+                check(problem, found)
+                compared += 1
+    assert compared >= 5
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])

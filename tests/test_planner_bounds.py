@@ -15,16 +15,15 @@ from benchmarks.planner_bounds_arrays import arrays
 from benchmarks.planner_bounds_check import mistakes
 from benchmarks.planner_bounds_problems import family, problem_of
 from benchmarks.planner_bounds_walk import plan_within
+from benchmarks.problem_export import problem_spec, problem_text
 from realgraph.planner.problem_file.checks import problems_of
 from realgraph.planner.problem_file.codec import ProblemAnswer, read_problem
-from realgraph.planner.problem_file.export import problem_spec
 from realgraph.planner.problem_file.spec import (
     CallSpec,
     EdgeSpec,
     OptionSpec,
     ProblemFile,
     ReallocationSpec,
-    problem_text,
 )
 from tests.planner_oracles import brute_force
 from tests.planner_problems import problem_of_seed

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
+from benchmarks.published_backends import MEGATRON_2022
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.costs.backend import MEGATRON_2022
 from realgraph.planner.costs.compute.inference import inference_seconds
 from realgraph.planner.costs.compute.train import Recompute, TrainWork, train_seconds
 from realgraph.planner.costs.layer import layer_costs

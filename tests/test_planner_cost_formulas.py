@@ -45,7 +45,7 @@ def points(draw: st.DrawFn) -> tuple[Setting, TrainWork]:
         microbatch_tokens=draw(st.sampled_from((4096, 16384))),
         optimizer_steps=draw(st.sampled_from((1, 4))),
         recompute=draw(st.sampled_from(("none", "selective", "full"))),
-        schedule=draw(st.sampled_from(("1f1b", "interleaved", "zero_bubble"))),
+        schedule=draw(st.sampled_from(("1f1b", "interleaved"))),
         fp8=draw(st.booleans()),
     )
     return Setting(model, BF16, layout, machine, None, draw(st.sampled_from((0, 16)))), work
@@ -148,16 +148,13 @@ def run_1f1b(one: MicroBatch, layers: int, stages: int, count: int) -> float:
 
 @pytest.mark.parametrize(("stages", "count"), list(itertools.product((2, 4, 7), (1, 3, 8, 40))))
 def test_the_bubble_is_that_of_a_simulated_pipeline(stages: int, count: int) -> None:
-    one = MicroBatch(forward=1.0, backward=2.3, weights=1.1, head=0.0)
+    one = MicroBatch(forward=1.0, backward=2.3, head=0.0)
     layers = 3 * stages
     simulated = run_1f1b(one, layers, stages, count)
     assert pipeline_seconds(one, Pipeline(layers, stages), count) == pytest.approx(simulated)
     interleaved = pipeline_seconds(one, Pipeline(layers, stages, "interleaved", 3), count)
-    hidden = pipeline_seconds(one, Pipeline(layers, stages, "zero_bubble"), count)
     ideal = count * 3 * 3.3
     assert interleaved - ideal == pytest.approx((simulated - ideal) / 3)
-    assert ideal < hidden < simulated
-    assert hidden > 2.999 * (count + stages - 1) * 2.2  # without weights' gradients nothing is left to fill
 
 
 def test_traffic_hides_behind_compute_but_never_entirely() -> None:

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.compute.inference import inference_seconds
-from realgraph.planner.costs.compute.pipeline import MicroBatch, Pipeline, pipeline_seconds
 from realgraph.planner.costs.compute.states import state_costs
 from realgraph.planner.costs.compute.train import TrainWork, train_seconds
 from realgraph.planner.costs.generate.decode import decode_step
@@ -107,16 +106,6 @@ def test_states_wait_for_two_collectives_a_step() -> None:
     assert state_costs(setting(dp=8)).step == pytest.approx(2 * 7 / 8 * 4 * PARAMS / LINK + 2 * hop(8))
     cut = state_costs(setting(dp=4, tp=2))
     assert cut.step == pytest.approx(3 / 4 * 6 * PARAMS / 2 / LINK + 2 * hop(4))
-
-
-@pytest.mark.parametrize("stages", [2, 4, 8])
-def test_the_bubble_of_zero_bubble_stages_is_the_papers(stages: int) -> None:
-    """ZB-H1: (p - 1) (T_F + T_B - T_W) beside the work itself (arXiv:2401.10241, table 1)."""
-    forward, inputs, weights, layers, count = 1.0, 1.2, 0.9, 4 * stages, 64
-    one = MicroBatch(forward, inputs + weights, weights, 0.0)
-    seconds = pipeline_seconds(one, Pipeline(layers, stages, "zero_bubble"), count)
-    work = count * 4 * (forward + inputs + weights)
-    assert seconds - work == pytest.approx((stages - 1) * 4 * (forward + inputs - weights))
 
 
 def test_a_decode_step_of_experts_over_two_nodes() -> None:

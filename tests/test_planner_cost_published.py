@@ -12,6 +12,7 @@ from benchmarks import cost_model
 from benchmarks.cost_model import calibrated, ranked, shared_factor, spearman, system_of, targets
 from benchmarks.published import Prediction, Row, read_rows
 from benchmarks.published_assumed import hybrid_engine, lengths_with_cut, mean_with_cut
+from benchmarks.published_backends import DEEPSPEED_CHAT
 from benchmarks.published_rl import predictions as rl_predictions
 from benchmarks.published_shapes import (
     DEEPSEEK_V3,
@@ -26,11 +27,11 @@ from benchmarks.published_shapes import (
 )
 from benchmarks.published_steps import glue, layout_of, written_seconds
 from benchmarks.published_train import predictions, unpredicted
+from benchmarks.static_batches import static_generate_seconds
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.costs.backend import DEEPSPEED_CHAT
 from realgraph.planner.costs.compute.inference import inference_seconds
 from realgraph.planner.costs.compute.train import TrainWork, train_seconds
-from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds
+from realgraph.planner.costs.generate.generate import GenerateWork
 from realgraph.planner.costs.lengths import lengths_of
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.model_spec import ModelSpec
@@ -167,7 +168,7 @@ def test_deepspeed_chat_is_near_its_own_post(
     )
     batch = TrainWork(1024 * 512, 512, asked * 512, 1024 // (asked * devices), recompute="full")
     scored = 2 * inference_seconds(train, replace(batch, optimizer_steps=1))
-    step = generate_seconds(hybrid_engine(generate), work) + scored + train_seconds(train, batch)
+    step = static_generate_seconds(hybrid_engine(generate), work) + scored + train_seconds(train, batch)
     assert step * 131_900 / 1024 / 3600 == pytest.approx(hours, rel=0.12)
 
 

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from benchmarks.published_generation import generation
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.generate.decode import Precision, decode_seconds, decode_step
-from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds, generation, prefill_seconds
+from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds, prefill_seconds
 from realgraph.planner.costs.layer import layer_costs
 from realgraph.planner.costs.lengths import lengths_of, lognormal
 from realgraph.planner.costs.setting import Setting

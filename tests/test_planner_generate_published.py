@@ -4,9 +4,10 @@ import statistics
 
 import pytest
 
+from benchmarks.published_generation import generation
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.generate.decode import Precision, cache_bytes_per_token
-from realgraph.planner.costs.generate.generate import GenerateWork, generation
+from realgraph.planner.costs.generate.generate import GenerateWork
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from tests.planner_cases import cluster, known

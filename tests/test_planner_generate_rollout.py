@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from benchmarks.published_generation import rollout_variants
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.generate.decode import DecodeStep, decode_step
 from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds, prefill_seconds
@@ -15,7 +16,6 @@ from realgraph.planner.costs.generate.rollout import (
     Stream,
     Variant,
     offered_variants,
-    rollout_variants,
     stream_of,
     variant_of,
 )

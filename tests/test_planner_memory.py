@@ -123,11 +123,11 @@ def test_layouts_that_cut_a_model_hold_all_logits_of_a_micro_batch(
     model, cut, role = known("meta-llama/Llama-3.1-8B"), layout(**axes), replace(BF16, dtype=dtype)
     whole = each * 8192 * 128256 // cut.tp
     for rows in (
-        memory.train_activations(model, role, cut, 8192, Running(delayed=True)),
+        memory.train_activations(model, role, cut, 8192, Running(microbatches=1)),
         memory.forward_activations(model, role, cut, 8192),
     ):
         assert rows.logits == whole
-    chunks = memory.train_activations(model, role, cut, 8192, Running(logit_bytes=0, delayed=True))
+    chunks = memory.train_activations(model, role, cut, 8192, Running(logit_bytes=0, microbatches=1))
     assert chunks.logits == 16 * (1 << 24) // cut.tp
     assert memory.generation(model, role, cut, 8192).logits == chunks.logits
 

@@ -18,7 +18,7 @@ from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.inputs.workload import Workload
 from realgraph.planner.options.calls import input_bytes, input_seconds
 from realgraph.planner.options.choices import candidates
-from realgraph.planner.options.passes import passes_for, schedule_fault
+from realgraph.planner.options.passes import schedule_fault
 from realgraph.planner.options.pricing import holding
 from realgraph.planner.plan.layout import DeviceMesh, Layout, Recompute, Schedule
 from realgraph.planner.plan.option import PLAIN, CallOption
@@ -52,10 +52,8 @@ def refused(asked: PlanRequest) -> str:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_what_is_pinned_is_what_is_planned(recompute: Recompute, schedule: Schedule) -> None:
-    if (recompute, schedule) == ("full", "zero_bubble"):
-        return
     chunks = 2 if schedule == "interleaved" else None
     plan = search(pinned(tp=4, pp=2, recompute=recompute, schedule=schedule, chunks=chunks), QUICK)
     found = plan.allocations["actor_train"]
@@ -69,9 +67,8 @@ def test_what_is_pinned_is_what_is_planned(recompute: Recompute, schedule: Sched
 @pytest.mark.parametrize(
     ("fields", "engine", "says"),
     [
-        ({"schedule": "zero_bubble", "pp": 1}, "any", "needs pipeline stages"),
-        ({"schedule": "zero_bubble", "chunks": 2}, "any", "needs schedule interleaved"),
-        ({"schedule": "zero_bubble", "recompute": "full"}, "any", "recompute full is to save"),
+        ({"schedule": "interleaved", "pp": 1}, "any", "needs pipeline stages"),
+        ({"schedule": "1f1b", "chunks": 2}, "any", "needs schedule interleaved"),
         ({"schedule": "interleaved", "chunks": 1, "pp": 2}, "any", "two chunks or more"),
         ({"pp": 8, "chunks": 5}, "any", "more than the 32 layers"),
         ({"schedule": "interleaved"}, "installed", "run no pipeline stages"),
@@ -117,33 +114,18 @@ def test_two_train_calls_of_one_role_find_the_same_layers_on_every_stage() -> No
     asked = request(twice, "meta-llama/Llama-3.1-8B", cluster(nodes=2), workload=WORK, engine="any")
     for call in twice.calls:
         offered = candidates(asked, call, DeviceMesh(0, 16), asked.cluster)
-        assert {one.schedule for one in offered} == {"1f1b", "zero_bubble"}
+        assert {one.schedule for one in offered} == {"1f1b"}
     text = refused(replace(asked, pins={"train": Pin(pp=2, schedule="interleaved")}))
     assert "'again', which trains the same role" in text
 
 
-def test_zero_bubble_stages_of_a_role_that_recomputes_are_refused_with_the_cause() -> None:
-    models = {**PPO.graph.models, "actor": replace(PPO.graph.models["actor"], gradient_checkpointing=True)}
-    asked = replace(PPO, graph=replace(PPO.graph, models=models))
-    for pin in (Pin(schedule="zero_bubble"), Pin(pp=2, schedule="zero_bubble")):
-        text = refused(replace(asked, pins={"actor_train": pin}))
-        assert "recomputation would drop" in text
-        assert "models.actor.gradient_checkpointing is true" in text
-    kept = search(replace(asked, pins={"actor_train": Pin(pp=2, schedule="interleaved")}), QUICK)
-    assert kept.allocations["actor_train"].recompute == "full"
-
-
 def test_forbidden_schedules_leave_the_others() -> None:
-    forbid: dict[str, tuple[Pin, ...]] = {
-        name: (Pin(schedule="interleaved"), Pin(schedule="zero_bubble")) for name in STAGES
-    }
+    forbid: dict[str, tuple[Pin, ...]] = {name: (Pin(schedule="interleaved"),) for name in STAGES}
     plan = search(replace(PPO, pins=STAGES, constraints=Constraints(forbid=forbid)), QUICK)
     assert all(plan.allocations[name].schedule == "1f1b" for name in STAGES)
     free = search(replace(PPO, pins=STAGES), QUICK)
     assert free.period_seconds <= plan.period_seconds * 1.01
-    assert all(
-        free.allocations[name].schedule != "1f1b" or free.allocations[name].recompute == "full" for name in STAGES
-    )
+    assert all(free.allocations[name].schedule == "interleaved" for name in STAGES)
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
@@ -152,7 +134,7 @@ def test_forbidden_schedules_leave_the_others() -> None:
 @pytest.mark.parametrize(
     ("call", "fields", "path"),
     [
-        ("actor_train", {"schedule": "zero_bubble"}, "$.allocations.actor_train.schedule"),
+        ("actor_train", {"schedule": "interleaved"}, "$.allocations.actor_train.schedule"),
         ("actor_train", {"chunks": 2}, "$.allocations.actor_train.schedule"),
         ("values", {"recompute": "full"}, "$.allocations.values"),
         ("generate", {"schedule": "interleaved", "chunks": 2}, "$.allocations.generate"),
@@ -208,22 +190,6 @@ def test_stages_keep_what_the_papers_say(name: str, pp: int, tp: int, recompute:
     for chunks in (2, 4):
         assert kept(chunks=chunks) == pytest.approx(plain + each * (pp - 1) / chunks, rel=1e-3)
         assert plain < kept(chunks=2 * chunks) < kept(chunks=chunks)
-    assert kept(delayed=True) == plain
-    logits = memory.train_activations(model, BF16, layout, 8192, Running(recompute=recompute, delayed=True))
-    assert logits.logits > 0 and logits.activations == plain
-
-
-@pytest.mark.parametrize(("call", "plain"), [("actor_train", True), ("critic_train", False)])
-def test_the_plain_schedule_is_offered_where_it_may_take_less_memory(call: str, plain: bool) -> None:
-    """Zero-bubble stages are as fast or faster, but the last has a policy's logits beside all that the first keeps."""
-    layout = Layout(DeviceMesh(0, 8), tp=4, pp=2)
-    held = {
-        option.schedule: holding(PPO, call, option, PPO.cluster).active.total
-        for option in passes_for(PPO, call, CallOption(layout, 8192), PPO.cluster)
-        if option.recompute == "none"
-    }
-    assert held.keys() - {"interleaved"} == ({"1f1b", "zero_bubble"} if plain else {"zero_bubble"})
-    assert not plain or held["1f1b"] < held["zero_bubble"]
 
 
 @pytest.mark.parametrize("layers", range(2, 40))
@@ -234,38 +200,8 @@ def test_a_schedule_without_fault_gives_every_chunk_a_layer(layers: int) -> None
             asked = CallOption(Layout(DeviceMesh(0, stages), pp=stages), 1, "none", "interleaved", chunks)
             sound = schedule_fault(asked, layers) == ""
             assert sound == (stages > 1 and chunks > 1 and stages * chunks <= layers)
-    staged = replace(one, layout=Layout(DeviceMesh(0, 2), pp=2), schedule="zero_bubble")
+    staged = replace(one, layout=Layout(DeviceMesh(0, 2), pp=2))
     assert schedule_fault(replace(one, recompute="full"), layers) == schedule_fault(staged, layers) == ""
-
-
-# --- caches -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_narrow_cache_is_planned_where_it_is_asked_for() -> None:
-    """Half the bytes of bfloat16 a token, and as fast or faster; never chosen unasked."""
-    narrow = replace(PPO, pins={"generate": Pin(kv_cache="float8")})
-    plan, plain = search(narrow, QUICK), search(PPO, QUICK)
-    assert (plan.allocations["generate"].kv_cache, plain.allocations["generate"].kv_cache) == ("float8", "role")
-    assert plan.period_seconds <= plain.period_seconds * 1.01
-    assert validate(plan, narrow) == ()
-    assert reprice(narrow, plan).allocations == plan.allocations
-    model, layout = PPO.model("generate"), Layout(DeviceMesh(0, 2), tp=2)
-    wide, half = (memory.generation(model, BF16, layout, 4096, cache).kv_cache for cache in ("role", "float8"))
-    assert wide == 2 * half
-
-
-def test_caches_that_no_engine_keeps_are_refused() -> None:
-    assert "in the dtype of the role" in refused(replace(PPO, engine=TORCH, pins={"generate": Pin(kv_cache="float8")}))
-    assert "belongs to generate calls" in refused(replace(PPO, pins={"ref": Pin(kv_cache="float8")}))
-    plan = search(PPO, QUICK)
-    edited = {
-        name: replace(plan, allocations={**plan.allocations, name: replace(plan.allocations[name], kv_cache="float8")})
-        for name in ("generate", "ref")
-    }
-    assert validate(edited["generate"], PPO) == ()
-    assert "$.allocations.ref.kv_cache" in {problem.where.path for problem in validate(edited["ref"], PPO)}
-    told = " ".join(problem.text for problem in validate(edited["generate"], replace(PPO, engine=TORCH)))
-    assert "in the dtype of the role" in told
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------

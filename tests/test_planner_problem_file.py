@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.problem_export import problem_spec, problem_text
 from realgraph.graphs.errors import ConfigError
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.problem import DeviceBlock, Limits, SearchProblem, Solution, Unsolved
 from realgraph.planner.problem_file.codec import ProblemAnswer, answer_of, build_problem, read_problem, solution_json
-from realgraph.planner.problem_file.export import problem_spec
-from realgraph.planner.problem_file.spec import problem_schema, problem_text
+from realgraph.planner.problem_file.spec import problem_schema
 from realgraph.planner.solve.evaluate import orders
 from realgraph.planner.solve.solver import solve
 from tests.planner_oracles import brute_force

@@ -37,8 +37,9 @@ GB = 1e9
         ("generate", Pin(sharding="fsdp"), "sharding", "whole weights on a device"),
         ("values", Pin(residency="offloaded"), "residency", "weights that 'critic_train' trains"),
         ("generate", Pin(residency="offloaded"), "residency", "weights that 'actor_train' trains"),
-        ("ref", Pin(kv_cache="float8"), "kv_cache", "belongs to generate calls"),
-        ("generate", Pin(max_tokens_per_microbatch=10), "max_tokens_per_microbatch", "holds no sample"),
+        ("generate", Pin(kv_cache_tokens=10), "kv_cache_tokens", "holds no sample"),
+        ("generate", Pin(max_tokens_per_microbatch=4096), "max_tokens_per_microbatch", "this one has kv_cache_tokens"),
+        ("ref", Pin(kv_cache_tokens=4096), "kv_cache_tokens", "belongs to generate calls"),
     ],
 )
 def test_a_pin_is_refused_with_its_own_reason_and_place(call: str, pin: Pin, field: str, says: str) -> None:

@@ -189,7 +189,7 @@ def test_any_pins_give_a_valid_live_plan_whose_fullest_device_is_found(asked: Pl
         ({"train": Pin(devices=3)}, "power of two"),
         ({"train": Pin(devices=4, dp=2)}, "must be 4"),
         ({"rollout": Pin(sharding="fsdp")}, "whole weights"),
-        ({"rollout": Pin(max_tokens_per_microbatch=100)}, "holds no sample"),
+        ({"rollout": Pin(kv_cache_tokens=100)}, "holds no sample"),
     ],
 )
 def test_a_wrong_pin_is_refused(pins: dict[str, Pin], says: str) -> None:

@@ -38,7 +38,15 @@ LATE = tuple(Turn(name) for name in ("ref", "values", "actor_train", "critic_tra
         (edited(FOUND, "ref", dp=0), "$.allocations.ref.layout.dp", "at least 1"),
         (edited(FOUND, "ref", mesh=DeviceMesh(4, 8)), "$.allocations.ref.layout.mesh", "not all of the cluster's"),
         (edited(FOUND, "generate", sharding="fsdp"), "$.allocations.generate.layout.sharding", "whole weights"),
-        (edited(FOUND, "generate", max_tokens_per_microbatch=10), "$.allocations.generate.max", "hold no sample"),
+        (edited(FOUND, "generate", kv_cache_tokens=10), "$.allocations.generate.kv_cache_tokens", "hold no sample"),
+        (edited(FOUND, "generate", kv_cache_tokens=None), "$.allocations.generate.kv_cache_tokens", "has no tokens"),
+        (
+            edited(FOUND, "generate", max_tokens_per_microbatch=9),
+            "$.allocations.generate.max_tokens",
+            "this one has kv_cache_tokens",
+        ),
+        (edited(FOUND, "ref", kv_cache_tokens=9), "$.allocations.ref.kv_cache_tokens", "belongs to generate calls"),
+        (edited(FOUND, "ref", max_tokens_per_microbatch=None), "$.allocations.ref.max_tokens", "has no tokens"),
         (edited(FOUND, "ref", max_tokens_per_microbatch=1 << 24), "$.allocations.ref", "GB on device 0"),
         (edited(FOUND, "ref", residency="offloaded"), "$.allocations.ref.residency", "offload"),
         (

@@ -124,7 +124,7 @@ def test_what_can_not_be_resumed_says_why(whole: Path, tmp_path: Path) -> None:
         prepare_resume(folder, [])
     job = (folder / "job.json").read_text()
     (folder / "job.json").write_text(re.sub(r'("format": )\d', r"\g<1>2", job))
-    with pytest.raises(ConfigError, match="plan has format 2; this version reads format 4"):
+    with pytest.raises(ConfigError, match="plan has format 2; this version reads format 5"):
         prepare_resume(folder, [])
     (folder / "job.json").write_text("{")
     with pytest.raises(ConfigError, match="the run can't be read"):

@@ -180,6 +180,23 @@ def broken_model(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("override", "path", "text"),
+    [
+        ("allocation.train.schedule=zero_bubble", "$.allocation.train.schedule", "expected one of 1f1b, interleaved"),
+        ("allocation.rollout.kv_cache=float8", "$.allocation.rollout.kv_cache", "unknown key 'kv_cache'"),
+        (
+            "constraints.forbid={train: [{schedule: zero_bubble}]}",
+            "$.constraints.forbid.train[0].schedule",
+            "expected one of 1f1b, interleaved",
+        ),
+    ],
+)
+def test_what_no_engine_does_is_no_choice_of_a_pin(place: Path, override: str, path: str, text: str) -> None:
+    (problem,) = refused(place, override)
+    assert problem.where.path == path and problem.text.startswith(text)
+
+
+@pytest.mark.parametrize(
     ("name", "text", "hint"),
     [
         ("no config", "has no readable config.json: No such file or directory", "save_pretrained"),

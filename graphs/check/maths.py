@@ -98,7 +98,8 @@ def center_key(draft: Draft, facts: Facts) -> Iterator[Problem]:
 
 def overlong_limits(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """The penalty grows from `start` to `limit`, and begins at lengths that samples reach."""
-    longest = next((call.max_new_tokens for _, call in draft.of(Generate)), None) or facts.max_new_tokens
+    generate = next((call for _, call in draft.of(Generate)), None)
+    longest = generate.most_new_tokens(facts.max_new_tokens) if generate else facts.max_new_tokens
     for path, entry, step in steps_of(draft):
         if not isinstance(step, Overlong):
             continue

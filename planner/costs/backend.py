@@ -1,14 +1,12 @@
 """What training engines do around the same arithmetic: overlap, attention kernels, and where states lie.
 
 Two worlds share the formulas. This project's own engines hold whole copies or FSDP shards on dp alone; layouts that
-cut a model (tp, pp, cp, ep) run on an engine in the manner of Megatron-Core, with a distributed optimizer. The others
-here are for comparison with published speeds of older software; a plan never uses them.
+cut a model (tp, pp, cp, ep) run on an engine in the manner of Megatron-Core, with a distributed optimizer.
 """
 
 from typing import Literal
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from realgraph.planner.plan.layout import Layout
 
@@ -28,7 +26,6 @@ class Backend(Struct, frozen=True):
     besides, where launches do not hide behind kernels. exposed: of traffic that could hide, the share that never does:
     collectives take cores and memory from the products beside them. score_bytes: moved for each score of unfused
     attention, forward. elementwise: bytes that element-wise operations move, over those of fused kernels.
-    batching: of generation. Where it is `static`, samples are padded and run in batches, each to its longest.
     """
 
     name: str
@@ -48,7 +45,6 @@ class Backend(Struct, frozen=True):
     exposed: float = 0.25
     score_bytes: int = 13
     elementwise: float = 1.0
-    batching: Literal["continuous", "static"] = "continuous"
 
 
 # Defaults of Megatron-Core: gradients in float32, overlapped with the last backward pass; products overlap part of
@@ -56,36 +52,8 @@ class Backend(Struct, frozen=True):
 MEGATRON = Backend("megatron", tp_overlap=0.6, sum_bytes=0)
 # FSDP copies a layer's weights out of flat buffers, and kernels wait for gathers; gathers run beside compute.
 FSDP = Backend("fsdp", compute=1.08, distributed=False, dp_overlap=0.85, sum_bytes=0)
-# FSDP of PyTorch 1.13 and 2.0: weights are views into flat buffers and not copied out; a rate limiter holds back the
-# gathers of later layers (arXiv:2304.11277, sec. 3.4). How much of the traffic shows was set with the speeds
-# of llm-foundry in view: small micro-batches without recomputation against large ones with it.
-FSDP_2023 = replace(FSDP, compute=1.0, exposed=0.75)
-# DeepSpeed's ZeRO-3 under modules of Hugging Face's transformers, eager: the norms of LLaMA in float32 take eight
-# kernels, rotary embeddings nine; counted operation by operation they move 135 bytes an element of hidden width and 10
-# of the MLP's, fused kernels 28 and 8.
-ZERO3 = replace(FSDP_2023, name="zero3", elementwise=3.2)
-# DeepSpeed-Chat (arXiv:2308.01320; DeepSpeedExamples, dschat/utils/ds_utils.py): attention in separate operations, its
-# softmax in float32 (28 bytes a score); at most 3e7 parameters prefetched or live, less than a layer, so that no gather
-# runs ahead of compute. Its hybrid engine gathers weights once a batch and generates the batch to its longest sample.
-DEEPSPEED_CHAT = replace(
-    ZERO3, name="deepspeed-chat", attention="unfused", score_bytes=28, dp_overlap=0.0, exposed=1.0, batching="static"
-)
 # Whole copies with an all-reduce of gradients after the last micro-batch, as this project's engine does.
 REPLICATED = Backend("replicated", distributed=False, dp_overlap=0.0, sum_bytes=12)
-# 2021 and 2022: attention by batched products and a fused softmax; no overlap of gradients; whole residuals on tp.
-MEGATRON_2022 = Backend(
-    "megatron-2022",
-    attention="unfused",
-    dp_overlap=0.0,
-    p2p_overlap=0.0,
-    gradient_bytes=2,
-    sequence_parallel=False,
-    step_seconds=0.1,
-    logit_bytes=48,
-)
-# The training of BLOOM (bigscience, train/tr11-176B-ml): kernels launched one by one (CUDA_LAUNCH_BLOCKING=1, against
-# hangs: about a hundred a layer at 15 us), and gradients all-reduced.
-DEEPSPEED_2022 = replace(MEGATRON_2022, name="deepspeed-2022", reduces_all=True, layer_seconds=1.5e-3)
 
 
 def backend_of(layout: Layout) -> Backend:

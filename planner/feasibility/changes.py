@@ -9,6 +9,7 @@ from realgraph.graphs.spec import Generate
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.options.calls import is_trained, sample_tokens
 from realgraph.planner.plan.layout import Recompute
+from realgraph.planner.plan.option import TOKENS
 from realgraph.planner.request.request import PlanRequest
 
 MOST_NODES = 512
@@ -63,14 +64,15 @@ def _fewer_tokens(request: PlanRequest) -> Iterator[Series]:
         for size in _halves(fixed, longest)
     )
     for call, pin in request.pins.items():
-        now = pin.max_tokens_per_microbatch
-        yield tuple(
-            Change(
-                f"lower allocation.{call}.max_tokens_per_microbatch to {size} (now {now})",
-                replace(request, pins={**request.pins, call: replace(pin, max_tokens_per_microbatch=size)}),
+        for field in TOKENS:
+            now = getattr(pin, field)
+            yield tuple(
+                Change(
+                    f"lower allocation.{call}.{field} to {size} (now {now})",
+                    replace(request, pins={**request.pins, call: replace(pin, **{field: size})}),
+                )
+                for size in _halves(now, longest)
             )
-            for size in _halves(now, longest)
-        )
 
 
 def _halves(size: int | None, least: int) -> list[int]:
@@ -95,13 +97,12 @@ def _recomputation(request: PlanRequest) -> Series:
 
 
 def _pinned_passes(request: PlanRequest) -> Iterator[Series]:
-    """What pins keep of activations, less of it; stages whose schedule keeps more than zero-bubble's do."""
+    """Less of the activations that pins keep; stages whose schedule keeps fewer micro-batches."""
     for call, pin in request.pins.items():
         if pin.recompute is not None and len(request.engine.recompute) > 1:
-            ways = WAYS[:-1] if pin.schedule == "zero_bubble" else WAYS
-            yield tuple(_pinned(request, call, "recompute", way) for way in ways[WAYS.index(pin.recompute) + 1 :])
+            yield tuple(_pinned(request, call, "recompute", way) for way in WAYS[WAYS.index(pin.recompute) + 1 :])
         if pin.schedule == "interleaved":
-            yield (_pinned(request, call, "schedule", "zero_bubble"),)
+            yield (_pinned(request, call, "schedule", "1f1b"),)
 
 
 def _pinned(request: PlanRequest, call: str, field: str, value: str) -> Change:

@@ -211,7 +211,7 @@ def _least(request: PlanRequest, call: str, beside: dict[str, Allocation]) -> Ca
     def needed(candidate: CallOption) -> tuple[int, int, int]:
         held = holding(request, call, candidate, cluster)
         resident = 0 if candidate.layout in trained else held.resident.total
-        return (resident + held.active.total, held.resident.total, candidate.max_tokens_per_microbatch)
+        return (resident + held.active.total, held.resident.total, candidate.tokens)
 
     choices = [candidate for candidate in candidates(request, call, mesh, cluster) if candidate.residency != "in_place"]
     return min(choices, key=needed, default=None)

@@ -12,25 +12,19 @@ from realgraph.planner.options.calls import sample_tokens
 from realgraph.planner.options.constraints import (
     FEATURES,
     lacking_axis,
-    lacking_cache,
     lacking_offload,
+    other_tokens,
     shape_faults,
+    token_fields,
 )
 from realgraph.planner.options.couplings import ties_of
 from realgraph.planner.options.holdings import candidate_of, group_for, offloading, peak_of
 from realgraph.planner.options.meshes import mesh_fault
 from realgraph.planner.options.passes import plan_problems
 from realgraph.planner.options.tables import device_bytes, node_bytes
-from realgraph.planner.plan.events import (
-    REALLOCATION,
-    empty_circuit,
-    liveness_graph,
-    moved_calls,
-    reallocation_node,
-    show_circuit,
-)
+from realgraph.planner.plan.events import empty_circuit, liveness_graph, moved_calls, show_circuit
 from realgraph.planner.plan.layout import Layout
-from realgraph.planner.plan.plan import PLAN_FORMAT, Hashes, Plan
+from realgraph.planner.plan.plan import PLAN_FORMAT, REALLOCATION, Allocation, Hashes, Plan, reallocation_node
 from realgraph.planner.request.engine_support import EngineSupport
 from realgraph.planner.request.request import PlanRequest, hashes, kept_by
 
@@ -122,17 +116,11 @@ def _axes(layout: Layout, model: ModelSpec, where: Where) -> Iterator[Problem]:
 
 def _engine_problems(plan: Plan, request: PlanRequest, name: str, file: str) -> Iterator[Problem]:
     allocation, place = plan.allocations[name], f"$.allocations.{name}"
-    tokens, longest = allocation.max_tokens_per_microbatch, sample_tokens(request)
     generates = isinstance(request.graph.calls[name], Generate)
     if generates and allocation.layout.sharding != "replicated":
         text = "generation needs whole weights on a device"
         yield Problem(_at(file, f"{place}.layout.sharding"), text, "set it to replicated", "plan_engine")
-    if allocation.kv_cache != "role" and not generates:
-        text = "kv_cache belongs to generate calls: this one keeps none"
-        yield Problem(_at(file, f"{place}.kv_cache"), text, "leave it out", "plan_engine")
-    if tokens < 1 or (generates and tokens < longest):
-        text = f"{tokens} tokens hold no sample: the longest has {longest}"
-        yield Problem(_at(file, f"{place}.max_tokens_per_microbatch"), text, "", "plan_tokens")
+    yield from _tokens(request, allocation, generates, _at(file, place))
     if generates and allocation.running < 1:
         text = "0 sequences decode at once: expected 1 or more"
         hint = "as many as a rank's share of the step, or fewer"
@@ -142,14 +130,26 @@ def _engine_problems(plan: Plan, request: PlanRequest, name: str, file: str) -> 
     yield from _lacking(plan, request.engine, name, file)
 
 
+def _tokens(request: PlanRequest, allocation: Allocation, generates: bool, where: Where) -> Iterator[Problem]:
+    """Of a micro-batch, or of a cache that holds no sample; or those of another kind of call."""
+    own, other = token_fields(generates)
+    if getattr(allocation, other) is not None:
+        place = replace(where, path=f"{where.path}.{other}")
+        yield Problem(place, other_tokens(own, other), f"set {own}", "plan_tokens")
+    tokens, longest = getattr(allocation, own), sample_tokens(request)
+    place = replace(where, path=f"{where.path}.{own}")
+    if tokens is None:
+        yield Problem(place, "the call has no tokens", f"set it; the longest sample has {longest}", "plan_tokens")
+    elif tokens < 1 or (generates and tokens < longest):
+        yield Problem(place, f"{tokens} tokens hold no sample: the longest has {longest}", "", "plan_tokens")
+
+
 def _lacking(plan: Plan, support: EngineSupport, name: str, file: str) -> Iterator[Problem]:
     """What the engines can't do."""
     allocation, place = plan.allocations[name], f"$.allocations.{name}"
     for axis in FEATURES:
         if text := lacking_axis(support, axis, getattr(allocation.layout, axis)):
             yield Problem(_at(file, f"{place}.layout.{axis}"), text, "", "plan_engine")
-    if text := lacking_cache(support, allocation.kv_cache):
-        yield Problem(_at(file, f"{place}.kv_cache"), text, "set it to role", "plan_engine")
     if allocation.residency == "offloaded" and (text := lacking_offload(support)):
         yield Problem(_at(file, f"{place}.residency"), text, "set it to resident", "plan_engine")
 
@@ -223,7 +223,9 @@ def _memory(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
                 f"needs {shown_bytes(held.total)} on device {device}, {shown_bytes(usable)} are usable; "
                 f"most of it: {part}"
             )
-            hint = "fewer max_tokens_per_microbatch, sharding fsdp, or a larger mesh"
+            generates = isinstance(request.graph.calls[name], Generate)
+            less = "" if generates else ", sharding fsdp"
+            hint = f"fewer {token_fields(generates)[0]}{less}, or a larger mesh"
             yield Problem(_at(file, f"$.allocations.{name}"), text, hint, "plan_memory")
 
 

@@ -1,10 +1,6 @@
 """What one step has to do, in the planner's terms."""
 
-from typing import Annotated
-
-from msgspec import Meta, Struct
-
-Count = Annotated[int, Meta(ge=1)]
+from msgspec import Struct
 
 
 class Workload(Struct, frozen=True):

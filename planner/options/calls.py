@@ -11,7 +11,6 @@ from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Trai
 from realgraph.planner.costs.compute.inference import inference_seconds
 from realgraph.planner.costs.compute.move import transfer_seconds
 from realgraph.planner.costs.compute.train import TrainWork, microbatches, train_seconds
-from realgraph.planner.costs.generate.decode import Precision
 from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds
 from realgraph.planner.costs.lengths import lengths_of
 from realgraph.planner.costs.setting import Setting
@@ -124,9 +123,8 @@ def generate_work(request: PlanRequest, candidate: CallOption) -> GenerateWork:
         prompt_tokens=workload.expected_prompt_tokens,
         mean_new_tokens=workload.mean_new_tokens,
         max_new_tokens=workload.max_new_tokens,
-        running=running_sequences(request, candidate.layout, candidate.max_tokens_per_microbatch),
+        running=running_sequences(request, candidate.layout, candidate.tokens),
         lengths=workload.lengths,
-        precision=Precision(cache=candidate.kv_cache),
     )
 
 
@@ -158,7 +156,7 @@ def _packed_work(request: PlanRequest, candidate: CallOption) -> TrainWork:
     return TrainWork(
         tokens=math.ceil(request.workload.n_samples * mean),
         sample_tokens=mean,
-        microbatch_tokens=candidate.max_tokens_per_microbatch,
+        microbatch_tokens=candidate.tokens,
         prompt_tokens=request.workload.expected_prompt_tokens,
         samples_per_group=request.workload.samples_per_group,
         longest_tokens=longest_expected(request.workload),

@@ -167,11 +167,15 @@ def token_ladder(request: PlanRequest, call: str, layout: Layout, cluster: Clust
 
     A pin or `batch.max_tokens_per_microbatch` leaves one size; a sample that is longer is a micro-batch of its own.
     """
-    workload, pinned = request.workload, request.pins.get(call, Pin()).max_tokens_per_microbatch
+    workload, pin = request.workload, request.pins.get(call, Pin())
     if isinstance(request.graph.calls[call], Generate):
-        return (pinned,) if pinned else _cache_ladder(request, sequences_in_flight(request, layout.dp))
+        return (
+            (pin.kv_cache_tokens,)
+            if pin.kv_cache_tokens
+            else _cache_ladder(request, sequences_in_flight(request, layout.dp))
+        )
     share = math.ceil(workload.n_samples / layout.dp)
-    fixed = pinned or workload.max_tokens_per_microbatch
+    fixed = pin.max_tokens_per_microbatch or workload.max_tokens_per_microbatch
     longest = longest_part(request, layout)
     if fixed:
         return (fixed,)
@@ -207,17 +211,17 @@ def _cache_ladder(request: PlanRequest, in_flight: int) -> tuple[int, ...]:
 def _ways(
     request: PlanRequest, call: str, size: tuple[Layout, int], cluster: Cluster, kept: tuple[bool, bool]
 ) -> Iterator[CallOption]:
-    """Recomputation, schedule and residency, of a layout and tokens of a micro-batch. kept: whether the call reads
+    """Recomputation, schedule and residency, of a layout and tokens. kept: whether the call reads
     trained weights, and whether states may wait in host memory.
 
     States that several train calls share lie once, for all of them, and stay on the devices.
     """
-    kind, cache = request.graph.calls[call], request.pins.get(call, Pin()).kv_cache or "role"
-    reads, offloads = kept
-    plain = CallOption(*size, kv_cache=cache)
+    kind = request.graph.calls[call]
+    (layout, tokens), (reads, offloads) = size, kept
+    plain = CallOption(layout, kv_cache_tokens=tokens) if isinstance(kind, Generate) else CallOption(layout, tokens)
     if reads:
         yield replace(plain, residency="reallocated")
-        if not request.engine.drops_copies and (not isinstance(kind, Generate) or size[0].sharding == "replicated"):
+        if not request.engine.drops_copies and (not isinstance(kind, Generate) or layout.sharding == "replicated"):
             yield replace(plain, residency="in_place")
         return
     for candidate in passes_for(request, call, plain, cluster) if isinstance(kind, Train) else (plain,):

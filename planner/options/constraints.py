@@ -10,7 +10,8 @@ from realgraph.planner.options.calls import is_trained, sample_tokens
 from realgraph.planner.options.couplings import train_calls
 from realgraph.planner.options.meshes import family, mesh_fault
 from realgraph.planner.options.passes import pin_problems
-from realgraph.planner.plan.layout import Cache, DeviceMesh
+from realgraph.planner.plan.layout import DeviceMesh
+from realgraph.planner.plan.option import TOKENS
 from realgraph.planner.request.engine_support import Axis, EngineSupport
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
@@ -33,11 +34,6 @@ def lacking_axis(support: EngineSupport, axis: Axis, size: int) -> str:
     if size == 1 or axis in support.axes:
         return ""
     return f"{axis} > 1 needs {FEATURES[axis]}; {support.name} run {' and '.join(('dp', *support.axes))} only"
-
-
-def lacking_cache(support: EngineSupport, dtype: Cache) -> str:
-    """Why engines can't keep keys and values so, '' where they can."""
-    return "" if dtype in support.cache_dtypes else f"{support.name} keep keys and values in the dtype of the role"
 
 
 def lacking_offload(support: EngineSupport) -> str:
@@ -85,9 +81,7 @@ def _pin(request: PlanRequest, name: str, pin: Pin, where: Where) -> Iterator[Pr
             yield Problem(where, fault, "", "pin")
             return
     yield from _sizes(request, name, pin, where)
-    if pin.kv_cache and not isinstance(request.graph.calls[name], Generate):
-        text = "kv_cache belongs to generate calls: this one keeps none"
-        yield Problem(_field(where, "kv_cache"), text, "leave it out", "pin")
+    yield from _other_tokens(request, name, pin, where)
     if isinstance(request.graph.calls[name], Generate):
         yield from _generate_pin(request, pin, where)
     elif pin.sharding == "fsdp" and request.engine.axes:
@@ -131,8 +125,6 @@ def _lacking(request: PlanRequest, pin: Pin, where: Where) -> Iterator[Problem]:
         if text := lacking_axis(request.engine, axis, getattr(pin, axis) or 1):
             hint = "use dp, and sharding: fsdp for models that don't fit; `realgraph plan --engine any` plans with it"
             yield Problem(_field(where, axis), text, hint, "pin")
-    if text := lacking_cache(request.engine, pin.kv_cache or "role"):
-        yield Problem(_field(where, "kv_cache"), text, "leave kv_cache out", "pin")
     if pin.residency == "offloaded" and (text := lacking_offload(request.engine)):
         yield Problem(_field(where, "residency"), text, "leave residency out", "pin")
 
@@ -200,11 +192,28 @@ def _generate_pin(request: PlanRequest, pin: Pin, where: Where) -> Iterator[Prob
     if pin.sharding == "fsdp":
         text = "generation needs whole weights on a device"
         yield Problem(_field(where, "sharding"), text, "leave sharding out", "pin")
-    tokens, longest = pin.max_tokens_per_microbatch, sample_tokens(request)
+    tokens, longest = pin.kv_cache_tokens, sample_tokens(request)
     if tokens is not None and tokens < longest:
         text = f"a cache of {tokens} tokens holds no sample: the longest has {longest}"
-        hint = f"set max_tokens_per_microbatch to {longest} or more"
-        yield Problem(_field(where, "max_tokens_per_microbatch"), text, hint, "pin")
+        yield Problem(_field(where, "kv_cache_tokens"), text, f"set kv_cache_tokens to {longest} or more", "pin")
+
+
+def _other_tokens(request: PlanRequest, name: str, pin: Pin, where: Where) -> Iterator[Problem]:
+    """Tokens that another kind of call has."""
+    own, other = token_fields(isinstance(request.graph.calls[name], Generate))
+    if getattr(pin, other) is not None:
+        yield Problem(_field(where, other), other_tokens(own, other), f"set {own}", "pin")
+
+
+def token_fields(generates: bool) -> tuple[str, str]:
+    """The field of a pin and an allocation that has a call's tokens, and the one that is of other calls."""
+    return (TOKENS[1], TOKENS[0]) if generates else TOKENS
+
+
+def other_tokens(own: str, other: str) -> str:
+    """Why a call can't have the other tokens."""
+    whose = "generate calls" if other == TOKENS[1] else "calls that take micro-batches"
+    return f"{other} belongs to {whose}: this one has {own}"
 
 
 def _train_places(request: PlanRequest) -> Iterator[Problem]:
@@ -237,7 +246,10 @@ def _constraints(request: PlanRequest) -> Iterator[Problem]:
     yield from _calls(request, constraints.forbid, "$.constraints.forbid")
     for name, pins in constraints.forbid.items():
         for i, pin in enumerate(pins):
-            yield from _forbidden(pin, Where(path=f"$.constraints.forbid.{name}[{i}]"))
+            where = Where(path=f"$.constraints.forbid.{name}[{i}]")
+            yield from _forbidden(pin, where)
+            if name in request.mesh_calls:
+                yield from _other_tokens(request, name, pin, where)
     yield from _caps(request)
     if constraints.colocated:
         yield from _colocated(request)

@@ -26,34 +26,18 @@ FORWARD = "recompute, schedule and chunks belong to train calls: this one has no
 def passes_for(request: PlanRequest, call: str, plain: CallOption, cluster: Cluster) -> Iterator[CallOption]:
     """All that a train call may choose from under a layout, in micro-batches of so many tokens.
 
-    The CPU engine repeats whole layers or nothing. Zero-bubble stages would have to keep what is recomputed.
+    The CPU engine repeats whole layers or nothing.
     """
     support = request.engine
     known: tuple[Recompute, ...] = ("none", "full") if cluster.is_cpu else ("none", "selective", "full")
     ways = tuple(way for way in known if way in support.recompute)
     if request.role(call).gradient_checkpointing:
         ways = ("full",)
-    piped, chunks = plain.layout.pp > 1, _chunks(request, call, plain, cluster)
-    zero_bubble = piped and "zero_bubble" in support.schedules
-    in_turn = not zero_bubble or _wants_plain(request, call)
+    chunks = _chunks(request, call, plain, cluster) if "interleaved" in support.schedules else 0
     for recompute in ways:
-        if in_turn or recompute == "full":
-            yield replace(plain, recompute=recompute)
-        if zero_bubble and recompute != "full":
-            yield replace(plain, recompute=recompute, schedule="zero_bubble")
-        if chunks and "interleaved" in support.schedules:
+        yield replace(plain, recompute=recompute)
+        if chunks:
             yield replace(plain, recompute=recompute, schedule="interleaved", chunks=chunks)
-
-
-def _wants_plain(request: PlanRequest, call: str) -> bool:
-    """Whether 1F1B is asked for, or may fit where zero-bubble stages, which are never slower, do not.
-
-    Their last stage keeps as much as the first and has the logits of a micro-batch besides.
-    """
-    if request.role(call).head == "lm":
-        return True
-    pin, forbidden = request.pins.get(call, Pin()), request.constraints.forbid.get(call, ())
-    return pin.schedule == "1f1b" or any(other.schedule == "zero_bubble" for other in forbidden)
 
 
 def _chunks(request: PlanRequest, call: str, plain: CallOption, cluster: Cluster) -> int:
@@ -83,11 +67,6 @@ def pin_problems(request: PlanRequest, call: str, pin: Pin, where: Where) -> Ite
             yield Problem(where, FORWARD, "leave them out", "pin")
         return
     piped = pin.schedule not in (None, "1f1b") or (pin.chunks or 1) > 1
-    setting = f"models.{request.graph.role(call)}.gradient_checkpointing"
-    if pin.schedule == "zero_bubble" and pin.recompute is None and request.role(call).gradient_checkpointing:
-        text = f"zero-bubble stages keep the layers that recomputation would drop, but {setting} is true"
-        yield Problem(where, text, f"leave schedule out, set it to interleaved, or set {setting} to false", "pin")
-        return
     schedule: Schedule = pin.schedule or ("interleaved" if piped else "1f1b")
     chunks = pin.chunks or (2 if schedule == "interleaved" else 1)
     stages = pin.pp or (min(2, request.model(call).layers) if piped else 1)
@@ -136,8 +115,6 @@ def schedule_fault(candidate: CallOption, layers: int) -> str:
     stages = candidate.layout.pp
     if candidate.schedule != "1f1b" and stages == 1:
         return f"schedule {candidate.schedule} needs pipeline stages: pp is 1"
-    if candidate.schedule == "zero_bubble" and candidate.recompute == "full":
-        return "schedule zero_bubble would keep whole layers that recompute full is to save"
     if candidate.schedule != "interleaved":
         return f"chunks {candidate.chunks} needs schedule interleaved" if candidate.chunks > 1 else ""
     if candidate.chunks < 2:

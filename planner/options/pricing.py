@@ -202,8 +202,8 @@ def _running(request: PlanRequest, call: str, candidate: CallOption) -> Footprin
     model, role, layout, kind = request.model(call), request.role(call), candidate.layout, request.graph.calls[call]
     cut = Layout(ONE, tp=layout.tp, pp=layout.pp, ep=layout.ep, cp=layout.cp)  # on all meshes, activations are the same
     if isinstance(kind, Generate):
-        return memory.generation(model, role, cut, candidate.max_tokens_per_microbatch, candidate.kv_cache)
-    tokens = max(candidate.max_tokens_per_microbatch, longest_part(request, layout))
+        return memory.generation(model, role, cut, candidate.tokens)
+    tokens = max(candidate.tokens, longest_part(request, layout))
     if isinstance(kind, Train):
         rows = memory.train_activations(model, role, cut, tokens, running_of(candidate))
     else:
@@ -215,7 +215,7 @@ def _running(request: PlanRequest, call: str, candidate: CallOption) -> Footprin
 
 def running_of(candidate: CallOption) -> Running:
     """The same in the terms of memory: see `memory.train_activations`."""
-    return Running(candidate.recompute, chunks=candidate.chunks, delayed=candidate.schedule == "zero_bubble")
+    return Running(candidate.recompute, chunks=candidate.chunks)
 
 
 @lru_cache(maxsize=65536)
@@ -247,7 +247,7 @@ def formula_timings(
         return tuple(_stream_timings(request, call, candidate, cluster, careful))
     setting = _setting(request, call, candidate, cluster)
     seconds = formula_seconds(request, call, setting, candidate)
-    running = running_sequences(request, candidate.layout, candidate.max_tokens_per_microbatch) if generates else 0
+    running = running_sequences(request, candidate.layout, candidate.tokens) if generates else 0
     return (Timing(seconds, seconds, running),)
 
 

@@ -15,10 +15,8 @@ from msgspec.structs import replace
 
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.spec import Generate, Train
-from realgraph.planner.plan.plan import Plan, Turn
+from realgraph.planner.plan.plan import Plan, Turn, reallocation_node
 from realgraph.planner.plan.residency import reallocations
-
-REALLOCATION = "reallocate:"  # begins the names of reallocation nodes
 
 
 class Dependency(Struct, frozen=True, order=True):
@@ -47,11 +45,6 @@ class Period(Struct, frozen=True):
 
     seconds: float
     circuit: tuple[str, ...]
-
-
-def reallocation_node(call: str) -> str:
-    """The node that brings the trained weights to `call`'s own copy."""
-    return f"{REALLOCATION}{call}"
 
 
 def event_graph(graph: Graph, plan: Plan, extra_seconds: Mapping[str, float], keeps_turns: bool = True) -> EventGraph:

@@ -7,8 +7,7 @@ from msgspec import Meta, Struct
 from realgraph.planner.inputs.cluster import MOST_DEVICES
 
 Recompute = Literal["none", "selective", "full"]  # in a backward pass: nothing, all but matrix products, whole layers
-Schedule = Literal["1f1b", "interleaved", "zero_bubble"]  # the order in which pipeline stages take micro-batches
-Cache = Literal["role", "float8"]  # what keys and values are kept in: the dtype of the role, or one byte a number
+Schedule = Literal["1f1b", "interleaved"]  # the order in which pipeline stages take micro-batches
 AXES = ("dp", "tp", "pp", "ep", "cp", "sharding")  # what a layout says besides its mesh
 
 

@@ -6,9 +6,10 @@ from msgspec import Meta, Struct
 
 from realgraph.planner.plan.option import CallOption
 
-PLAN_FORMAT = 4
+PLAN_FORMAT = 5
 Transport = Literal["in_place", "device", "host"]  # of weights: nothing moves; device to device; through host memory
 TRANSPORTS: tuple[Transport, ...] = ("in_place", "device", "host")
+REALLOCATION = "reallocate:"  # begins the names of reallocation nodes
 
 
 Seconds = Annotated[float, Meta(ge=0)]
@@ -37,6 +38,11 @@ class Allocation(CallOption, frozen=True):
     host_bytes: Count = 0  # per device, of what is offloaded
     error: Annotated[float, Meta(ge=0)] = 0.0  # relative standard error of `seconds`, from calibration
     input_seconds: Seconds = 0.0
+
+
+def reallocation_node(call: str) -> str:
+    """The node that brings trained weights to `call`'s own copy, as turns, event graphs and search problems name it."""
+    return f"{REALLOCATION}{call}"
 
 
 class Turn(Struct, frozen=True):

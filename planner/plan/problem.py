@@ -153,8 +153,8 @@ Stopped = Literal["proven", "time limit", "interrupted", "exhausted"]
 class Solution(Struct, frozen=True):
     """The best choices found, a schedule that reaches `period`, and what is proven.
 
-    starts: of every task and of every move that takes time (`move_name`), the start of step 0's instance in seconds;
-    step k starts k periods later. critical: the names on the circuit that bounds the period.
+    starts: of every task and of every move that takes time (`reallocation_node`), the start of step 0's instance in
+    seconds; step k starts k periods later. critical: the names on the circuit that bounds the period.
     bound: no plan of the problem has a smaller period, given 1-periodic schedules. nodes: of the search tree.
     """
 
@@ -182,8 +182,3 @@ class Unsolved(Struct, frozen=True):
     stopped: Stopped
     seconds: float
     bound: float = 0.0
-
-
-def move_name(target: str) -> str:
-    """The task that brings trained weights to `target`, as turns and event graphs call it."""
-    return f"reallocate:{target}"

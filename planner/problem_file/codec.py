@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.planner.plan.layout import DeviceMesh
-from realgraph.planner.plan.plan import Turn
+from realgraph.planner.plan.plan import Turn, reallocation_node
 from realgraph.planner.plan.problem import (
     Floats,
     Ints,
@@ -27,7 +27,6 @@ from realgraph.planner.plan.problem import (
     Stopped,
     Tie,
     Unsolved,
-    move_name,
 )
 from realgraph.planner.problem_file.checks import has_ranks, n_nodes, no_json, problems_of, refusals
 from realgraph.planner.problem_file.spec import PROBLEM_FORMAT, CallSpec, OptionSpec, ProblemFile, ReallocationSpec
@@ -322,7 +321,7 @@ def _moved(problem: SearchProblem, found: Solution) -> dict[str, float]:
     for move in problem.moves:
         source, target = found.choices[move.source], found.choices[move.target]
         seconds = problem.move_seconds(move, source.mesh, target.mesh)[source.option, target.option]
-        if move_name(move.target) in found.starts:
+        if reallocation_node(move.target) in found.starts:
             moved[move.target] = float(seconds)
     return moved
 

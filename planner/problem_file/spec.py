@@ -111,11 +111,6 @@ class ProblemFile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     format: int = PROBLEM_FORMAT
 
 
-def problem_text(spec: ProblemFile) -> str:
-    """The JSON of a problem file on one line; what is left at its default is left out."""
-    return msgspec.json.encode(spec).decode() + "\n"
-
-
 def problem_schema() -> dict[str, Any]:
     """JSON Schema of a problem file."""
     found = msgspec.json.schema(ProblemFile)

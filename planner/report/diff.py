@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from realgraph.planner.feasibility.validate import HASHED
-from realgraph.planner.plan.option import CHOSEN
+from realgraph.planner.plan.option import CHOSEN, TOKENS
 from realgraph.planner.plan.plan import Allocation, Plan, Turn
 from realgraph.planner.report.format import (
     bytes_text,
@@ -77,7 +77,7 @@ def _allocation(name: str, old: Allocation, new: Allocation) -> Iterator[PlanCha
         yield PlanChange(name, "layout", layout_text(old.layout), layout_text(new.layout))
     if _batches(old) != _batches(new):
         yield PlanChange(name, "micro-batches", _batches(old), _batches(new))
-    for what in (name for name in CHOSEN if name != "max_tokens_per_microbatch"):
+    for what in (name for name in CHOSEN if name not in TOKENS):
         if getattr(old, what) != getattr(new, what):
             yield PlanChange(name, what, *(str(getattr(a, what)).lower() for a in (old, new)))
     yield from _seconds(name, "seconds", old.seconds, new.seconds)
@@ -87,7 +87,7 @@ def _allocation(name: str, old: Allocation, new: Allocation) -> Iterator[PlanCha
 
 
 def _batches(allocation: Allocation) -> str:
-    tokens = f"{allocation.max_tokens_per_microbatch:,} tokens"
+    tokens = f"{allocation.tokens:,} tokens"
     running = f", {allocation.running:,} sequences at once" if allocation.running else ""
     return f"{allocation.microbatches:,} x {tokens}{running}" if allocation.microbatches else f"{tokens}{running}"
 

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.spec import Generate, Inference
-from realgraph.planner.plan.events import Dependency, EventGraph, reallocation_node
-from realgraph.planner.plan.plan import Plan
+from realgraph.planner.plan.events import Dependency, EventGraph
+from realgraph.planner.plan.plan import Plan, reallocation_node
 from realgraph.planner.plan.residency import reallocations
 
 Kind = Literal["generate", "inference", "train", "reallocate"]

@@ -54,9 +54,9 @@ def weights_text(row: CallRow) -> str:
 
 
 def passes_text(recompute: Recompute, schedule: Schedule = "1f1b", chunks: int = 1) -> list[str]:
-    """How a train call takes its micro-batches, where not in the plainest way: `selective recompute`, `zero-bubble`."""
+    """How a train call takes its micro-batches, where not in the plainest way: `selective recompute`."""
     again = {"none": [], "selective": ["selective recompute"], "full": ["recompute"]}
-    order = {"1f1b": [], "interleaved": [f"interleaved x{chunks}"], "zero_bubble": ["zero-bubble"]}
+    order = {"1f1b": [], "interleaved": [f"interleaved x{chunks}"]}
     return [*again[recompute], *order[schedule]]
 
 
@@ -78,10 +78,9 @@ def pipelines_text(rows: Sequence[CallRow]) -> str:
 def batches_text(row: CallRow) -> str:
     """`4 x 16,384` micro-batches and tokens; of a generate call, the sequences at once and the tokens of the cache."""
     allocation = row.allocation
-    tokens = f"{allocation.max_tokens_per_microbatch:,}"
+    tokens = f"{allocation.tokens:,}"
     if row.kind == "generate":
-        kept = tokens if allocation.kv_cache == "role" else f"{tokens} {allocation.kv_cache}"
-        return f"{allocation.running:,} in {kept}" if allocation.running else f"KV {kept}"
+        return f"{allocation.running:,} in {tokens}" if allocation.running else f"KV {tokens}"
     return f"{allocation.microbatches:,} x {tokens}" if allocation.microbatches else tokens
 
 

@@ -6,7 +6,7 @@ Source: Trace Event Format (Google), "JSON Object Format"; times in microseconds
 
 import msgspec
 
-from realgraph.planner.plan.events import REALLOCATION
+from realgraph.planner.plan.plan import REALLOCATION
 from realgraph.planner.report.content import Report
 from realgraph.planner.report.format import devices_text
 from realgraph.planner.report.schedule import Bar

@@ -14,7 +14,7 @@ from realgraph.graphs.yaml.files import read_file
 from realgraph.planner.inputs.devices import EfficiencyFactors
 from realgraph.planner.plan.layout import Recompute, Schedule
 
-COSTS_FORMAT = 1
+COSTS_FORMAT = 2
 COSTS_FILE = "costs.json"  # in a run directory
 MOST = 1e6  # a factor, or the seconds of a call: more is a slip of the pen
 FRACTIONS = ("elementwise", "optimizer")  # factors that may be 0, but not next to it
@@ -48,7 +48,6 @@ class MeasuredCall(Struct, frozen=True, forbid_unknown_fields=True):
     ep: int
     cp: int
     sharding: Literal["replicated", "fsdp"]
-    max_tokens_per_microbatch: int
     seconds: Annotated[float, Meta(gt=0, le=MOST)]
     predicted_seconds: Annotated[float, Meta(ge=0)]  # by the table's factors; 0 where it was by others
     error: Annotated[float, Meta(ge=0)] = 0.0
@@ -56,6 +55,8 @@ class MeasuredCall(Struct, frozen=True, forbid_unknown_fields=True):
     recompute: Recompute = "none"
     schedule: Schedule = "1f1b"
     chunks: int = 1
+    max_tokens_per_microbatch: int | None = None  # of a call that does not generate
+    kv_cache_tokens: int | None = None  # of a generate call
 
 
 class CostTable(Struct, frozen=True, forbid_unknown_fields=True):

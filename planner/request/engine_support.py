@@ -7,7 +7,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from realgraph.planner.plan.layout import Cache, Recompute, Schedule
+from realgraph.planner.plan.layout import Recompute, Schedule
 
 Axis = Literal["tp", "pp", "ep", "cp"]
 
@@ -21,7 +21,6 @@ class EngineSupport(Struct, frozen=True):
     drops_copies: bool = False  # a copy of trained weights may be given up after its call, and brought again
     recompute: tuple[Recompute, ...] = ("none",)  # what a plan may choose; the role's own setting may say `full`
     schedules: tuple[Schedule, ...] = ("1f1b",)  # of pipeline stages
-    cache_dtypes: tuple[Cache, ...] = ("role",)  # of keys and values
     paged_cache: bool = False  # sequences take what they have now; else places for whole samples
     max_running: int = 128  # sequences that decode at once on a GPU
     max_running_cpu: int = 256
@@ -38,8 +37,7 @@ EVERY = EngineSupport(
     offload=True,
     drops_copies=True,
     recompute=("none", "selective", "full"),
-    schedules=("1f1b", "interleaved", "zero_bubble"),
-    cache_dtypes=("role", "float8"),
+    schedules=("1f1b", "interleaved"),
     paged_cache=True,
     max_running=1024,
     max_running_cpu=1024,

@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from realgraph.graphs.spec import Generate, Train
+from realgraph.graphs.spec import Train
 from realgraph.planner.options.holdings import candidate_of
 from realgraph.planner.options.pricing import PricedOption
 from realgraph.planner.options.tables import PreparedProblem
@@ -33,10 +33,8 @@ def pinned_to(request: PlanRequest, plan: Plan, but: str = "") -> PlanRequest:
 
 def _pin(request: PlanRequest, plan: Plan, call: str) -> Pin:
     """All that was chosen, but what belongs to calls of another kind."""
-    allocation, kind = plan.allocations[call], request.graph.calls[call]
-    mesh = allocation.layout.mesh
-    foreign = () if isinstance(kind, Train) else PASSES
-    foreign = foreign if isinstance(kind, Generate) else (*foreign, "kv_cache")
+    allocation, mesh = plan.allocations[call], plan.allocations[call].layout.mesh
+    foreign = () if isinstance(request.graph.calls[call], Train) else PASSES
     settings: dict[str, Any] = {name: value for name, value in allocation.settings.items() if name not in foreign}
     return Pin(first=mesh.first, devices=mesh.n_devices, **settings)
 

@@ -19,7 +19,6 @@ from realgraph.planner.options.holdings import active_of, candidate_of, group_fo
 from realgraph.planner.options.pricing import Timing, candidate_stream, is_measured, stream_timing
 from realgraph.planner.options.tables import device_bytes
 from realgraph.planner.plan.events import (
-    REALLOCATION,
     Dependency,
     EventGraph,
     empty_circuit,
@@ -27,10 +26,9 @@ from realgraph.planner.plan.events import (
     liveness_graph,
     moved_calls,
     period,
-    reallocation_node,
 )
 from realgraph.planner.plan.option import CallOption
-from realgraph.planner.plan.plan import Plan
+from realgraph.planner.plan.plan import REALLOCATION, Plan, reallocation_node
 from realgraph.planner.request.request import PlanRequest
 
 POINTS = 16  # tokens between two updates that are tried before the place between two of them is found

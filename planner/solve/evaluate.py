@@ -10,8 +10,8 @@ import numpy as np
 from msgspec import Struct
 
 from realgraph.planner.plan.layout import DeviceMesh
-from realgraph.planner.plan.plan import Turn
-from realgraph.planner.plan.problem import Choice, Schedule, SearchProblem, Solution, move_name
+from realgraph.planner.plan.plan import Turn, reallocation_node
+from realgraph.planner.plan.problem import Choice, Schedule, SearchProblem, Solution
 from realgraph.planner.solve.kernels.compiled import Floats
 from realgraph.planner.solve.kernels.period import Net, least_period, new_net
 from realgraph.planner.solve.memory import fits, layout_of, table_of
@@ -94,7 +94,7 @@ def precedence_graph(problem: SearchProblem, choices: Mapping[str, Choice]) -> P
         if seconds > 0:
             through = len(nodes)
             held = nodes[source].meshes + nodes[target].meshes
-            nodes.append(ScheduledNode(move_name(move.target), held, seconds, seconds))
+            nodes.append(ScheduledNode(reallocation_node(move.target), held, seconds, seconds))
             arcs.append(Arc(through, target, seconds, 0))
         arcs.append(Arc(source, through, nodes[source].latency, move.distance))
     return PrecedenceGraph(tuple(nodes), tuple(arcs))

@@ -23,7 +23,7 @@ from realgraph.planner.solve.heuristics import one_mesh
 RULE_SECONDS, RULE_GAP = 2.0, 0.002  # of the search for the best layouts under a rule
 PROVEN = 0.05  # of a gap: a larger one proves little
 NEARLY, NOTHING = 0.01, 1e-6  # longer by less: a simpler plan is worth it; as long
-RULES = ("symmetric", "colocated", "Megatron's rule", "ReaL-style heuristic")
+BASELINE_NAMES = ("symmetric", "colocated", "Megatron's rule", "ReaL-style heuristic")
 FREE = "free choice"
 OTHER_SECONDS = 3.0  # of the search for one other plan
 HINT_SECONDS = 1.0  # of the search behind one hint
@@ -38,7 +38,7 @@ def rules(session: Session, prepared: PreparedProblem) -> tuple[Comparison, ...]
     place = one_mesh(prepared.problem)
     if place is None:
         apart = "no devices may hold every call, which this rule asks for"
-        return tuple(Comparison(name, None, apart, "no such plan") for name in RULES)
+        return tuple(Comparison(name, None, apart, "no such plan") for name in BASELINE_NAMES)
     where = _devices_of(prepared, place)
     found = baselines_of(prepared, session.quick(RULE_SECONDS, RULE_GAP))
     everywhere = [baseline for baseline in (found.colocated, found.symmetric) if baseline is not None]
@@ -54,7 +54,7 @@ def rules(session: Session, prepared: PreparedProblem) -> tuple[Comparison, ...]
     baselines = (found.symmetric, colocated, found.megatron, found.real)
     return tuple(
         Comparison(name, None, f"{note}: none fits") if baseline is None else Comparison(name, baseline.period, note)
-        for name, baseline, note in zip(RULES, baselines, what, strict=True)
+        for name, baseline, note in zip(BASELINE_NAMES, baselines, what, strict=True)
     )
 
 

@@ -14,7 +14,8 @@ from realgraph.plan.session import INTERRUPTED, NOT_FOUND, NoPlanYet, session
 from realgraph.plan.view.gantt import gantt
 from realgraph.plan.view.table import titled
 from realgraph.planner.feasibility.shortage import shortage
-from realgraph.planner.plan.problem import Limits, Solution, Unsolved, move_name
+from realgraph.planner.plan.plan import reallocation_node
+from realgraph.planner.plan.problem import Limits, Solution, Unsolved
 from realgraph.planner.problem_file.codec import FileProblem, ProblemAnswer, answer_of, read_problem, solution_json
 from realgraph.planner.report.format import devices_text, gap_text, percent_text, seconds_text
 from realgraph.planner.report.schedule import DrawnTask, Kind, timeline
@@ -100,7 +101,7 @@ def _tasks(read: FileProblem, answer: ProblemAnswer) -> tuple[DrawnTask, ...]:
     devices = {name: range(choice.mesh[0], sum(choice.mesh)) for name, choice in answer.choices.items()}
     sources = {move.target: move.source for move in read.problem.moves}
     for task in read.problem.tasks:
-        moved = move_name(task.name)
+        moved = reallocation_node(task.name)
         if moved in answer.starts:
             both = frozenset(devices[task.name]) | frozenset(devices[sources[task.name]])
             seconds = answer.reallocation_seconds[task.name]

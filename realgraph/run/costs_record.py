@@ -21,8 +21,7 @@ from realgraph.planner.costs.setting import Setting
 from realgraph.planner.options.calls import setting_seconds
 from realgraph.planner.options.holdings import candidate_of
 from realgraph.planner.options.pricing import MEASURED, phase_of
-from realgraph.planner.plan.events import reallocation_node
-from realgraph.planner.plan.plan import Plan
+from realgraph.planner.plan.plan import Plan, reallocation_node
 from realgraph.planner.request.cost_table import CostTable, MeasuredCall, Phase, PhaseFactor, costs_to_json, load_costs
 from realgraph.planner.request.request import PlanRequest, call_hashes, hashes, kept_by
 from realgraph.runtime.job.run_folder import write_atomic

@@ -118,8 +118,8 @@ def workload_of(checked: Checked, models: dict[str, ModelSpec]) -> Workload:
     """The run's step. Prompts are as long as the run allows and the models have positions for."""
     run = checked.run
     generates = [call for call in checked.graph.calls.values() if isinstance(call, Generate)]
-    limits = [call.max_new_tokens or run.batch.max_new_tokens for call in generates] or [run.batch.max_new_tokens]
-    longest = max(limits)
+    limit = run.batch.max_new_tokens
+    longest = max((call.most_new_tokens(limit) for call in generates), default=limit)
     expected = min(run.batch.expected_new_tokens or (longest + 1) // 2, longest)
     positions = [model.max_positions - longest for model in models.values() if model.max_positions > longest]
     prompt = min([run.data.max_prompt_tokens, *positions])

@@ -40,7 +40,7 @@ class Sampling:
     def of(call: Generate, max_new_tokens: int, stops: Stops) -> "Sampling":
         return Sampling(
             n=call.n,
-            max_new_tokens=call.max_new_tokens or max_new_tokens,
+            max_new_tokens=call.most_new_tokens(max_new_tokens),
             temperature=call.temperature,
             top_p=call.top_p,
             top_k=call.top_k,

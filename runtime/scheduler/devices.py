@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from realgraph.planner.plan.events import reallocation_node
-from realgraph.planner.plan.plan import Turn
+from realgraph.planner.plan.plan import Turn, reallocation_node
 from realgraph.runtime.commands.actions import Action, Checkpointed, Send
 from realgraph.runtime.commands.tasks import Task
 from realgraph.runtime.job.job import Job

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
-from realgraph.planner.plan.events import reallocation_node
-from realgraph.planner.plan.plan import Turn
+from realgraph.planner.plan.plan import Turn, reallocation_node
 
 
 class NextTurn(Struct, frozen=True):

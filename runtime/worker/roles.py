@@ -115,7 +115,7 @@ class Roles:
         job = self._job
         limits = RolloutLimits(
             max_running=job.batch.max_running,
-            max_cache_tokens=job.plan.allocations[name].max_tokens_per_microbatch,
+            max_cache_tokens=job.plan.allocations[name].kv_cache_tokens,
         )
         weights: WeightSource
         if beside is not None:
@@ -126,7 +126,7 @@ class Roles:
 
     def _settings(self, copy: Copy, packed: Sequence[str]) -> TrainSettings:
         job = self._job
-        tokens = min((job.plan.allocations[name].max_tokens_per_microbatch for name in packed), default=None)
+        tokens = min((job.plan.allocations[name].tokens for name in packed), default=None)
         if not copy.trained:
             return TrainSettings(max_tokens_per_microbatch=tokens)
         calls = {name: call for name, call in job.graph.calls.items() if isinstance(call, Train)}

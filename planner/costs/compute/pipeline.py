@@ -8,14 +8,13 @@ from realgraph.planner.plan.layout import Schedule
 
 
 class MicroBatch(Struct, frozen=True):
-    """Seconds of one micro-batch: a layer forward, its backward, of which for its weights' gradients, and the head's.
+    """Seconds of one micro-batch: a layer forward, its backward, and the head's.
 
     head has forward and backward; transfer is one stage's hand-over to the next that nothing hides, either way.
     """
 
     forward: float
     backward: float
-    weights: float
     head: float
     transfer: float = 0.0
 
@@ -50,9 +49,7 @@ def pipeline_seconds(one: MicroBatch, pipeline: Pipeline, count: int) -> float:
 
     1F1B: the fullest stage works without pause between filling and draining the others (arXiv:2104.04473, sec. 2.2).
     Interleaved: stages hold `chunks` groups of layers, and filling takes 1 / chunks as long (ibid.), where `count` is a
-    multiple of the stages: groups take turns, a stage's worth of micro-batches at a time. Zero-bubble:
-    weights' gradients fill the pauses but for one forward and one backward of inputs less one of weights (ZB-H1,
-    arXiv:2401.10241, table 1), as far as there is enough of it: never faster than without it.
+    multiple of the stages: groups take turns, a stage's worth of micro-batches at a time.
     """
     layers, stages = pipeline.layers, pipeline.stages
     layer = one.forward + one.backward
@@ -64,9 +61,4 @@ def pipeline_seconds(one: MicroBatch, pipeline: Pipeline, count: int) -> float:
     if pipeline.schedule == "interleaved":
         groups = max(1, min(pipeline.chunks, layers // stages))
         return steady + (groups - 1) * count * one.transfer + (stages - 1) * (mean / groups + 2 * one.transfer)
-    filling = (stages - 1) * (mean + 2 * one.transfer)
-    if pipeline.schedule == "zero_bubble":
-        bare = MicroBatch(one.forward, one.backward - one.weights, 0.0, one.head, one.transfer)
-        least = pipeline_seconds(bare, Pipeline(layers, stages), count)
-        return max(least, steady + filling - 2 * (stages - 1) * layers * one.weights / stages)
-    return steady + filling
+    return steady + (stages - 1) * (mean + 2 * one.transfer)

@@ -108,7 +108,7 @@ def _microbatch(setting: Setting, work: TrainWork, layers: LayerCosts, tokens: f
     elif recompute == "selective":
         backward += traffic + (attention if setting.engine.attention == "unfused" else 0.0)
     head = layers.head.at(tokens, context) + layers.head_backward.at(tokens, context)
-    return MicroBatch(forward, backward, weights, head, hand_over_seconds(setting, tokens))
+    return MicroBatch(forward, backward, head, hand_over_seconds(setting, tokens))
 
 
 def hand_over_seconds(setting: Setting, tokens: float) -> float:

@@ -4,17 +4,15 @@ lengths, down to the few long sequences at the end of a batch."""
 import math
 from functools import lru_cache
 
-import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.planner.costs.backend import Backend
 from realgraph.planner.costs.compute.forward import forward_seconds
-from realgraph.planner.costs.generate.decode import ROLE_PRECISION, DecodeStep, Precision, decode_step, engine_flops
+from realgraph.planner.costs.generate.decode import ROLE_PRECISION, Precision, decode_step, engine_flops
 from realgraph.planner.costs.generate.decode import decode_seconds as decode_seconds
 from realgraph.planner.costs.generate.occupancy import Occupancy, occupancy
-from realgraph.planner.costs.generate.static import batches, gathered_seconds, static_occupancy
-from realgraph.planner.costs.lengths import Floats, Lengths, lengths_of, shorter
+from realgraph.planner.costs.lengths import Lengths, lengths_of, shorter
 from realgraph.planner.costs.memory.terms import PREFILL_TOKENS
 from realgraph.planner.costs.overhead import pass_layer_seconds, rollout_dispatch_seconds
 from realgraph.planner.costs.setting import Setting
@@ -22,7 +20,6 @@ from realgraph.planner.costs.setting import Setting
 PREFILL_DRAWS = 1.0  # tokens of a sample that the CPU engine's prefill tells, so that no decode step has to
 # Switches of these kinds' servers add up inside the network (NCCL's NVLS algorithm, NCCL 2.17 release notes).
 REDUCING_SWITCHES = ("H100-SXM", "H200", "H800", "H20", "B200", "GB200", "B300", "GB300")
-TAIL_RUNNING_SHARE = 0.1  # of the largest number of running sequences: what counts as the tail of a batch
 
 
 class GenerateWork(Struct, frozen=True):
@@ -48,49 +45,13 @@ class GenerateWork(Struct, frozen=True):
         return lengths_of(self.mean_new_tokens, self.max_new_tokens, self.lengths)
 
 
-class Generation(Struct, frozen=True):
-    """A synchronous generate call, of the slowest replica.
-
-    tail_share: of the seconds with fewer than a tenth of the largest number of sequences running. tokens_per_second:
-    new tokens of the whole mesh. running: mean number of sequences on a replica. roofline_share: seconds that reading
-    weights and caches at the memory's peak rate would take, over the seconds of decoding.
-    """
-
-    seconds: float
-    prefill_seconds: float
-    decode_seconds: float
-    tail_share: float
-    tokens_per_second: float
-    running: float
-    roofline_share: float
-
-
 def generate_seconds(setting: Setting, work: GenerateWork) -> float:
     """All samples of a batch: prefill of each group's prompt once, then decode steps until the last sample has ended.
 
     Replicas get equal parts of the groups and all wait for the slowest. A slot whose sequence ends takes the next one.
     """
     share = work.samples / setting.layout.dp
-    return sum(_phases(setting, work)) + rollout_dispatch_seconds(setting.costs, share)
-
-
-def generation(setting: Setting, work: GenerateWork) -> Generation:
-    """The same call with what a report says of it."""
-    prefill, decode = _phases(setting, work)
-    step, shape = decode_step(setting, work.precision), _occupancy(setting, work)
-    seconds = shape.steps * step(shape.running, work.prompt_tokens + shape.age)
-    few = shape.running < TAIL_RUNNING_SHARE * shape.running.max(initial=0.0)
-    ideal = shape.steps * read_seconds(setting, step, shape.running, work.prompt_tokens + shape.age)
-    total = prefill + decode + rollout_dispatch_seconds(setting.costs, work.samples / setting.layout.dp)
-    return Generation(
-        seconds=total,
-        prefill_seconds=prefill,
-        decode_seconds=decode,
-        tail_share=float(seconds[few].sum() / total),
-        tokens_per_second=work.samples * work.distribution.mean / total,
-        running=float(np.dot(seconds, shape.running) / max(1e-12, float(seconds.sum()))),
-        roofline_share=float(ideal.sum() / max(1e-12, float(seconds.sum()))),
-    )
+    return sum(phase_seconds(setting, work)) + rollout_dispatch_seconds(setting.costs, share)
 
 
 def prefill_seconds(setting: Setting, precision: Precision, tokens: float, prompt: float) -> float:
@@ -124,33 +85,16 @@ def _serving(setting: Setting) -> Backend:
     return _server(1 - (n + 1) / (2 * (n - 1)) if inside else 0.0)
 
 
-def read_seconds(setting: Setting, step: DecodeStep, running: Floats, context: Floats) -> Floats:
-    """Seconds of a decode step that only reads weights and caches, at the peak rate of the memory."""
-    experts = step.expert_read * -np.expm1(running * step.group * step.unchosen)
-    weights = (step.dense_read + experts) * setting.costs.memory
-    return weights + running * context * step.cache_token * setting.costs.kv
-
-
-def _phases(setting: Setting, work: GenerateWork) -> tuple[float, float]:
+def phase_seconds(setting: Setting, work: GenerateWork) -> tuple[float, float]:
     """Seconds of prefill and of decoding."""
     share = work.samples / setting.layout.dp
-    if setting.engine.batching == "static":
-        prefill = _prefill_of_batches(setting, work, share)
-    else:
-        prompts = max(1, math.ceil(share / work.samples_per_group)) * work.prompt_tokens
-        prefill = prefill_seconds(setting, work.precision, prompts, work.prompt_tokens)
+    prompts = max(1, math.ceil(share / work.samples_per_group)) * work.prompt_tokens
+    prefill = prefill_seconds(setting, work.precision, prompts, work.prompt_tokens)
     if setting.cluster.is_cpu:
         prefill += _refills(work, share) * setting.model.layers * pass_layer_seconds(setting.costs)
     step = decode_step(setting, work.precision)
-    decode = _occupancy(setting, work).seconds(lambda running, age: step(running, work.prompt_tokens + age))
+    decode = occupancy_of(setting, work).seconds(lambda running, age: step(running, work.prompt_tokens + age))
     return prefill, decode
-
-
-def _prefill_of_batches(setting: Setting, work: GenerateWork, share: float) -> float:
-    """Prompts of a group are not shared; a sharded copy's weights are gathered before every batch."""
-    count, samples = batches(share, work.running)
-    one = prefill_seconds(setting, work.precision, samples * work.prompt_tokens, work.prompt_tokens)
-    return count * (one + gathered_seconds(setting))
 
 
 def _refills(work: GenerateWork, share: float) -> float:
@@ -160,11 +104,9 @@ def _refills(work: GenerateWork, share: float) -> float:
     return waves * (max(1.0, work.distribution.mean - PREFILL_DRAWS) if work.distribution.deviation else 1.0)
 
 
-def _occupancy(setting: Setting, work: GenerateWork) -> Occupancy:
+def occupancy_of(setting: Setting, work: GenerateWork) -> Occupancy:
+    """The phases of the batch, whatever a step costs."""
     replicas = min(setting.layout.dp, work.samples)
     drawn = PREFILL_DRAWS if setting.cluster.is_cpu else 0.0
     lengths = shorter(work.distribution, drawn)
-    if setting.engine.batching == "static":
-        in_step = setting.layout.sharding == "fsdp"  # all ranks gather before a batch
-        return static_occupancy(lengths, work.samples / replicas, work.running, replicas, in_step)
     return occupancy(lengths, work.samples / replicas, max(1, work.running), replicas)

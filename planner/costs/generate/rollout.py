@@ -209,21 +209,12 @@ def _decode(stream: Stream, shape: Shape) -> Floats:
     return np.append(0.0, np.cumsum((plain + more * (1 - rise)) * (shape.between / BURST_CELLS)))
 
 
-def rollout_variants(setting: Setting, work: GenerateWork, staleness: int) -> tuple[Variant, ...]:
-    """The batch as a whole; and for a staleness bound above 0, streams of fewer and fewer sequences in flight.
-
-    The first has as much in flight as the bound admits were training to take no time.
-    """
-    batch = batch_variant(setting, work)
-    return (batch, *_levels(stream_of(setting, work), staleness)) if staleness > 0 else (batch,)
-
-
 def offered_variants(setting: Setting, work: GenerateWork, staleness: int, paused: bool = False) -> tuple[Variant, ...]:
     """What a search chooses from: at a bound above 0 each stands for an interval of the tokens between two updates, and
     has the least seconds and the shortest wait of all streams within or beyond."""
     if staleness < 1:
         return (batch_variant(setting, work),)
-    found = _levels(stream_of(setting, work), staleness, paused)
+    found = stream_levels(stream_of(setting, work), staleness, paused)
     ends = [*found[1:], found[-1]]  # of the intervals: interruptions are shortest there, decoding is where they begin
     least = [
         one.seconds
@@ -242,7 +233,7 @@ def offered_variants(setting: Setting, work: GenerateWork, staleness: int, pause
     )
 
 
-def _levels(stream: Stream, staleness: int, paused: bool = False) -> list[Variant]:
+def stream_levels(stream: Stream, staleness: int, paused: bool = False) -> list[Variant]:
     """Streams with more and more tokens between two updates: a batch waits for 1 + staleness of them, down to one.
 
     Where what follows generation takes `spent` periods, it waits for so many fewer; mostly that is about one.

@@ -20,7 +20,7 @@ from realgraph.planner.costs.memory.terms import (
     element_bytes,
 )
 from realgraph.planner.inputs.model_spec import ModelSpec
-from realgraph.planner.plan.layout import Cache, Layout
+from realgraph.planner.plan.layout import Layout
 
 LOGITS_CHUNK_BYTES = 1 << 26  # float32 logits that exist at once: the head is computed in chunks of tokens
 LIVE_LAYERS = 2.0  # layers' worth of tensors while one layer's backward pass runs: its own and their gradients
@@ -50,9 +50,8 @@ class Running(Struct, frozen=True):
     live: layers' worth of tensors while one is in its backward pass. offloaded: layers' inputs wait in host memory.
     logit_bytes: of each logit, where those of the micro-batch exist at once; 0 where they exist in chunks of tokens
     only, None: as the layout's engine keeps them. microbatches: of a step, which bounds how many a stage keeps. chunks:
-    of an interleaved stage; delayed: weights' gradients are computed later than those of inputs (zero-bubble).
-    score_bytes: that unfused attention keeps of each score, and sample_tokens: how many a token has. sequence_parallel:
-    residuals are cut over tp.
+    of an interleaved stage. score_bytes: that unfused attention keeps of each score, and sample_tokens: how many a
+    token has. sequence_parallel: residuals are cut over tp.
     """
 
     recompute: Recompute | None = None
@@ -62,7 +61,6 @@ class Running(Struct, frozen=True):
     logit_bytes: int | None = None
     microbatches: int | None = None
     chunks: int = 1
-    delayed: bool = False
     score_bytes: int = 0
     sample_tokens: int = 0
     sequence_parallel: bool = True
@@ -102,9 +100,7 @@ def _in_flight(stages: int, running: Running) -> tuple[float, float]:
 
     1F1B: as many as stages follow, itself counted (arXiv:2104.04473, sec. 2.2.1). Interleaved: the first stage warms up
     with 2 (p - 1) + (v - 1) p groups of 1/v of its layers and so keeps p (1 + (p - 1) / (p v)) micro-batches
-    (arXiv:2205.05198, sec. 4.2.3), the last stage with (v - 1) p. Zero-bubble ZB-H1: the first stage as in 1F1B; the
-    others keep as many, since what weights' gradients read stays until their turn (arXiv:2401.10241, sec. 3.1 and table
-    1: 32 of 34 parts of a layer's activations, here all).
+    (arXiv:2205.05198, sec. 4.2.3), the last stage with (v - 1) p.
     """
     most = float(running.microbatches or math.inf)
     if stages == 1:
@@ -112,8 +108,7 @@ def _in_flight(stages: int, running: Running) -> tuple[float, float]:
     if running.chunks > 1:
         turn = (stages - 1) / running.chunks
         return min(most, stages + turn), min(most, stages - turn)
-    first = min(most, float(stages))
-    return first, first if running.delayed else 1.0
+    return min(most, float(stages)), 1.0
 
 
 def _kept_layers(model: ModelSpec, role: ModelRole, layout: Layout, running: Running) -> tuple[float, float]:
@@ -176,11 +171,10 @@ def kv_bytes_per_token(model: ModelSpec, dtype: DType) -> int:
     return model.layers * model.kv_width() * element_bytes(dtype)
 
 
-def generation(model: ModelSpec, role: ModelRole, layout: Layout, kv_tokens: int, cache: Cache = "role") -> Footprint:
+def generation(model: ModelSpec, role: ModelRole, layout: Layout, kv_tokens: int) -> Footprint:
     """A cache of `kv_tokens` tokens, and the activations and logits of a prefill pass."""
     cut = min(layout.tp, model.kv_heads) if model.latent is None else 1  # one latent serves all heads
-    element = element_bytes(role.dtype) if cache == "role" else 1
-    per_token = kv_bytes_per_token(model, role.dtype) * element // element_bytes(role.dtype) // cut
+    per_token = kv_bytes_per_token(model, role.dtype) // cut
     entered = min(kv_tokens, PREFILL_TOKENS)
     prefill = _forward_rows(model, role, layout, entered)
     logits = _logits(model, role, layout, entered, 0)  # engines that serve need those of last tokens only

@@ -9,8 +9,7 @@ import msgspec
 from realgraph.graphs.errors import ConfigError, Problem, Where, reason
 from realgraph.graphs.yaml.files import read_text
 from realgraph.planner.plan.codec import plan_from_json
-from realgraph.planner.plan.events import reallocation_node
-from realgraph.planner.plan.plan import Plan
+from realgraph.planner.plan.plan import Plan, reallocation_node
 from realgraph.planner.report.content import MeasuredSeconds
 from realgraph.run.costs_record import steady
 from realgraph.runtime.job.run_folder import RunFolder

@@ -70,7 +70,7 @@ def explain_parts(report: Report, call: str, found: tuple[Alternative, ...]) -> 
     seconds = seconds_text(allocation.seconds)
     if allocation.input_seconds:
         seconds += f", {seconds_text(allocation.input_seconds)} of it to bring its inputs"
-    text = f"{call}: {layout_text(allocation.layout)}, {allocation.max_tokens_per_microbatch:,} tokens, {seconds}"
+    text = f"{call}: {layout_text(allocation.layout)}, {allocation.tokens:,} tokens, {seconds}"
     slack = next((row.slack_seconds for row in report.rows if row.call == call), 0.0)
     critical = slack <= 1e-3 * report.plan.period_seconds
     why = "on the critical circuit" if critical else f"may take {seconds_text(slack)} longer before a step does"
@@ -301,7 +301,7 @@ def options(found: tuple[Alternative, ...]) -> Table:
     table.add_column("why not")
     for one in found:
         period = "does not fit" if one.period_seconds is None else seconds_text(one.period_seconds)
-        numbers = (f"{one.option.max_tokens_per_microbatch:,}", seconds_text(one.seconds), period)
+        numbers = (f"{one.option.tokens:,}", seconds_text(one.seconds), period)
         table.add_row(layout_text(one.option.layout), *numbers, option_text(one.option), one.reason)
     return table
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import product
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
@@ -171,3 +172,8 @@ def _pairs(left: Sequence[int], right: Sequence[int], by_table: bool) -> Iterato
     apart = next(((one, two) for one, two in product(left[:2], right[:2]) if one != two), None)
     if apart is not None:
         yield apart
+
+
+def problem_text(spec: ProblemFile) -> str:
+    """The JSON of a problem file on one line; what is left at its default is left out."""
+    return msgspec.json.encode(spec).decode() + "\n"

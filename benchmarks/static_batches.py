@@ -6,11 +6,37 @@ from statistics import NormalDist
 import numpy as np
 
 from realgraph.planner.costs.comm import axis_link, gather_seconds
+from realgraph.planner.costs.generate.decode import decode_step
+from realgraph.planner.costs.generate.generate import GenerateWork, prefill_seconds
 from realgraph.planner.costs.generate.occupancy import Occupancy
 from realgraph.planner.costs.lengths import Floats, Lengths
+from realgraph.planner.costs.overhead import rollout_dispatch_seconds
 from realgraph.planner.costs.setting import Setting
 
 BATCH_PHASES = 48  # of a batch, in which the age of its samples is taken to be even
+
+
+def static_generate_seconds(setting: Setting, work: GenerateWork) -> float:
+    """All samples of a batch on an engine without continuous batching."""
+    share = work.samples / setting.layout.dp
+    return sum(static_phases(setting, work)) + rollout_dispatch_seconds(setting.costs, share)
+
+
+def static_phases(setting: Setting, work: GenerateWork) -> tuple[float, float]:
+    """Seconds of prefill and of decoding."""
+    share, replicas = work.samples / setting.layout.dp, min(setting.layout.dp, work.samples)
+    in_step = setting.layout.sharding == "fsdp"  # all ranks gather before a batch
+    shape = static_occupancy(work.distribution, work.samples / replicas, work.running, replicas, in_step)
+    step = decode_step(setting, work.precision)
+    decode = shape.seconds(lambda running, age: step(running, work.prompt_tokens + age))
+    return _prefill_seconds(setting, work, share), decode
+
+
+def _prefill_seconds(setting: Setting, work: GenerateWork, share: float) -> float:
+    """Prompts of a group are not shared; a sharded copy's weights are gathered before every batch."""
+    count, samples = batches(share, work.running)
+    one = prefill_seconds(setting, work.precision, samples * work.prompt_tokens, work.prompt_tokens)
+    return count * (one + gathered_seconds(setting))
 
 
 def batches(samples: float, running: int) -> tuple[int, float]:
