@@ -1,6 +1,7 @@
 """Plans made by hand that the tests of `realgraph plan`'s output share: no search decides what they look like."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -83,7 +84,7 @@ def _at(
 ) -> Allocation:
     dp, tp, pp = axes
     field = "kv_cache_tokens" if worst == "kv_cache" else "max_tokens_per_microbatch"
-    layout, tokens = Layout(mesh, dp, tp, pp), {field: 16_384}
+    layout, tokens = Layout(mesh, dp, tp, pp), dict[str, Any]({field: 16_384})
     made = Allocation(layout, **tokens, seconds=seconds, peak_bytes=peak_bytes, worst_term=worst)
     return msgspec.structs.replace(made, **more)
 

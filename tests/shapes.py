@@ -187,9 +187,8 @@ def plan_of(shape: Shape, graph: Graph) -> Plan:
             "fsdp" if shape.fsdp and graph.models[call.model].trainable else "replicated"
         )
         layout = Layout(mesh, dp=mesh.n_devices // tp, tp=tp, sharding=sharding)
-        generates = isinstance(call, Generate)
-        tokens = {"kv_cache_tokens" if generates else "max_tokens_per_microbatch": 4096}
-        allocations[name] = Allocation(layout, **tokens, seconds=1.0)
+        cache, tokens = (4096, None) if isinstance(call, Generate) else (None, 4096)
+        allocations[name] = Allocation(layout, tokens, kv_cache_tokens=cache, seconds=1.0)
     orders = {}
     for device in range(n):
         turns = [Turn(name) for name, a in allocations.items() if device in a.layout.mesh.devices]

@@ -83,7 +83,7 @@ def test_context_parallel_ranks_hold_their_part_of_a_long_sample() -> None:
     for candidate in candidates(long, "train", mesh, long.cluster):
         if (candidate.layout.tp, candidate.layout.pp, candidate.layout.sharding) == (2, 1, "replicated"):
             active = holding(long, "train", candidate, long.cluster).active.total
-            assert candidate.max_tokens_per_microbatch >= 65536 // candidate.layout.cp
+            assert candidate.tokens >= 65536 // candidate.layout.cp
             found[candidate.layout.cp] = min(found.get(candidate.layout.cp, active), active)
     assert sorted(found) == [1, 2, 4, 8]
     for cp in (2, 4, 8):

@@ -111,7 +111,7 @@ def peak_of(request: PlanRequest, allocations: Allocations, call: str) -> tuple[
     mesh, copies = allocations[call].layout.mesh, held_copies(request, allocations)
     held = {
         device: sum((c.footprint for c in copies if device in c.layout.mesh.devices), Footprint())
-        for device in sorted({mesh.first, *(border for border in _borders(copies) if border in mesh.devices)})
+        for device in sorted({mesh.first, *(device for device in _first_devices(copies) if device in mesh.devices)})
     }
     worst = max(held, key=lambda device: held[device].total)
     return worst, held[worst] + active_of(request, allocations, call)
@@ -120,11 +120,11 @@ def peak_of(request: PlanRequest, allocations: Allocations, call: str) -> tuple[
 def resident_on(request: PlanRequest, allocations: Allocations, first: int, stop: int) -> int:
     """Bytes that lie there all the time on the fullest of the devices from `first` up to `stop`."""
     copies = held_copies(request, allocations)
-    borders = {first, *(border for border in _borders(copies) if first < border < stop)}
-    return max(sum(c.footprint.total for c in copies if device in c.layout.mesh.devices) for device in borders)
+    devices = {first, *(device for device in _first_devices(copies) if first < device < stop)}
+    return max(sum(c.footprint.total for c in copies if device in c.layout.mesh.devices) for device in devices)
 
 
-def _borders(copies: tuple[ResidentCopy, ...]) -> Iterator[int]:
+def _first_devices(copies: tuple[ResidentCopy, ...]) -> Iterator[int]:
     """Devices where what lies there changes."""
     for copy in copies:
         yield copy.layout.mesh.first
