@@ -10,7 +10,7 @@ import typer
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.yaml.document import COMMAND_LINE
-from realgraph.plan.cli import EPILOG, plan
+from realgraph.plan.cli import app as plan_app
 from realgraph.runtime.processes.early_interrupts import raise_interrupts
 from realgraph.runtime.processes.titles import set_title
 from realgraph.screen.output import say, standard_streams
@@ -48,7 +48,7 @@ def check(
     check_command(file, overrides or (), resolved, json_out)
 
 
-app.command(name="plan", epilog=EPILOG)(plan)
+app.add_typer(plan_app, name="plan")
 
 
 @app.command()

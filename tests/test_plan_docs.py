@@ -12,7 +12,8 @@ TEXT = (Path(__file__).parent.parent / "docs" / "planning.md").read_text()
 
 
 def test_every_option_is_documented_and_none_is_made_up() -> None:
-    command = get_command(app).commands["plan"]  # type: ignore[attr-defined]
+    group = get_command(app).commands["plan"]  # type: ignore[attr-defined]
+    command = group.commands["plan"]
     declared = {name for option in command.params for name in option.opts if name.startswith("--")}
     rows = {
         name for row in re.findall(r"^\| (`--.*?) \|", TEXT, re.MULTILINE) for name in re.findall(r"--[a-z-]+", row)

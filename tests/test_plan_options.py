@@ -157,9 +157,9 @@ def test_two_plan_files_are_compared(
     assert "no difference" in capsys.readouterr().out
     for words, says in (
         (["x.yaml", "--target", "3"], "add --devices"),
-        (["diff", files[0]], "two plan files"),
+        (["diff", files[0]], "missing"),
         ([], "which run?"),
-        (["diff", *files, "x"], "two"),
+        (["diff", *files, "x"], "unexpected"),
     ):
         assert typed("plan", *words, monkeypatch=monkeypatch) == 2
         assert says in capsys.readouterr().err

@@ -1,9 +1,10 @@
 """The command line of `realgraph plan`: its options and their help. Imports nothing heavy until it is called."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 
@@ -30,7 +31,7 @@ def _searched(name: str, text: str, metavar: str | None = None, least: float | N
     return typer.Option(name, help=text, metavar=metavar, min=least, rich_help_panel="How it searches")
 
 
-File = Annotated[Path | None, typer.Argument(metavar="[FILE | diff A B]", help="Run file.", show_default=False)]
+File = Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Run file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[PATH=VALUE]...", help="Overrides, such as staleness=4", show_default=False),
@@ -60,7 +61,32 @@ Engine = Annotated[
 TimeLimit = Annotated[float, _searched("--time-limit", "Of the search.", "SECONDS", 0)]
 Seed = Annotated[int, _searched("--seed", "Of the search.", None, 0)]
 
+PLAN = "plan"  # the command of the group that stands for it where no other is named
+Before = Annotated[Path, typer.Argument(metavar="BEFORE", help="A plan file.", show_default=False)]
+After = Annotated[Path, typer.Argument(metavar="AFTER", help="A plan file.", show_default=False)]
 
+
+class PlanGroup(TyperGroup):
+    """`realgraph plan FILE`, and commands of its own such as `realgraph plan diff A B`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Everything that names no command belongs to planning itself."""
+        named = bool(args) and args[0] in self.commands
+        return super().parse_args(ctx, args if named else [PLAN, *args])
+
+
+class PlanCommand(TyperCommand):
+    """Planning itself: in help and errors it stands in the place of its group."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Without a word of its own in the command's path."""
+        return super().make_context(parent.info_name, args, parent.parent, **extra)
+
+
+app = typer.Typer(cls=PlanGroup, add_completion=False, help="Choose what runs where; compare plans.")
+
+
+@app.command(name=PLAN, cls=PlanCommand, epilog=EPILOG, hidden=True)
 def plan(
     file: File = None,
     overrides: Overrides = None,
@@ -113,17 +139,17 @@ def plan(
     _dispatch(file, overrides or [], problem, options)
 
 
-def _dispatch(file: Path | None, overrides: list[str], problem: Path | None, options: "PlanOptions") -> None:
-    """One of: the difference of two plans, a planning problem, a run."""
-    if file is not None and file == Path("diff") and not file.is_file():
-        from realgraph.plan.diff import diff_command
-        from realgraph.plan.options import refuse_others
+@app.command(name="diff")
+def diff(before: Before, after: After, json_out: Json = False) -> None:
+    """Say what changed from one plan file to another."""
+    from realgraph.plan.diff import diff_command
 
-        if len(overrides) != 2:
-            raise _mistake("`plan diff` compares two plan files", "realgraph plan diff A.json B.json")
-        refuse_others(options, ("json_out",), "`plan diff`")
-        diff_command(Path(overrides[0]), Path(overrides[1]), options.json_out)
-    elif problem is not None:
+    diff_command(before, after, json_out)
+
+
+def _dispatch(file: Path | None, overrides: list[str], problem: Path | None, options: "PlanOptions") -> None:
+    """One of: a planning problem, a run."""
+    if problem is not None:
         from realgraph.plan.problem import problem_command
 
         if file is not None:
