@@ -327,6 +327,7 @@ def lose_a_peer(ranks: Ranks) -> tuple[str, str]:
     from realgraph.runtime.worker.failures import failure
 
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    assert isinstance(group, dist.ProcessGroup)
     mesh = TorchMesh.from_group(group, "cpu")
     tensor = DTensor.from_local(torch.ones(4), mesh, [Shard(0)])
     if ranks.rank == 1:
@@ -350,5 +351,5 @@ def test_an_error_of_the_model_is_no_lost_peer() -> None:
     from realgraph.runtime.worker.failures import failure
 
     with pytest.raises(RuntimeError) as caught:
-        torch.ones(2) @ torch.ones(3)
+        torch.mv(torch.ones(2, 2), torch.ones(3))
     assert failure(0, "train", caught.value).kind == "call"
