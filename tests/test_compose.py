@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from realgraph.commands.init import run_template
@@ -116,11 +116,12 @@ def escaped(value: Any) -> Any:
     from realgraph.graphs.yaml.merge import escape
 
     if isinstance(value, dict):
-        return {escape(key): escaped(item) for key, item in value.items()}
+        return {key: escaped(item) for key, item in value.items()}
     return escape(value) if isinstance(value, str) else value
 
 
 @given(SETTINGS)
+@example({"calls.reward.args": {"${": "${", "a\\${b}": "\\"}})  # references lie in values; keys are as they are
 @settings(max_examples=15, deadline=None)
 def test_a_value_means_the_same_in_the_file_on_the_command_line_and_in_the_resolved_file(
     values: dict[str, Any],

@@ -37,14 +37,14 @@ class _Printer:
             here = child(path, key)
             before = written.get(key, _MISSING) if isinstance(written, dict) else written
             if isinstance(value, dict) and value:
-                self.lines.append(f"{'  ' * depth}{scalar(key)}:")
+                self.lines.append(f"{'  ' * depth}{plain(key)}:")
                 self.mapping(value, before, here, depth + 1)
             else:
-                self._line(f"{'  ' * depth}{scalar(key)}: {inline(value)}", self._origin(before, here))
+                self._line(f"{'  ' * depth}{plain(key)}: {inline(value)}", self._origin(before, here))
         for gone in self._deleted.get(path, ()):
             key = _last_key(gone, path)
             if key not in tree:
-                self._line(f"{'  ' * depth}{scalar(key)}: null", f"{_short(self._where(gone))}, deleted")
+                self._line(f"{'  ' * depth}{plain(key)}: null", f"{_short(self._where(gone))}, deleted")
 
     def _line(self, text: str, comment: str) -> None:
         self.lines.append(f"{text:<{COMMENT_COLUMN}}  # {comment}")
@@ -67,8 +67,11 @@ def _short(where: Where) -> str:
 
 def scalar(value: Tree) -> str:
     """One value in YAML that the loader reads back as the same value."""
-    if isinstance(value, str):
-        value = escape(value)
+    return plain(escape(value) if isinstance(value, str) else value)
+
+
+def plain(value: Tree) -> str:
+    """One value in YAML as it is: a key, in which the loader resolves no reference."""
     readable = not isinstance(value, str) or value.isprintable()
     text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10**9, allow_unicode=readable)
     return text.removesuffix("\n").removesuffix("\n...").strip()
@@ -77,7 +80,7 @@ def scalar(value: Tree) -> str:
 def inline(value: Tree) -> str:
     """A value on one line."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{scalar(key)}: {inline(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{plain(key)}: {inline(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(inline(item) for item in value) + "]"
     return scalar(value)
