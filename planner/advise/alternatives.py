@@ -1,4 +1,4 @@
-"""What else one call of a plan could be, everything else left as it is, and why each loses."""
+"""The alternatives to one call's option in a plan, everything else left as it is, and why each loses."""
 
 from collections.abc import Iterator, Sequence
 
@@ -70,7 +70,7 @@ def _tried(prepared: PreparedProblem, chosen: dict[str, Choice], call: str) -> l
 
 
 def _fastest(prepared: PreparedProblem, table: int) -> Iterator[int]:
-    """Of each layout the fastest row, and the one that takes least memory."""
+    """The fastest row of each layout, and the one that takes least memory."""
     rows = prepared.problem.tables[table]
     for layout in np.unique(rows.layout):
         of = np.flatnonzero(rows.layout == layout)

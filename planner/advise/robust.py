@@ -51,7 +51,7 @@ class RobustResult(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """What was found, in one sentence."""
+        """The finding, in one sentence."""
         if self.plan.allocations == self.nominal.allocations:
             return (
                 f"the best plan is also the steadiest: expected regret {self.expected_regret:.1%}, at worst "

@@ -125,7 +125,7 @@ def _tried(request: PlanRequest, plan: Plan, variant: tuple[str, PlanRequest], l
 
 
 def is_conclusive(gain: float, gap: float, asked: float) -> bool:
-    """Whether a hint of `gain` is worth showing, whose search ended at `gap` where `asked` was enough.
+    """True where a hint of `gain` is worth showing, whose search ended at `gap` where `asked` was enough.
 
     A better plan can only add to a gain, and can't undo a loss that is larger than the gap; what is smaller than the
     gap needs a search that came near its bound.
@@ -197,7 +197,7 @@ def _batches(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
 
 
 def _may_be_stale(request: PlanRequest) -> bool:
-    """Whether some trained role generates: only its samples can be stale."""
+    """True where some trained role generates: only its samples can be stale."""
     calls = request.graph.calls.values()
     return any(isinstance(call, Generate) and is_trained(request, call.model) for call in calls)
 

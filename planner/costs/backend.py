@@ -1,4 +1,4 @@
-"""What training engines do around the same arithmetic: overlap, attention kernels, and where states lie.
+"""Differences between training engines of the same arithmetic: overlap, attention kernels, and where states lie.
 
 Two worlds share the formulas. This project's own engines hold whole copies or FSDP shards on dp alone; layouts that
 cut a model (tp, pp, cp, ep) run on an engine in the manner of Megatron-Core, with a distributed optimizer.

@@ -9,7 +9,7 @@ HOP_SECONDS = 2e-6  # of one step of a ring: half of NCCL's base latency over In
 
 
 class Link(Struct, frozen=True):
-    """What the ranks of one axis of a layout meet over, in bytes a second of each device.
+    """The connection between the ranks of one axis of a layout, in bytes a second of each device.
 
     inside: how many of them share a node. bytes_per_s: of a ring through all. link, nic: inside and between nodes.
     """
@@ -39,7 +39,7 @@ def collective_bytes_per_s(setting: Setting, ranks: int) -> float:
 
 
 def latency_seconds(setting: Setting) -> float:
-    """Of one collective, as measured where it was."""
+    """Latency of one collective: the measured one where there is one."""
     return collective_seconds(setting.costs)
 
 

@@ -1,4 +1,5 @@
-"""What every cost formula shares: the setting of a call, arithmetic rates and their efficiency. Per device throughout.
+"""The common ground of all cost formulas: the setting of a call, arithmetic rates and their efficiency. Per device
+throughout.
 
 What a run measures replaces these guesses, never the other way.
 """
@@ -31,7 +32,7 @@ class Setting(Struct, frozen=True):
 
     @property
     def engine(self) -> Backend:
-        """What runs it."""
+        """The backend that runs it."""
         return self.backend or backend_of(self.layout)
 
     @property

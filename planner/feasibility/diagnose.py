@@ -1,4 +1,5 @@
-"""Why no plan fits, and what would: constraints in conflict, the worst moment in memory, changes proven by solving."""
+"""Reasons why no plan fits, and changes that would help: constraints in conflict, the worst moment in memory, changes
+proven by solving."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -85,7 +86,7 @@ def unfinished(found: Unsolved) -> ConfigError:
 
 
 def _asker(limits: Limits) -> Fits:
-    """Whether some plan of a request fits: yes and no are certain, a short search may not tell."""
+    """A function that tells if some plan of a request fits: yes and no are certain, a short search may not tell."""
     quick = replace(limits, gap=ENOUGH, seconds=min(limits.seconds, PROBE_SECONDS), progress=lambda period, bound: None)
 
     def fits(request: PlanRequest) -> bool | None:

@@ -1,4 +1,5 @@
-"""Why a planning problem has no plan: the fewest calls that can't lie on the devices together, and what they lack."""
+"""The shortage of a problem without a plan: the fewest calls that can't lie on the devices together, and what they
+lack."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -46,7 +47,7 @@ class Shortage(Struct, frozen=True):
 
 
 def shortage(problem: SearchProblem, limits: Limits) -> Shortage | None:
-    """Of a problem without a plan; None where the time did not last to tell."""
+    """The shortage of a problem without a plan; None where the time did not last to tell."""
     quick = replace(limits, gap=ENOUGH, seconds=min(limits.seconds, SECONDS), progress=lambda period, bound: None)
     undecided = False
 
@@ -105,7 +106,7 @@ def _sparing(table: OptionTable) -> OptionTable:
 
 
 def _missing(problem: SearchProblem, fits: Fits) -> tuple[What, int]:
-    """What the calls lack, and how many bytes of it."""
+    """The resource that the calls lack, and how many bytes of it."""
     most = max(int(table.resident.max() + table.active.max()) for table in problem.tables) * len(problem.tasks)
     host = max(int(table.host.max()) for table in problem.tables) * len(problem.tasks) * problem.devices
 

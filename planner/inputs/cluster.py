@@ -56,7 +56,7 @@ class Cluster(Struct, frozen=True):
 
     @property
     def n_devices(self) -> int:
-        """Of all groups."""
+        """Devices of all groups."""
         return self.nodes * self.devices_per_node + sum(group.n_devices for group in self.more)
 
     @property

@@ -27,7 +27,7 @@ class Gpu(Struct, frozen=True):
 
 
 class Probe(Struct, frozen=True):
-    """What this machine has. gpu_error: why the GPUs could not be read, '' where they could or there is no driver."""
+    """This machine's devices. gpu_error: why the GPUs could not be read, '' where they could or there is no driver."""
 
     cores: int
     host_memory_bytes: int

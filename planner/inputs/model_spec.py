@@ -64,7 +64,7 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
     latent: LatentAttention | None = None
 
     def attention_params(self) -> int:
-        """Of one layer's attention."""
+        """Parameters of one layer's attention."""
         if self.latent is not None:
             return self._latent_params(self.latent)
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -93,20 +93,20 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
         return self.latent.kv_rank + self.latent.rope_dim
 
     def mlp_params(self) -> int:
-        """Of one dense MLP."""
+        """Parameters of one dense MLP."""
         matrices = self.mlp_matrices * self.hidden * self.intermediate
         return matrices + self.mlp_bias * ((self.mlp_matrices - 1) * self.intermediate + self.hidden)
 
     def expert_params(self) -> int:
-        """Of one expert."""
+        """Parameters of one expert."""
         return 3 * self.hidden * self.expert_intermediate
 
     def routed_params(self) -> int:
-        """Of all routed experts of all layers: what expert parallelism cuts."""
+        """Parameters of all routed experts of all layers: what expert parallelism cuts."""
         return self.expert_layers * self.experts * self.expert_params()
 
     def head_params(self, head: Head = "lm") -> int:
-        """Of the output head besides the embedding: none where tied; a value or score head is one row."""
+        """Parameters of the output head besides the embedding: none where tied; a value or score head is one row."""
         if head != "lm":
             return self.hidden
         return 0 if self.tied else self.vocab * self.hidden
@@ -124,7 +124,7 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
         return self._shared_params() + dense + self.expert_layers * per_token
 
     def layer_params(self) -> int:
-        """Of the largest layer: what FSDP gathers at once."""
+        """Parameters of the largest layer: what FSDP gathers at once."""
         routed = self.experts * (self.expert_params() + self.hidden) + self._shared_expert()
         sparse = routed if self.expert_layers else 0
         dense = self.mlp_params() if self.expert_layers < self.layers else 0
@@ -135,7 +135,7 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
         return 2 * self.hidden * (self.vocab if head == "lm" else 1)
 
     def _shared_expert(self) -> int:
-        """Of the MLP that every token passes beside its experts."""
+        """Parameters of the MLP that every token passes beside its experts."""
         return 3 * self.hidden * self.shared_intermediate
 
     def _shared_params(self) -> int:
@@ -233,7 +233,8 @@ def _with_experts(shape: ModelSpec, config: _Config) -> ModelSpec:
 
 
 def load_model_spec(path: str, where: Where, hub_cache: Path | None = None, revision: str | None = None) -> ModelSpec:
-    """Of a local directory, of a Hub id in the local cache, or of a known Hub id in the shipped table; in that order.
+    """The spec of a local directory, of a Hub id in the local cache, or of a known Hub id in the shipped table; in that
+    order.
 
     Raises ConfigError at `where` with the way out. hub_cache: the `hub` folder of the Hugging Face cache.
     """
@@ -270,7 +271,7 @@ def _unknown(path: str, local: Path, where: Where) -> Problem:
 
 
 def _may_mean(path: str, name: str) -> bool:
-    """Whether a known model may be the one that is asked for: another version or size is another model."""
+    """True where a known model may be the one that is asked for: another version or size is another model."""
     return name.lower().startswith(path.lower()) or _NUMBERS.findall(path) == _NUMBERS.findall(name)
 
 

@@ -1,4 +1,4 @@
-"""What a call may be on a mesh of a given size: layouts, micro-batches, recomputation, residency. Prices nothing.
+"""The choices of a call on a mesh of a given size: layouts, micro-batches, recomputation, residency. Prices nothing.
 
 What engines can do (`EngineSupport`) bounds it: this version's run data parallelism with whole or FSDP-sharded weights,
 every copy of a role's weights kept; others have more axes, drop copies after use, and keep states in host memory.
@@ -64,18 +64,18 @@ def candidates(
 
 
 def agrees(candidate: CallOption, pin: Pin) -> bool:
-    """Whether all that a pin sets besides the place is true of a candidate."""
+    """True where all that a pin sets besides the place is true of a candidate."""
     settings = candidate.settings
     return all(getattr(pin, name) in (None, settings[name]) for name in SETTINGS)
 
 
 def _cut_as_pinned(layout: Layout, pin: Pin) -> bool:
-    """Whether a layout has every axis and the sharding that a pin sets: no other is worth a closer look."""
+    """True where a layout has every axis and the sharding that a pin sets: no other is worth a closer look."""
     return all(getattr(pin, axis) in (None, getattr(layout, axis)) for axis in AXES)
 
 
 def _barred(candidate: CallOption, pin: Pin) -> bool:
-    """Whether all that a forbidding pin sets is true of a candidate; places are barred by mesh, not here."""
+    """True where all that a forbidding pin sets is true of a candidate; places are barred by mesh, not here."""
     if pin.first is not None or pin == Pin():
         return False
     return pin.devices in (None, candidate.layout.mesh.n_devices) and agrees(candidate, pin)

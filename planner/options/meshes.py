@@ -45,7 +45,8 @@ def family(cluster: Cluster, reserved: int = 0, named: tuple[DeviceMesh, ...] = 
 
 
 def mesh_fault(mesh: DeviceMesh, cluster: Cluster) -> str:
-    """Why a mesh is none of this cluster's, '' where it is one: aligned powers of two in a node, or whole nodes."""
+    """Fault of a mesh that is none of this cluster's, '' where it is one: aligned powers of two in a node, or whole
+    nodes."""
     last = mesh.first + mesh.n_devices
     if mesh.first < 0 or mesh.n_devices < 1 or last > cluster.n_devices:
         return f"devices {mesh.first} to {last - 1} are not all of the cluster's, 0 to {cluster.n_devices - 1}"
@@ -78,7 +79,7 @@ def group_of(cluster: Cluster, device: int) -> int:
 
 
 def radices(nodes: int) -> tuple[int, ...]:
-    """How many children the blocks of each level have, from the top, down to single nodes; their product is `nodes`.
+    """Number of children of each level's blocks, from the top, down to single nodes; their product is `nodes`.
 
     Odd factors first, the largest first, then fours, then a two.
     """
@@ -99,7 +100,7 @@ def radices(nodes: int) -> tuple[int, ...]:
 
 
 def _group_tree(first: int, devices: int, per_node: int) -> DeviceBlock:
-    """Of a group's devices: its whole nodes, then what is left of a node of which some devices are reserved."""
+    """Tree of a group's devices: its whole nodes, then what is left of a node of which some devices are reserved."""
     nodes, left = divmod(devices, per_node)
     parts = [_nodes_tree(first, nodes, per_node)] if nodes else []
     if left:

@@ -1,4 +1,4 @@
-"""How a train call may take its micro-batches: recomputation, and the order of its pipeline stages. Prices nothing.
+"""Ways of a train call to take its micro-batches: recomputation, and the order of its pipeline stages. Prices nothing.
 
 Interleaved stages hold groups of layers that are no neighbours. What reads such a copy in place passes the groups in
 the same turns; a second train call of the role would need its states elsewhere, so such roles have none.
@@ -61,7 +61,7 @@ def _chunks(request: PlanRequest, call: str, plain: CallOption, cluster: Cluster
 
 
 def pin_problems(request: PlanRequest, call: str, pin: Pin, where: Where) -> Iterator[Problem]:
-    """What is wrong with the passes that a pin sets, whatever the search would choose."""
+    """Problems of the passes that a pin sets, whatever the search would choose."""
     if not isinstance(request.graph.calls[call], Train):
         if any(getattr(pin, name) is not None for name in PASSES):
             yield Problem(where, FORWARD, "leave them out", "pin")
@@ -85,7 +85,7 @@ def pin_problems(request: PlanRequest, call: str, pin: Pin, where: Where) -> Ite
 
 
 def plan_problems(request: PlanRequest, call: str, candidate: CallOption, where: Where) -> Iterator[Problem]:
-    """What is wrong with the passes of an allocation; where: its place in the plan's file."""
+    """Problems of the passes of an allocation; where: its place in the plan's file."""
     if not isinstance(request.graph.calls[call], Train):
         if candidate.passes != PLAIN:
             yield Problem(where, FORWARD, "leave them out", "plan_passes")
@@ -111,7 +111,7 @@ def _shared_fault(request: PlanRequest, call: str, candidate: CallOption) -> str
 
 
 def schedule_fault(candidate: CallOption, layers: int) -> str:
-    """Why the stages of a model of so many layers can't work in this order, '' where they can."""
+    """Reason why the stages of a model of so many layers can't work in this order, '' where they can."""
     stages = candidate.layout.pp
     if candidate.schedule != "1f1b" and stages == 1:
         return f"schedule {candidate.schedule} needs pipeline stages: pp is 1"
@@ -125,7 +125,7 @@ def schedule_fault(candidate: CallOption, layers: int) -> str:
 
 
 def _recompute_problems(request: PlanRequest, call: str, recompute: Recompute, where: Where) -> Iterator[Problem]:
-    """Where the model's own setting, or what the engines can do, says otherwise."""
+    """Problems where the model's own setting, or what the engines can do, says otherwise."""
     setting = f"models.{request.graph.role(call)}.gradient_checkpointing"
     if request.role(call).gradient_checkpointing:
         if recompute != "full":

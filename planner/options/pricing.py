@@ -99,10 +99,10 @@ def phase_of(call: ModelCall) -> Phase:
 
 
 class Timed(Struct, frozen=True):
-    """Of one call on one mesh, what several candidates share: seconds and bytes of a run, bytes of a copy, and seconds
-    for the inputs of so many data-parallel ranks. least: no plan has a shorter period, as far as is known. careful:
-    rows of streams tell what becomes of their caches where other calls share the mesh. room: bytes of an empty device,
-    None: those of the cluster's kind."""
+    """The common part of several candidates of one call on one mesh: seconds and bytes of a run, bytes of a copy, and
+    seconds for the inputs of so many data-parallel ranks. least: no plan has a shorter period, as far as is known.
+    careful: rows of streams tell what becomes of their caches where other calls share the mesh. room: bytes of an empty
+    device, None: those of the cluster's kind."""
 
     least: float = 0.0
     careful: bool = False
@@ -173,7 +173,8 @@ def _with_caches(nbytes: tuple[int, int, int], timing: Timing, in_place: bool) -
 
 
 def holding(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> Holding:
-    """What a call's devices hold for it. Where a copy is dropped after use, its weights count while the call runs."""
+    """Memory that a call holds on its devices. Where a copy is dropped after use, its weights count while the call
+    runs."""
     copy = copy_of(request, call, candidate.layout, cluster)
     return _holding(request, candidate, copy, _running(request, call, candidate))
 
@@ -198,7 +199,7 @@ def _holding(request: PlanRequest, candidate: CallOption, copy: Footprint, activ
 
 
 def _running(request: PlanRequest, call: str, candidate: CallOption) -> Footprint:
-    """What a running call adds, its weights left aside."""
+    """Memory that a running call adds, its weights left aside."""
     model, role, layout, kind = request.model(call), request.role(call), candidate.layout, request.graph.calls[call]
     cut = Layout(ONE, tp=layout.tp, pp=layout.pp, ep=layout.ep, cp=layout.cp)  # on all meshes, activations are the same
     if isinstance(kind, Generate):
@@ -254,7 +255,7 @@ def formula_timings(
 def _stream_timings(
     request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster, careful: bool
 ) -> Iterator[Timing]:
-    """Of all that may be in flight; careful: for each of the things that may become of the caches."""
+    """Timings of all that may be in flight; careful: for each of the things that may become of the caches."""
     work = generate_work(request, candidate)
     setting = _setting(request, call, candidate, cluster)
     free = offered_variants(setting, work, request.workload.staleness)
@@ -274,7 +275,7 @@ def candidate_stream(request: PlanRequest, call: str, candidate: CallOption, clu
 
 
 def stream_timing(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster, found: Variant) -> Timing:
-    """Of one stream of a generate call, as `options_of` prices its rows."""
+    """Timing of one stream of a generate call, as `options_of` prices its rows."""
     more = input_seconds(request, call, candidate.layout, cluster)
     more += offloading_seconds(request, call, candidate, cluster)
     formula = Timing(found.seconds, found.latency_seconds, found.running, whole=found.latency_periods)
@@ -315,7 +316,7 @@ def corrected(request: PlanRequest, call: str, candidate: CallOption, timing: Ti
 
 
 def is_measured(request: PlanRequest, call: str, candidate: CallOption) -> bool:
-    """Whether exactly this call was measured."""
+    """True where exactly this call was measured."""
     return _measured(request, call, candidate) is not None
 
 
@@ -329,7 +330,7 @@ def _measured(request: PlanRequest, call: str, candidate: CallOption) -> tuple[f
 
 
 def _ran(found: MeasuredCall, candidate: CallOption) -> bool:
-    """Whether what was measured ran as the candidate says."""
+    """True where what was measured ran as the candidate says."""
     now = {**candidate.settings, "devices": candidate.layout.mesh.n_devices}
     return all(getattr(found, name) == now[name] for name in MEASURED)
 

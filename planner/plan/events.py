@@ -96,8 +96,8 @@ def stream_call(graph: Graph, plan: Plan) -> str:
 
 
 def liveness_graph(graph: Graph, plan: Plan) -> EventGraph:
-    """What the runtime waits for, without seconds: a session counts by the batch that it completes, takes its turn as
-    other calls do, and gets its weights in no fixed order."""
+    """The events that the runtime waits for, without seconds: a session counts by the batch that it completes, takes
+    its turn as other calls do, and gets its weights in no fixed order."""
     stream = stream_call(graph, plan)
     if not stream:
         return event_graph(graph, plan, {})

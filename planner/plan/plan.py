@@ -53,7 +53,7 @@ class Turn(Struct, frozen=True):
 
 
 class Hashes(Struct, frozen=True):
-    """What the plan was made for; a run refuses a plan whose hashes differ. SHA-256, first 16 hex digits."""
+    """Hashes of what the plan was made for; a run refuses a plan whose hashes differ. SHA-256, first 16 hex digits."""
 
     graph: str
     workload: str
@@ -86,5 +86,5 @@ class Plan(Struct, frozen=True):
 
     @property
     def gap(self) -> float:
-        """How far the period may be above the best one: 0.02 is 2 %."""
+        """The most that the period may be above the best one: 0.02 is 2 %."""
         return self.period_seconds / self.lower_bound_seconds - 1 if self.lower_bound_seconds > 0 else float("inf")

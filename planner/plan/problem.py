@@ -88,7 +88,7 @@ class DeviceBlock(Struct, frozen=True):
 
 
 class SearchProblem(Struct, frozen=True, eq=False):
-    """What to minimise the period of. The meshes of tasks that run at one time never overlap.
+    """The problem whose period is minimised. The meshes of tasks that run at one time never overlap.
 
     memory: int64 [devices]; on every device the sum of `resident` over the tasks there plus the largest `active` may
     not pass it. Tasks of one frozen role on the same mesh under an equal layout keep one copy: their `resident` counts
@@ -120,7 +120,8 @@ class SearchProblem(Struct, frozen=True, eq=False):
 
 
 class Limits(Struct, frozen=True):
-    """When a search ends: at a proven relative `gap`, after `seconds`, or when `stop()` is true (looked at often).
+    """Limits of a search: it ends at a proven relative `gap`, after `seconds`, or when `stop()` is true (looked at
+    often).
 
     progress(incumbent period, lower bound) is called at each improvement of either.
     """
@@ -133,14 +134,14 @@ class Limits(Struct, frozen=True):
 
 
 class Choice(Struct, frozen=True):
-    """Of one task: the number of a mesh, and the number of an option in its table there."""
+    """The choice of one task: the number of a mesh, and the number of an option in its table there."""
 
     mesh: int
     option: int
 
 
 class Schedule(Struct, frozen=True):
-    """Of fixed choices the least period, starts that reach it (as in `Solution`), and the circuit that bounds it."""
+    """The least period of fixed choices, starts that reach it (as in `Solution`), and the circuit that bounds it."""
 
     period: float
     starts: dict[str, float]

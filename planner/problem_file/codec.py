@@ -40,7 +40,7 @@ SCOPE = (
 
 
 class FileProblem(Struct, frozen=True, eq=False):
-    """What a file says, and the search problem it stands for.
+    """The contents of a file, and the search problem it stands for.
 
     rows: of every call and number of a mesh, the numbers of the call's options there, in the order of its table.
     """
@@ -126,7 +126,7 @@ def _free(entry: ReallocationSpec, columns: Mapping[str, OptionColumns]) -> npt.
 
 
 def _by_layout(spec: ProblemFile, entry: ReallocationSpec, columns: Mapping[str, OptionColumns]) -> bool:
-    """Whether options of equal layouts on one mesh have equal seconds, at both ends."""
+    """True where options of equal layouts on one mesh have equal seconds, at both ends."""
     matrix = np.atleast_2d(np.array(entry.seconds, np.float64))
     free = _free(entry, columns) if entry.in_place else np.zeros((1, 1), np.bool_)
     calls = {call.name: call for call in spec.calls}
@@ -143,7 +143,7 @@ def _by_layout(spec: ProblemFile, entry: ReallocationSpec, columns: Mapping[str,
 
 
 def build_problem(spec: ProblemFile) -> FileProblem:
-    """Of a file without mistakes."""
+    """The search problem of a file without mistakes."""
     meshes = sorted({mesh for call in spec.calls for option in call.options for mesh in meshes_of(option)})
     number = {mesh: i for i, mesh in enumerate(meshes)}
     layouts: dict[tuple[object, ...], int] = {}
@@ -225,7 +225,8 @@ def _bytes(given: float | tuple[float, ...], count: int) -> Ints:
 
 
 class ChosenOption(Struct, frozen=True, omit_defaults=True):
-    """Of one call: the number of its option in the file, counted from 0, the mesh, and the option's numbers again."""
+    """The choice of one call: its option's number in the file, counted from 0, the mesh, and the option's numbers
+    again."""
 
     option: int
     mesh: tuple[int, int]
@@ -239,7 +240,7 @@ class ChosenOption(Struct, frozen=True, omit_defaults=True):
 
 
 class DeviceOrder(Struct, frozen=True):
-    """What runs of devices [first, number] run in one round, in this order, again and again."""
+    """The order of one round on runs of devices [first, number], in every round the same."""
 
     devices: tuple[tuple[int, int], ...]
     turns: tuple[Turn, ...]

@@ -60,7 +60,7 @@ def _parts(size: int, per_node: int) -> int:
 
 
 def _exchangeable(problem: SearchProblem, numbers: Numbers, place: tuple[int, int]) -> bool:
-    """Whether the block at `place` and the one after it can be exchanged."""
+    """True where the block at `place` and the one after it can be exchanged."""
     at, width = place
     if not _same_memory(problem, at, width):
         return False

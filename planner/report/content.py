@@ -44,7 +44,7 @@ class CallRow(Struct, frozen=True):
 
 
 class Bottleneck(Struct, frozen=True):
-    """What bounds the period. circuit: its nodes with their seconds; it spans `steps` steps, and so
+    """The circuit that bounds the period. circuit: its nodes with their seconds; it spans `steps` steps, and so
     sum(seconds) / steps is the period. load: the busiest devices' share of it."""
 
     sentence: str
@@ -96,7 +96,7 @@ class MeasuredSeconds(Struct, frozen=True):
 
 
 class Findings(Struct, frozen=True):
-    """What is known beside the plan itself; empty parts are not shown."""
+    """Findings beside the plan itself; empty parts are not shown."""
 
     comparisons: tuple[Comparison, ...] = ()
     hints: tuple[Hint, ...] = ()
@@ -109,8 +109,8 @@ class Findings(Struct, frozen=True):
 
 
 class Report(Struct, frozen=True):
-    """Of one plan. facts: lines of (name, text) that say what was planned. error: relative standard error of the period
-    from those of its calls, 0 where none is known."""
+    """The report of one plan. facts: lines of (name, text) that say what was planned. error: relative standard error of
+    the period from those of its calls, 0 where none is known."""
 
     title: str
     facts: tuple[tuple[str, str], ...]
@@ -188,7 +188,8 @@ def bottleneck_of(plan: Plan, events: EventGraph, shown: Timeline) -> Bottleneck
 
 
 def error_of(graph: Graph, plan: Plan, found: Bottleneck) -> float:
-    """Of the seconds on the critical circuit: calls of one kind err together, kinds independently of each other."""
+    """Relative error of the seconds on the critical circuit: calls of one kind err together, kinds independently of
+    each other."""
     off: dict[Kind, float] = {}
     for name, seconds in found.circuit:
         if name in plan.allocations:

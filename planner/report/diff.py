@@ -1,4 +1,4 @@
-"""What changed from one plan to another: period, allocations, orders, and whether they were made for the same thing."""
+"""Changes from one plan to another: period, allocations, orders, and whether they were made for the same thing."""
 
 from collections.abc import Iterator
 

@@ -172,7 +172,7 @@ def _moves(report: Report) -> Iterator[str]:
 
 
 def _words(report: Report) -> Iterator[str]:
-    """What the table's heads and cells mean."""
+    """The meaning of the table's heads and cells."""
     yield "Bold calls are on the critical circuit; slack is how much longer the others may take before the period grows"
     yield "micro-batches are those of a rank and optimizer step, x tokens at most"
     if any(row.kind == "generate" for row in report.rows):

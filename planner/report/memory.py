@@ -1,4 +1,4 @@
-"""What fills each group of devices at its worst moment, owner by owner: the stacked bars of a report."""
+"""The memory of each group of devices at its worst moment, owner by owner: the stacked bars of a report."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal

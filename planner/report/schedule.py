@@ -21,7 +21,7 @@ DUST = 1e-9  # of a period: what rounding leaves
 
 
 class DrawnTask(Struct, frozen=True):
-    """What holds devices: a mesh-holding call, or a reallocation. start: of step 0, seconds.
+    """A task that holds devices: a mesh-holding call, or a reallocation. start: of step 0, seconds.
 
     A reallocation holds the devices whose orders name it; where none does, those of its call (see `events.py`).
     """
@@ -84,7 +84,7 @@ def tasks_of(graph: Graph, plan: Plan, events: EventGraph) -> tuple[DrawnTask, .
 
 
 def kind_of(graph: Graph, call: str) -> Kind:
-    """Of a mesh-holding call."""
+    """The kind of a mesh-holding call."""
     match graph.calls[call]:
         case Generate():
             return "generate"

@@ -105,13 +105,13 @@ def load_costs(path: Path, where: Where | None = None) -> CostTable:
 
 
 class _Head(Struct, frozen=True):
-    """What every version of the file has."""
+    """The part that every version of the file has."""
 
     format: int
 
 
 def _missing(path: Path, file: Path) -> tuple[str, str]:
-    """What to say of a table that is not there: text and hint."""
+    """The message about a table that is not there: text and hint."""
     if not path.is_dir():
         return f"no file or run directory {str(path)!r}", "measure this machine: realgraph profile --out FILE"
     if (path / "job.json").is_file():

@@ -32,8 +32,8 @@ class Found(Struct, frozen=True):
 
 
 class Level(Struct, frozen=True):
-    """Of one level of staleness: the best plan, None where none was found that is better than one known before; a bound
-    on all of its plans; and what the searches took, in seconds of their own clock."""
+    """The result of one level of staleness: the best plan, None where none was found that is better than one known
+    before; a bound on all of its plans; and what the searches took, in seconds of their own clock."""
 
     best: Found | None
     bound: float

@@ -109,12 +109,12 @@ def rows_of(instance: Instance, allowed: Mask, period: float) -> BoundRows | Non
 
 
 def _copies(instance: Instance, task: int) -> int:
-    """How many calls may share one copy of the task's weights: each counts with its part."""
+    """Number of calls that may share one copy of the task's weights: each counts with its part."""
     return int((instance.role == instance.role[task]).sum()) if instance.frozen[task] else 1
 
 
 def reduced_costs(rows: BoundRows, cliques: Floats, memory: Floats) -> Floats:
-    """Of each option, under multipliers."""
+    """The reduced cost of each option, under multipliers."""
     inside, beside = cliques @ rows.inside, cliques @ rows.beside
     found: Floats = (
         rows.seconds * inside[rows.task]
@@ -167,7 +167,7 @@ def ascend(rows: BoundRows, start: Multipliers, target: float, steps: int) -> Mu
 
 
 def _argmin(values: Floats, begin: Ints) -> Ints:
-    """Of each task the place of its cheapest option."""
+    """The place of each task's cheapest option."""
     ends = np.append(begin[1:], len(values))
     return np.array([a + int(np.argmin(values[a:b])) for a, b in zip(begin, ends, strict=True)], np.int64)
 

@@ -43,7 +43,7 @@ class Arc(Struct, frozen=True):
 
 
 class PrecedenceGraph(Struct, frozen=True):
-    """What the choices of a problem hold, and what waits for what: nodes are tasks in order, then moves."""
+    """Resources that the choices of a problem hold, and what waits for what: nodes are tasks in order, then moves."""
 
     nodes: tuple[ScheduledNode, ...]
     arcs: tuple[Arc, ...]
@@ -121,7 +121,7 @@ def net_of(timed: PrecedenceGraph) -> Net:
 
 
 def ties_hold(problem: SearchProblem, choices: Mapping[str, Choice]) -> bool:
-    """Whether tied tasks share a mesh, and a layout where that is asked."""
+    """True where tied tasks share a mesh, and a layout where that is asked."""
     tasks = {task.name: task for task in problem.tasks}
     for tie in problem.ties:
         layouts = {
@@ -173,7 +173,7 @@ def _soonest(timed: PrecedenceGraph) -> list[float]:
 
 
 def orders(problem: SearchProblem, solution: Solution) -> dict[int, tuple[Turn, ...]]:
-    """Of every device its tasks and moves in the order of one round; a device that nothing holds has an empty one.
+    """Every device's tasks and moves in the order of one round; a device that nothing holds has an empty one.
 
     In round p, from p periods on, a device runs a task of step p + offset.
     """

@@ -195,7 +195,7 @@ class Search:
             self._prove(self._limit(tolerance))
 
     def _space(self, limit: float, closely: bool) -> Space | None:
-        """Where plans within the limit may lie, and what is proven on the way; None where there is none."""
+        """The space where plans within the limit may lie, and what is proven on the way; None where there is none."""
         look_up = self._look_up if closely else None
         bound, space = space_of(self.problem, self.instance, self.everywhere, limit, look_up)
         self._prove(bound)
@@ -369,7 +369,7 @@ class Search:
         return np.concatenate(flat)
 
     def _accept(self) -> bool:
-        """Whether the plan that was found is better than the best; it is then the best."""
+        """True where the plan that was found is better than the best; it is then the best."""
         choices = {
             task.name: Choice(int(mesh), int(self.instance.number[option]))
             for task, mesh, option in zip(self.problem.tasks, self.needs.mesh, self.needs.option, strict=True)

@@ -1,4 +1,4 @@
-"""Where a walk looks: meshes that the dual bound leaves to each task, their symmetries, reduced costs."""
+"""The space of a walk: meshes that the dual bound leaves to each task, their symmetries, reduced costs."""
 
 from collections.abc import Callable
 
@@ -29,7 +29,7 @@ FEW = 14.0  # logarithm of a number of placements that are looked at faster than
 
 
 class Space(Struct, frozen=True, eq=False):
-    """Where one walk looks: the meshes left to each task, their symmetries, and reduced costs."""
+    """The space of one walk: the meshes left to each task, their symmetries, and reduced costs."""
 
     allowed: Mask
     tree: Tree
@@ -115,7 +115,7 @@ def shared(instance: Instance, allowed: Mask) -> Mask:
 
 
 def order_of(instance: Instance, allowed: Mask) -> tuple[Ints, list[int]]:
-    """How many meshes are left to each task, and the order in which tasks get one.
+    """Number of meshes that are left to each task, and the order in which tasks get one.
 
     Tasks with one mesh come first, then those with most work; tied ones together.
     """

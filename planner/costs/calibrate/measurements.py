@@ -1,4 +1,4 @@
-"""What `realgraph profile` measures on a machine: each case, and the seconds it took. Data only; measures nothing."""
+"""The measurements of `realgraph profile`: each case, and the seconds it took. Data only; measures nothing."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -102,8 +102,8 @@ class Measured(Struct, frozen=True):
 
 
 class ProfileTask(Struct, frozen=True):
-    """What the workers of a profile do, in this order, `rounds` times and more while the least seconds still fall;
-    `budget_seconds` ends it, after a whole round. dtype: of weights and activations."""
+    """The cases that the workers of a profile run, in this order, `rounds` times and more while the least seconds still
+    fall; `budget_seconds` ends it, after a whole round. dtype: of weights and activations."""
 
     cases: tuple[Case, ...]
     cluster: Cluster

@@ -80,12 +80,13 @@ def stage_params(setting: Setting) -> tuple[float, float]:
 
 
 def trained_share(setting: Setting) -> float:
-    """Of the parameters, those that an optimizer step changes: all, or those of adapters."""
+    """Share of the parameters that an optimizer step changes: all, or those of adapters."""
     if not setting.lora_rank:
         return 1.0
     return lora_params(setting.model, setting.lora_rank) / setting.model.n_params(setting.role.head)
 
 
 def exposed_seconds(traffic: float, compute: float, overlap: float, least: float = EXPOSED_SHARE) -> float:
-    """What is left of traffic that travels beside a share `overlap` of compute; never less than the share `least`."""
+    """Seconds that are left of traffic that travels beside a share `overlap` of compute; never less than the share
+    `least`."""
     return max(least * traffic, traffic - overlap * compute)

@@ -63,7 +63,7 @@ class TrainWork(Struct, frozen=True):
 
 
 def microbatches(setting: Setting, work: TrainWork) -> int:
-    """Of one rank in one optimizer step.
+    """Number of micro-batches of one rank in one optimizer step.
 
     Interleaved stages take a multiple of their number (arXiv:2104.04473, sec. 2.2.2).
     """
@@ -137,7 +137,7 @@ def spread(setting: Setting, work: TrainWork, tokens: float) -> float:
 
 
 def _traffic_seconds(setting: Setting, one: MicroBatch, count: int, passes: float) -> float:
-    """What compute does not hide of one step's traffic between the dp copies."""
+    """Seconds of one step's traffic between the dp copies that compute does not hide."""
     costs, engine, layout = state_costs(setting), setting.engine, setting.layout
     if layout.sharding == "fsdp":
         rounds = count if layout.pp == 1 else 1  # stages keep gathered weights for all micro-batches of a step
@@ -170,14 +170,14 @@ def _cpu_train_seconds(setting: Setting, work: TrainWork) -> float:
 
 
 def computed_on_cpu(work: TrainWork, tokens: float, steps: int = 1) -> float:
-    """Of a micro-batch's `tokens`, those that the CPU engine computes: equal prompts once, last tokens never."""
+    """The number of a micro-batch's `tokens` that the CPU engine computes: equal prompts once, last tokens never."""
     samples, all_samples = tokens / work.sample_tokens, work.tokens / work.sample_tokens / steps
     groups, lengths = all_samples / work.samples_per_group, (work.prompt_tokens, work.sample_tokens)
     return computed_tokens(samples, groups, work.samples_per_group, lengths)
 
 
 def fsdp_slowdown(setting: Setting) -> float:
-    """How much longer compute takes on CPUs under FSDP than on whole weights, traffic between devices aside."""
+    """Factor by which compute takes longer on CPUs under FSDP than on whole weights, traffic between devices aside."""
     sharded = setting.layout.sharding == "fsdp" and setting.layout.mesh.n_devices > 1
     return FSDP_SLOWDOWN_CPU if sharded else 1.0
 

@@ -35,7 +35,7 @@ EXPERT_LAYER_SECONDS = 3e-5
 
 
 class Precision(Struct, frozen=True):
-    """What a generation engine stores: `role` is the role's own dtype, `float8` one byte an element.
+    """The number formats that a generation engine stores: `role` is the role's own dtype, `float8` one byte an element.
 
     Arithmetic in float8 runs at the device's float8 rate, where it has one.
     """
@@ -175,8 +175,8 @@ def attention_flops(model: ModelSpec) -> float:
 
 
 def _elementwise_seconds(setting: Setting) -> float:
-    """Of one sequence in one step: norms, residuals and rotary embeddings, which every tp rank computes whole, and the
-    activations of the MLP, cut over the ranks; read from and written to memory."""
+    """Seconds of one sequence in one step: norms, residuals and rotary embeddings, which every tp rank computes whole,
+    and the activations of the MLP, cut over the ranks; read from and written to memory."""
     model = setting.model
     routed = model.experts_per_token * model.expert_intermediate if model.expert_layers else 0
     nbytes = setting.element * (

@@ -1,4 +1,4 @@
-"""How many sequences decode at each token step of a batch under continuous batching: a bucketed simulation.
+"""The number of sequences that decode at each token step of a batch under continuous batching: a bucketed simulation.
 
 Every running sequence gains one token a step, whatever a step costs, so the shape of a generation depends on lengths,
 samples and slots alone. It is found once and then priced for every model and layout. Steps are counted in tokens.
@@ -61,7 +61,8 @@ class Occupancy(Struct, frozen=True, eq=False):
 
 @lru_cache(maxsize=1024)
 def occupancy(lengths: Lengths, samples: float, slots: int, replicas: int) -> Occupancy:
-    """Of `samples` sequences per replica on `slots` slots, on `replicas` replicas that all wait for the last one.
+    """The occupancy of `samples` sequences per replica on `slots` slots, on `replicas` replicas that all wait for the
+    last one.
 
     The running number follows its expectation; how long the last ones run follows from order statistics: some replica
     is still at work at step u with probability 1 - product over all sequences of P(length <= u - start).

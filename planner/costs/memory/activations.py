@@ -44,7 +44,7 @@ def kept_bytes_per_token(model: ModelSpec, dtype: DType, fused: bool = False) ->
 
 
 class Running(Struct, frozen=True):
-    """How a training pass runs, where it is not as the engine of such a layout runs it.
+    """The manner of a training pass, where it is not as the engine of such a layout runs it.
 
     recompute: None for the role's own choice. fused: kernels of norms and MLP, None: where the layout cuts the model.
     live: layers' worth of tensors while one is in its backward pass. offloaded: layers' inputs wait in host memory.
@@ -130,7 +130,7 @@ def _kept_layers(model: ModelSpec, role: ModelRole, layout: Layout, running: Run
 
 
 def _residual_bytes(model: ModelSpec, element: int, fused: bool) -> int:
-    """Of what a layer keeps of a token, the part that only sequence parallelism cuts: norms and residuals."""
+    """The part of what a layer keeps of a token that only sequence parallelism cuts: norms and residuals."""
     if fused:
         return 2 * model.norms * element * model.hidden
     return (model.norms * (max(4, element) + element) + 2 * element) * model.hidden

@@ -1,4 +1,4 @@
-"""What memory is counted in: terms, sizes of elements, and how much of a device a plan may fill."""
+"""The units of memory: terms, sizes of elements, and how much of a device a plan may fill."""
 
 from typing import Literal
 
@@ -77,7 +77,7 @@ def shards(layout: Layout) -> int:
 
 
 def cuts_model(layout: Layout) -> bool:
-    """Whether the layout cuts a model beyond dp, which this project's engines do not."""
+    """True where the layout cuts a model beyond dp, which this project's engines do not."""
     return layout.tp * layout.pp * layout.cp * layout.ep > 1
 
 

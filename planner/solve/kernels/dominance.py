@@ -11,7 +11,7 @@ ELSEWHERE = 1 << 60  # more bytes than there are
 
 
 class Columns(NamedTuple):
-    """Of each row, fastest first, what it takes, and what its layout means to others; the arrays are as long."""
+    """The needs of each row, fastest first, and what its layout means to others; the arrays are as long."""
 
     seconds: Floats
     latency: Floats

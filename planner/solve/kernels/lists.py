@@ -15,7 +15,7 @@ ASCENT = 12  # steps towards the best multipliers of a device's memory
 
 
 class Lists(NamedTuple):
-    """Of tasks with a mesh the options that are left; of the others what is known of all of them."""
+    """The options that are left to tasks with a mesh; of the other tasks what is known of all options."""
 
     options: Ints  # [tasks, most options]: numbers, the fastest first
     left: Ints  # [tasks]: how many
@@ -76,7 +76,7 @@ def filter_memory(instance: Instance, needs: MemoryNeeds, lists: Lists) -> bool:
 
 @compiled
 def fits(instance: Instance, needs: MemoryNeeds, lists: Lists) -> bool:
-    """Whether what is chosen fits beside the least that the others need."""
+    """True where what is chosen fits beside the least that the others need."""
     for i in range(len(instance.role)):
         if needs.mesh[i] < 0:
             continue
@@ -178,7 +178,7 @@ def _overlap(instance: Instance, needs: MemoryNeeds, one: int, two: int) -> bool
 
 @compiled
 def _crowded(instance: Instance, needs: MemoryNeeds, lists: Lists, net: Net, limit: float) -> bool:
-    """Whether some device has too little memory for options that are fast enough.
+    """True where some device has too little memory for options that are fast enough.
 
     Tasks on one device run one after the other. With multipliers p_j >= 0 of its memory M at the moment of task j,
         T >= sum over tasks of min over options (t + r sum(p) + a p_i) - M sum(p) + what else never overlaps them,
@@ -266,7 +266,7 @@ def _beside(instance: Instance, needs: MemoryNeeds, net: Net, device: int) -> fl
 
 @compiled
 def _holds(instance: Instance, needs: MemoryNeeds, net: Net, device: int, move: int) -> bool:
-    """Whether the node, a move, holds the device."""
+    """True where the node, a move, holds the device."""
     arc = net.k[move, move]
     source, target = int(instance.arc_source[arc]), int(instance.arc_target[arc])
     return bool(_on(instance, needs, source, device) or _on(instance, needs, target, device))
@@ -274,7 +274,7 @@ def _holds(instance: Instance, needs: MemoryNeeds, net: Net, device: int, move: 
 
 @compiled
 def _apart_from_all(instance: Instance, needs: MemoryNeeds, net: Net, device: int, task: int) -> bool:
-    """Whether the task never runs beside any task of the device."""
+    """True where the task never runs beside any task of the device."""
     apart = True
     for j in range(len(needs.mesh)):
         apart &= not _on(instance, needs, j, device) or net.apart[j, task] == 1
@@ -302,7 +302,7 @@ def _active(instance: Instance, needs: MemoryNeeds, task: int, option: int) -> i
 
 @compiled
 def _copies(instance: Instance, needs: MemoryNeeds, task: int) -> int:
-    """How many tasks may share the copy that the task keeps: each counts with its part."""
+    """Number of tasks that may share the copy that the task keeps: each counts with its part."""
     if instance.frozen[task] == 0:
         return 1
     count = ZERO

@@ -14,7 +14,7 @@ NONE_LEFT, FOUND, UNDECIDED, PAUSED = 0, 1, 2, 3
 
 
 class Choosing(NamedTuple):
-    """Where the depth-first search over options stands, and the seconds of the moves between the meshes chosen."""
+    """The state of the depth-first search over options, and the seconds of the moves between the meshes chosen."""
 
     order: Ints  # [tasks]
     at: Ints  # [tasks]: the option tried at each depth
@@ -113,7 +113,7 @@ def _begin(
 
 @compiled
 def _tied(instance: Instance, needs: MemoryNeeds, task: int) -> bool:
-    """Whether the task's layout is that of the tasks tied to it that have one."""
+    """True where the task's layout is that of the tasks tied to it that have one."""
     for other in range(len(instance.role)):
         option = needs.option[other]
         tied = instance.tied[other] == instance.tied[task] and option >= 0
@@ -174,7 +174,7 @@ def _filter_seconds(
 
 @compiled
 def _is_moved(instance: Instance, task: int) -> bool:
-    """Whether weights are moved from or to the task."""
+    """True where weights are moved from or to the task."""
     for a in range(len(instance.arc_source)):
         if instance.arc_move[a] >= 0 and (instance.arc_source[a] == task or instance.arc_target[a] == task):
             return True

@@ -124,7 +124,7 @@ def feasible(net: Net, period: float, budget: int) -> int:
 
 @compiled
 def _overloaded(net: Net, period: float) -> bool:
-    """Whether nodes that never run at one time take longer than the period: cliques, grown greedily from each node."""
+    """True if nodes that never run at one time take longer than the period: cliques, grown greedily from each node."""
     n = net.size[0]
     clique = net.clique
     for first in range(n):
@@ -208,7 +208,7 @@ def _propagate(net: Net, period: float, depth: int) -> int:
 
 @compiled
 def _heavier(net: Net, one: int, two: int) -> bool:
-    """Whether the pair `one` takes longer in all than `two`."""
+    """True where the pair `one` takes longer in all than `two`."""
     first = net.seconds[net.left[one]] + net.seconds[net.right[one]]
     return bool(first > net.seconds[net.left[two]] + net.seconds[net.right[two]])
 
@@ -262,7 +262,7 @@ def _open(net: Net, period: float, depth: int, pair: int) -> None:
 
 @compiled
 def _next(net: Net, depth: int) -> bool:
-    """Whether the frame has a further k; it is then the one to try."""
+    """True where the frame has a further k; it is then the one to try."""
     frame = net.frame[depth]
     frame[2] += 1
     return bool(frame[2] <= frame[4] - frame[3])
