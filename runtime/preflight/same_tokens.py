@@ -1,4 +1,4 @@
-"""Whether the roles of a graph mean the same by a token, before any weights are loaded. No torch.
+"""A check that the roles of a graph mean the same by a token, before any weights are loaded. No torch.
 
 Ids are all that engines exchange: a role with another vocabulary would read other words, and say nothing.
 """
@@ -60,7 +60,7 @@ def _hint(graph: Graph, name: str) -> str:
 
 
 def _difference_from(source: tuple[str, str | None], tokenizer: Tokenizer, texts: Sequence[str]) -> str | None:
-    """How a role's tokenizer differs, None where it has none."""
+    """The way a role's tokenizer differs, None where it has none."""
     try:
         other = load_tokenizer(*source)
     except ConfigError:  # weights alone: a critic or reward model may be saved without
@@ -69,8 +69,8 @@ def _difference_from(source: tuple[str, str | None], tokenizer: Tokenizer, texts
 
 
 def difference(one: Tokenizer, other: Tokenizer, texts: Sequence[str] = ()) -> str:
-    """How `other` reads or cuts texts otherwise than `one`; '' where every token of `one` is the same token of `other`
-    and both cut special tokens, PROBES, `texts` and random texts alike. A token that only pads is left out."""
+    """The way `other` reads or cuts texts otherwise than `one`; '' where every token of `one` is the same token of
+    `other` and both cut special tokens, PROBES, `texts` and random texts alike. A token that only pads is left out."""
     mine, theirs = one.get_vocab(), other.get_vocab()
     ends = {one.special_tokens_map.get(name) for name in ("bos_token", "eos_token")}
     pad = one.special_tokens_map.get("pad_token")
