@@ -1,4 +1,4 @@
-"""What is searched beside the plan: other plans of the same run, and what changes would bring."""
+"""Searches beside the plan: other plans of the same run, and what changes would bring."""
 
 from collections.abc import Iterator
 
@@ -101,7 +101,8 @@ def _searched(name: str, note: str, session: Session, request: PlanRequest) -> C
 
 
 def hints_of(session: Session, request: PlanRequest, plan: Plan, budget: Budget) -> tuple[tuple[Hint, ...], str]:
-    """What changes would bring, each planned anew, and a word on those that the time, or Ctrl-C, left no answer to."""
+    """The gains that changes would bring, each planned anew, and a word on those that the time, or Ctrl-C, left no
+    answer to."""
     found: list[Hint] = []
     missing: list[str] = []
     limits = session.quick(max(HINT_SECONDS, 2 * plan.search_seconds))
@@ -118,7 +119,7 @@ def hints_of(session: Session, request: PlanRequest, plan: Plan, budget: Budget)
 
 
 def synchrony(session: Session, request: PlanRequest, plan: Plan) -> str:
-    """Of an asynchronous run: how a synchronous one would do; '' for a synchronous plan."""
+    """Says how a synchronous run would do in place of an asynchronous one; '' for a synchronous plan."""
     if request.workload.staleness == 0 or plan.staleness == 0 or session.stop():
         return ""
     try:
@@ -140,7 +141,7 @@ def cut_short(plan: Plan, comparisons: tuple[Comparison, ...]) -> str:
 
 
 def simpler(request: PlanRequest, plan: Plan, comparisons: tuple[Comparison, ...]) -> str:
-    """Whether placing every call on all devices, which has less to go wrong, is as good; '' where it is worse."""
+    """Says that placing every call on all devices, which has less to go wrong, is as good; '' where it is worse."""
     if len(plan.allocations) < 2:
         return ""
     if len({allocation.layout.mesh for allocation in plan.allocations.values()}) == 1:

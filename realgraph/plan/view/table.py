@@ -50,7 +50,7 @@ SHADES = ("█", "▓", "▒", "░", "◼", "▪")
 
 
 def plan_parts(report: Report, width: int) -> Iterator[RenderableType]:
-    """What follows from the plan alone, in reading order, for a terminal of `width` characters."""
+    """The parts that follow from the plan alone, in reading order, for a terminal of `width` characters."""
     yield from head(report)
     yield Text()
     yield allocation_table(report, width)
@@ -82,7 +82,7 @@ def explain_parts(report: Report, call: str, found: tuple[Alternative, ...]) -> 
 
 
 def beside_parts(report: Report) -> Iterator[RenderableType]:
-    """What was found beside the plan: other plans, hints, cluster sizes, a run's measurements."""
+    """The parts on what was found beside the plan: other plans, hints, cluster sizes, a run's measurements."""
     found = report.findings
     for note in found.notes:
         yield Text.assemble(("note ", "bold"), note)
@@ -98,7 +98,7 @@ def beside_parts(report: Report) -> Iterator[RenderableType]:
 
 
 def head(report: Report) -> Iterator[Text]:
-    """What was planned, how fast it is, and how good that is."""
+    """The head: what was planned, how fast it is, and how good that is."""
     plan = report.plan
     for i, (name, text) in enumerate(report.facts):
         yield Text.assemble((f"{name}: " if not i else f"{name} ", "bold"), text)
@@ -232,7 +232,7 @@ def memory(report: Report, width: int) -> Iterator[Text]:
 
 
 def _legend(parts: Sequence[MemoryPart], indent: int, width: int) -> Iterator[Text]:
-    """What the largest parts are, as many to a line as fit."""
+    """The names of the largest parts, as many to a line as fit."""
     entries = [
         Text.assemble((SHADES[i % len(SHADES)], PART_COLOURS[part.kind]), f" {part.label} {bytes_text(part.nbytes)}")
         for i, part in enumerate(parts[:NAMED_PARTS])
@@ -278,7 +278,7 @@ def comparisons(report: Report) -> Table:
 
 
 def hints(found: tuple[Hint, ...]) -> Table:
-    """What a change would bring, each planned anew."""
+    """The gains of changes, each planned anew."""
     table = titled("what if")
     table.add_column("change")
     table.add_column("period", justify="right")
