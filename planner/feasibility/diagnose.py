@@ -25,7 +25,7 @@ from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.solve.solver import solve
 
 GB = 1e9
-ENOUGH = 1e9  # relative gap: the first plan that fits will do
+ANY_PLAN_GAP = 1e9  # relative gap: the first plan that fits will do
 PROBE_SECONDS = 2.0  # of one question whether any plan fits
 UNDECIDED = "a short search did not tell whether"
 MOST_CHANGES = 3  # sorts of them that are offered, more devices aside
@@ -87,7 +87,9 @@ def unfinished(found: Unsolved) -> ConfigError:
 
 def _asker(limits: Limits) -> Fits:
     """A function that tells if some plan of a request fits: yes and no are certain, a short search may not tell."""
-    quick = replace(limits, gap=ENOUGH, seconds=min(limits.seconds, PROBE_SECONDS), progress=lambda period, bound: None)
+    quick = replace(
+        limits, gap=ANY_PLAN_GAP, seconds=min(limits.seconds, PROBE_SECONDS), progress=lambda period, bound: None
+    )
 
     def fits(request: PlanRequest) -> bool | None:
         if constraint_problems(request):

@@ -20,8 +20,8 @@ from realgraph.planner.plan.layout import Layout
 from realgraph.planner.plan.option import CallOption
 from realgraph.planner.request.request import PlanRequest
 
-CACHE_STEP = 64  # positions: the cache of a GPU grows in such steps
-CACHE_STEP_CPU = 16
+CACHE_STEP_TOKENS = 64  # positions: the cache of a GPU grows in such steps
+CACHE_STEP_TOKENS_CPU = 16
 FUNCTION_SECONDS = 1e-4  # of one sample, in one of the workers' subprocesses
 ADVANTAGE_SECONDS = 1e-5  # of one sample
 RAGGED = ("tokens", "text", "json")  # one value of which is a whole sample, here counted in tokens
@@ -194,7 +194,7 @@ def most_running(request: PlanRequest) -> int:
 
 def slot_tokens(request: PlanRequest, tokens: float) -> int:
     """Positions of the embedded engine's cache for a sequence of `tokens`, and the one that is written next."""
-    step = CACHE_STEP_CPU if request.cluster.is_cpu else CACHE_STEP
+    step = CACHE_STEP_TOKENS_CPU if request.cluster.is_cpu else CACHE_STEP_TOKENS
     return math.ceil((tokens + 1) / step) * step
 
 

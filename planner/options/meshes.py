@@ -12,7 +12,7 @@ from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.problem import DeviceBlock
 
-WIDEST = 9  # children of one block: an odd factor above it splits the block unevenly instead
+MOST_BLOCK_CHILDREN = 9  # children of one block: an odd factor above it splits the block unevenly instead
 
 
 class Family(Struct, frozen=True):
@@ -112,7 +112,7 @@ def _nodes_tree(first: int, nodes: int, per_node: int) -> DeviceBlock:
     if nodes == 1:
         return _node_tree(first, per_node)
     widest = radices(nodes)[0]
-    if widest > WIDEST:
+    if widest > MOST_BLOCK_CHILDREN:
         power = 1 << (nodes.bit_length() - 1)
         sizes = [power, nodes - power]
     else:

@@ -18,9 +18,9 @@ from realgraph.planner.plan.option import PASSES, PLAIN, CallOption
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
 
-ONE = DeviceMesh(0, 1)
-CHUNKS = (8, 4, 2)  # groups of layers of an interleaved stage
-FORWARD = "recompute, schedule and chunks belong to train calls: this one has no backward pass"
+ONE_DEVICE = DeviceMesh(0, 1)
+CHUNK_COUNTS = (8, 4, 2)  # groups of layers of an interleaved stage
+NO_BACKWARD_TEXT = "recompute, schedule and chunks belong to train calls: this one has no backward pass"
 
 
 def passes_for(request: PlanRequest, call: str, plain: CallOption, cluster: Cluster) -> Iterator[CallOption]:
@@ -54,7 +54,7 @@ def _chunks(request: PlanRequest, call: str, plain: CallOption, cluster: Cluster
     count = microbatches_of(request, call, replace(plain, schedule="interleaved"), cluster)
     if count * layout.dp * steps > request.workload.n_samples:
         return 0
-    return next((chunks for chunks in ((pinned,) if pinned else CHUNKS) if 1 < chunks <= most), 0)
+    return next((chunks for chunks in ((pinned,) if pinned else CHUNK_COUNTS) if 1 < chunks <= most), 0)
 
 
 # --- what can't be ----------------------------------------------------------------------------------------------------
@@ -64,13 +64,13 @@ def pin_problems(request: PlanRequest, call: str, pin: Pin, where: Where) -> Ite
     """Problems of the passes that a pin sets, whatever the search would choose."""
     if not isinstance(request.graph.calls[call], Train):
         if any(getattr(pin, name) is not None for name in PASSES):
-            yield Problem(where, FORWARD, "leave them out", "pin")
+            yield Problem(where, NO_BACKWARD_TEXT, "leave them out", "pin")
         return
     piped = pin.schedule not in (None, "1f1b") or (pin.chunks or 1) > 1
     schedule: Schedule = pin.schedule or ("interleaved" if piped else "1f1b")
     chunks = pin.chunks or (2 if schedule == "interleaved" else 1)
     stages = pin.pp or (min(2, request.model(call).layers) if piped else 1)
-    asked = CallOption(Layout(ONE, pp=stages), 1, pin.recompute or "none", schedule, chunks)
+    asked = CallOption(Layout(ONE_DEVICE, pp=stages), 1, pin.recompute or "none", schedule, chunks)
     fault = schedule_fault(asked, request.model(call).layers) or _shared_fault(request, call, asked)
     if fault:
         yield Problem(where, fault, "leave schedule and chunks out", "pin")
@@ -88,7 +88,7 @@ def plan_problems(request: PlanRequest, call: str, candidate: CallOption, where:
     """Problems of the passes of an allocation; where: its place in the plan's file."""
     if not isinstance(request.graph.calls[call], Train):
         if candidate.passes != PLAIN:
-            yield Problem(where, FORWARD, "leave them out", "plan_passes")
+            yield Problem(where, NO_BACKWARD_TEXT, "leave them out", "plan_passes")
         return
     fault = schedule_fault(candidate, request.model(call).layers) or _shared_fault(request, call, candidate)
     if fault:

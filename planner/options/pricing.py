@@ -33,9 +33,9 @@ from realgraph.planner.plan.option import SETTINGS, CallOption
 from realgraph.planner.request.cost_table import CostTable, MeasuredCall, Phase, PhaseFactor
 from realgraph.planner.request.request import PlanRequest, call_hashes
 
-ONE = DeviceMesh(0, 1)
-MEASURED = ("devices", *(name for name in MeasuredCall.__struct_fields__ if name in SETTINGS))  # what was run
-ELSEWHERE = 1 << 50  # bytes that no device has: what reads the trained copy in place fits nowhere else
+ONE_DEVICE = DeviceMesh(0, 1)
+MEASURED_SETTINGS = ("devices", *(name for name in MeasuredCall.__struct_fields__ if name in SETTINGS))  # what was run
+ELSEWHERE_BYTES = 1 << 50  # bytes that no device has: what reads the trained copy in place fits nowhere else
 DEFAULT_ERROR: dict[Phase, float] = {"train": 0.12, "inference": 0.25, "generate": 0.15, "reallocate": 0.5}
 
 
@@ -134,7 +134,7 @@ def options_of(
     held = _holding(request, candidate, copy, added)
     resident, active = held.resident.total, held.active.total
     if in_place:
-        active, shared = active + ELSEWHERE, ELSEWHERE
+        active, shared = active + ELSEWHERE_BYTES, ELSEWHERE_BYTES
     else:
         shared = held.shared
     if key not in known.timings:
@@ -162,9 +162,13 @@ def _with_caches(nbytes: tuple[int, int, int], timing: Timing, in_place: bool) -
     resident, active, shared = nbytes
     match timing.caches:
         case "kept":
-            return (resident + active - ELSEWHERE, ELSEWHERE, ELSEWHERE) if in_place else (resident + active, 0, 0)
+            return (
+                (resident + active - ELSEWHERE_BYTES, ELSEWHERE_BYTES, ELSEWHERE_BYTES)
+                if in_place
+                else (resident + active, 0, 0)
+            )
         case "training" if not in_place:
-            return resident, active + ELSEWHERE, shared + ELSEWHERE
+            return resident, active + ELSEWHERE_BYTES, shared + ELSEWHERE_BYTES
         case _:
             return nbytes
 
@@ -201,7 +205,8 @@ def _holding(request: PlanRequest, candidate: CallOption, copy: Footprint, activ
 def _running(request: PlanRequest, call: str, candidate: CallOption) -> Footprint:
     """Memory that a running call adds, its weights left aside."""
     model, role, layout, kind = request.model(call), request.role(call), candidate.layout, request.graph.calls[call]
-    cut = Layout(ONE, tp=layout.tp, pp=layout.pp, ep=layout.ep, cp=layout.cp)  # on all meshes, activations are the same
+    # activations are the same on all meshes
+    cut = Layout(ONE_DEVICE, tp=layout.tp, pp=layout.pp, ep=layout.ep, cp=layout.cp)
     if isinstance(kind, Generate):
         return memory.generation(model, role, cut, candidate.tokens)
     tokens = max(candidate.tokens, longest_part(request, layout))
@@ -332,7 +337,7 @@ def _measured(request: PlanRequest, call: str, candidate: CallOption) -> tuple[f
 def _ran(found: MeasuredCall, candidate: CallOption) -> bool:
     """True where what was measured ran as the candidate says."""
     now = {**candidate.settings, "devices": candidate.layout.mesh.n_devices}
-    return all(getattr(found, name) == now[name] for name in MEASURED)
+    return all(getattr(found, name) == now[name] for name in MEASURED_SETTINGS)
 
 
 def offloading_seconds(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> float:

@@ -32,7 +32,7 @@ from realgraph.planner.problem_file.checks import has_ranks, n_nodes, no_json, p
 from realgraph.planner.problem_file.spec import PROBLEM_FORMAT, CallSpec, OptionSpec, ProblemFile, ReallocationSpec
 from realgraph.planner.problem_file.symmetry import symmetric_tree
 
-UNLIMITED = 1 << 60  # bytes
+UNLIMITED_BYTES = 1 << 60
 SCOPE = (
     "schedules that repeat each period (1-periodic), calls that hold their meshes for the seconds given, "
     "the meshes and options of the file"
@@ -165,7 +165,7 @@ def build_problem(spec: ProblemFile) -> FileProblem:
         devices=spec.devices,
         devices_per_node=spec.devices_per_node or spec.devices,
         memory=_bytes(spec.memory, spec.devices),
-        host_memory=_bytes(UNLIMITED if spec.host_memory is None else spec.host_memory, n_nodes(spec)),
+        host_memory=_bytes(UNLIMITED_BYTES if spec.host_memory is None else spec.host_memory, n_nodes(spec)),
         meshes=tuple(meshes),
         tables=tuple(tables),
         tasks=tuple(tasks),

@@ -28,7 +28,7 @@ from realgraph.planner.report.schedule import (
 from realgraph.planner.request.request import PlanRequest, kept_by
 from realgraph.planner.search.search import events_of
 
-LOADED = 0.9  # a device that is busy for this share of the period is what bounds it
+LOADED_SHARE = 0.9  # a device that is busy for this share of the period is what bounds it
 
 
 class CallRow(Struct, frozen=True):
@@ -204,7 +204,7 @@ def _sentence(node: tuple[str, float], total: float, busiest: tuple[float, str, 
     (call, seconds), (load, devices, count) = node, busiest
     where = f"device{'s' * (count > 1)} {devices}"
     held = f"it takes {seconds_text(seconds)}, {percent_text(seconds / total)} of the critical circuit"
-    if load >= LOADED:
+    if load >= LOADED_SHARE:
         return f"{call} bounds the period: resource load {percent_text(load)} ({where}); {held}"
     return (
         f"{call} bounds the period by what waits for it: {held}; "

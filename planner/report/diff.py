@@ -17,7 +17,7 @@ from realgraph.planner.report.format import (
 )
 from realgraph.planner.report.text import TRANSPORT_WORDS
 
-SAME = 0.005  # of seconds or bytes: below it two predictions are told as equal
+SAME_FRACTION = 0.005  # of seconds or bytes: below it two predictions are told as equal
 
 
 class PlanChange(Struct, frozen=True):
@@ -113,7 +113,7 @@ def _seconds(subject: str, what: str, old: float, new: float) -> Iterator[PlanCh
 
 
 def _differs(old: float, new: float) -> bool:
-    return abs(new - old) > SAME * max(abs(old), abs(new))
+    return abs(new - old) > SAME_FRACTION * max(abs(old), abs(new))
 
 
 def _change(old: float, new: float) -> str:

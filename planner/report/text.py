@@ -23,7 +23,7 @@ STOPPED = {
 STREAMS = (
     "it was proven but for what a stream of generation loses on devices that it shares, which the bound leaves out"
 )
-OWN = 1.05  # times the gap that a search proves: a wider one is not the search's own
+OWN_GAP_RATIO = 1.05  # times the gap that a search proves: a wider one is not the search's own
 
 
 def predicted_text(report: Report) -> str:
@@ -35,7 +35,7 @@ def bound_text(plan: Plan) -> str:
     """Bound, gap, why the search ended, and what the bound speaks of."""
     parts = [seconds_text(plan.lower_bound_seconds), f"gap {gap_text(plan.gap)}"]
     if plan.stopped:
-        wider = plan.stopped == "proven" and plan.gap > OWN * Limits().gap
+        wider = plan.stopped == "proven" and plan.gap > OWN_GAP_RATIO * Limits().gap
         why = STREAMS if wider else STOPPED.get(plan.stopped, plan.stopped)
         parts.append(f"searched for {seconds_text(plan.search_seconds)} until {why}")
     return ", ".join(parts) + (f"; within: {plan.scope}" if plan.scope else "")

@@ -31,9 +31,9 @@ from realgraph.planner.plan.option import CallOption
 from realgraph.planner.plan.plan import REALLOCATION, Plan, reallocation_node
 from realgraph.planner.request.request import PlanRequest
 
-POINTS = 16  # tokens between two updates that are tried before the place between two of them is found
+N_TRIED_POINTS = 16  # tokens between two updates that are tried before the place between two of them is found
 HALVINGS = 24
-BOUND = 1 - 1e-9  # of a period: a mesh that is in use for so much of it decides it
+DECIDING_FRACTION = 1 - 1e-9  # of a period: a mesh that is in use for so much of it decides it
 
 
 class _Flow(Struct, frozen=True, eq=False):
@@ -212,7 +212,7 @@ def _steady_point(flow: _Flow) -> _Point:
     where it never does, the point of the least period, and of those the last."""
     before: _Point | None = None
     points: list[_Point] = []
-    for between in np.geomspace(flow.stream.least, flow.stream.most, POINTS):
+    for between in np.geomspace(flow.stream.least, flow.stream.most, N_TRIED_POINTS):
         point = _point(flow, float(between))
         points.append(point)
         if point.bound:
@@ -239,7 +239,7 @@ def _point(flow: _Flow, between: float) -> _Point:
     except ValueError:  # a batch would take longer than the staleness bound has periods: more tokens between updates
         found = float("inf")
     load = max(sum(events.seconds.get(name, 0.0) for name in names) for names in flow.turns)
-    return _Point(between, timing, found, load >= found * BOUND)
+    return _Point(between, timing, found, load >= found * DECIDING_FRACTION)
 
 
 def _streamed(flow: _Flow, timing: Timing) -> EventGraph:

@@ -17,7 +17,7 @@ from realgraph.planner.solve.kernels.compiled import Floats, Ints, Mask
 from realgraph.planner.solve.kernels.instance import Instance
 
 MOST_CLIQUES = 96
-PATIENCE, LEAST_SCALE = 10, 0.01  # of the ascent: steps without gain before they are halved, and how often
+PATIENCE_STEPS, LEAST_SCALE = 10, 0.01  # of the ascent: steps without gain before they are halved, and how often
 
 
 class BoundRows(Struct, frozen=True, eq=False):
@@ -145,7 +145,7 @@ def ascend(rows: BoundRows, start: Multipliers, target: float, steps: int) -> Mu
             best = Multipliers(cliques, memory, bound)
         if bound > target:
             break
-        if stale > PATIENCE:
+        if stale > PATIENCE_STEPS:
             scale, stale = scale / 2, 0
             if scale < LEAST_SCALE:
                 break

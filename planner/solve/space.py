@@ -21,11 +21,12 @@ from realgraph.planner.solve.kernels.instance import Instance
 from realgraph.planner.solve.kernels.meshes import ReducedCosts
 from realgraph.planner.solve.kernels.places import Tree, no_tree, tree_of
 
-STEPS = 150  # of the ascent of multipliers: at the root
-LARGE = 8  # tasks: with more of them, twice as many steps, and all tasks count as long ones
+ROOT_STEPS = 150  # of the ascent of multipliers
+MANY_TASKS = 8  # tasks: with more of them, twice as many steps, and all tasks count as long ones
 FEWER_STEPS, FEW_STEPS = 80, 12  # with one of the longest tasks on meshes of one table, and with another one
-LONGEST = 2  # tasks
-FEW = 14.0  # logarithm of a number of placements that are looked at faster than multipliers are found for each table
+LONGEST_TASKS = 2
+# Natural logarithm of a number of placements that are looked at faster than multipliers are found for each table.
+FAST_PLACEMENTS_LOG = 14.0
 
 
 class Space(Struct, frozen=True, eq=False):
@@ -47,8 +48,10 @@ def space_of(
     if rows is None:
         return limit, None
     start = first_multipliers(rows)
-    few = float(np.log(everywhere.sum(axis=1)).sum()) < FEW
-    best = ascend(rows, start, limit, FEW_STEPS if few else STEPS if len(rows.begin) <= LARGE else 2 * STEPS)
+    few = float(np.log(everywhere.sum(axis=1)).sum()) < FAST_PLACEMENTS_LOG
+    best = ascend(
+        rows, start, limit, FEW_STEPS if few else ROOT_STEPS if len(rows.begin) <= MANY_TASKS else 2 * ROOT_STEPS
+    )
     if best.bound > limit:
         return limit, None
     bound, sets = best.bound, [start, best]
@@ -65,7 +68,7 @@ def _by_table(
     rows: BoundRows, best: Multipliers, limit: float, look_up: Callable[[], None]
 ) -> tuple[float, list[Multipliers]]:
     """Multipliers for each task on meshes of each table, and what they prove: some table each task must take."""
-    bound, sets, longest = best.bound, [], LONGEST if len(rows.begin) <= LARGE else len(rows.begin)
+    bound, sets, longest = best.bound, [], LONGEST_TASKS if len(rows.begin) <= MANY_TASKS else len(rows.begin)
     by_work = np.argsort([-float(np.min(rows.area[rows.task == i])) for i in range(len(rows.begin))], kind="stable")
     for rank, task in enumerate(by_work.tolist()):
         look_up()

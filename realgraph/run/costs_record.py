@@ -20,7 +20,7 @@ from realgraph.planner.costs.lengths import quantiles
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.options.calls import setting_seconds
 from realgraph.planner.options.holdings import candidate_of
-from realgraph.planner.options.pricing import MEASURED, phase_of
+from realgraph.planner.options.pricing import MEASURED_SETTINGS, phase_of
 from realgraph.planner.plan.plan import Plan, reallocation_node
 from realgraph.planner.request.cost_table import CostTable, MeasuredCall, Phase, PhaseFactor, costs_to_json, load_costs
 from realgraph.planner.request.request import PlanRequest, call_hashes, hashes, kept_by
@@ -193,7 +193,7 @@ def _entry(planned: Planned, name: str, phase: Phase, seconds: Sequence[float], 
         "model": model,
         "workload": workload,
         "devices": allocation.layout.mesh.n_devices,
-        **{name: value for name, value in allocation.settings.items() if name in MEASURED},
+        **{name: value for name, value in allocation.settings.items() if name in MEASURED_SETTINGS},
         "seconds": median,
         "predicted_seconds": predicted,
         "error": deviation / median if median > 0 else 0.0,

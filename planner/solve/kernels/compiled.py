@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., object])
 Kept = dict[object, str]  # numba's index of one function: signatures and files of machine code
 
 ZERO, ONE = cast(int, np.int64(0)), cast(int, np.int64(1))  # literals would be compiled for by themselves
-NONE = -1e18  # seconds of a longest path where there is no path
+NO_PATH_SECONDS = -1e18  # seconds of a longest path where there is no path
 COMPILED = (b"njit", b"@compiled", b"@entry", b"(NamedTuple)")  # what a source has that compiled code hangs on
 
 

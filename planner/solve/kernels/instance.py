@@ -9,7 +9,7 @@ from realgraph.planner.plan.problem import OptionTable, SearchProblem
 from realgraph.planner.solve.kernels.compiled import Floats, Ints
 from realgraph.planner.solve.kernels.dominance import columns_of, nondominated
 
-UNBOUND = 1 << 20  # steps between two tasks that no path connects
+UNBOUND_STEPS = 1 << 20  # steps between two tasks that no path connects
 
 
 class Instance(NamedTuple):
@@ -144,7 +144,7 @@ def _kept(table: OptionTable, blind: bool) -> Ints:
 
 def _exclusive(n: int, source: Ints, target: Ints, distances: Ints) -> Ints:
     """Tasks on a circuit of distance 1: each waits for the other, in this step or the next, in every schedule."""
-    steps = np.full((n, n), UNBOUND, np.int64)
+    steps = np.full((n, n), UNBOUND_STEPS, np.int64)
     for i, j, distance in zip(source, target, distances, strict=True):
         steps[i, j] = min(steps[i, j], distance)
     for via in range(n):

@@ -4,14 +4,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realgraph.planner.solve.kernels.compiled import NONE, ZERO, Floats, Ints, compiled
+from realgraph.planner.solve.kernels.compiled import NO_PATH_SECONDS, ZERO, Floats, Ints, compiled
 from realgraph.planner.solve.kernels.instance import Instance
 from realgraph.planner.solve.kernels.memory import MemoryNeeds, in_place, least, memory_fits
 from realgraph.planner.solve.kernels.period import Net, add_arc, add_pair, clear, feasible
 
-SCHEDULES = 5_000  # nodes of one search for integers k where it decides
-GLANCE = 200  # and where it only saves work: proofs that take longer cost more than they cut off
-ASCENT = 12  # steps towards the best multipliers of a device's memory
+DECIDING_NODES = 5_000  # nodes of one search for integers k where it decides
+GLANCE_NODES = 200  # and where it only saves work: proofs that take longer cost more than they cut off
+ASCENT_STEPS = 12  # steps towards the best multipliers of a device's memory
 
 
 class Lists(NamedTuple):
@@ -204,7 +204,7 @@ def _device_crowded(instance: Instance, needs: MemoryNeeds, lists: Lists, net: N
     rest = _beside(instance, needs, net, device)
     for j in range(n):
         lists.multiplier[j] = 0.0
-    for _ in range(ASCENT):
+    for _ in range(ASCENT_STEPS):
         total, resident, bound = 0.0, 0.0, rest
         for j in range(n):
             total += lists.multiplier[j]
@@ -285,7 +285,7 @@ def _apart_from_all(instance: Instance, needs: MemoryNeeds, net: Net, device: in
 def _cheapest(instance: Instance, needs: MemoryNeeds, lists: Lists, task: int, total: float) -> tuple[int, float]:
     """The option of least reduced cost, and that cost. total: the sum of all multipliers."""
     shares, copies = in_place(instance, needs, task), _copies(instance, needs, task)
-    cheapest, cost = ZERO - 1, -NONE
+    cheapest, cost = ZERO - 1, -NO_PATH_SECONDS
     for c in range(1 if needs.option[task] >= 0 else lists.left[task]):
         o = needs.option[task] if needs.option[task] >= 0 else lists.options[task, c]
         active = instance.active[o] - (instance.shared[o] if shares > 0 else 0)

@@ -11,7 +11,7 @@ import numpy as np
 from realgraph.planner.solve.kernels.compiled import ZERO, Ints, compiled
 from realgraph.planner.solve.kernels.instance import Instance
 
-MOST = 1 << 62
+NO_LIMIT_BYTES = 1 << 62
 
 
 class MemoryNeeds(NamedTuple):
@@ -117,8 +117,8 @@ def memory_fits(instance: Instance, needs: MemoryNeeds) -> bool:
     n = len(instance.role)
     count = ZERO
     for i in range(n):
-        needs.room[i] = MOST
-        needs.resident_room[i] = MOST
+        needs.room[i] = NO_LIMIT_BYTES
+        needs.resident_room[i] = NO_LIMIT_BYTES
         if needs.mesh[i] >= 0:
             needs.breaks[count] = instance.first[needs.mesh[i]]
             needs.breaks[count + 1] = instance.first[needs.mesh[i]] + instance.size[needs.mesh[i]]

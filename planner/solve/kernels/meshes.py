@@ -10,7 +10,7 @@ import numpy as np
 
 from realgraph.planner.solve.kernels.compiled import ONE, ZERO, Floats, Ints, Mask, compiled, entry
 from realgraph.planner.solve.kernels.instance import Instance
-from realgraph.planner.solve.kernels.lists import GLANCE, Lists, fill, filter_memory, in_time
+from realgraph.planner.solve.kernels.lists import GLANCE_NODES, Lists, fill, filter_memory, in_time
 from realgraph.planner.solve.kernels.memory import MemoryNeeds
 from realgraph.planner.solve.kernels.period import Net
 from realgraph.planner.solve.kernels.places import Tree, places
@@ -235,4 +235,4 @@ def judge(
             lists.moved[a] = _least_move(moves, (instance.arc_move[a] * meshes + source) * meshes + target)
     if moves.missing[0] > 0:
         return UNKNOWN
-    return CUT if in_time(instance, needs, lists, net, limit, ONE, ZERO + GLANCE) == 0 else KEPT
+    return CUT if in_time(instance, needs, lists, net, limit, ONE, ZERO + GLANCE_NODES) == 0 else KEPT
