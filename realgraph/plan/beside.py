@@ -21,7 +21,7 @@ from realgraph.planner.search.streams import streams
 from realgraph.planner.solve.heuristics import one_mesh
 
 RULE_SECONDS, RULE_GAP = 2.0, 0.002  # of the search for the best layouts under a rule
-PROVEN = 0.05  # of a gap: a larger one proves little
+PROVEN_GAP = 0.05  # relative: a larger one proves little
 NEARLY, NOTHING = 0.01, 1e-6  # longer by less: a simpler plan is worth it; as long
 BASELINE_NAMES = ("symmetric", "colocated", "Megatron's rule", "ReaL-style heuristic")
 FREE = "free choice"
@@ -145,7 +145,7 @@ def simpler(request: PlanRequest, plan: Plan, comparisons: tuple[Comparison, ...
     if len(plan.allocations) < 2:
         return ""
     if len({allocation.layout.mesh for allocation in plan.allocations.values()}) == 1:
-        if request.constraints.colocated or plan.gap > PROVEN:
+        if request.constraints.colocated or plan.gap > PROVEN_GAP:
             return ""
         return f"every call on the same devices: no other placement is more than {gap_text(plan.gap)} faster, proven"
     colocated = replace(request, constraints=replace(request.constraints, colocated=True))

@@ -38,12 +38,12 @@ from realgraph.planner.report.text import (
     weights_text,
 )
 
-CELLS = 16  # of a drawn cluster
+CLUSTER_CELLS = 16  # of a drawn cluster
 MEMORY_CELLS = 40  # of a full device
 NUMBERS = ("micro-batches", "seconds", "share", "memory")
 SPARED = ("most of it", "on the cluster", "weights", "share", "micro-batches")  # by a narrow terminal, in this order
 PART_COLOURS = {"resident": "cyan", "active": "yellow"}
-SLOW_INPUTS = 0.01  # of a call's seconds: inputs that take more are named
+SLOW_INPUTS_SHARE = 0.01  # of a call's seconds: inputs that take more are named
 NAMED_PARTS = 6  # of a memory bar
 MOST_NODES = 4  # that are drawn apart
 SHADES = ("█", "▓", "▒", "░", "◼", "▪")
@@ -168,7 +168,7 @@ def _cells(row: CallRow, report: Report, axes: tuple[str, ...]) -> dict[str, Tex
 def mesh_picture(devices: range, report: Report) -> str:
     """The cluster as at most 16 blocks: full, partly (`▄`) or not (`·`) of this mesh; few nodes stand apart."""
     n, per_node = report.n_devices, report.devices_per_node
-    size = -(-n // CELLS)
+    size = -(-n // CLUSTER_CELLS)
     blocks = [range(first, min(n, first + size)) for first in range(0, n, size)]
     apart = per_node // size if per_node % size == 0 and n <= MOST_NODES * per_node else len(blocks)
     drawn = ""
@@ -204,7 +204,7 @@ def bottleneck(found: Bottleneck) -> Iterator[Text]:
 
 def moves(report: Report) -> Iterator[Text]:
     """The order of pipeline stages, how trained weights get to the calls that read them, and slow inputs."""
-    weights, inputs = moves_text(report.plan), inputs_text(report.plan, SLOW_INPUTS)
+    weights, inputs = moves_text(report.plan), inputs_text(report.plan, SLOW_INPUTS_SHARE)
     stages = pipelines_text(report.rows)
     if stages:
         yield Text.assemble(("pipelines ", "bold"), stages)
