@@ -24,13 +24,12 @@ MOST_TRIED = 200  # of which the exact period is found
 
 
 class Alternative(Struct, frozen=True):
-    """One other way to run a call beside the rest of the plan. period_seconds: of the whole plan with it, None where it
-    does not fit; reason: why not, or what it costs."""
+    """One other way to run a call beside the rest of the plan."""
 
     option: CallOption
     seconds: float
-    period_seconds: float | None
-    reason: str
+    period_seconds: float | None  # of the whole plan with it, None where it does not fit
+    reason: str  # why not, or what it costs
 
 
 def alternatives(request: PlanRequest, plan: Plan, call: str) -> tuple[Alternative, ...]:

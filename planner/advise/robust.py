@@ -34,19 +34,19 @@ class Scenario(Struct, frozen=True):
 
 
 class RobustResult(Struct, frozen=True):
-    """plan: of least expected regret; nominal: the best by the costs as they are.
+    """The plan that is steadiest under errors of the costs.
 
     Regret: how much longer a step is than under the best plan known for the true costs, relative; expected over the
-    scenarios, and the worst. candidates: plans that were compared.
+    scenarios, and the worst.
     """
 
-    plan: Plan
-    nominal: Plan
+    plan: Plan  # of least expected regret
+    nominal: Plan  # the best by the costs as they are
     expected_regret: float
     worst_regret: float
     nominal_expected_regret: float
     nominal_worst_regret: float
-    candidates: int
+    candidates: int  # plans that were compared
     scenarios: int
 
     @property

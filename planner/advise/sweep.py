@@ -25,14 +25,11 @@ SYNCHRONOUS_LOSS = 0.01  # relative: synchronous is as good where it is no slowe
 
 
 class Hint(Struct, frozen=True):
-    """A change and what it would bring. gain: samples a second against now, 0.18 is 18 % more, a loss is negative.
-
-    period_seconds: predicted of a step under it, None where no plan would fit.
-    """
+    """A change and what it would bring."""
 
     text: str
-    period_seconds: float | None
-    gain: float
+    period_seconds: float | None  # predicted of a step under it, None where no plan would fit
+    gain: float  # samples a second against now, 0.18 is 18 % more, a loss is negative
 
 
 # --- cluster sizes ----------------------------------------------------------------------------------------------------
@@ -52,14 +49,11 @@ def resize(cluster: Cluster, size: int) -> Cluster:
 
 
 class Tried(Struct, frozen=True):
-    """A change that was planned for. hint: what it would bring, None where that is not worth a hint.
-
-    conclusive: whether the search came near enough to its bound to say so, in the time that it had.
-    """
+    """A change that was planned for."""
 
     text: str
-    hint: Hint | None = None
-    conclusive: bool = True
+    hint: Hint | None = None  # what it would bring, None where that is not worth a hint
+    conclusive: bool = True  # whether the search came near enough to its bound to say so, in the time that it had
 
 
 def hints(request: PlanRequest, plan: Plan, limits: Limits = QUICK_LIMITS) -> Iterator[Hint]:

@@ -16,19 +16,15 @@ from realgraph.planner.plan.layout import Layout
 
 
 class Setting(Struct, frozen=True):
-    """One role under one layout on a cluster: what every cost depends on.
-
-    factors: measured ones that replace those of the cluster's kind. lora_rank: of trained adapters, 0 for all weights.
-    backend: the engine that runs it; None: the one for such a layout.
-    """
+    """One role under one layout on a cluster: what every cost depends on."""
 
     model: ModelSpec
     role: ModelRole
     layout: Layout
     cluster: Cluster
-    factors: EfficiencyFactors | None = None
-    lora_rank: int = 0
-    backend: Backend | None = None
+    factors: EfficiencyFactors | None = None  # measured ones that replace those of the cluster's kind
+    lora_rank: int = 0  # of trained adapters, 0 for all weights
+    backend: Backend | None = None  # the engine that runs it; None: the one for such a layout
 
     @property
     def engine(self) -> Backend:

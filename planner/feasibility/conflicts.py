@@ -13,11 +13,11 @@ PLACE_FIELDS = ("first", "devices")  # of a pin: one constraint together
 
 
 class Constraint(Struct, frozen=True):
-    """Something that the user fixed. without: the request with everything but this."""
+    """Something that the user fixed."""
 
     path: str
     text: str
-    without: Callable[[PlanRequest], PlanRequest]
+    without: Callable[[PlanRequest], PlanRequest]  # the request with everything but this
 
 
 def constraints_of(request: PlanRequest) -> tuple[Constraint, ...]:

@@ -166,12 +166,12 @@ def _nearest(series: Series, fits: Fits) -> Change | None:
 
 
 class Tight(Struct, frozen=True):
-    """The plan of least memory at its fullest moment: while `call` runs on `device`. parts: owners and bytes."""
+    """The plan of least memory at its fullest moment: while `call` runs on `device`."""
 
     call: str
     device: int
     footprint: Footprint
-    parts: tuple[tuple[str, int], ...]
+    parts: tuple[tuple[str, int], ...]  # owners and bytes
     usable: int
 
     @property

@@ -21,13 +21,12 @@ Fits = Callable[[SearchProblem], bool]
 
 
 class Shortage(Struct, frozen=True):
-    """calls: names, none of which can be left out; roles: theirs. what: the devices' memory, the nodes', or that ties
-    leave no common place. missing: bytes that each device, or node, would need more, exact to `BYTES_TOLERANCE`."""
+    """Calls that lack memory, or a common place, together."""
 
-    calls: tuple[str, ...]
-    roles: tuple[str, ...]
-    what: What
-    missing: int = 0
+    calls: tuple[str, ...]  # names, none of which can be left out
+    roles: tuple[str, ...]  # of these calls
+    what: What  # the devices' memory, the nodes', or that ties leave no common place
+    missing: int = 0  # bytes that each device, or node, would need more, exact to `BYTES_TOLERANCE`
 
     @property
     def text(self) -> str:

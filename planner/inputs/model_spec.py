@@ -33,11 +33,10 @@ class LatentAttention(Struct, frozen=True):
 
 
 class ModelSpec(Struct, frozen=True, cache_hash=True):
-    """Dimensions of a decoder: sizes in elements. `experts` 0 is a dense model; expert layers have no dense MLP.
+    """Dimensions of a decoder: sizes in elements. Expert layers have no dense MLP.
 
-    norms: RMSNorm vectors of a layer besides those of queries and keys (qk_norm). qkv_bias, out_bias and mlp_bias say
-    which linear layers carry a bias. mlp_matrices: 3 where an MLP is gated, else 2. shared_intermediate: width of what
-    every token passes beside its experts. Facts by architecture: transformers 5, modeling_<architecture>.py.
+    qkv_bias, out_bias and mlp_bias say which linear layers carry a bias. Facts by architecture: transformers 5,
+    modeling_<architecture>.py.
     """
 
     architecture: Architecture
@@ -54,13 +53,13 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    norms: int = 2
-    experts: int = 0
+    norms: int = 2  # RMSNorm vectors of a layer besides those of queries and keys (qk_norm)
+    experts: int = 0  # 0 is a dense model
     experts_per_token: int = 0
     expert_intermediate: int = 0
     expert_layers: int = 0
-    mlp_matrices: int = 3
-    shared_intermediate: int = 0
+    mlp_matrices: int = 3  # 3 where an MLP is gated, else 2
+    shared_intermediate: int = 0  # width of what every token passes beside its experts
     latent: LatentAttention | None = None
 
     def attention_params(self) -> int:

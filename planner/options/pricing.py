@@ -40,48 +40,38 @@ DEFAULT_ERROR: dict[Phase, float] = {"train": 0.12, "inference": 0.25, "generate
 
 
 class Holding(Struct, frozen=True):
-    """Bytes of one call on each device of its mesh.
+    """Bytes of one call on each device of its mesh."""
 
-    resident: all the time. active: besides, while it runs. shared: the part of `active` that is there anyway where the
-    call's role is trained on the same mesh under an equal layout. host: of the node's memory, all the time.
-    """
-
-    resident: Footprint
-    active: Footprint
+    resident: Footprint  # all the time
+    active: Footprint  # besides, while it runs
+    # the part of `active` that is there anyway where the call's role is trained on the same mesh under an equal layout
     shared: int = 0
-    host: int = 0
+    host: int = 0  # of the node's memory, all the time
 
 
 class PricedOption(Struct, frozen=True):
-    """A candidate with its price: one row of a table.
-
-    running: sequences that decode at once on a replica, of a generate call. error: relative standard error of
-    `seconds`. nbytes: resident, active and shared, as the search counts them. whole: of a stream, how many periods are
-    part of `latency`.
-    """
+    """A candidate with its price: one row of a table."""
 
     candidate: CallOption
     seconds: float
     latency: float
-    nbytes: tuple[int, int, int]
+    nbytes: tuple[int, int, int]  # resident, active and shared, as the search counts them
     host: int = 0
-    running: int = 0
-    error: float = 0.0
-    whole: int = 0
+    running: int = 0  # sequences that decode at once on a replica, of a generate call
+    error: float = 0.0  # relative standard error of `seconds`
+    whole: int = 0  # of a stream, how many periods are part of `latency`
 
 
 class Timing(Struct, frozen=True):
-    """Seconds that a call holds its mesh, seconds until its outputs are there, sequences that decode at once.
-
-    whole: of a stream, how many of its own `seconds` are part of `latency`. caches: where a paused stream's caches are
-    told apart: `kept` for good, `given up` and computed anew at a price, or for `training` on this mesh alone.
-    """
+    """Seconds that a call holds its mesh, seconds until its outputs are there, sequences that decode at once."""
 
     seconds: float
     latency: float
     running: int = 0
     error: float = 0.0
-    whole: int = 0
+    whole: int = 0  # of a stream, how many of its own `seconds` are part of `latency`
+    # where a paused stream's caches are told apart: `kept` for good, `given up` and computed anew at a price, or for
+    # `training` on this mesh alone
     caches: Literal["", "kept", "given up", "training"] = ""
 
 
@@ -100,13 +90,11 @@ def phase_of(call: ModelCall) -> Phase:
 
 class Timed(Struct, frozen=True):
     """The common part of several candidates of one call on one mesh: seconds and bytes of a run, bytes of a copy, and
-    seconds for the inputs of so many data-parallel ranks. least: no plan has a shorter period, as far as is known.
-    careful: rows of streams tell what becomes of their caches where other calls share the mesh. room: bytes of an empty
-    device, None: those of the cluster's kind."""
+    seconds for the inputs of so many data-parallel ranks."""
 
-    least: float = 0.0
-    careful: bool = False
-    room: int | None = None
+    least: float = 0.0  # no plan has a shorter period, as far as is known
+    careful: bool = False  # rows of streams tell what becomes of their caches where other calls share the mesh
+    room: int | None = None  # bytes of an empty device, None: those of the cluster's kind
     timings: dict[CallOption, tuple[Timing, ...]] = {}
     running: dict[CallOption, Footprint] = {}
     copies: dict[Layout, Footprint] = {}

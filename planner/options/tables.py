@@ -45,10 +45,10 @@ Spot = tuple[str, int, int, int]  # reader, group of nodes, devices, number of a
 
 class Known(Struct, frozen=True, eq=False):
     """The common part of all problems of one request, whatever the period and the staleness: priced once, filled as
-    they are made. options: of calls that do not stream. streams: of those that do, by staleness and `careful`."""
+    they are made."""
 
-    options: dict[Key, list[PricedOption]] = {}
-    streams: dict[tuple[Key, int, bool], Timed] = {}
+    options: dict[Key, list[PricedOption]] = {}  # of calls that do not stream
+    streams: dict[tuple[Key, int, bool], Timed] = {}  # of those that do, by staleness and `careful`
 
 
 def problem_of(

@@ -32,11 +32,12 @@ class Dependency(Struct, frozen=True, order=True):
 
 
 class EventGraph(Struct, frozen=True):
-    """Seconds of every node, and the dependencies between them. loads: nodes that share a device, in whatever order, so
-    that a period has room for all of them: a circuit of distance 1 each."""
+    """Seconds of every node, and the dependencies between them."""
 
     seconds: dict[str, float]
     dependencies: tuple[Dependency, ...]
+    # nodes that share a device, in whatever order, so that a period has room for all of them: a circuit of distance 1
+    # each
     loads: tuple[tuple[str, ...], ...] = ()
 
 

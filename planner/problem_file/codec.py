@@ -40,13 +40,11 @@ SCOPE = (
 
 
 class FileProblem(Struct, frozen=True, eq=False):
-    """The contents of a file, and the search problem it stands for.
-
-    rows: of every call and number of a mesh, the numbers of the call's options there, in the order of its table.
-    """
+    """The contents of a file, and the search problem it stands for."""
 
     spec: ProblemFile
     problem: SearchProblem
+    # of every call and number of a mesh, the numbers of the call's options there, in the order of its table
     rows: dict[tuple[str, int], Ints]
 
 
@@ -247,11 +245,11 @@ class DeviceOrder(Struct, frozen=True):
 
 
 class ProblemAnswer(Struct, frozen=True):
-    """A plan and what is proven of it. Times in seconds; see `problem.Solution`. gap: period / bound - 1."""
+    """A plan and what is proven of it. Times in seconds; see `problem.Solution`."""
 
     period: float
     bound: float
-    gap: float | None
+    gap: float | None  # period / bound - 1
     choices: dict[str, ChosenOption]
     reallocation_seconds: dict[str, float]
     starts: dict[str, float]

@@ -21,13 +21,13 @@ SAME_FRACTION = 0.005  # of seconds or bytes: below it two predictions are told 
 
 
 class PlanChange(Struct, frozen=True):
-    """One thing that differs. subject: a call, or '' for the plan; change: relative where both are numbers."""
+    """One thing that differs."""
 
-    subject: str
+    subject: str  # a call, or '' for the plan
     what: str
     before: str
     after: str
-    change: str = ""
+    change: str = ""  # relative where both are numbers
 
 
 def diff(before: Plan, after: Plan) -> tuple[PlanChange, ...]:

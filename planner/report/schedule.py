@@ -21,7 +21,7 @@ ROUNDING_FRACTION = 1e-9  # of a period: what rounding leaves
 
 
 class DrawnTask(Struct, frozen=True):
-    """A task that holds devices: a mesh-holding call, or a reallocation. start: of step 0, seconds.
+    """A task that holds devices: a mesh-holding call, or a reallocation.
 
     A reallocation holds the devices whose orders name it; where none does, those of its call (see `events.py`).
     """
@@ -29,7 +29,7 @@ class DrawnTask(Struct, frozen=True):
     name: str
     kind: Kind
     seconds: float
-    start: float
+    start: float  # of step 0, seconds
     devices: frozenset[int]
 
 

@@ -19,18 +19,15 @@ from realgraph.planner.request.pins import Pin
 
 
 class PlanRequest(Struct, frozen=True):
-    """A request for a plan: the graph on the cluster. `models` has every role of the graph, `pins` some of its calls.
-
-    engine: what the engines can run that the plan is for. costs: measured.
-    """
+    """A request for a plan: the graph on the cluster."""
 
     graph: Graph
     workload: Workload
     cluster: Cluster
-    models: dict[str, ModelSpec]
-    pins: dict[str, Pin] = field(default_factory=dict)
-    engine: EngineSupport = TORCH
-    costs: CostTable = CostTable()
+    models: dict[str, ModelSpec]  # of every role of the graph
+    pins: dict[str, Pin] = field(default_factory=dict)  # of some of its calls
+    engine: EngineSupport = TORCH  # what the engines can run that the plan is for
+    costs: CostTable = CostTable()  # measured
     constraints: Constraints = Constraints()
 
     @property

@@ -37,7 +37,7 @@ DECIDING_FRACTION = 1 - 1e-9  # of a period: a mesh that is in use for so much o
 
 
 class _Flow(Struct, frozen=True, eq=False):
-    """The known facts of a plan's stream. events: with the call's data edges marked by their delay."""
+    """The known facts of a plan's stream."""
 
     request: PlanRequest
     call: str
@@ -45,17 +45,17 @@ class _Flow(Struct, frozen=True, eq=False):
     cluster: Cluster
     stream: Stream
     paused: bool
-    events: EventGraph
+    events: EventGraph  # with the call's data edges marked by their delay
     turns: tuple[tuple[str, ...], ...]  # nodes that hold each device of the mesh, in any order
 
 
 class _Point(Struct, frozen=True):
-    """One number of tokens between updates. period: of the whole plan; bound: whether the stream's mesh decides it."""
+    """One number of tokens between updates."""
 
     between: float
     timing: Timing
-    period: float
-    bound: bool
+    period: float  # of the whole plan
+    bound: bool  # whether the stream's mesh decides it
 
 
 def streams(request: PlanRequest) -> bool:

@@ -14,16 +14,13 @@ REPLICATED_EXPOSED_SHARE = 0.3  # of traffic that could hide in one backward pas
 
 
 class StateCosts(Struct, frozen=True):
-    """Seconds on one device. step: traffic of one optimizer step; gather, scatter: FSDP's of one micro-batch.
+    """Seconds on one device."""
 
-    optimizer: of one step. accumulate: gradients added to their sum, in each micro-batch after the first.
-    """
-
-    step: float
-    gather: float
-    scatter: float
-    optimizer: float
-    accumulate: float
+    step: float  # traffic of one optimizer step
+    gather: float  # of one micro-batch's gathers of FSDP
+    scatter: float  # of one micro-batch's scatters of FSDP
+    optimizer: float  # of one step
+    accumulate: float  # gradients added to their sum, in each micro-batch after the first
 
 
 @lru_cache(maxsize=1 << 14)

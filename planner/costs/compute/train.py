@@ -26,29 +26,24 @@ FSDP_SLOWDOWN_CPU = 1.3  # measured with FSDP2 on two processes: 1.27 at 30M par
 
 
 class TrainWork(Struct, frozen=True):
-    """Tokens of the whole batch, mean tokens of a sample, tokens of a micro-batch, and optimizer steps of one call.
+    """The work of one train call."""
 
-    prompt_tokens, of a sample, are equal in all `samples_per_group` samples of a group. recompute: what the backward
-    pass computes again; `selective` is attention and element-wise operations, `full` whole layers. chunks: groups of
-    layers of a stage, where the schedule is interleaved. longest_tokens: of the longest sample, None where all are
-    equal. attended_tokens: of its own sample that a token attends to, mean over all tokens (`mean_context`); None: that
-    of log-normal responses up to the longest. fp8: matrix products of layers in that precision. imbalance: tokens of
-    the busiest expert's device over the mean.
-    """
-
-    tokens: int
-    sample_tokens: float
-    microbatch_tokens: int
-    optimizer_steps: int = 1
+    tokens: int  # of the whole batch
+    sample_tokens: float  # of a sample, the mean
+    microbatch_tokens: int  # of a micro-batch
+    optimizer_steps: int = 1  # of one epoch
     epochs: int = 1
-    prompt_tokens: float = 0.0
+    prompt_tokens: float = 0.0  # of a sample, equal in all `samples_per_group` samples of a group
     samples_per_group: int = 1
+    # what the backward pass computes again; `selective` is attention and element-wise operations, `full` whole layers
     recompute: Recompute = "none"
     schedule: Schedule = "1f1b"
-    chunks: int = 2
-    longest_tokens: int | None = None
-    fp8: bool = False
-    imbalance: float = EXPERT_IMBALANCE
+    chunks: int = 2  # groups of layers of a stage, where the schedule is interleaved
+    longest_tokens: int | None = None  # of the longest sample, None where all are equal
+    fp8: bool = False  # matrix products of layers in that precision
+    imbalance: float = EXPERT_IMBALANCE  # tokens of the busiest expert's device over the mean
+    # of its own sample that a token attends to, mean over all tokens (`mean_context`); None: that of log-normal
+    # responses up to the longest
     attended_tokens: float | None = None
 
     @property

@@ -26,21 +26,16 @@ StepSeconds = Callable[[Floats, Floats], Floats]
 
 
 class Occupancy(Struct, frozen=True, eq=False):
-    """The phases of one generation, arrays of one length; of all replicas, the slowest counts.
+    """The phases of one generation, arrays of one length; of all replicas, the slowest counts."""
 
-    steps: tokens that every running sequence gains in the phase, weighted with the probability that some replica still
-    runs; alone: the same were there one replica. running: sequences on a replica. age: their mean number of new tokens.
-    more_steps, more_running: what one standard deviation more of work on one replica adds to `steps` or `running`.
-    replicas: how many wait for each other.
-    """
-
+    # tokens that every running sequence gains in the phase, weighted with the probability that some replica still runs
     steps: Floats
-    alone: Floats
-    running: Floats
-    age: Floats
-    more_steps: Floats
-    more_running: Floats
-    replicas: int = 1
+    alone: Floats  # the same were there one replica
+    running: Floats  # sequences on a replica
+    age: Floats  # their mean number of new tokens
+    more_steps: Floats  # what one standard deviation more of work on one replica adds to `steps`
+    more_running: Floats  # the same of `running`
+    replicas: int = 1  # how many wait for each other
 
     def seconds(self, step: StepSeconds) -> float:
         """Expected seconds until the last replica is done, `step(running, age)` being the seconds of one token step.

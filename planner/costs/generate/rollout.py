@@ -63,13 +63,13 @@ class Variant(Struct, frozen=True):
 
 
 class Stream(Struct, frozen=True, eq=False, dict=True):
-    """The common part of the variants of one call. slots: sequences that run at once on a replica, at most."""
+    """The common part of the variants of one call."""
 
     setting: Setting
     work: GenerateWork
     step: DecodeStep
     lengths: Lengths
-    slots: float
+    slots: float  # sequences that run at once on a replica, at most
     prompt_seconds: float
 
     @property

@@ -22,7 +22,7 @@ CPU_RUNTIME_BYTES = 600_000_000  # a Python process with torch and transformers 
 
 
 class Footprint(Struct, frozen=True):
-    """Bytes on one device, by what they are for. buckets: of messages between pipeline stages and to experts."""
+    """Bytes on one device, by what they are for."""
 
     weights: int = 0
     gradients: int = 0
@@ -30,7 +30,7 @@ class Footprint(Struct, frozen=True):
     activations: int = 0
     logits: int = 0
     kv_cache: int = 0
-    buckets: int = 0
+    buckets: int = 0  # of messages between pipeline stages and to experts
 
     def __add__(self, other: "Footprint") -> "Footprint":
         return Footprint(
