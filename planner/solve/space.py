@@ -23,7 +23,7 @@ from realgraph.planner.solve.kernels.places import Tree, no_tree, tree_of
 
 ROOT_STEPS = 150  # of the ascent of multipliers
 MANY_TASKS = 8  # tasks: with more of them, twice as many steps, and all tasks count as long ones
-FEWER_STEPS, FEW_STEPS = 80, 12  # with one of the longest tasks on meshes of one table, and with another one
+LONGEST_TABLE_STEPS, TABLE_STEPS = 80, 12  # with one of the longest tasks on meshes of one table, and with another one
 LONGEST_TASKS = 2
 # Natural logarithm of a number of placements that are looked at faster than multipliers are found for each table.
 FAST_PLACEMENTS_LOG = 14.0
@@ -50,7 +50,7 @@ def space_of(
     start = first_multipliers(rows)
     few = float(np.log(everywhere.sum(axis=1)).sum()) < FAST_PLACEMENTS_LOG
     best = ascend(
-        rows, start, limit, FEW_STEPS if few else ROOT_STEPS if len(rows.begin) <= MANY_TASKS else 2 * ROOT_STEPS
+        rows, start, limit, TABLE_STEPS if few else ROOT_STEPS if len(rows.begin) <= MANY_TASKS else 2 * ROOT_STEPS
     )
     if best.bound > limit:
         return limit, None
@@ -85,7 +85,7 @@ def _conditioned(rows: BoundRows, known: Multipliers, limit: float, long: bool) 
     start = dual_bound(rows, known)
     if long:
         start = max(first_multipliers(rows), start, key=lambda one: one.bound)
-    return ascend(rows, start, limit, FEWER_STEPS if long else FEW_STEPS)
+    return ascend(rows, start, limit, LONGEST_TABLE_STEPS if long else TABLE_STEPS)
 
 
 def _pruned(
