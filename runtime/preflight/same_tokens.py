@@ -19,7 +19,7 @@ PROBES = (
     "\\frac{a+b}{2} \\le \\sqrt{ab} \u2260 \u03c0 \u2248 3.14159\u2026",
     "Größe, naïve façade, Łódź; Привет, мир! 你好，世界。こんにちは 안녕하세요 مرحبا नमस्ते 👩‍🚀🏳️‍🌈",
 )
-N_RANDOM, LONG = 64, 24  # texts of random tokens, and tokens of each
+N_RANDOM_TEXTS, RANDOM_TEXT_TOKENS = 64, 24  # texts of random tokens, and tokens of each
 
 
 def check_tokenizers(graph: Graph, tokenizer: Tokenizer, texts: Sequence[str]) -> list[str]:
@@ -96,5 +96,5 @@ def _random_texts(tokenizer: Tokenizer) -> Iterator[str]:
     """Texts that reach all over the vocabulary, the same each time."""
     ids = sorted(tokenizer.get_vocab().values())
     rng = random.Random(0)
-    for _ in range(N_RANDOM if ids else 0):
-        yield str(tokenizer.decode(rng.choices(ids, k=LONG), skip_special_tokens=True))
+    for _ in range(N_RANDOM_TEXTS if ids else 0):
+        yield str(tokenizer.decode(rng.choices(ids, k=RANDOM_TEXT_TOKENS), skip_special_tokens=True))
