@@ -22,7 +22,7 @@ from realgraph.planner.solve.heuristics import one_mesh
 
 RULE_SECONDS, RULE_GAP = 2.0, 0.002  # of the search for the best layouts under a rule
 PROVEN_GAP = 0.05  # relative: a larger one proves little
-NEARLY, NOTHING = 0.01, 1e-6  # longer by less: a simpler plan is worth it; as long
+SIMPLER_LOSS, EQUAL_LOSS = 0.01, 1e-6  # longer by less: a simpler plan is worth it; as long
 BASELINE_NAMES = ("symmetric", "colocated", "Megatron's rule", "ReaL-style heuristic")
 FREE = "free choice"
 OTHER_SECONDS = 3.0  # of the search for one other plan
@@ -135,7 +135,7 @@ def cut_short(plan: Plan, comparisons: tuple[Comparison, ...]) -> str:
     """That a rule is faster than what a search found that had no time to end; '' where none is."""
     found = [(other.period_seconds, other.name) for other in comparisons if other.period_seconds and other.name != FREE]
     least, name = min(found, default=(plan.period_seconds, ""))
-    if plan.stopped not in ("time limit", "interrupted") or least >= plan.period_seconds * (1 - NEARLY):
+    if plan.stopped not in ("time limit", "interrupted") or least >= plan.period_seconds * (1 - SIMPLER_LOSS):
         return ""
     return f"the search ended too early: {name} takes {seconds_text(least)} a step; give it more time (--time-limit)"
 
@@ -154,7 +154,7 @@ def simpler(request: PlanRequest, plan: Plan, comparisons: tuple[Comparison, ...
     for other in comparisons:
         if other.name == "colocated" and other.period_seconds is not None:
             excess = other.period_seconds / plan.period_seconds - 1
-            if -NOTHING <= excess <= NEARLY:
+            if -EQUAL_LOSS <= excess <= SIMPLER_LOSS:
                 return (
                     f"every call on all devices (--colocated) is simpler and takes {gap_text(max(0.0, excess))} longer"
                 )
