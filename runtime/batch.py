@@ -87,7 +87,8 @@ class Packed:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a forward pass of a role gives a loss: float32 (float64 in a float64 model), with gradient where trained.
+    """The outputs of a role's forward pass for a loss: float32 (float64 in a float64 model), with gradient where
+    trained.
 
     logprobs: [T]. entropy: [T], where asked for. values: [T] of a value head: entry t is the value of the state before
     token t. scores: [N], the score head at each sample's last token.

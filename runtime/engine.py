@@ -43,7 +43,7 @@ def check_gap(gap: Mean, limit: float, when: str, temperature: float, *, agreed:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """What an engine is told besides its model.
+    """Settings of an engine besides its model.
 
     optimizer: None for a frozen role. total_steps: optimizer steps of the whole run, for the schedule.
     max_logprob_gap: mean |behaviour - recomputed| in nats of the tokens that a train call's own version sampled; None:
@@ -102,7 +102,7 @@ class Snapshot(Protocol):
 
     @property
     def version(self) -> int:
-        """Of the weights."""
+        """Version of the weights."""
         ...
 
     def write(self, folder: Path) -> None:
@@ -115,7 +115,7 @@ class Receiver(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where its weights lie."""
+        """The device that its weights lie on."""
         ...
 
     def weight_specs(self) -> Sequence[WeightSpec]:

@@ -25,7 +25,7 @@ from realgraph.planner.report.format import bytes_text, change_text, count_text,
 from realgraph.planner.report.html import page
 from realgraph.planner.report.price import price_of
 from realgraph.planner.report.schedule import DrawnTask, slacks, timeline
-from realgraph.planner.report.svg import ACTIVE, CHARACTER, RESIDENT, fitting, log_ticks, shades, ticks
+from realgraph.planner.report.svg import ACTIVE, CHARACTER_WIDTH, RESIDENT, fitting, log_ticks, shades, ticks
 from realgraph.planner.report.text import bound_text
 from realgraph.planner.report.trace import trace_json
 from realgraph.planner.request.constraints import Constraints
@@ -319,7 +319,7 @@ def test_a_part_of_memory_has_one_colour_in_all_bars_and_the_largest_have_their_
 
 def test_labels_never_reach_beyond_their_bars() -> None:
     for width in range(0, 300, 7):
-        assert len(fitting("reallocate:generate", width)) * CHARACTER <= width
+        assert len(fitting("reallocate:generate", width)) * CHARACTER_WIDTH <= width
 
 
 def test_the_page_counts_the_groups_that_it_does_not_draw() -> None:

@@ -1,4 +1,4 @@
-"""What else one call of a plan could be, everything else left as it is, and why each loses."""
+"""The alternatives to one call's option in a plan, everything else left as it is, and why each loses."""
 
 from collections.abc import Iterator, Sequence
 
@@ -24,13 +24,12 @@ MOST_TRIED = 200  # of which the exact period is found
 
 
 class Alternative(Struct, frozen=True):
-    """One other way to run a call beside the rest of the plan. period_seconds: of the whole plan with it, None where it
-    does not fit; reason: why not, or what it costs."""
+    """One other way to run a call beside the rest of the plan."""
 
     option: CallOption
     seconds: float
-    period_seconds: float | None
-    reason: str
+    period_seconds: float | None  # of the whole plan with it, None where it does not fit
+    reason: str  # why not, or what it costs
 
 
 def alternatives(request: PlanRequest, plan: Plan, call: str) -> tuple[Alternative, ...]:
@@ -70,7 +69,7 @@ def _tried(prepared: PreparedProblem, chosen: dict[str, Choice], call: str) -> l
 
 
 def _fastest(prepared: PreparedProblem, table: int) -> Iterator[int]:
-    """Of each layout the fastest row, and the one that takes least memory."""
+    """The fastest row of each layout, and the one that takes least memory."""
     rows = prepared.problem.tables[table]
     for layout in np.unique(rows.layout):
         of = np.flatnonzero(rows.layout == layout)

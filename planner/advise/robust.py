@@ -20,10 +20,10 @@ from realgraph.planner.search.assembly import plan_of
 from realgraph.planner.search.search import solved
 from realgraph.planner.solve.solver import evaluate, solve
 
-SCENARIOS = 16  # of errors, under each of which every plan is judged
-SEARCHED = 6  # of them that are also planned for: their best plans are the candidates
-NEAR = 0.05  # relative: plans worse than this by the nominal costs are left out
-SCALING = 0.05  # standard deviation of the exponent of a mesh's size, in which a phase's seconds err
+N_SCENARIOS = 16  # of errors, under each of which every plan is judged
+N_SEARCHED_SCENARIOS = 6  # of them that are also planned for: their best plans are the candidates
+MOST_NOMINAL_LOSS = 0.05  # relative: plans worse than this by the nominal costs are left out
+SCALING_DEVIATION = 0.05  # standard deviation of the exponent of a mesh's size, in which a phase's seconds err
 
 
 class Scenario(Struct, frozen=True):
@@ -34,24 +34,24 @@ class Scenario(Struct, frozen=True):
 
 
 class RobustResult(Struct, frozen=True):
-    """plan: of least expected regret; nominal: the best by the costs as they are.
+    """The plan that is steadiest under errors of the costs.
 
     Regret: how much longer a step is than under the best plan known for the true costs, relative; expected over the
-    scenarios, and the worst. candidates: plans that were compared.
+    scenarios, and the worst.
     """
 
-    plan: Plan
-    nominal: Plan
+    plan: Plan  # of least expected regret
+    nominal: Plan  # the best by the costs as they are
     expected_regret: float
     worst_regret: float
     nominal_expected_regret: float
     nominal_worst_regret: float
-    candidates: int
+    candidates: int  # plans that were compared
     scenarios: int
 
     @property
     def text(self) -> str:
-        """What was found, in one sentence."""
+        """The finding, in one sentence."""
         if self.plan.allocations == self.nominal.allocations:
             return (
                 f"the best plan is also the steadiest: expected regret {self.expected_regret:.1%}, at worst "
@@ -70,9 +70,9 @@ def robust(request: PlanRequest, limits: Limits = Limits()) -> RobustResult:
     """The near-optimal plan of least expected regret under sampled errors. Raises as `search` does."""
     prepared, best = solved(request, limits)
     rng = np.random.default_rng(limits.seed)
-    scenarios = [scenario(request, rng) for _ in range(SCENARIOS)]
+    scenarios = [scenario(request, rng) for _ in range(N_SCENARIOS)]
     problems = [erring(prepared, drawn) for drawn in scenarios]
-    found = _candidates(prepared, best, problems[:SEARCHED], limits)
+    found = _candidates(prepared, best, problems[:N_SEARCHED_SCENARIOS], limits)
     periods = np.array([[_period(problem, choices) for choices in found] for problem in problems])
     regrets = periods / periods.min(axis=1, keepdims=True) - 1
     expected, worst = regrets.mean(axis=0), regrets.max(axis=0)
@@ -97,7 +97,7 @@ def scenario(request: PlanRequest, rng: np.random.Generator) -> Scenario:
     for phase, shipped in DEFAULT_ERROR.items():
         error = request.costs.phases.get(phase, PhaseFactor()).error or shipped
         factors[phase] = float(np.exp(rng.normal(0.0, error)))
-        exponents[phase] = float(rng.normal(0.0, SCALING))
+        exponents[phase] = float(rng.normal(0.0, SCALING_DEVIATION))
     return Scenario(factors, exponents)
 
 
@@ -132,7 +132,7 @@ def _candidates(
         other = solve(problem, quick)
         if not isinstance(other, Solution) or other.choices in found:
             continue
-        if _period(prepared.problem, other.choices) <= (1 + NEAR) * best.period:
+        if _period(prepared.problem, other.choices) <= (1 + MOST_NOMINAL_LOSS) * best.period:
             found.append(other.choices)
     return found
 

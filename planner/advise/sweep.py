@@ -17,22 +17,19 @@ from realgraph.planner.request.constraints import Constraints
 from realgraph.planner.request.request import PlanRequest, at_staleness
 from realgraph.planner.search.search import search
 
-QUICK = Limits(gap=0.01, seconds=3.0)  # of one of many searches
-STALENESS = (0, 1, 2, 4)
+QUICK_LIMITS = Limits(gap=0.01, seconds=3.0)  # of one of many searches
+STALENESS_LEVELS = (0, 1, 2, 4)
 MOST_GAP = 0.02  # of the search behind a hint
 LEAST_GAIN = 0.005  # of throughput: a smaller one is not worth a hint
-TOLERANCE = 0.01  # relative: synchronous is as good where it is no slower than this
+SYNCHRONOUS_LOSS = 0.01  # relative: synchronous is as good where it is no slower than this
 
 
 class Hint(Struct, frozen=True):
-    """A change and what it would bring. gain: samples a second against now, 0.18 is 18 % more, a loss is negative.
-
-    period_seconds: predicted of a step under it, None where no plan would fit.
-    """
+    """A change and what it would bring."""
 
     text: str
-    period_seconds: float | None
-    gain: float
+    period_seconds: float | None  # predicted of a step under it, None where no plan would fit
+    gain: float  # samples a second against now, 0.18 is 18 % more, a loss is negative
 
 
 # --- cluster sizes ----------------------------------------------------------------------------------------------------
@@ -52,23 +49,20 @@ def resize(cluster: Cluster, size: int) -> Cluster:
 
 
 class Tried(Struct, frozen=True):
-    """A change that was planned for. hint: what it would bring, None where that is not worth a hint.
-
-    conclusive: whether the search came near enough to its bound to say so, in the time that it had.
-    """
+    """A change that was planned for."""
 
     text: str
-    hint: Hint | None = None
-    conclusive: bool = True
+    hint: Hint | None = None  # what it would bring, None where that is not worth a hint
+    conclusive: bool = True  # whether the search came near enough to its bound to say so, in the time that it had
 
 
-def hints(request: PlanRequest, plan: Plan, limits: Limits = QUICK) -> Iterator[Hint]:
+def hints(request: PlanRequest, plan: Plan, limits: Limits = QUICK_LIMITS) -> Iterator[Hint]:
     """Changes with their predicted gain in samples a second, each from a search of its own, one by one as they are
     found. A search that ended so far from its bound that it would mislead gives none (see `is_conclusive`)."""
     yield from (tried.hint for tried in changes_tried(request, plan, limits) if tried.hint is not None)
 
 
-def changes_tried(request: PlanRequest, plan: Plan, limits: Limits = QUICK) -> Iterator[Tried]:
+def changes_tried(request: PlanRequest, plan: Plan, limits: Limits = QUICK_LIMITS) -> Iterator[Tried]:
     """Every change, also those that were not tried any more because the limits said to stop."""
     for variant in (*_clusters(request), *_batches(request)):
         yield from _tried(request, plan, variant, limits)
@@ -82,7 +76,7 @@ def _staler(request: PlanRequest, plan: Plan, limits: Limits) -> Iterator[Tried]
     """Other staleness bounds, the smallest first. A plan of less staleness runs under a larger bound too: where a short
     search finds a worse one, there is that."""
     least = float("inf")
-    for staleness in STALENESS:
+    for staleness in STALENESS_LEVELS:
         if staleness == request.workload.staleness:
             least = min(least, plan.period_seconds) if staleness else least
             continue
@@ -125,7 +119,7 @@ def _tried(request: PlanRequest, plan: Plan, variant: tuple[str, PlanRequest], l
 
 
 def is_conclusive(gain: float, gap: float, asked: float) -> bool:
-    """Whether a hint of `gain` is worth showing, whose search ended at `gap` where `asked` was enough.
+    """True where a hint of `gain` is worth showing, whose search ended at `gap` where `asked` was enough.
 
     A better plan can only add to a gain, and can't undo a loss that is larger than the gap; what is smaller than the
     gap needs a search that came near its bound.
@@ -197,19 +191,20 @@ def _batches(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
 
 
 def _may_be_stale(request: PlanRequest) -> bool:
-    """Whether some trained role generates: only its samples can be stale."""
+    """True where some trained role generates: only its samples can be stale."""
     calls = request.graph.calls.values()
     return any(isinstance(call, Generate) and is_trained(request, call.model) for call in calls)
 
 
-def synchronous(request: PlanRequest, plan: Plan, limits: Limits = QUICK) -> Hint | None:
+def synchronous(request: PlanRequest, plan: Plan, limits: Limits = QUICK_LIMITS) -> Hint | None:
     """The best synchronous plan beside an asynchronous one; None where the request is synchronous already.
 
-    gain: of samples a second, that synchronous runs would bring; within TOLERANCE of 0 they are as good, and on-policy.
+    gain: of samples a second, that synchronous runs would bring; within SYNCHRONOUS_LOSS of 0 they are as good,
+    and on-policy.
     """
     if request.workload.staleness == 0:
         return None
     found = search(at_staleness(request, 0), limits)
     gain = plan.period_seconds / found.period_seconds - 1
-    word = "as good as" if gain >= -TOLERANCE else "slower than"
+    word = "as good as" if gain >= -SYNCHRONOUS_LOSS else "slower than"
     return Hint(f"synchronous is {word} staleness {request.workload.staleness}", found.period_seconds, gain)

@@ -1,4 +1,4 @@
-"""What training engines do around the same arithmetic: overlap, attention kernels, and where states lie.
+"""Differences between training engines of the same arithmetic: overlap, attention kernels, and where states lie.
 
 Two worlds share the formulas. This project's own engines hold whole copies or FSDP shards on dp alone; layouts that
 cut a model (tp, pp, cp, ep) run on an engine in the manner of Megatron-Core, with a distributed optimizer.
@@ -12,39 +12,32 @@ from realgraph.planner.plan.layout import Layout
 
 
 class Backend(Struct, frozen=True):
-    """An engine. compute: its time over that of bare products, attention and element-wise operations.
-
-    attention: `fused` never writes scores to memory (FlashAttention, arXiv:2205.14135); `unfused` does.
-    tp_overlap: share of tensor-parallel traffic that hides behind products. dp_overlap: share of compute behind which
-    gradients (and FSDP's weights) travel. p2p_overlap: share of the traffic between stages that hides.
-    distributed: optimizer states are cut over the dp copies (ZeRO-1, arXiv:1910.02054). gradient_bytes: of a summed
-    gradient on the wire. sum_bytes: read and written to add a micro-batch's gradient to the sum, where products do not
-    do that on the way. sequence_parallel: norms and residuals are cut over tp (arXiv:2205.05198).
-    step_seconds: of an optimizer step: data, gradient norm, logging. logit_bytes: moved for each logit, forward and
-    backward: fused cross-entropy reads and writes it thrice, separate operations ten times. reduces_all: gradients are
-    all-reduced, not scattered, before a distributed optimizer gathers weights. layer_seconds: of a layer's pass
-    besides, where launches do not hide behind kernels. exposed: of traffic that could hide, the share that never does:
-    collectives take cores and memory from the products beside them. score_bytes: moved for each score of unfused
-    attention, forward. elementwise: bytes that element-wise operations move, over those of fused kernels.
-    """
+    """A training engine."""
 
     name: str
-    compute: float = 1.0
+    compute: float = 1.0  # its time over that of bare products, attention and element-wise operations
+    # `fused` never writes scores to memory (FlashAttention, arXiv:2205.14135); `unfused` does
     attention: Literal["fused", "unfused"] = "fused"
-    tp_overlap: float = 0.0
-    dp_overlap: float = 0.8
-    p2p_overlap: float = 0.5
-    distributed: bool = True
-    gradient_bytes: int = 4
+    tp_overlap: float = 0.0  # share of tensor-parallel traffic that hides behind products
+    dp_overlap: float = 0.8  # share of compute behind which gradients (and FSDP's weights) travel
+    p2p_overlap: float = 0.5  # share of the traffic between stages that hides
+    distributed: bool = True  # optimizer states are cut over the dp copies (ZeRO-1, arXiv:1910.02054)
+    gradient_bytes: int = 4  # of a summed gradient on the wire
+    # read and written to add a micro-batch's gradient to the sum, where products do not do that on the way
     sum_bytes: int = 8
-    sequence_parallel: bool = True
-    step_seconds: float = 0.01
+    sequence_parallel: bool = True  # norms and residuals are cut over tp (arXiv:2205.05198)
+    step_seconds: float = 0.01  # of an optimizer step: data, gradient norm, logging
+    # moved for each logit, forward and backward: fused cross-entropy reads and writes it thrice, separate operations
+    # ten times
     logit_bytes: int = 20
+    # gradients are all-reduced, not scattered, before a distributed optimizer gathers weights
     reduces_all: bool = False
-    layer_seconds: float = 0.0
+    layer_seconds: float = 0.0  # of a layer's pass besides, where launches do not hide behind kernels
+    # of traffic that could hide, the share that never does: collectives take cores and memory from the products beside
+    # them
     exposed: float = 0.25
-    score_bytes: int = 13
-    elementwise: float = 1.0
+    score_bytes: int = 13  # moved for each score of unfused attention, forward
+    elementwise: float = 1.0  # bytes that element-wise operations move, over those of fused kernels
 
 
 # Defaults of Megatron-Core: gradients in float32, overlapped with the last backward pass; products overlap part of

@@ -9,15 +9,12 @@ HOP_SECONDS = 2e-6  # of one step of a ring: half of NCCL's base latency over In
 
 
 class Link(Struct, frozen=True):
-    """What the ranks of one axis of a layout meet over, in bytes a second of each device.
+    """The connection between the ranks of one axis of a layout, in bytes a second of each device."""
 
-    inside: how many of them share a node. bytes_per_s: of a ring through all. link, nic: inside and between nodes.
-    """
-
-    inside: int
-    bytes_per_s: float
-    link_bytes_per_s: float
-    nic_bytes_per_s: float
+    inside: int  # how many of the ranks share a node
+    bytes_per_s: float  # of a ring through all ranks
+    link_bytes_per_s: float  # inside a node
+    nic_bytes_per_s: float  # between nodes
 
 
 def axis_link(setting: Setting, ranks: int, stride: int) -> Link:
@@ -39,7 +36,7 @@ def collective_bytes_per_s(setting: Setting, ranks: int) -> float:
 
 
 def latency_seconds(setting: Setting) -> float:
-    """Of one collective, as measured where it was."""
+    """Latency of one collective: the measured one where there is one."""
     return collective_seconds(setting.costs)
 
 

@@ -151,7 +151,7 @@ def _dense_products(setting: Setting, fp8: bool, dense: float) -> Part:
 
 
 def _every_token(setting: Setting, fp8: bool) -> Part:
-    """What every token passes in an expert layer: the router, and a shared expert."""
+    """The part of an expert layer that every token passes: the router, and a shared expert."""
     model, tp = setting.model, setting.layout.tp
     router = product(setting, model.experts * model.hidden / tp, model.hidden)
     if not model.shared_intermediate:

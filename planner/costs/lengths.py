@@ -1,4 +1,4 @@
-"""How long responses are: a distribution of new tokens per sample, and where its numbers come from.
+"""Lengths of responses: a distribution of new tokens per sample, and where its numbers come from.
 
 A distribution is a list of knots of its cumulative distribution function, straight lines between them, closer together
 towards the tail, where the last sequences of a batch lie. Knows no model and no device.

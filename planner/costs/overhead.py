@@ -1,4 +1,5 @@
-"""What no arithmetic explains: fixed seconds of passes, steps, collectives and calls, and what the CPU engine shares.
+"""Costs that no arithmetic explains: fixed seconds of passes, steps, collectives and calls, and what the CPU engine
+shares.
 
 A large model's calls hardly notice them; a small model's are made of them. `realgraph profile` measures them.
 """
@@ -10,14 +11,14 @@ COLLECTIVE_SECONDS = 1e-5  # latency of one collective operation where none was 
 
 
 def elementwise_bytes_per_s(setting: Setting) -> float:
-    """What element-wise operations of a pass move: activations of a small model stay in caches, those of a large one
+    """Bandwidth of a pass's element-wise operations: activations of a small model stay in caches, those of a large one
     do not."""
     costs = setting.costs
     return setting.cluster.memory_bytes_per_s * (costs.elementwise or costs.memory)
 
 
 def optimizer_bytes_per_s(setting: Setting) -> float:
-    """What an optimizer step moves: states of a small model stay in caches."""
+    """Bandwidth of an optimizer step: states of a small model stay in caches."""
     costs = setting.costs
     return setting.cluster.memory_bytes_per_s * (costs.optimizer or costs.memory)
 
@@ -33,12 +34,12 @@ def collective_seconds(costs: EfficiencyFactors) -> float:
 
 
 def dispatch_seconds(costs: EfficiencyFactors, samples: float) -> float:
-    """Of one call on one device beside its passes: the command, and `samples` to gather, pack and store."""
+    """Seconds of one call on one device beside its passes: the command, and `samples` to gather, pack and store."""
     return costs.call_seconds + samples * costs.sample_seconds
 
 
 def rollout_dispatch_seconds(costs: EfficiencyFactors, samples: float) -> float:
-    """Of one generate call on one device beside its passes: `samples` taken in, given out and stored."""
+    """Seconds of one generate call on one device beside its passes: `samples` taken in, given out and stored."""
     return dispatch_seconds(costs, samples) + samples * costs.admission_seconds
 
 

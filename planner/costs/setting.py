@@ -1,4 +1,5 @@
-"""What every cost formula shares: the setting of a call, arithmetic rates and their efficiency. Per device throughout.
+"""The common ground of all cost formulas: the setting of a call, arithmetic rates and their efficiency. Per device
+throughout.
 
 What a run measures replaces these guesses, never the other way.
 """
@@ -15,23 +16,19 @@ from realgraph.planner.plan.layout import Layout
 
 
 class Setting(Struct, frozen=True):
-    """One role under one layout on a cluster: what every cost depends on.
-
-    factors: measured ones that replace those of the cluster's kind. lora_rank: of trained adapters, 0 for all weights.
-    backend: the engine that runs it; None: the one for such a layout.
-    """
+    """One role under one layout on a cluster: what every cost depends on."""
 
     model: ModelSpec
     role: ModelRole
     layout: Layout
     cluster: Cluster
-    factors: EfficiencyFactors | None = None
-    lora_rank: int = 0
-    backend: Backend | None = None
+    factors: EfficiencyFactors | None = None  # measured ones that replace those of the cluster's kind
+    lora_rank: int = 0  # of trained adapters, 0 for all weights
+    backend: Backend | None = None  # the engine that runs it; None: the one for such a layout
 
     @property
     def engine(self) -> Backend:
-        """What runs it."""
+        """The backend that runs it."""
         return self.backend or backend_of(self.layout)
 
     @property

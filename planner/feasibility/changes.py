@@ -13,10 +13,10 @@ from realgraph.planner.plan.option import TOKENS
 from realgraph.planner.request.request import PlanRequest
 
 MOST_NODES = 512
-FACTORS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # of the nodes, as offered
+NODE_FACTORS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # of the nodes, as offered
 LOCAL_DEVICES = 8  # that a node usually has room for
 WAYS: tuple[Recompute, ...] = ("none", "selective", "full")  # of keeping activations, the one that keeps most first
-SHORTEST = 128  # new tokens: shorter responses are no help
+LEAST_NEW_TOKENS = 128  # shorter responses are no help
 
 
 class Change(Struct, frozen=True):
@@ -150,7 +150,7 @@ def more_devices(request: PlanRequest) -> Series:
         found.append(_devices(request, replace(cluster, devices_per_node=size)))
         cluster = replace(cluster, devices_per_node=size)
         size *= 2
-    for factor in FACTORS:
+    for factor in NODE_FACTORS:
         if cluster.nodes * factor <= MOST_NODES:
             found.append(_devices(request, replace(cluster, nodes=cluster.nodes * factor)))
     return tuple(found)
@@ -169,7 +169,7 @@ def _devices(request: PlanRequest, cluster: Cluster) -> Change:
 def _shorter(request: PlanRequest) -> Series:
     now = request.workload.max_new_tokens
     found = []
-    for size in _halves(now, SHORTEST):
+    for size in _halves(now, LEAST_NEW_TOKENS):
         mean = min(request.workload.mean_new_tokens, float(size))
         lengths = tuple(min(length, size) for length in request.workload.lengths)
         workload = replace(request.workload, max_new_tokens=size, mean_new_tokens=mean, lengths=lengths)

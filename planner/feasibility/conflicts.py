@@ -9,15 +9,15 @@ from realgraph.planner.request.constraints import Constraints
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
 
-PLACE = ("first", "devices")  # of a pin: one constraint together
+PLACE_FIELDS = ("first", "devices")  # of a pin: one constraint together
 
 
 class Constraint(Struct, frozen=True):
-    """Something that the user fixed. without: the request with everything but this."""
+    """Something that the user fixed."""
 
     path: str
     text: str
-    without: Callable[[PlanRequest], PlanRequest]
+    without: Callable[[PlanRequest], PlanRequest]  # the request with everything but this
 
 
 def constraints_of(request: PlanRequest) -> tuple[Constraint, ...]:
@@ -27,12 +27,12 @@ def constraints_of(request: PlanRequest) -> tuple[Constraint, ...]:
 
 def _pins(request: PlanRequest) -> Iterator[Constraint]:
     for call, pin in request.pins.items():
-        if any(getattr(pin, name) is not None for name in PLACE):
-            shown = " ".join(f"{name} {getattr(pin, name)}" for name in PLACE if getattr(pin, name) is not None)
-            yield Constraint(f"allocation.{call}", f"allocation.{call} on {shown}", _without_fields(call, PLACE))
+        if any(getattr(pin, name) is not None for name in PLACE_FIELDS):
+            shown = " ".join(f"{name} {getattr(pin, name)}" for name in PLACE_FIELDS if getattr(pin, name) is not None)
+            yield Constraint(f"allocation.{call}", f"allocation.{call} on {shown}", _without_fields(call, PLACE_FIELDS))
         for name in Pin.__struct_fields__:
             value = getattr(pin, name)
-            if name not in PLACE and value is not None:
+            if name not in PLACE_FIELDS and value is not None:
                 shown = str(value).lower() if isinstance(value, bool) else str(value)
                 path = f"allocation.{call}.{name}"
                 yield Constraint(path, f"{path}: {shown}", _without_fields(call, (name,)))

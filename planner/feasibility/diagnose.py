@@ -1,4 +1,5 @@
-"""Why no plan fits, and what would: constraints in conflict, the worst moment in memory, changes proven by solving."""
+"""Reasons why no plan fits, and changes that would help: constraints in conflict, the worst moment in memory, changes
+proven by solving."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -24,7 +25,7 @@ from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.solve.solver import solve
 
 GB = 1e9
-ENOUGH = 1e9  # relative gap: the first plan that fits will do
+ANY_PLAN_GAP = 1e9  # relative gap: the first plan that fits will do
 PROBE_SECONDS = 2.0  # of one question whether any plan fits
 UNDECIDED = "a short search did not tell whether"
 MOST_CHANGES = 3  # sorts of them that are offered, more devices aside
@@ -85,8 +86,10 @@ def unfinished(found: Unsolved) -> ConfigError:
 
 
 def _asker(limits: Limits) -> Fits:
-    """Whether some plan of a request fits: yes and no are certain, a short search may not tell."""
-    quick = replace(limits, gap=ENOUGH, seconds=min(limits.seconds, PROBE_SECONDS), progress=lambda period, bound: None)
+    """A function that tells if some plan of a request fits: yes and no are certain, a short search may not tell."""
+    quick = replace(
+        limits, gap=ANY_PLAN_GAP, seconds=min(limits.seconds, PROBE_SECONDS), progress=lambda period, bound: None
+    )
 
     def fits(request: PlanRequest) -> bool | None:
         if constraint_problems(request):
@@ -163,12 +166,12 @@ def _nearest(series: Series, fits: Fits) -> Change | None:
 
 
 class Tight(Struct, frozen=True):
-    """The plan of least memory at its fullest moment: while `call` runs on `device`. parts: owners and bytes."""
+    """The plan of least memory at its fullest moment: while `call` runs on `device`."""
 
     call: str
     device: int
     footprint: Footprint
-    parts: tuple[tuple[str, int], ...]
+    parts: tuple[tuple[str, int], ...]  # owners and bytes
     usable: int
 
     @property

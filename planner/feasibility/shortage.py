@@ -1,4 +1,5 @@
-"""Why a planning problem has no plan: the fewest calls that can't lie on the devices together, and what they lack."""
+"""The shortage of a problem without a plan: the fewest calls that can't lie on the devices together, and what they
+lack."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -10,23 +11,22 @@ from msgspec.structs import replace
 from realgraph.planner.plan.problem import Limits, OptionTable, SearchProblem, Solution
 from realgraph.planner.solve.solver import solve
 
-ENOUGH = 1e9  # relative gap: the first plan that fits will do
-SECONDS = 1.0  # of one question
-STEPS = 24  # of halving towards the bytes that are missing
-NEAR = 1e-3  # relative: how exact they are
+ANY_PLAN_GAP = 1e9  # relative gap: the first plan that fits will do
+QUESTION_SECONDS = 1.0  # of one question
+HALVING_STEPS = 24  # of halving towards the bytes that are missing
+BYTES_TOLERANCE = 1e-3  # relative: how exact they are
 
 What = Literal["memory", "host_memory", "places"]
 Fits = Callable[[SearchProblem], bool]
 
 
 class Shortage(Struct, frozen=True):
-    """calls: names, none of which can be left out; roles: theirs. what: the devices' memory, the nodes', or that ties
-    leave no common place. missing: bytes that each device, or node, would need more, exact to `NEAR`."""
+    """Calls that lack memory, or a common place, together."""
 
-    calls: tuple[str, ...]
-    roles: tuple[str, ...]
-    what: What
-    missing: int = 0
+    calls: tuple[str, ...]  # names, none of which can be left out
+    roles: tuple[str, ...]  # of these calls
+    what: What  # the devices' memory, the nodes', or that ties leave no common place
+    missing: int = 0  # bytes that each device, or node, would need more, exact to `BYTES_TOLERANCE`
 
     @property
     def text(self) -> str:
@@ -46,8 +46,10 @@ class Shortage(Struct, frozen=True):
 
 
 def shortage(problem: SearchProblem, limits: Limits) -> Shortage | None:
-    """Of a problem without a plan; None where the time did not last to tell."""
-    quick = replace(limits, gap=ENOUGH, seconds=min(limits.seconds, SECONDS), progress=lambda period, bound: None)
+    """The shortage of a problem without a plan; None where the time did not last to tell."""
+    quick = replace(
+        limits, gap=ANY_PLAN_GAP, seconds=min(limits.seconds, QUESTION_SECONDS), progress=lambda period, bound: None
+    )
     undecided = False
 
     def fits(asked: SearchProblem) -> bool:
@@ -105,7 +107,7 @@ def _sparing(table: OptionTable) -> OptionTable:
 
 
 def _missing(problem: SearchProblem, fits: Fits) -> tuple[What, int]:
-    """What the calls lack, and how many bytes of it."""
+    """The resource that the calls lack, and how many bytes of it."""
     most = max(int(table.resident.max() + table.active.max()) for table in problem.tables) * len(problem.tasks)
     host = max(int(table.host.max()) for table in problem.tables) * len(problem.tasks) * problem.devices
 
@@ -122,8 +124,8 @@ def _missing(problem: SearchProblem, fits: Fits) -> tuple[What, int]:
 def _least(enough: Callable[[int], bool], most: int) -> int:
     """The least number that is enough, nearly; `most` is."""
     low, high = 0, most
-    for _ in range(STEPS):
-        if high - low <= max(1, int(NEAR * high)):
+    for _ in range(HALVING_STEPS):
+        if high - low <= max(1, int(BYTES_TOLERANCE * high)):
             break
         middle = (low + high) // 2
         low, high = (low, middle) if enough(middle) else (middle, high)

@@ -1,4 +1,5 @@
-"""Whether a plan, perhaps edited by hand, can run what is asked: every reason why not, with its place in the file."""
+"""Validation of a plan, perhaps edited by hand, against what is asked: every reason why it can't run, with its place in
+the file."""
 
 from collections.abc import Iterator
 
@@ -131,7 +132,7 @@ def _engine_problems(plan: Plan, request: PlanRequest, name: str, file: str) -> 
 
 
 def _tokens(request: PlanRequest, allocation: Allocation, generates: bool, where: Where) -> Iterator[Problem]:
-    """Of a micro-batch, or of a cache that holds no sample; or those of another kind of call."""
+    """Problems of the tokens of a micro-batch, or of a cache that holds no sample; or those of another kind of call."""
     own, other = token_fields(generates)
     if getattr(allocation, other) is not None:
         place = replace(where, path=f"{where.path}.{other}")
@@ -145,7 +146,7 @@ def _tokens(request: PlanRequest, allocation: Allocation, generates: bool, where
 
 
 def _lacking(plan: Plan, support: EngineSupport, name: str, file: str) -> Iterator[Problem]:
-    """What the engines can't do."""
+    """Problems of what the engines can't do."""
     allocation, place = plan.allocations[name], f"$.allocations.{name}"
     for axis in FEATURES:
         if text := lacking_axis(support, axis, getattr(allocation.layout, axis)):
@@ -155,7 +156,8 @@ def _lacking(plan: Plan, support: EngineSupport, name: str, file: str) -> Iterat
 
 
 def _places(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
-    """What must lie together: the train calls of a role, whose states lie once, and references that follow."""
+    """Problems of calls that must lie together: train calls of a role, whose states lie once, and references that
+    follow."""
     shared = {tuple(calls) for calls in request.constraints.share}
     for tie in ties_of(request):
         if tie.tasks in shared:

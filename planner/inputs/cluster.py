@@ -38,8 +38,7 @@ class ClusterSpec(Struct, frozen=True, forbid_unknown_fields=True):
 class Cluster(Struct, frozen=True):
     """A resolved cluster: every number known. Rates are per device and second, memory in bytes.
 
-    flops: dense bf16 (fp32 on a CPU). link_bytes_per_s: device to device inside a node; nic: per device between nodes.
-    The numbers are of the first group of nodes, of one kind; `more` are the others, whose devices are numbered on.
+    The numbers are of the first group of nodes, of one kind.
     """
 
     nodes: int
@@ -47,16 +46,16 @@ class Cluster(Struct, frozen=True):
     kind: str
     memory_bytes: int
     host_memory_bytes: int
-    flops: float
+    flops: float  # dense bf16 (fp32 on a CPU)
     memory_bytes_per_s: float
-    link_bytes_per_s: float
-    nic_bytes_per_s: float
+    link_bytes_per_s: float  # device to device inside a node
+    nic_bytes_per_s: float  # per device between nodes
     pcie_bytes_per_s: float
-    more: tuple["Cluster", ...] = ()
+    more: tuple["Cluster", ...] = ()  # the other groups, whose devices are numbered on
 
     @property
     def n_devices(self) -> int:
-        """Of all groups."""
+        """Devices of all groups."""
         return self.nodes * self.devices_per_node + sum(group.n_devices for group in self.more)
 
     @property

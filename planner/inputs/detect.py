@@ -27,12 +27,12 @@ class Gpu(Struct, frozen=True):
 
 
 class Probe(Struct, frozen=True):
-    """What this machine has. gpu_error: why the GPUs could not be read, '' where they could or there is no driver."""
+    """This machine's devices."""
 
     cores: int
     host_memory_bytes: int
     gpus: tuple[Gpu, ...] = ()
-    gpu_error: str = ""
+    gpu_error: str = ""  # why the GPUs could not be read, '' where they could or there is no driver
 
 
 def probe() -> Probe:

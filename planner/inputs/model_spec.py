@@ -33,11 +33,10 @@ class LatentAttention(Struct, frozen=True):
 
 
 class ModelSpec(Struct, frozen=True, cache_hash=True):
-    """Dimensions of a decoder: sizes in elements. `experts` 0 is a dense model; expert layers have no dense MLP.
+    """Dimensions of a decoder: sizes in elements. Expert layers have no dense MLP.
 
-    norms: RMSNorm vectors of a layer besides those of queries and keys (qk_norm). qkv_bias, out_bias and mlp_bias say
-    which linear layers carry a bias. mlp_matrices: 3 where an MLP is gated, else 2. shared_intermediate: width of what
-    every token passes beside its experts. Facts by architecture: transformers 5, modeling_<architecture>.py.
+    qkv_bias, out_bias and mlp_bias say which linear layers carry a bias. Facts by architecture: transformers 5,
+    modeling_<architecture>.py.
     """
 
     architecture: Architecture
@@ -54,17 +53,17 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    norms: int = 2
-    experts: int = 0
+    norms: int = 2  # RMSNorm vectors of a layer besides those of queries and keys (qk_norm)
+    experts: int = 0  # 0 is a dense model
     experts_per_token: int = 0
     expert_intermediate: int = 0
     expert_layers: int = 0
-    mlp_matrices: int = 3
-    shared_intermediate: int = 0
+    mlp_matrices: int = 3  # 3 where an MLP is gated, else 2
+    shared_intermediate: int = 0  # width of what every token passes beside its experts
     latent: LatentAttention | None = None
 
     def attention_params(self) -> int:
-        """Of one layer's attention."""
+        """Parameters of one layer's attention."""
         if self.latent is not None:
             return self._latent_params(self.latent)
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -93,20 +92,20 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
         return self.latent.kv_rank + self.latent.rope_dim
 
     def mlp_params(self) -> int:
-        """Of one dense MLP."""
+        """Parameters of one dense MLP."""
         matrices = self.mlp_matrices * self.hidden * self.intermediate
         return matrices + self.mlp_bias * ((self.mlp_matrices - 1) * self.intermediate + self.hidden)
 
     def expert_params(self) -> int:
-        """Of one expert."""
+        """Parameters of one expert."""
         return 3 * self.hidden * self.expert_intermediate
 
     def routed_params(self) -> int:
-        """Of all routed experts of all layers: what expert parallelism cuts."""
+        """Parameters of all routed experts of all layers: what expert parallelism cuts."""
         return self.expert_layers * self.experts * self.expert_params()
 
     def head_params(self, head: Head = "lm") -> int:
-        """Of the output head besides the embedding: none where tied; a value or score head is one row."""
+        """Parameters of the output head besides the embedding: none where tied; a value or score head is one row."""
         if head != "lm":
             return self.hidden
         return 0 if self.tied else self.vocab * self.hidden
@@ -124,7 +123,7 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
         return self._shared_params() + dense + self.expert_layers * per_token
 
     def layer_params(self) -> int:
-        """Of the largest layer: what FSDP gathers at once."""
+        """Parameters of the largest layer: what FSDP gathers at once."""
         routed = self.experts * (self.expert_params() + self.hidden) + self._shared_expert()
         sparse = routed if self.expert_layers else 0
         dense = self.mlp_params() if self.expert_layers < self.layers else 0
@@ -135,7 +134,7 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
         return 2 * self.hidden * (self.vocab if head == "lm" else 1)
 
     def _shared_expert(self) -> int:
-        """Of the MLP that every token passes beside its experts."""
+        """Parameters of the MLP that every token passes beside its experts."""
         return 3 * self.hidden * self.shared_intermediate
 
     def _shared_params(self) -> int:
@@ -233,7 +232,8 @@ def _with_experts(shape: ModelSpec, config: _Config) -> ModelSpec:
 
 
 def load_model_spec(path: str, where: Where, hub_cache: Path | None = None, revision: str | None = None) -> ModelSpec:
-    """Of a local directory, of a Hub id in the local cache, or of a known Hub id in the shipped table; in that order.
+    """The spec of a local directory, of a Hub id in the local cache, or of a known Hub id in the shipped table; in that
+    order.
 
     Raises ConfigError at `where` with the way out. hub_cache: the `hub` folder of the Hugging Face cache.
     """
@@ -270,7 +270,7 @@ def _unknown(path: str, local: Path, where: Where) -> Problem:
 
 
 def _may_mean(path: str, name: str) -> bool:
-    """Whether a known model may be the one that is asked for: another version or size is another model."""
+    """True where a known model may be the one that is asked for: another version or size is another model."""
     return name.lower().startswith(path.lower()) or _NUMBERS.findall(path) == _NUMBERS.findall(name)
 
 

@@ -1,4 +1,4 @@
-"""What one step has to do, in the planner's terms."""
+"""The work of one step, in the planner's terms."""
 
 from msgspec import Struct
 
@@ -26,5 +26,5 @@ class Workload(Struct, frozen=True):
 
     @property
     def expected_prompt_tokens(self) -> float:
-        """Of a sample: the mean where it is known, else the longest."""
+        """Tokens of a sample's prompt: the mean where it is known, else the longest."""
         return self.prompt_tokens if self.mean_prompt_tokens is None else self.mean_prompt_tokens

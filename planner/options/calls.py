@@ -1,4 +1,4 @@
-"""What a call has to do in one step, and its seconds by the formulas: lengths, batches, sequences that run at once."""
+"""The work of a call in one step, and its seconds by the formulas: lengths, batches, sequences that run at once."""
 
 import math
 from functools import lru_cache
@@ -20,8 +20,8 @@ from realgraph.planner.plan.layout import Layout
 from realgraph.planner.plan.option import CallOption
 from realgraph.planner.request.request import PlanRequest
 
-CACHE_STEP = 64  # positions: the cache of a GPU grows in such steps
-CACHE_STEP_CPU = 16
+CACHE_STEP_TOKENS = 64  # positions: the cache of a GPU grows in such steps
+CACHE_STEP_TOKENS_CPU = 16
 FUNCTION_SECONDS = 1e-4  # of one sample, in one of the workers' subprocesses
 ADVANTAGE_SECONDS = 1e-5  # of one sample
 RAGGED = ("tokens", "text", "json")  # one value of which is a whole sample, here counted in tokens
@@ -57,7 +57,7 @@ def mean_tokens(request: PlanRequest) -> float:
 
 
 def is_trained(request: PlanRequest, role: str) -> bool:
-    """Whether some call of the graph trains the role."""
+    """True where some call of the graph trains the role."""
     return any(isinstance(call, Train) and call.model == role for call in request.graph.calls.values())
 
 
@@ -102,7 +102,8 @@ def input_bytes(request: PlanRequest, call: str) -> float:
 
 
 def _key_bytes(request: PlanRequest, key: KeyType) -> float:
-    """Of a key in a step: an entry a step, group, sample or token; a ragged entry has as many tokens as its sample."""
+    """Bytes of a key in a step: an entry a step, group, sample or token; a ragged entry has as many tokens as its
+    sample."""
     samples = request.workload.n_samples
     entries = {
         "step": 1.0,
@@ -115,7 +116,7 @@ def _key_bytes(request: PlanRequest, key: KeyType) -> float:
 
 
 def generate_work(request: PlanRequest, candidate: CallOption) -> GenerateWork:
-    """What a generate call has to do."""
+    """The work of a generate call."""
     workload = request.workload
     return GenerateWork(
         samples=workload.n_samples,
@@ -129,7 +130,7 @@ def generate_work(request: PlanRequest, candidate: CallOption) -> GenerateWork:
 
 
 def train_work(request: PlanRequest, call: Train, candidate: CallOption) -> TrainWork:
-    """What a train call has to do."""
+    """The work of a train call."""
     return replace(
         _packed_work(request, candidate),
         optimizer_steps=call.minibatches,
@@ -141,7 +142,7 @@ def train_work(request: PlanRequest, call: Train, candidate: CallOption) -> Trai
 
 
 def microbatches_of(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> int:
-    """Of one optimizer step on one data-parallel rank; a generate call has none."""
+    """Micro-batches of one optimizer step on one data-parallel rank; a generate call has none."""
     kind = request.graph.calls[call]
     if isinstance(kind, Generate):
         return 0
@@ -171,7 +172,7 @@ def longest_expected(workload: Workload) -> int:
 
 
 def running_sequences(request: PlanRequest, layout: Layout, kv_tokens: int) -> int:
-    """How many sequences decode at once on a replica with a cache of `kv_tokens`.
+    """Number of sequences that decode at once on a replica with a cache of `kv_tokens`.
 
     The embedded engine's cache grows in whole steps; a server's is paged.
     """
@@ -193,7 +194,7 @@ def most_running(request: PlanRequest) -> int:
 
 def slot_tokens(request: PlanRequest, tokens: float) -> int:
     """Positions of the embedded engine's cache for a sequence of `tokens`, and the one that is written next."""
-    step = CACHE_STEP_CPU if request.cluster.is_cpu else CACHE_STEP
+    step = CACHE_STEP_TOKENS_CPU if request.cluster.is_cpu else CACHE_STEP_TOKENS
     return math.ceil((tokens + 1) / step) * step
 
 

@@ -1,4 +1,4 @@
-"""What a call may be on a mesh of a given size: layouts, micro-batches, recomputation, residency. Prices nothing.
+"""The choices of a call on a mesh of a given size: layouts, micro-batches, recomputation, residency. Prices nothing.
 
 What engines can do (`EngineSupport`) bounds it: this version's run data parallelism with whole or FSDP-sharded weights,
 every copy of a role's weights kept; others have more axes, drop copies after use, and keep states in host memory.
@@ -27,16 +27,16 @@ from realgraph.planner.plan.option import SETTINGS, CallOption
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
 
-LADDER_CPU = (1024, 2048, 4096, 8192)
-LADDER_GPU = (1024, 2048, 4096, 8192, 16384, 32768)
+MICROBATCH_TOKENS_CPU = (1024, 2048, 4096, 8192)
+MICROBATCH_TOKENS_GPU = (1024, 2048, 4096, 8192, 16384, 32768)
 CACHE_RUNGS = 6  # sizes of a generate call's cache, each half of the one before
 MOST_STAGES = 32  # of a pipeline that trains
 MOST_FORWARD_STAGES = 4  # of one that only infers
 CONTEXT_TOKENS = 8192  # of a sample on each context-parallel rank, at least
 EXPERT_RANKS = (1, 4, 8, 16, 32, 64)  # that experts may be spread over
-FORWARD_LADDER = (8192, 32768)  # sizes of micro-batches that only infer, beside the longest sample
-WIDE_TP = 4  # nodes that one generating replica may span where no node holds the weights
-FULL = 0.6  # of a node's memory: weights beyond it make a replica span nodes
+FORWARD_MICROBATCH_TOKENS = (8192, 32768)  # sizes of micro-batches that only infer, beside the longest sample
+WIDE_TP_NODES = 4  # nodes that one generating replica may span where no node holds the weights
+FULL_NODE_FRACTION = 0.6  # of a node's memory: weights beyond it make a replica span nodes
 
 
 def candidates(
@@ -64,18 +64,18 @@ def candidates(
 
 
 def agrees(candidate: CallOption, pin: Pin) -> bool:
-    """Whether all that a pin sets besides the place is true of a candidate."""
+    """True where all that a pin sets besides the place is true of a candidate."""
     settings = candidate.settings
     return all(getattr(pin, name) in (None, settings[name]) for name in SETTINGS)
 
 
 def _cut_as_pinned(layout: Layout, pin: Pin) -> bool:
-    """Whether a layout has every axis and the sharding that a pin sets: no other is worth a closer look."""
+    """True where a layout has every axis and the sharding that a pin sets: no other is worth a closer look."""
     return all(getattr(pin, axis) in (None, getattr(layout, axis)) for axis in AXES)
 
 
 def _barred(candidate: CallOption, pin: Pin) -> bool:
-    """Whether all that a forbidding pin sets is true of a candidate; places are barred by mesh, not here."""
+    """True where all that a forbidding pin sets is true of a candidate; places are barred by mesh, not here."""
     if pin.first is not None or pin == Pin():
         return False
     return pin.devices in (None, candidate.layout.mesh.n_devices) and agrees(candidate, pin)
@@ -108,8 +108,8 @@ def _tensor_ranks(request: PlanRequest, call: str, mesh: DeviceMesh, cluster: Cl
     widest = min(mesh.n_devices, cluster.devices_per_node)
     if isinstance(request.graph.calls[call], Generate):
         weights = element_bytes(request.role(call).dtype) * model.n_params()
-        while weights > FULL * widest * cluster.memory_bytes and 2 * widest <= mesh.n_devices:
-            if widest >= WIDE_TP * cluster.devices_per_node:
+        while weights > FULL_NODE_FRACTION * widest * cluster.memory_bytes and 2 * widest <= mesh.n_devices:
+            if widest >= WIDE_TP_NODES * cluster.devices_per_node:
                 break
             widest *= 2
     sizes = [pinned] if pinned else range(1, widest + 1)
@@ -186,9 +186,9 @@ def token_ladder(request: PlanRequest, call: str, layout: Layout, cluster: Clust
 
 def _ladder(request: PlanRequest, call: str, cluster: Cluster) -> tuple[int, ...]:
     if cluster.is_cpu:
-        return LADDER_CPU
+        return MICROBATCH_TOKENS_CPU
     wide = request.engine.axes and isinstance(request.graph.calls[call], Inference)
-    return FORWARD_LADDER if wide else LADDER_GPU
+    return FORWARD_MICROBATCH_TOKENS if wide else MICROBATCH_TOKENS_GPU
 
 
 def _cache_ladder(request: PlanRequest, in_flight: int) -> tuple[int, ...]:

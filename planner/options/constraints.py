@@ -1,4 +1,4 @@
-"""What is wrong with the user's pins and constraints, whatever the search would choose; and the places they name."""
+"""Faults of the user's pins and constraints, whatever the search would choose; and the places they name."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -30,14 +30,14 @@ def constraint_problems(request: PlanRequest) -> tuple[Problem, ...]:
 
 
 def lacking_axis(support: EngineSupport, axis: Axis, size: int) -> str:
-    """Why engines can't run so many ranks of an axis, '' where they can."""
+    """Reason why engines can't run so many ranks of an axis, '' where they can."""
     if size == 1 or axis in support.axes:
         return ""
     return f"{axis} > 1 needs {FEATURES[axis]}; {support.name} run {' and '.join(('dp', *support.axes))} only"
 
 
 def lacking_offload(support: EngineSupport) -> str:
-    """Why weights can't wait in the host's memory, '' where they can."""
+    """Reason why weights can't wait in the host's memory, '' where they can."""
     return "" if support.offload else f"{support.name} can't offload weights to the host"
 
 
@@ -91,7 +91,7 @@ def _pin(request: PlanRequest, name: str, pin: Pin, where: Where) -> Iterator[Pr
 
 
 def _sharded(pin: Pin, where: Where) -> Iterator[Problem]:
-    """What fsdp does not go with."""
+    """Problems of fsdp beside settings that it does not go with."""
     ranks, place = (pin.tp or 1) * (pin.pp or 1), _field(where, "sharding")
     if (pin.pp or 1) > 1:
         text = f"fsdp cuts states over data-parallel ranks: it does not go with pipeline stages, and pp is {pin.pp}"
@@ -120,7 +120,7 @@ def _offloaded(request: PlanRequest, name: str, where: Where) -> Iterator[Proble
 
 
 def _lacking(request: PlanRequest, pin: Pin, where: Where) -> Iterator[Problem]:
-    """What the engines can't do."""
+    """Problems of what the engines can't do."""
     for axis in FEATURES:
         if text := lacking_axis(request.engine, axis, getattr(pin, axis) or 1):
             hint = "use dp, and sharding: fsdp for models that don't fit; `realgraph plan --engine any` plans with it"
@@ -211,7 +211,7 @@ def token_fields(generates: bool) -> tuple[str, str]:
 
 
 def other_tokens(own: str, other: str) -> str:
-    """Why a call can't have the other tokens."""
+    """Reason why a call can't have the other tokens."""
     whose = "generate calls" if other == TOKENS[1] else "calls that take micro-batches"
     return f"{other} belongs to {whose}: this one has {own}"
 

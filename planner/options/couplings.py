@@ -1,4 +1,4 @@
-"""How the mesh-holding calls of a request depend on each other: precedences, moves of weights, ties. Pure.
+"""Couplings of the mesh-holding calls of a request: precedences, moves of weights, ties. Pure.
 
 Free calls (functions, advantages) hold no mesh, so the search never places them: a path through them is a delay.
 """
@@ -82,7 +82,7 @@ def moves_of(request: PlanRequest) -> tuple[Move, ...]:
 
 
 def ties_of(request: PlanRequest) -> Iterator[Tie]:
-    """What must lie on one mesh: train calls of one role, references that follow a role, and what the user shares."""
+    """Calls that lie on one mesh: train calls of one role, references that follow a role, and what the user shares."""
     graph = request.graph
     for role in graph.models:
         trains = train_calls(request, role)

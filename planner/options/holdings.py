@@ -38,7 +38,7 @@ def group_for(request: PlanRequest, layout: Layout) -> Cluster:
 
 
 def candidate_of(request: PlanRequest, allocations: Allocations, call: str) -> CallOption:
-    """What an allocation says, as the search has it; whether it reads the trained copy in place follows from the
+    """The option of an allocation, as the search has it; whether it reads the trained copy in place follows from the
     layouts."""
     found = allocations[call]
     residency: Residency = "offloaded" if found.residency == "offloaded" else "resident"
@@ -60,7 +60,7 @@ def _chosen(option: CallOption) -> dict[str, Any]:
 
 
 def reads_in_place(request: PlanRequest, allocations: Allocations, call: str) -> bool:
-    """Whether a call that does not train reads the trained copy of its role where that lies."""
+    """True where a call that does not train reads the trained copy of its role where that lies."""
     kind, trains = request.graph.calls[call], train_calls(request, request.graph.role(call))
     if isinstance(kind, Train) or not trains or trains[-1] not in allocations:
         return False

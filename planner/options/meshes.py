@@ -12,7 +12,7 @@ from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.problem import DeviceBlock
 
-WIDEST = 9  # children of one block: an odd factor above it splits the block unevenly instead
+MOST_BLOCK_CHILDREN = 9  # children of one block: an odd factor above it splits the block unevenly instead
 
 
 class Family(Struct, frozen=True):
@@ -45,7 +45,8 @@ def family(cluster: Cluster, reserved: int = 0, named: tuple[DeviceMesh, ...] = 
 
 
 def mesh_fault(mesh: DeviceMesh, cluster: Cluster) -> str:
-    """Why a mesh is none of this cluster's, '' where it is one: aligned powers of two in a node, or whole nodes."""
+    """Fault of a mesh that is none of this cluster's, '' where it is one: aligned powers of two in a node, or whole
+    nodes."""
     last = mesh.first + mesh.n_devices
     if mesh.first < 0 or mesh.n_devices < 1 or last > cluster.n_devices:
         return f"devices {mesh.first} to {last - 1} are not all of the cluster's, 0 to {cluster.n_devices - 1}"
@@ -78,7 +79,7 @@ def group_of(cluster: Cluster, device: int) -> int:
 
 
 def radices(nodes: int) -> tuple[int, ...]:
-    """How many children the blocks of each level have, from the top, down to single nodes; their product is `nodes`.
+    """Number of children of each level's blocks, from the top, down to single nodes; their product is `nodes`.
 
     Odd factors first, the largest first, then fours, then a two.
     """
@@ -99,7 +100,7 @@ def radices(nodes: int) -> tuple[int, ...]:
 
 
 def _group_tree(first: int, devices: int, per_node: int) -> DeviceBlock:
-    """Of a group's devices: its whole nodes, then what is left of a node of which some devices are reserved."""
+    """Tree of a group's devices: its whole nodes, then what is left of a node of which some devices are reserved."""
     nodes, left = divmod(devices, per_node)
     parts = [_nodes_tree(first, nodes, per_node)] if nodes else []
     if left:
@@ -111,7 +112,7 @@ def _nodes_tree(first: int, nodes: int, per_node: int) -> DeviceBlock:
     if nodes == 1:
         return _node_tree(first, per_node)
     widest = radices(nodes)[0]
-    if widest > WIDEST:
+    if widest > MOST_BLOCK_CHILDREN:
         power = 1 << (nodes.bit_length() - 1)
         sizes = [power, nodes - power]
     else:

@@ -42,7 +42,7 @@ def move_matrix(request: PlanRequest, target: str, source: Place, there: Place) 
 
 
 def transport_of(request: PlanRequest, target: str, source: Place, there: Place) -> Transport:
-    """How the weights of the source's only option get to the target's only one."""
+    """The transport of the weights of the source's only option to the target's only one."""
     chosen = fastest_transports(_copies(request, target, source), _copies(request, target, there))[1]
     return TRANSPORTS[int(chosen[0, 0])]
 
@@ -73,7 +73,7 @@ def _copies(request: PlanRequest, call: str, place: Place) -> Copies:
 
 
 def _serves(request: PlanRequest, call: str) -> bool:
-    """Whether an engine that generates runs the call."""
+    """True where an engine that generates runs the call."""
     return isinstance(request.graph.calls[call], Generate)
 
 

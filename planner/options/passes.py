@@ -1,4 +1,4 @@
-"""How a train call may take its micro-batches: recomputation, and the order of its pipeline stages. Prices nothing.
+"""Ways of a train call to take its micro-batches: recomputation, and the order of its pipeline stages. Prices nothing.
 
 Interleaved stages hold groups of layers that are no neighbours. What reads such a copy in place passes the groups in
 the same turns; a second train call of the role would need its states elsewhere, so such roles have none.
@@ -18,9 +18,9 @@ from realgraph.planner.plan.option import PASSES, PLAIN, CallOption
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
 
-ONE = DeviceMesh(0, 1)
-CHUNKS = (8, 4, 2)  # groups of layers of an interleaved stage
-FORWARD = "recompute, schedule and chunks belong to train calls: this one has no backward pass"
+ONE_DEVICE = DeviceMesh(0, 1)
+CHUNK_COUNTS = (8, 4, 2)  # groups of layers of an interleaved stage
+NO_BACKWARD_TEXT = "recompute, schedule and chunks belong to train calls: this one has no backward pass"
 
 
 def passes_for(request: PlanRequest, call: str, plain: CallOption, cluster: Cluster) -> Iterator[CallOption]:
@@ -54,23 +54,23 @@ def _chunks(request: PlanRequest, call: str, plain: CallOption, cluster: Cluster
     count = microbatches_of(request, call, replace(plain, schedule="interleaved"), cluster)
     if count * layout.dp * steps > request.workload.n_samples:
         return 0
-    return next((chunks for chunks in ((pinned,) if pinned else CHUNKS) if 1 < chunks <= most), 0)
+    return next((chunks for chunks in ((pinned,) if pinned else CHUNK_COUNTS) if 1 < chunks <= most), 0)
 
 
 # --- what can't be ----------------------------------------------------------------------------------------------------
 
 
 def pin_problems(request: PlanRequest, call: str, pin: Pin, where: Where) -> Iterator[Problem]:
-    """What is wrong with the passes that a pin sets, whatever the search would choose."""
+    """Problems of the passes that a pin sets, whatever the search would choose."""
     if not isinstance(request.graph.calls[call], Train):
         if any(getattr(pin, name) is not None for name in PASSES):
-            yield Problem(where, FORWARD, "leave them out", "pin")
+            yield Problem(where, NO_BACKWARD_TEXT, "leave them out", "pin")
         return
     piped = pin.schedule not in (None, "1f1b") or (pin.chunks or 1) > 1
     schedule: Schedule = pin.schedule or ("interleaved" if piped else "1f1b")
     chunks = pin.chunks or (2 if schedule == "interleaved" else 1)
     stages = pin.pp or (min(2, request.model(call).layers) if piped else 1)
-    asked = CallOption(Layout(ONE, pp=stages), 1, pin.recompute or "none", schedule, chunks)
+    asked = CallOption(Layout(ONE_DEVICE, pp=stages), 1, pin.recompute or "none", schedule, chunks)
     fault = schedule_fault(asked, request.model(call).layers) or _shared_fault(request, call, asked)
     if fault:
         yield Problem(where, fault, "leave schedule and chunks out", "pin")
@@ -85,10 +85,10 @@ def pin_problems(request: PlanRequest, call: str, pin: Pin, where: Where) -> Ite
 
 
 def plan_problems(request: PlanRequest, call: str, candidate: CallOption, where: Where) -> Iterator[Problem]:
-    """What is wrong with the passes of an allocation; where: its place in the plan's file."""
+    """Problems of the passes of an allocation; where: its place in the plan's file."""
     if not isinstance(request.graph.calls[call], Train):
         if candidate.passes != PLAIN:
-            yield Problem(where, FORWARD, "leave them out", "plan_passes")
+            yield Problem(where, NO_BACKWARD_TEXT, "leave them out", "plan_passes")
         return
     fault = schedule_fault(candidate, request.model(call).layers) or _shared_fault(request, call, candidate)
     if fault:
@@ -111,7 +111,7 @@ def _shared_fault(request: PlanRequest, call: str, candidate: CallOption) -> str
 
 
 def schedule_fault(candidate: CallOption, layers: int) -> str:
-    """Why the stages of a model of so many layers can't work in this order, '' where they can."""
+    """Reason why the stages of a model of so many layers can't work in this order, '' where they can."""
     stages = candidate.layout.pp
     if candidate.schedule != "1f1b" and stages == 1:
         return f"schedule {candidate.schedule} needs pipeline stages: pp is 1"
@@ -125,7 +125,7 @@ def schedule_fault(candidate: CallOption, layers: int) -> str:
 
 
 def _recompute_problems(request: PlanRequest, call: str, recompute: Recompute, where: Where) -> Iterator[Problem]:
-    """Where the model's own setting, or what the engines can do, says otherwise."""
+    """Problems where the model's own setting, or what the engines can do, says otherwise."""
     setting = f"models.{request.graph.role(call)}.gradient_checkpointing"
     if request.role(call).gradient_checkpointing:
         if recompute != "full":

@@ -33,55 +33,45 @@ from realgraph.planner.plan.option import SETTINGS, CallOption
 from realgraph.planner.request.cost_table import CostTable, MeasuredCall, Phase, PhaseFactor
 from realgraph.planner.request.request import PlanRequest, call_hashes
 
-ONE = DeviceMesh(0, 1)
-MEASURED = ("devices", *(name for name in MeasuredCall.__struct_fields__ if name in SETTINGS))  # what was run
-ELSEWHERE = 1 << 50  # bytes that no device has: what reads the trained copy in place fits nowhere else
+ONE_DEVICE = DeviceMesh(0, 1)
+MEASURED_SETTINGS = ("devices", *(name for name in MeasuredCall.__struct_fields__ if name in SETTINGS))  # what was run
+ELSEWHERE_BYTES = 1 << 50  # bytes that no device has: what reads the trained copy in place fits nowhere else
 DEFAULT_ERROR: dict[Phase, float] = {"train": 0.12, "inference": 0.25, "generate": 0.15, "reallocate": 0.5}
 
 
 class Holding(Struct, frozen=True):
-    """Bytes of one call on each device of its mesh.
+    """Bytes of one call on each device of its mesh."""
 
-    resident: all the time. active: besides, while it runs. shared: the part of `active` that is there anyway where the
-    call's role is trained on the same mesh under an equal layout. host: of the node's memory, all the time.
-    """
-
-    resident: Footprint
-    active: Footprint
+    resident: Footprint  # all the time
+    active: Footprint  # besides, while it runs
+    # the part of `active` that is there anyway where the call's role is trained on the same mesh under an equal layout
     shared: int = 0
-    host: int = 0
+    host: int = 0  # of the node's memory, all the time
 
 
 class PricedOption(Struct, frozen=True):
-    """A candidate with its price: one row of a table.
-
-    running: sequences that decode at once on a replica, of a generate call. error: relative standard error of
-    `seconds`. nbytes: resident, active and shared, as the search counts them. whole: of a stream, how many periods are
-    part of `latency`.
-    """
+    """A candidate with its price: one row of a table."""
 
     candidate: CallOption
     seconds: float
     latency: float
-    nbytes: tuple[int, int, int]
+    nbytes: tuple[int, int, int]  # resident, active and shared, as the search counts them
     host: int = 0
-    running: int = 0
-    error: float = 0.0
-    whole: int = 0
+    running: int = 0  # sequences that decode at once on a replica, of a generate call
+    error: float = 0.0  # relative standard error of `seconds`
+    whole: int = 0  # of a stream, how many periods are part of `latency`
 
 
 class Timing(Struct, frozen=True):
-    """Seconds that a call holds its mesh, seconds until its outputs are there, sequences that decode at once.
-
-    whole: of a stream, how many of its own `seconds` are part of `latency`. caches: where a paused stream's caches are
-    told apart: `kept` for good, `given up` and computed anew at a price, or for `training` on this mesh alone.
-    """
+    """Seconds that a call holds its mesh, seconds until its outputs are there, sequences that decode at once."""
 
     seconds: float
     latency: float
     running: int = 0
     error: float = 0.0
-    whole: int = 0
+    whole: int = 0  # of a stream, how many of its own `seconds` are part of `latency`
+    # where a paused stream's caches are told apart: `kept` for good, `given up` and computed anew at a price, or for
+    # `training` on this mesh alone
     caches: Literal["", "kept", "given up", "training"] = ""
 
 
@@ -99,14 +89,12 @@ def phase_of(call: ModelCall) -> Phase:
 
 
 class Timed(Struct, frozen=True):
-    """Of one call on one mesh, what several candidates share: seconds and bytes of a run, bytes of a copy, and seconds
-    for the inputs of so many data-parallel ranks. least: no plan has a shorter period, as far as is known. careful:
-    rows of streams tell what becomes of their caches where other calls share the mesh. room: bytes of an empty device,
-    None: those of the cluster's kind."""
+    """The common part of several candidates of one call on one mesh: seconds and bytes of a run, bytes of a copy, and
+    seconds for the inputs of so many data-parallel ranks."""
 
-    least: float = 0.0
-    careful: bool = False
-    room: int | None = None
+    least: float = 0.0  # no plan has a shorter period, as far as is known
+    careful: bool = False  # rows of streams tell what becomes of their caches where other calls share the mesh
+    room: int | None = None  # bytes of an empty device, None: those of the cluster's kind
     timings: dict[CallOption, tuple[Timing, ...]] = {}
     running: dict[CallOption, Footprint] = {}
     copies: dict[Layout, Footprint] = {}
@@ -134,7 +122,7 @@ def options_of(
     held = _holding(request, candidate, copy, added)
     resident, active = held.resident.total, held.active.total
     if in_place:
-        active, shared = active + ELSEWHERE, ELSEWHERE
+        active, shared = active + ELSEWHERE_BYTES, ELSEWHERE_BYTES
     else:
         shared = held.shared
     if key not in known.timings:
@@ -162,9 +150,13 @@ def _with_caches(nbytes: tuple[int, int, int], timing: Timing, in_place: bool) -
     resident, active, shared = nbytes
     match timing.caches:
         case "kept":
-            return (resident + active - ELSEWHERE, ELSEWHERE, ELSEWHERE) if in_place else (resident + active, 0, 0)
+            return (
+                (resident + active - ELSEWHERE_BYTES, ELSEWHERE_BYTES, ELSEWHERE_BYTES)
+                if in_place
+                else (resident + active, 0, 0)
+            )
         case "training" if not in_place:
-            return resident, active + ELSEWHERE, shared + ELSEWHERE
+            return resident, active + ELSEWHERE_BYTES, shared + ELSEWHERE_BYTES
         case _:
             return nbytes
 
@@ -173,7 +165,8 @@ def _with_caches(nbytes: tuple[int, int, int], timing: Timing, in_place: bool) -
 
 
 def holding(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> Holding:
-    """What a call's devices hold for it. Where a copy is dropped after use, its weights count while the call runs."""
+    """Memory that a call holds on its devices. Where a copy is dropped after use, its weights count while the call
+    runs."""
     copy = copy_of(request, call, candidate.layout, cluster)
     return _holding(request, candidate, copy, _running(request, call, candidate))
 
@@ -198,9 +191,10 @@ def _holding(request: PlanRequest, candidate: CallOption, copy: Footprint, activ
 
 
 def _running(request: PlanRequest, call: str, candidate: CallOption) -> Footprint:
-    """What a running call adds, its weights left aside."""
+    """Memory that a running call adds, its weights left aside."""
     model, role, layout, kind = request.model(call), request.role(call), candidate.layout, request.graph.calls[call]
-    cut = Layout(ONE, tp=layout.tp, pp=layout.pp, ep=layout.ep, cp=layout.cp)  # on all meshes, activations are the same
+    # activations are the same on all meshes
+    cut = Layout(ONE_DEVICE, tp=layout.tp, pp=layout.pp, ep=layout.ep, cp=layout.cp)
     if isinstance(kind, Generate):
         return memory.generation(model, role, cut, candidate.tokens)
     tokens = max(candidate.tokens, longest_part(request, layout))
@@ -254,7 +248,7 @@ def formula_timings(
 def _stream_timings(
     request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster, careful: bool
 ) -> Iterator[Timing]:
-    """Of all that may be in flight; careful: for each of the things that may become of the caches."""
+    """Timings of all that may be in flight; careful: for each of the things that may become of the caches."""
     work = generate_work(request, candidate)
     setting = _setting(request, call, candidate, cluster)
     free = offered_variants(setting, work, request.workload.staleness)
@@ -274,7 +268,7 @@ def candidate_stream(request: PlanRequest, call: str, candidate: CallOption, clu
 
 
 def stream_timing(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster, found: Variant) -> Timing:
-    """Of one stream of a generate call, as `options_of` prices its rows."""
+    """Timing of one stream of a generate call, as `options_of` prices its rows."""
     more = input_seconds(request, call, candidate.layout, cluster)
     more += offloading_seconds(request, call, candidate, cluster)
     formula = Timing(found.seconds, found.latency_seconds, found.running, whole=found.latency_periods)
@@ -315,7 +309,7 @@ def corrected(request: PlanRequest, call: str, candidate: CallOption, timing: Ti
 
 
 def is_measured(request: PlanRequest, call: str, candidate: CallOption) -> bool:
-    """Whether exactly this call was measured."""
+    """True where exactly this call was measured."""
     return _measured(request, call, candidate) is not None
 
 
@@ -329,9 +323,9 @@ def _measured(request: PlanRequest, call: str, candidate: CallOption) -> tuple[f
 
 
 def _ran(found: MeasuredCall, candidate: CallOption) -> bool:
-    """Whether what was measured ran as the candidate says."""
+    """True where what was measured ran as the candidate says."""
     now = {**candidate.settings, "devices": candidate.layout.mesh.n_devices}
-    return all(getattr(found, name) == now[name] for name in MEASURED)
+    return all(getattr(found, name) == now[name] for name in MEASURED_SETTINGS)
 
 
 def offloading_seconds(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> float:

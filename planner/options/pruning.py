@@ -8,17 +8,15 @@ from realgraph.planner.solve.kernels.dominance import columns_of, nondominated
 
 
 class TableRows(Struct, frozen=True, eq=False):
-    """A table before pruning. slack: seconds that moves of weights may cost more under each row than under another's
-    layout, None where rows of different layouts may replace each other freely. edge: seconds that they may cost less.
-    bonus: bytes that other calls save where they read this row's copy in place; beside: what such a call needs without
-    that, at most.
-    """
+    """A table before pruning."""
 
     table: OptionTable
+    # seconds that moves of weights may cost more under each row than under another's layout, None where rows of
+    # different layouts may replace each other freely
     slack: Floats | None = None
-    edge: Floats | None = None
-    bonus: Ints | None = None
-    beside: Ints | None = None
+    edge: Floats | None = None  # seconds that moves of weights may cost less
+    bonus: Ints | None = None  # bytes that other calls save where they read this row's copy in place
+    beside: Ints | None = None  # what such a call needs without that, at most
 
 
 def kept_rows(rows: TableRows) -> tuple[int, ...]:

@@ -44,11 +44,11 @@ Spot = tuple[str, int, int, int]  # reader, group of nodes, devices, number of a
 
 
 class Known(Struct, frozen=True, eq=False):
-    """What problems of one request have in common, whatever the period and the staleness: priced once, filled as they
-    are made. options: of calls that do not stream. streams: of those that do, by staleness and `careful`."""
+    """The common part of all problems of one request, whatever the period and the staleness: priced once, filled as
+    they are made."""
 
-    options: dict[Key, list[PricedOption]] = {}
-    streams: dict[tuple[Key, int, bool], Timed] = {}
+    options: dict[Key, list[PricedOption]] = {}  # of calls that do not stream
+    streams: dict[tuple[Key, int, bool], Timed] = {}  # of those that do, by staleness and `careful`
 
 
 def problem_of(
@@ -211,7 +211,7 @@ class _Tables:
         return TableRows(table) if alone else TableRows(table, np.zeros(len(table)), bonus=table.resident)
 
     def _train_rows(self, call: str, place: Place, table: OptionTable) -> TableRows:
-        """What the layouts of a train call mean for the calls that read the trained weights.
+        """The meaning of a train call's layouts for the calls that read the trained weights.
 
         A copy that is read in place, or lies whole on each device, may save whole moves; any other what its nodes hold.
         States in host memory may cost a whole move more.
@@ -237,7 +237,7 @@ class _Tables:
         return TableRows(table, np.where(away, most, 0.0), edge, bonus, beside)
 
     def _remember(self, call: str, group: int, size: int, options: Sequence[PricedOption]) -> None:
-        """Of what is kept for a call that reads weights: what it needs, and would save by sharing the trained copy."""
+        """Keeps of a call that reads weights what it needs, and what it would save by sharing the trained copy."""
         for option in options:
             spot = (call, group, size, self.layouts[layout_key(option)])
             resident, active, shared = option.nbytes
@@ -256,7 +256,7 @@ def layout_key(option: PricedOption) -> tuple[object, ...]:
 
 
 def allowed(mesh: DeviceMesh, call: str, request: PlanRequest) -> bool:
-    """Whether pins and constraints let a call lie on this mesh."""
+    """True where pins and constraints let a call lie on this mesh."""
     pin, constraints = request.pins.get(call, Pin()), request.constraints
     if pin.devices is not None and mesh != DeviceMesh(pin.first or 0, pin.devices):
         return False

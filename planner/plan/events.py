@@ -32,11 +32,12 @@ class Dependency(Struct, frozen=True, order=True):
 
 
 class EventGraph(Struct, frozen=True):
-    """Seconds of every node, and the dependencies between them. loads: nodes that share a device, in whatever order, so
-    that a period has room for all of them: a circuit of distance 1 each."""
+    """Seconds of every node, and the dependencies between them."""
 
     seconds: dict[str, float]
     dependencies: tuple[Dependency, ...]
+    # nodes that share a device, in whatever order, so that a period has room for all of them: a circuit of distance 1
+    # each
     loads: tuple[tuple[str, ...], ...] = ()
 
 
@@ -96,8 +97,8 @@ def stream_call(graph: Graph, plan: Plan) -> str:
 
 
 def liveness_graph(graph: Graph, plan: Plan) -> EventGraph:
-    """What the runtime waits for, without seconds: a session counts by the batch that it completes, takes its turn as
-    other calls do, and gets its weights in no fixed order."""
+    """The events that the runtime waits for, without seconds: a session counts by the batch that it completes, takes
+    its turn as other calls do, and gets its weights in no fixed order."""
     stream = stream_call(graph, plan)
     if not stream:
         return event_graph(graph, plan, {})

@@ -1,4 +1,4 @@
-"""Where a role's weights lie: a device mesh and how the axes of parallelism cut the weights over it."""
+"""The place of a role's weights: a device mesh and how the axes of parallelism cut the weights over it."""
 
 from typing import Annotated, Literal
 
@@ -25,7 +25,7 @@ class DeviceMesh(Struct, frozen=True, order=True):
         return range(self.first, self.first + self.n_devices)
 
     def overlaps(self, other: "DeviceMesh") -> bool:
-        """Whether the two share a device."""
+        """True where the two share a device."""
         return self.first < other.first + other.n_devices and other.first < self.first + self.n_devices
 
 
@@ -42,5 +42,5 @@ class Layout(Struct, frozen=True):
 
     @property
     def axes(self) -> tuple[int | str, ...]:
-        """Of `AXES`: equal for layouts that cut weights alike, wherever they lie."""
+        """Values of `AXES`: equal for layouts that cut weights alike, wherever they lie."""
         return (self.dp, self.tp, self.pp, self.ep, self.cp, self.sharding)

@@ -18,7 +18,7 @@ Residency = Literal["resident", "offloaded", "reallocated", "in_place"]
 
 
 class CallOption(Struct, frozen=True):
-    """What may be chosen for one call. Where its place is open, the layout's mesh is any of that size in its group of
+    """A choice for one call. Where its place is open, the layout's mesh is any of that size in its group of
     nodes."""
 
     layout: Layout
@@ -33,12 +33,12 @@ class CallOption(Struct, frozen=True):
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch, or of the cache of a generate call; 0 where a plan that was edited says neither."""
+        """Tokens of a micro-batch, or of the cache of a generate call; 0 where a plan that was edited says neither."""
         return self.kv_cache_tokens or self.max_tokens_per_microbatch or 0
 
     @property
     def passes(self) -> tuple[Recompute, Schedule, int]:
-        """How a train call takes its micro-batches: the fields that `PASSES` names."""
+        """The way a train call takes its micro-batches: the fields that `PASSES` names."""
         return (self.recompute, self.schedule, self.chunks)
 
     @property

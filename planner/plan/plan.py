@@ -53,7 +53,7 @@ class Turn(Struct, frozen=True):
 
 
 class Hashes(Struct, frozen=True):
-    """What the plan was made for; a run refuses a plan whose hashes differ. SHA-256, first 16 hex digits."""
+    """Hashes of what the plan was made for; a run refuses a plan whose hashes differ. SHA-256, first 16 hex digits."""
 
     graph: str
     workload: str
@@ -62,18 +62,15 @@ class Hashes(Struct, frozen=True):
 
 
 class Plan(Struct, frozen=True):
-    """An allocation per mesh-holding call, and the cyclic order of calls of every device.
-
-    period_seconds: predicted steady-state seconds a step; lower_bound_seconds: no plan is faster, within `scope`.
-    staleness: steps that generation keeps ahead of training at most; the run's own bound may be larger.
-    """
+    """An allocation per mesh-holding call, and the cyclic order of calls of every device."""
 
     allocations: dict[str, Allocation]
     orders: dict[int, tuple[Turn, ...]]  # device -> its calls, in the order of one round
     hashes: Hashes
+    # steps that generation keeps ahead of training at most; the run's own bound may be larger
     staleness: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
-    period_seconds: Seconds = 0.0
-    lower_bound_seconds: Seconds = 0.0
+    period_seconds: Seconds = 0.0  # predicted steady-state seconds a step
+    lower_bound_seconds: Seconds = 0.0  # no plan is faster, within `scope`
     scope: str = ""
     bottleneck: tuple[str, ...] = ()  # the calls of the critical circuit
     format: int = PLAN_FORMAT
@@ -86,5 +83,5 @@ class Plan(Struct, frozen=True):
 
     @property
     def gap(self) -> float:
-        """How far the period may be above the best one: 0.02 is 2 %."""
+        """The most that the period may be above the best one: 0.02 is 2 %."""
         return self.period_seconds / self.lower_bound_seconds - 1 if self.lower_bound_seconds > 0 else float("inf")

@@ -18,46 +18,39 @@ Ints = npt.NDArray[np.int64]
 
 
 class OptionTable(Struct, frozen=True, eq=False):
-    """The ways to run one task on meshes of one kind: arrays of one length n; bytes are per device of the mesh.
+    """The ways to run one task on meshes of one kind: arrays of one length n; bytes are per device of the mesh."""
 
-    seconds: the task holds its mesh. latency: from its start to the end of its outputs, at least `seconds`; longer
-    only where a generate session streams and is paused. resident: bytes that lie there all the time. active: further
-    bytes while the task runs. shared: the part of `active` that is not needed where the task's role is trained on the
-    same mesh under an equal `layout`. host: bytes of the node's memory, all the time. layout: equal numbers stand for
-    equal (dp, tp, pp, ep, cp, sharding), in all tables of a problem.
-    """
-
-    seconds: Floats
+    seconds: Floats  # for which the task holds its mesh
+    # from its start to the end of its outputs, at least `seconds`; longer only where a generate session streams and is
+    # paused
     latency: Floats
-    resident: Ints
-    active: Ints
+    resident: Ints  # bytes that lie there all the time
+    active: Ints  # further bytes while the task runs
+    # the part of `active` that is not needed where the task's role is trained on the same mesh under an equal `layout`
     shared: Ints
-    host: Ints
-    layout: Ints
+    host: Ints  # bytes of the node's memory, all the time
+    layout: Ints  # equal numbers stand for equal (dp, tp, pp, ep, cp, sharding), in all tables of a problem
 
     def __len__(self) -> int:
         return len(self.seconds)
 
 
 class SearchTask(Struct, frozen=True, eq=False):
-    """One mesh-holding call. tables: number of a mesh -> number of the option table there; other meshes are barred."""
+    """One mesh-holding call."""
 
     name: str
     role: str
     trains: bool
-    tables: dict[int, int]
+    tables: dict[int, int]  # number of a mesh -> number of the option table there; other meshes are barred
 
 
 class Precedence(Struct, frozen=True):
-    """`target` of step k starts at least `delay` after `source` of step k - `distance` has its outputs ready.
-
-    delay: seconds of the free calls (functions, advantages) and of the data transfer between the two.
-    """
+    """`target` of step k starts at least `delay` after `source` of step k - `distance` has its outputs ready."""
 
     source: str
     target: str
     distance: int
-    delay: float = 0.0
+    delay: float = 0.0  # seconds of the free calls (functions, advantages) and of the data transfer between the two
 
 
 class Move(Struct, frozen=True):
@@ -88,39 +81,35 @@ class DeviceBlock(Struct, frozen=True):
 
 
 class SearchProblem(Struct, frozen=True, eq=False):
-    """What to minimise the period of. The meshes of tasks that run at one time never overlap.
+    """The problem whose period is minimised. The meshes of tasks that run at one time never overlap.
 
-    memory: int64 [devices]; on every device the sum of `resident` over the tasks there plus the largest `active` may
-    not pass it. Tasks of one frozen role on the same mesh under an equal layout keep one copy: their `resident` counts
-    once. host_memory: int64 [nodes], of the sum of `host` over a node's devices.
-    move_seconds(move, source mesh, target mesh) -> float64 [options of source there, options of target there].
-    ties: the user's constraint that calls share a mesh, and the train calls of one role, whose optimizer states lie
-    once (the tables of the second and later ones have no `resident`).
-    tree: of the devices, for symmetry; None where nothing is known to be symmetric.
-    floor_seconds: a period below it is impossible whatever is chosen (free calls, the user's own limits).
-    longest_move_seconds: no move takes longer; 0 where none takes much longer than all tasks together.
-    moves_by_layout: whether options of equal layouts on one mesh have equal `move_seconds`.
+    Tasks of one frozen role on the same mesh under an equal layout keep one copy: their `resident` counts once.
     """
 
     devices: int
     devices_per_node: int
+    # int64 [devices]; the sum of `resident` over the tasks of a device plus the largest `active` may not pass it
     memory: Ints
-    host_memory: Ints
+    host_memory: Ints  # int64 [nodes], of the sum of `host` over a node's devices
     meshes: tuple[DeviceMesh, ...]
     tables: tuple[OptionTable, ...]
     tasks: tuple[SearchTask, ...]
     precedences: tuple[Precedence, ...]
     moves: tuple[Move, ...]
+    # (move, source mesh, target mesh) -> float64 [options of source there, options of target there]
     move_seconds: Callable[[Move, int, int], Floats]
-    tree: DeviceBlock | None = None
-    floor_seconds: float = 0.0
+    tree: DeviceBlock | None = None  # of the devices, for symmetry; None where nothing is known to be symmetric
+    floor_seconds: float = 0.0  # a period below it is impossible whatever is chosen (free calls, the user's own limits)
+    # the user's constraint that calls share a mesh, and the train calls of one role, whose optimizer states lie once
+    # (the tables of the second and later ones have no `resident`)
     ties: tuple[Tie, ...] = ()
-    longest_move_seconds: float = 0.0
-    moves_by_layout: bool = True
+    longest_move_seconds: float = 0.0  # no move takes longer; 0 where none takes much longer than all tasks together
+    moves_by_layout: bool = True  # whether options of equal layouts on one mesh have equal `move_seconds`
 
 
 class Limits(Struct, frozen=True):
-    """When a search ends: at a proven relative `gap`, after `seconds`, or when `stop()` is true (looked at often).
+    """Limits of a search: it ends at a proven relative `gap`, after `seconds`, or when `stop()` is true (looked at
+    often).
 
     progress(incumbent period, lower bound) is called at each improvement of either.
     """
@@ -133,14 +122,14 @@ class Limits(Struct, frozen=True):
 
 
 class Choice(Struct, frozen=True):
-    """Of one task: the number of a mesh, and the number of an option in its table there."""
+    """The choice of one task: the number of a mesh, and the number of an option in its table there."""
 
     mesh: int
     option: int
 
 
 class Schedule(Struct, frozen=True):
-    """Of fixed choices the least period, starts that reach it (as in `Solution`), and the circuit that bounds it."""
+    """The least period of fixed choices, starts that reach it (as in `Solution`), and the circuit that bounds it."""
 
     period: float
     starts: dict[str, float]
@@ -151,21 +140,18 @@ Stopped = Literal["proven", "time limit", "interrupted", "exhausted"]
 
 
 class Solution(Struct, frozen=True):
-    """The best choices found, a schedule that reaches `period`, and what is proven.
-
-    starts: of every task and of every move that takes time (`reallocation_node`), the start of step 0's instance in
-    seconds; step k starts k periods later. critical: the names on the circuit that bounds the period.
-    bound: no plan of the problem has a smaller period, given 1-periodic schedules. nodes: of the search tree.
-    """
+    """The best choices found, a schedule that reaches `period`, and what is proven."""
 
     choices: dict[str, Choice]
     period: float
-    bound: float
+    bound: float  # no plan of the problem has a smaller period, given 1-periodic schedules
+    # of every task and of every move that takes time (`reallocation_node`), the start of step 0's instance in seconds;
+    # step k starts k periods later
     starts: dict[str, float]
-    critical: tuple[str, ...]
+    critical: tuple[str, ...]  # the names on the circuit that bounds the period
     stopped: Stopped
     seconds: float
-    nodes: int
+    nodes: int  # of the search tree
 
     @property
     def gap(self) -> float:

@@ -19,7 +19,7 @@ class Copy(Struct, frozen=True):
 
 
 def shares_trained_copy(call: ModelCall, layout: Layout, trained: Layout) -> bool:
-    """Whether a call reads the trained copy in place.
+    """True where a call reads the trained copy in place.
 
     The embedded generation engine wants whole tensors on every device, so it can't read sharded weights.
     """

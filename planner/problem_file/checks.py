@@ -1,4 +1,4 @@
-"""What is wrong with a problem file: each mistake with its path in the file and a hint. Builds nothing."""
+"""Mistakes of a problem file, each with its path in the file and a hint. Builds nothing."""
 
 import json
 import re
@@ -53,7 +53,7 @@ def refusals(text: str | bytes, error: msgspec.ValidationError, file: str) -> li
 
 
 def no_json(error: Exception, file: str) -> Problem:
-    """What can't be decoded."""
+    """The problem of a file that can't be decoded."""
     return Problem(Where(file), f"this is no JSON: {error}", "see docs/planning_problem.md", "problem_json")
 
 
@@ -145,7 +145,7 @@ def _option(spec: ProblemFile, option: OptionSpec) -> Iterator[Wrong]:
 
 
 def has_ranks(option: OptionSpec) -> bool:
-    """Whether the option says over how many ranks the weights are cut."""
+    """True where the option says over how many ranks the weights are cut."""
     return option.dp is not None or option.tp is not None or option.pp is not None
 
 

@@ -32,7 +32,7 @@ from realgraph.planner.problem_file.checks import has_ranks, n_nodes, no_json, p
 from realgraph.planner.problem_file.spec import PROBLEM_FORMAT, CallSpec, OptionSpec, ProblemFile, ReallocationSpec
 from realgraph.planner.problem_file.symmetry import symmetric_tree
 
-UNLIMITED = 1 << 60  # bytes
+UNLIMITED_BYTES = 1 << 60
 SCOPE = (
     "schedules that repeat each period (1-periodic), calls that hold their meshes for the seconds given, "
     "the meshes and options of the file"
@@ -40,13 +40,11 @@ SCOPE = (
 
 
 class FileProblem(Struct, frozen=True, eq=False):
-    """What a file says, and the search problem it stands for.
-
-    rows: of every call and number of a mesh, the numbers of the call's options there, in the order of its table.
-    """
+    """The contents of a file, and the search problem it stands for."""
 
     spec: ProblemFile
     problem: SearchProblem
+    # of every call and number of a mesh, the numbers of the call's options there, in the order of its table
     rows: dict[tuple[str, int], Ints]
 
 
@@ -126,7 +124,7 @@ def _free(entry: ReallocationSpec, columns: Mapping[str, OptionColumns]) -> npt.
 
 
 def _by_layout(spec: ProblemFile, entry: ReallocationSpec, columns: Mapping[str, OptionColumns]) -> bool:
-    """Whether options of equal layouts on one mesh have equal seconds, at both ends."""
+    """True where options of equal layouts on one mesh have equal seconds, at both ends."""
     matrix = np.atleast_2d(np.array(entry.seconds, np.float64))
     free = _free(entry, columns) if entry.in_place else np.zeros((1, 1), np.bool_)
     calls = {call.name: call for call in spec.calls}
@@ -143,7 +141,7 @@ def _by_layout(spec: ProblemFile, entry: ReallocationSpec, columns: Mapping[str,
 
 
 def build_problem(spec: ProblemFile) -> FileProblem:
-    """Of a file without mistakes."""
+    """The search problem of a file without mistakes."""
     meshes = sorted({mesh for call in spec.calls for option in call.options for mesh in meshes_of(option)})
     number = {mesh: i for i, mesh in enumerate(meshes)}
     layouts: dict[tuple[object, ...], int] = {}
@@ -165,7 +163,7 @@ def build_problem(spec: ProblemFile) -> FileProblem:
         devices=spec.devices,
         devices_per_node=spec.devices_per_node or spec.devices,
         memory=_bytes(spec.memory, spec.devices),
-        host_memory=_bytes(UNLIMITED if spec.host_memory is None else spec.host_memory, n_nodes(spec)),
+        host_memory=_bytes(UNLIMITED_BYTES if spec.host_memory is None else spec.host_memory, n_nodes(spec)),
         meshes=tuple(meshes),
         tables=tuple(tables),
         tasks=tuple(tasks),
@@ -225,7 +223,8 @@ def _bytes(given: float | tuple[float, ...], count: int) -> Ints:
 
 
 class ChosenOption(Struct, frozen=True, omit_defaults=True):
-    """Of one call: the number of its option in the file, counted from 0, the mesh, and the option's numbers again."""
+    """The choice of one call: its option's number in the file, counted from 0, the mesh, and the option's numbers
+    again."""
 
     option: int
     mesh: tuple[int, int]
@@ -239,18 +238,18 @@ class ChosenOption(Struct, frozen=True, omit_defaults=True):
 
 
 class DeviceOrder(Struct, frozen=True):
-    """What runs of devices [first, number] run in one round, in this order, again and again."""
+    """The order of one round on runs of devices [first, number], in every round the same."""
 
     devices: tuple[tuple[int, int], ...]
     turns: tuple[Turn, ...]
 
 
 class ProblemAnswer(Struct, frozen=True):
-    """A plan and what is proven of it. Times in seconds; see `problem.Solution`. gap: period / bound - 1."""
+    """A plan and what is proven of it. Times in seconds; see `problem.Solution`."""
 
     period: float
     bound: float
-    gap: float | None
+    gap: float | None  # period / bound - 1
     choices: dict[str, ChosenOption]
     reallocation_seconds: dict[str, float]
     starts: dict[str, float]

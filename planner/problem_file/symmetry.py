@@ -13,16 +13,13 @@ from realgraph.planner.plan.problem import DeviceBlock, Ints, Move, SearchProble
 
 
 class Numbers(Struct, frozen=True, eq=False):
-    """A problem as arrays over its meshes, in order of (first, devices).
-
-    keys: first x (devices + 1) + size, rising. tables: [tasks, meshes], -1 where barred. moves: [meshes, meshes] per
-    move, equal numbers for equal matrices of seconds, -1 where one of the two is barred.
-    """
+    """A problem as arrays over its meshes, in order of (first, devices)."""
 
     first: Ints
     size: Ints
-    keys: Ints
-    tables: Ints
+    keys: Ints  # first x (devices + 1) + size, rising
+    tables: Ints  # [tasks, meshes], -1 where barred
+    # [meshes, meshes] per move, equal numbers for equal matrices of seconds, -1 where one of the two is barred
     moves: tuple[Ints, ...]
 
 
@@ -60,7 +57,7 @@ def _parts(size: int, per_node: int) -> int:
 
 
 def _exchangeable(problem: SearchProblem, numbers: Numbers, place: tuple[int, int]) -> bool:
-    """Whether the block at `place` and the one after it can be exchanged."""
+    """True where the block at `place` and the one after it can be exchanged."""
     at, width = place
     if not _same_memory(problem, at, width):
         return False

@@ -28,30 +28,30 @@ from realgraph.planner.report.schedule import (
 from realgraph.planner.request.request import PlanRequest, kept_by
 from realgraph.planner.search.search import events_of
 
-LOADED = 0.9  # a device that is busy for this share of the period is what bounds it
+LOADED_SHARE = 0.9  # a device that is busy for this share of the period is what bounds it
 
 
 class CallRow(Struct, frozen=True):
-    """One call of the allocation table. share: of the period; slack_seconds: longer by this, the period stays."""
+    """One call of the allocation table."""
 
     call: str
     kind: Kind
     role: str
     allocation: Allocation
-    share: float
-    slack_seconds: float
+    share: float  # of the period
+    slack_seconds: float  # longer by this, the period stays
     critical: bool
 
 
 class Bottleneck(Struct, frozen=True):
-    """What bounds the period. circuit: its nodes with their seconds; it spans `steps` steps, and so
-    sum(seconds) / steps is the period. load: the busiest devices' share of it."""
+    """The circuit that bounds the period."""
 
     sentence: str
     call: str
+    # its nodes with their seconds; it spans `steps` steps, and so sum(seconds) / steps is the period
     circuit: tuple[tuple[str, float], ...]
     steps: int
-    load: float
+    load: float  # the busiest devices' share of it
     devices: str
 
 
@@ -83,20 +83,17 @@ class PlannedSize(Struct, frozen=True):
 
 
 class MeasuredSeconds(Struct, frozen=True):
-    """Seconds of one call: predicted, and the median that a run measured over `count` steps, with its spread.
-
-    spread: half the distance between the quartiles, relative to the median.
-    """
+    """Seconds of one call: predicted, and the median that a run measured over `count` steps, with its spread."""
 
     call: str
     predicted_seconds: float
     measured_seconds: float
-    spread: float
+    spread: float  # half the distance between the quartiles, relative to the median
     count: int
 
 
 class Findings(Struct, frozen=True):
-    """What is known beside the plan itself; empty parts are not shown."""
+    """Findings beside the plan itself; empty parts are not shown."""
 
     comparisons: tuple[Comparison, ...] = ()
     hints: tuple[Hint, ...] = ()
@@ -109,11 +106,10 @@ class Findings(Struct, frozen=True):
 
 
 class Report(Struct, frozen=True):
-    """Of one plan. facts: lines of (name, text) that say what was planned. error: relative standard error of the period
-    from those of its calls, 0 where none is known."""
+    """The report of one plan."""
 
     title: str
-    facts: tuple[tuple[str, str], ...]
+    facts: tuple[tuple[str, str], ...]  # lines of (name, text) that say what was planned
     plan: Plan
     n_samples: int
     n_devices: int
@@ -122,7 +118,7 @@ class Report(Struct, frozen=True):
     timeline: Timeline
     memory: tuple[MemoryBar, ...]
     bottleneck: Bottleneck
-    error: float
+    error: float  # relative standard error of the period from those of its calls, 0 where none is known
     findings: Findings
 
     @property
@@ -188,7 +184,8 @@ def bottleneck_of(plan: Plan, events: EventGraph, shown: Timeline) -> Bottleneck
 
 
 def error_of(graph: Graph, plan: Plan, found: Bottleneck) -> float:
-    """Of the seconds on the critical circuit: calls of one kind err together, kinds independently of each other."""
+    """Relative error of the seconds on the critical circuit: calls of one kind err together, kinds independently of
+    each other."""
     off: dict[Kind, float] = {}
     for name, seconds in found.circuit:
         if name in plan.allocations:
@@ -203,7 +200,7 @@ def _sentence(node: tuple[str, float], total: float, busiest: tuple[float, str, 
     (call, seconds), (load, devices, count) = node, busiest
     where = f"device{'s' * (count > 1)} {devices}"
     held = f"it takes {seconds_text(seconds)}, {percent_text(seconds / total)} of the critical circuit"
-    if load >= LOADED:
+    if load >= LOADED_SHARE:
         return f"{call} bounds the period: resource load {percent_text(load)} ({where}); {held}"
     return (
         f"{call} bounds the period by what waits for it: {held}; "

@@ -1,4 +1,4 @@
-"""What changed from one plan to another: period, allocations, orders, and whether they were made for the same thing."""
+"""Changes from one plan to another: period, allocations, orders, and whether they were made for the same thing."""
 
 from collections.abc import Iterator
 
@@ -17,17 +17,17 @@ from realgraph.planner.report.format import (
 )
 from realgraph.planner.report.text import TRANSPORT_WORDS
 
-SAME = 0.005  # of seconds or bytes: below it two predictions are told as equal
+SAME_FRACTION = 0.005  # of seconds or bytes: below it two predictions are told as equal
 
 
 class PlanChange(Struct, frozen=True):
-    """One thing that differs. subject: a call, or '' for the plan; change: relative where both are numbers."""
+    """One thing that differs."""
 
-    subject: str
+    subject: str  # a call, or '' for the plan
     what: str
     before: str
     after: str
-    change: str = ""
+    change: str = ""  # relative where both are numbers
 
 
 def diff(before: Plan, after: Plan) -> tuple[PlanChange, ...]:
@@ -113,7 +113,7 @@ def _seconds(subject: str, what: str, old: float, new: float) -> Iterator[PlanCh
 
 
 def _differs(old: float, new: float) -> bool:
-    return abs(new - old) > SAME * max(abs(old), abs(new))
+    return abs(new - old) > SAME_FRACTION * max(abs(old), abs(new))
 
 
 def _change(old: float, new: float) -> str:

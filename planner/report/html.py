@@ -57,7 +57,7 @@ NUMBERS = (
     "efficiency",
 )
 WORDS = ("what it is", "")  # columns of sentences
-LARGEST = 8  # parts of a memory bar that its legend names
+LARGEST_PARTS = 8  # parts of a memory bar that its legend names
 
 
 def page(report: Report) -> str:
@@ -172,7 +172,7 @@ def _moves(report: Report) -> Iterator[str]:
 
 
 def _words(report: Report) -> Iterator[str]:
-    """What the table's heads and cells mean."""
+    """The meaning of the table's heads and cells."""
     yield "Bold calls are on the critical circuit; slack is how much longer the others may take before the period grows"
     yield "micro-batches are those of a rank and optimizer step, x tokens at most"
     if any(row.kind == "generate" for row in report.rows):
@@ -203,7 +203,7 @@ def _memory(report: Report) -> str:
     bars = [bar for bar in report.memory if bar.parts]
     colours, legends = shades(bars), []
     for bar in bars:
-        largest = sorted(bar.parts, key=lambda part: -part.nbytes)[:LARGEST]
+        largest = sorted(bar.parts, key=lambda part: -part.nbytes)[:LARGEST_PARTS]
         parts = [(colours[part.kind, part.label], f"{part.label} {bytes_text(part.nbytes)}") for part in largest]
         while_text = f", while {bar.call} runs" if bar.call else ""
         where = f"device{'s' * (len(bar.devices) > 1)} {devices_text(bar.devices)}"

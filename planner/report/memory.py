@@ -1,4 +1,4 @@
-"""What fills each group of devices at its worst moment, owner by owner: the stacked bars of a report."""
+"""The memory of each group of devices at its worst moment, owner by owner: the stacked bars of a report."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -23,16 +23,13 @@ class MemoryPart(Struct, frozen=True):
 
 
 class MemoryBar(Struct, frozen=True):
-    """A group of devices that hold the same things. The worst moment is while `call` runs, '' where none does.
-
-    usable_bytes: what a plan may fill; device_bytes: what the device has.
-    """
+    """A group of devices that hold the same things. The worst moment is while `call` runs, '' where none does."""
 
     devices: tuple[int, ...]
     parts: tuple[MemoryPart, ...]
     call: str
-    usable_bytes: int
-    device_bytes: int
+    usable_bytes: int  # what a plan may fill
+    device_bytes: int  # what the device has
 
     @property
     def total_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What a plan costs in US dollars."""
+"""The price of a plan in US dollars."""
 
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.devices import device_kind

@@ -16,12 +16,12 @@ from realgraph.planner.plan.plan import Plan, reallocation_node
 from realgraph.planner.plan.residency import reallocations
 
 Kind = Literal["generate", "inference", "train", "reallocate"]
-PERIODS = 2  # that a timeline shows
-DUST = 1e-9  # of a period: what rounding leaves
+SHOWN_PERIODS = 2  # that a timeline shows
+ROUNDING_FRACTION = 1e-9  # of a period: what rounding leaves
 
 
 class DrawnTask(Struct, frozen=True):
-    """What holds devices: a mesh-holding call, or a reallocation. start: of step 0, seconds.
+    """A task that holds devices: a mesh-holding call, or a reallocation.
 
     A reallocation holds the devices whose orders name it; where none does, those of its call (see `events.py`).
     """
@@ -29,7 +29,7 @@ class DrawnTask(Struct, frozen=True):
     name: str
     kind: Kind
     seconds: float
-    start: float
+    start: float  # of step 0, seconds
     devices: frozenset[int]
 
 
@@ -84,7 +84,7 @@ def tasks_of(graph: Graph, plan: Plan, events: EventGraph) -> tuple[DrawnTask, .
 
 
 def kind_of(graph: Graph, call: str) -> Kind:
-    """Of a mesh-holding call."""
+    """The kind of a mesh-holding call."""
     match graph.calls[call]:
         case Generate():
             return "generate"
@@ -106,7 +106,7 @@ def timeline(tasks: tuple[DrawnTask, ...], period: float, critical: Collection[s
         )
         idle = min(1.0, max(0.0, 1 - busy / period)) if period > 0 else 0.0
         lanes.append(Lane(devices, tuple(bars), busy, idle))
-    return Timeline(period, PERIODS * period, tuple(sorted(lanes, key=lambda lane: lane.devices)))
+    return Timeline(period, SHOWN_PERIODS * period, tuple(sorted(lanes, key=lambda lane: lane.devices)))
 
 
 def _groups(tasks: tuple[DrawnTask, ...], n_devices: int) -> Mapping[tuple[int, ...], tuple[DrawnTask, ...]]:
@@ -128,11 +128,11 @@ def _pieces(tasks: tuple[DrawnTask, ...], period: float) -> Iterator[DrawnTask]:
         at, left = 0.0, task.seconds
         for start, seconds in sorted((phase + shift, seconds) for phase, seconds in phases for shift in (-period, 0.0)):
             piece = min(left, start - at)
-            if piece > DUST * period:
+            if piece > ROUNDING_FRACTION * period:
                 yield replace(task, start=task.start + at, seconds=piece)
                 left -= piece
             at = max(at, start + seconds)
-        if left > DUST * period:
+        if left > ROUNDING_FRACTION * period:
             yield replace(task, start=task.start + at, seconds=left)
 
 
@@ -140,11 +140,11 @@ def _bars(task: DrawnTask, origin: float, period: float, critical: bool) -> Iter
     """Every instance that meets the window, the earliest first."""
     if period <= 0 or task.seconds <= 0:
         return
-    window, first = PERIODS * period, task.start - origin
+    window, first = SHOWN_PERIODS * period, task.start - origin
     step = -int((first + task.seconds) // period) - 1
-    while (start := first + step * period) < window * (1 - DUST):
+    while (start := first + step * period) < window * (1 - ROUNDING_FRACTION):
         end = start + task.seconds
-        if end > window * DUST:
+        if end > window * ROUNDING_FRACTION:
             yield Bar(task.name, task.kind, step, max(0.0, start), min(window, end), critical)
         step += 1
 
@@ -158,7 +158,7 @@ def earliest_starts(events: EventGraph, period: float) -> dict[str, float]:
     Bellman-Ford; circuits of weight 0 (the critical ones) may round upwards, so it ends after n rounds at the latest.
     """
     starts = dict.fromkeys(events.seconds, 0.0)
-    tolerance = DUST * max(period, 1e-9)
+    tolerance = ROUNDING_FRACTION * max(period, 1e-9)
     for _ in range(len(starts)):
         changed = False
         for dependency in events.dependencies:

@@ -14,10 +14,10 @@ from realgraph.planner.report.schedule import Bar, Lane, Timeline
 
 WIDTH, LABEL, RIGHT = 1040, 120, 70  # of a picture, of its names on the left, of its numbers on the right
 LANE, GAP, AXIS = 40, 10, 26
-CHARACTER = 7.0  # width of one, roughly
+CHARACTER_WIDTH = 7.0  # width of one, roughly
 RESIDENT, ACTIVE = 8, 5  # colours of memory; what has none left is grey, or pale
 MOST_LANES = 40
-FOOT = 20  # below the lanes: what the two halves are
+FOOT_HEIGHT = 20  # below the lanes: what the two halves are
 MILLISECONDS_BELOW = 0.5  # seconds that a timeline shows
 
 
@@ -44,7 +44,7 @@ def _rect(box: tuple[float, float, float, float], kind: str, radius: float = 0.0
 
 def fitting(text: str, width: float) -> str:
     """As much of a label as fits into so many pixels; '' where that says nothing."""
-    room = int((width - 10) / CHARACTER)
+    room = int((width - 10) / CHARACTER_WIDTH)
     return text if len(text) <= room else f"{text[: room - 1]}…" if room >= 4 else ""
 
 
@@ -69,11 +69,11 @@ def timeline_svg(timeline: Timeline) -> str:
     for i, lane in enumerate(lanes):
         parts += _lane(lane, AXIS + i * (LANE + GAP), scale)
     middle = LABEL + timeline.period_seconds * scale
-    parts.append(_line((middle, AXIS - 6, middle, bottom + FOOT - GAP), "rule thin"))
+    parts.append(_line((middle, AXIS - 6, middle, bottom + FOOT_HEIGHT - GAP), "rule thin"))
     period = f"one period: {seconds_text(timeline.period_seconds)}"
     for i, text in enumerate((period, "the next one")):
-        parts.append(_text(LABEL + (i + 0.5) * (middle - LABEL), bottom + FOOT - GAP, text, "soft mid"))
-    return svg(WIDTH, bottom + FOOT, parts, f"timeline of two periods; {period}")
+        parts.append(_text(LABEL + (i + 0.5) * (middle - LABEL), bottom + FOOT_HEIGHT - GAP, text, "soft mid"))
+    return svg(WIDTH, bottom + FOOT_HEIGHT, parts, f"timeline of two periods; {period}")
 
 
 def _time_axis(timeline: Timeline, scale: float, bottom: float) -> Iterator[str]:

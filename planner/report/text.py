@@ -23,11 +23,11 @@ STOPPED = {
 STREAMS = (
     "it was proven but for what a stream of generation loses on devices that it shares, which the bound leaves out"
 )
-OWN = 1.05  # times the gap that a search proves: a wider one is not the search's own
+OWN_GAP_RATIO = 1.05  # times the gap that a search proves: a wider one is not the search's own
 
 
 def predicted_text(report: Report) -> str:
-    """What kind of number the period is."""
+    """The kind of number that the period is."""
     return f"predicted, ± {percent_text(report.error)}" if report.error else "predicted, not measured"
 
 
@@ -35,14 +35,14 @@ def bound_text(plan: Plan) -> str:
     """Bound, gap, why the search ended, and what the bound speaks of."""
     parts = [seconds_text(plan.lower_bound_seconds), f"gap {gap_text(plan.gap)}"]
     if plan.stopped:
-        wider = plan.stopped == "proven" and plan.gap > OWN * Limits().gap
+        wider = plan.stopped == "proven" and plan.gap > OWN_GAP_RATIO * Limits().gap
         why = STREAMS if wider else STOPPED.get(plan.stopped, plan.stopped)
         parts.append(f"searched for {seconds_text(plan.search_seconds)} until {why}")
     return ", ".join(parts) + (f"; within: {plan.scope}" if plan.scope else "")
 
 
 def weights_text(row: CallRow) -> str:
-    """How the role's weights lie there: sharding, residency, recomputation."""
+    """The state of the role's weights there: sharding, residency, recomputation."""
     allocation = row.allocation
     parts = ["FSDP" if allocation.layout.sharding == "fsdp" else "replicated" if allocation.layout.dp > 1 else "whole"]
     if allocation.residency == "reallocated":
@@ -54,14 +54,14 @@ def weights_text(row: CallRow) -> str:
 
 
 def passes_text(recompute: Recompute, schedule: Schedule = "1f1b", chunks: int = 1) -> list[str]:
-    """How a train call takes its micro-batches, where not in the plainest way: `selective recompute`."""
+    """The way a train call takes its micro-batches, where not in the plainest way: `selective recompute`."""
     again = {"none": [], "selective": ["selective recompute"], "full": ["recompute"]}
     order = {"1f1b": [], "interleaved": [f"interleaved x{chunks}"]}
     return [*again[recompute], *order[schedule]]
 
 
 def option_text(option: CallOption) -> str:
-    """What an option has besides its layout and its tokens, where not in the plainest way: `recompute, offloaded`."""
+    """Settings of an option besides layout and tokens, where not in the plainest way: `recompute, offloaded`."""
     kept = {"reallocated": ["copy"], "offloaded": ["offloaded"]}.get(option.residency, [])
     return ", ".join([*passes_text(*option.passes), *kept])
 
@@ -85,7 +85,7 @@ def batches_text(row: CallRow) -> str:
 
 
 def moves_text(plan: Plan) -> str:
-    """How trained weights get to each call that reads them: `rollout 30.1 ms device to device, values in place`."""
+    """The way of trained weights to each call that reads them: `rollout 30.1 ms device to device, values in place`."""
     return ", ".join(
         f"{call} {f'{seconds_text(plan.reallocation_seconds.get(call, 0.0))} ' if transport != 'in_place' else ''}"
         f"{TRANSPORT_WORDS[transport]}"
@@ -94,7 +94,7 @@ def moves_text(plan: Plan) -> str:
 
 
 def inputs_text(plan: Plan, least: float = 0.0) -> str:
-    """What bringing their inputs takes of the seconds of calls: `train_actor 7.52 ms`; of those with this share."""
+    """Seconds of calls that go into bringing their inputs: `train_actor 7.52 ms`; of those with this share."""
     return ", ".join(
         f"{call} {seconds_text(allocation.input_seconds)}"
         for call, allocation in plan.allocations.items()

@@ -1,4 +1,4 @@
-"""What a user asks of the whole plan, beside the pins of single calls. Data only."""
+"""Constraints of a user on the whole plan, beside the pins of single calls. Data only."""
 
 from typing import Annotated
 

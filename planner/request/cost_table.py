@@ -16,7 +16,7 @@ from realgraph.planner.plan.layout import Recompute, Schedule
 
 COSTS_FORMAT = 2
 COSTS_FILE = "costs.json"  # in a run directory
-MOST = 1e6  # a factor, or the seconds of a call: more is a slip of the pen
+MOST_VALUE = 1e6  # a factor, or the seconds of a call: more is a slip of the pen
 FRACTIONS = ("elementwise", "optimizer")  # factors that may be 0, but not next to it
 Phase = Literal["train", "inference", "generate", "reallocate"]
 
@@ -24,8 +24,8 @@ Phase = Literal["train", "inference", "generate", "reallocate"]
 class PhaseFactor(Struct, frozen=True, forbid_unknown_fields=True):
     """measured seconds = factor x predicted + constant_seconds; error: relative standard deviation of what is left."""
 
-    factor: Annotated[float, Meta(ge=1 / MOST, le=MOST)] = 1.0
-    constant_seconds: Annotated[float, Meta(ge=0, le=MOST)] = 0.0
+    factor: Annotated[float, Meta(ge=1 / MOST_VALUE, le=MOST_VALUE)] = 1.0
+    constant_seconds: Annotated[float, Meta(ge=0, le=MOST_VALUE)] = 0.0
     error: Annotated[float, Meta(ge=0)] = 0.0
     count: int = 0  # measurements behind it
 
@@ -48,7 +48,7 @@ class MeasuredCall(Struct, frozen=True, forbid_unknown_fields=True):
     ep: int
     cp: int
     sharding: Literal["replicated", "fsdp"]
-    seconds: Annotated[float, Meta(gt=0, le=MOST)]
+    seconds: Annotated[float, Meta(gt=0, le=MOST_VALUE)]
     predicted_seconds: Annotated[float, Meta(ge=0)]  # by the table's factors; 0 where it was by others
     error: Annotated[float, Meta(ge=0)] = 0.0
     count: int = 1
@@ -95,9 +95,9 @@ def load_costs(path: Path, where: Where | None = None) -> CostTable:
             text = f"{file} has format {head.format}; this version reads format {COSTS_FORMAT}"
             raise ConfigError([Problem(place, text, "make it again with `realgraph profile`, or a run", "costs")])
         table = msgspec.json.decode(content, type=CostTable)
-        slow = [name for name in FRACTIONS if table.factors and 0 < getattr(table.factors, name) < 1 / MOST]
+        slow = [name for name in FRACTIONS if table.factors and 0 < getattr(table.factors, name) < 1 / MOST_VALUE]
         if slow:
-            raise msgspec.ValidationError(f"expected 0, or at least {1 / MOST:g} - at `$.factors.{slow[0]}`")
+            raise msgspec.ValidationError(f"expected 0, or at least {1 / MOST_VALUE:g} - at `$.factors.{slow[0]}`")
         return table
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         hint = "expected what `realgraph profile --out FILE` or a finished run writes"
@@ -105,13 +105,13 @@ def load_costs(path: Path, where: Where | None = None) -> CostTable:
 
 
 class _Head(Struct, frozen=True):
-    """What every version of the file has."""
+    """The part that every version of the file has."""
 
     format: int
 
 
 def _missing(path: Path, file: Path) -> tuple[str, str]:
-    """What to say of a table that is not there: text and hint."""
+    """The message about a table that is not there: text and hint."""
     if not path.is_dir():
         return f"no file or run directory {str(path)!r}", "measure this machine: realgraph profile --out FILE"
     if (path / "job.json").is_file():

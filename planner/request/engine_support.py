@@ -1,4 +1,4 @@
-"""What engines can do: one value an engine kind gives. Planner, validation and the engines themselves read it.
+"""The abilities of engines: one value an engine kind gives. Planner, validation and the engines themselves read it.
 
 A new engine, or a new ability of one, is an edit here; what it is worth is `planner/costs`' business.
 """
@@ -13,7 +13,7 @@ Axis = Literal["tp", "pp", "ep", "cp"]
 
 
 class EngineSupport(Struct, frozen=True):
-    """What the engines of one kind can run. Data parallelism, whole weights and FSDP2 every engine has."""
+    """The abilities of the engines of one kind. Data parallelism, whole weights and FSDP2 every engine has."""
 
     name: str = "the engines of this version"  # in messages
     axes: tuple[Axis, ...] = ()  # of parallelism, besides dp
@@ -47,5 +47,5 @@ SUPPORT: dict[str, EngineSupport] = {TORCH_KIND: TORCH}  # kind -> support, of t
 
 
 def installed() -> EngineSupport:
-    """What the engines can do that a run uses."""
+    """The abilities of the engines that a run uses."""
     return SUPPORT[TORCH_KIND]

@@ -1,4 +1,4 @@
-"""What a user fixes of a plan, call by call; the search chooses the rest. Data only."""
+"""Pins: choices of a plan that a user fixes, call by call; the search chooses the rest. Data only."""
 
 from typing import Annotated, Literal
 

@@ -19,18 +19,15 @@ from realgraph.planner.request.pins import Pin
 
 
 class PlanRequest(Struct, frozen=True):
-    """What to plan: the graph on the cluster. `models` has every role of the graph, `pins` some of its calls.
-
-    engine: what the engines can run that the plan is for. costs: measured.
-    """
+    """A request for a plan: the graph on the cluster."""
 
     graph: Graph
     workload: Workload
     cluster: Cluster
-    models: dict[str, ModelSpec]
-    pins: dict[str, Pin] = field(default_factory=dict)
-    engine: EngineSupport = TORCH
-    costs: CostTable = CostTable()
+    models: dict[str, ModelSpec]  # of every role of the graph
+    pins: dict[str, Pin] = field(default_factory=dict)  # of some of its calls
+    engine: EngineSupport = TORCH  # what the engines can run that the plan is for
+    costs: CostTable = CostTable()  # measured
     constraints: Constraints = Constraints()
 
     @property
@@ -58,7 +55,7 @@ def at_staleness(request: PlanRequest, staleness: int) -> PlanRequest:
 
 
 def hashes(request: PlanRequest) -> Hashes:
-    """Of what decides whether a plan can run: learning rates, losses, temperatures and expected lengths may change.
+    """Hashes of what decides if a plan can run: learning rates, losses, temperatures and expected lengths may change.
 
     The staleness bound is not among it: a plan runs under every bound that is no less than what it keeps to.
     """
@@ -77,18 +74,18 @@ def hashes(request: PlanRequest) -> Hashes:
 
 
 def _distance(graph: Graph, edge: Edge) -> int:
-    """Of an edge, in steps; that of new weights to a call that generates depends on the staleness."""
+    """The distance of an edge, in steps; that of new weights to a call that generates depends on the staleness."""
     return 1 if edge.role and isinstance(graph.calls.get(edge.consumer), Generate) else edge.distance
 
 
 def call_hashes(request: PlanRequest, call: str) -> tuple[str, str]:
-    """Of a call with its role and model, and of the workload: what ties a measured call to a request."""
+    """Hashes of a call with its role and model, and of the workload: what ties a measured call to a request."""
     shape = (request.model(call), *_states(request.role(call)), _shape(request.graph.calls[call]))
     return _digest(shape), _digest((hashes(request).workload, request.workload.staleness))
 
 
 def _states(role: ModelRole) -> tuple[str | bool | None, ...]:
-    """What memory depends on."""
+    """The settings that memory depends on."""
     kept = (role.trainable, role.gradient_checkpointing, role.ema_rate is not None)
     return (role.head, role.dtype, role.master_dtype, *kept)
 

@@ -54,7 +54,7 @@ def plan_of(prepared: PreparedProblem, solution: Solution) -> Plan:
 
 
 def option_of(prepared: PreparedProblem, call: str, choice: Choice) -> PricedOption:
-    """What a choice of the search stands for."""
+    """The option that a choice of the search stands for."""
     task = next(task for task in prepared.problem.tasks if task.name == call)
     return prepared.options[task.tables[choice.mesh]][choice.option]
 
@@ -88,7 +88,7 @@ def step_latency(plan: Plan) -> float:
 
 
 def scope_of(prepared: PreparedProblem) -> str:
-    """What the lower bound speaks of."""
+    """The scope of the lower bound."""
     request, problem = prepared.request, prepared.problem
     rows = sum(len(table) for table in problem.tables)
     context = f"cp from {CONTEXT_TOKENS:,} tokens of a sample a rank on"

@@ -1,4 +1,4 @@
-"""What people run without a search: plans made by rules, on the search's own problem and costs. Bounds nothing.
+"""Plans that people run without a search: made by rules, on the search's own problem and costs. Bounds nothing.
 
 "All devices" are the largest mesh that every call may lie on: in a mixed cluster, devices of one kind.
 Every period is the exact one of the rule's choices, so a rule also gains from the best cyclic order of its calls.
@@ -37,7 +37,7 @@ class Baselines(Struct, frozen=True):
 
 
 class Baseline(Struct, frozen=True):
-    """What a rule chose, and the least period of these choices."""
+    """The choices of a rule, and the least period of these choices."""
 
     choices: dict[str, Choice]
     schedule: Schedule
@@ -60,7 +60,7 @@ def rule_solutions(prepared: PreparedProblem, limits: Limits = RULE_LIMITS) -> l
 
 
 def best_of_rules(prepared: PreparedProblem, found: Solution) -> tuple[PreparedProblem, Solution]:
-    """What a search found that had no time to end, or the plan of a rule where that is faster."""
+    """The plan of a search that had no time to end, or the plan of a rule where that is faster."""
     others = rule_solutions(prepared)
     where, best = min(others, key=lambda other: other[1].period, default=(prepared, found))
     if best.period >= found.period:
@@ -121,7 +121,7 @@ def megatron(problem: SearchProblem, shapes: Mapping[int, LayoutShape]) -> Basel
 
 
 def _deepest(found: Iterable[LayoutShape], tp: int, most: int) -> set[LayoutShape]:
-    """Of the shapes with this tensor parallelism those with the most stages up to `most`."""
+    """The shapes with this tensor parallelism with the most stages up to `most`."""
     stages = max((shape.pp for shape in found if shape.tp == tp and shape.pp <= most), default=0)
     return {shape for shape in found if (shape.tp, shape.pp) == (tp, stages)}
 

@@ -19,8 +19,8 @@ from realgraph.planner.search.baselines import rule_solutions
 from realgraph.planner.search.streams import streams
 from realgraph.planner.solve.solver import solve
 
-FAR = 0.01  # of a gap: a plan of streams that is worse than its bound by more is tried in other ways
-EVERY = 16  # steps of staleness: each level up to here is searched, above it half as many again
+RETRIED_GAP = 0.01  # of a gap: a plan of streams that is worse than its bound by more is tried in other ways
+EVERY_LEVEL_STEPS = 16  # steps of staleness: each level up to here is searched, above it half as many again
 
 
 class Found(Struct, frozen=True):
@@ -32,8 +32,8 @@ class Found(Struct, frozen=True):
 
 
 class Level(Struct, frozen=True):
-    """Of one level of staleness: the best plan, None where none was found that is better than one known before; a bound
-    on all of its plans; and what the searches took, in seconds of their own clock."""
+    """The result of one level of staleness: the best plan, None where none was found that is better than one known
+    before; a bound on all of its plans; and what the searches took, in seconds of their own clock."""
 
     best: Found | None
     bound: float
@@ -44,8 +44,8 @@ class Level(Struct, frozen=True):
 
 def levels_up_to(staleness: int) -> tuple[int, ...]:
     """The levels that are searched, the largest first."""
-    found = list(range(min(staleness, EVERY) + 1))
-    while found[-1] + max(1, found[-1] // 2) <= staleness and found[-1] >= EVERY:
+    found = list(range(min(staleness, EVERY_LEVEL_STEPS) + 1))
+    while found[-1] + max(1, found[-1] // 2) <= staleness and found[-1] >= EVERY_LEVEL_STEPS:
         found.append(found[-1] + found[-1] // 2)
     return tuple(reversed(found))
 
@@ -101,7 +101,7 @@ def _of_streams(first: Found, limits: Limits, known: Known, known_period: float)
             tried.append(Found(prepared, solution, plan_of(prepared, solution)))
         for careful in (False, True):
             period = _best(tried).plan.period_seconds
-            if period <= bound * (1 + max(FAR, limits.gap)):
+            if period <= bound * (1 + max(RETRIED_GAP, limits.gap)):
                 break
             again = _again(first, (period, careful), _left(limits, tried), known)
             tried += [] if again is None else [again]

@@ -16,14 +16,14 @@ from realgraph.planner.search.assembly import events_of as events_of
 from realgraph.planner.search.assembly import plan_of, repriced
 from realgraph.planner.search.baselines import best_of_rules
 from realgraph.planner.search.fixed import choices_of, pinned_to
-from realgraph.planner.search.levels import FAR, best_level, levels_up_to
+from realgraph.planner.search.levels import RETRIED_GAP, best_level, levels_up_to
 from realgraph.planner.search.streams import streams
 from realgraph.planner.solve.solver import evaluate, solve
 
-DEFAULT = Limits()
+DEFAULT_LIMITS = Limits()
 
 
-def search(request: PlanRequest, limits: Limits = DEFAULT, levels: Sequence[int] = ()) -> Plan:
+def search(request: PlanRequest, limits: Limits = DEFAULT_LIMITS, levels: Sequence[int] = ()) -> Plan:
     """The plan of the least predicted period that was found, with a proven lower bound.
 
     levels: of staleness, among which it is the best; by default all up to the request's.
@@ -34,7 +34,7 @@ def search(request: PlanRequest, limits: Limits = DEFAULT, levels: Sequence[int]
 
 
 def solved(
-    request: PlanRequest, limits: Limits = DEFAULT, levels: Sequence[int] = ()
+    request: PlanRequest, limits: Limits = DEFAULT_LIMITS, levels: Sequence[int] = ()
 ) -> tuple[PreparedProblem, Solution]:
     """The search problem of a request and its solution. Raises as `search` does."""
     problems = constraint_problems(request)
@@ -61,7 +61,7 @@ def _leveled(request: PlanRequest, limits: Limits, levels: Sequence[int]) -> tup
             raise infeasible(request, limits)
         raise unfinished(Unsolved(False, "no plan was found in time", found.stopped, found.seconds, found.bound))
     plan, stopped = found.best.plan, found.stopped
-    if stopped == "proven" and plan.period_seconds > found.bound * (1 + max(FAR, limits.gap)):
+    if stopped == "proven" and plan.period_seconds > found.bound * (1 + max(RETRIED_GAP, limits.gap)):
         stopped = "exhausted"  # of the plan's own period, which the tables of streams only bound
     solution = replace(
         found.best.solution, bound=found.bound, stopped=stopped, seconds=found.seconds, nodes=found.nodes

@@ -1,4 +1,4 @@
-"""How much a plan's stream of generation has in flight, and what that makes of its period. Searches no layouts.
+"""The amount in flight in a plan's stream of generation, and the period that follows from it. Searches no layouts.
 
 Tokens between two weight updates follow from the plan: the stream has the time that its mesh has left in a period, so
 their seconds and the rest of the mesh's calls add up to the period. With fewer tokens there is more in flight, until
@@ -31,13 +31,13 @@ from realgraph.planner.plan.option import CallOption
 from realgraph.planner.plan.plan import REALLOCATION, Plan, reallocation_node
 from realgraph.planner.request.request import PlanRequest
 
-POINTS = 16  # tokens between two updates that are tried before the place between two of them is found
+N_TRIED_POINTS = 16  # tokens between two updates that are tried before the place between two of them is found
 HALVINGS = 24
-BOUND = 1 - 1e-9  # of a period: a mesh that is in use for so much of it decides it
+DECIDING_FRACTION = 1 - 1e-9  # of a period: a mesh that is in use for so much of it decides it
 
 
 class _Flow(Struct, frozen=True, eq=False):
-    """What is known of a plan's stream. events: with the call's data edges marked by their delay."""
+    """The known facts of a plan's stream."""
 
     request: PlanRequest
     call: str
@@ -45,21 +45,21 @@ class _Flow(Struct, frozen=True, eq=False):
     cluster: Cluster
     stream: Stream
     paused: bool
-    events: EventGraph
+    events: EventGraph  # with the call's data edges marked by their delay
     turns: tuple[tuple[str, ...], ...]  # nodes that hold each device of the mesh, in any order
 
 
 class _Point(Struct, frozen=True):
-    """One number of tokens between updates. period: of the whole plan; bound: whether the stream's mesh decides it."""
+    """One number of tokens between updates."""
 
     between: float
     timing: Timing
-    period: float
-    bound: bool
+    period: float  # of the whole plan
+    bound: bool  # whether the stream's mesh decides it
 
 
 def streams(request: PlanRequest) -> bool:
-    """Whether generation runs on while weights are trained."""
+    """True where generation runs on while weights are trained."""
     calls = request.graph.calls
     return request.workload.staleness > 0 and any(isinstance(calls[name], Generate) for name in request.mesh_calls)
 
@@ -90,7 +90,7 @@ def steady_state(request: PlanRequest, plan: Plan) -> Plan:
 
 
 def keeps_caches(request: PlanRequest, plan: Plan, call: str) -> bool:
-    """Whether a paused stream's caches and weights stay where they are: all that runs there meanwhile has room beside.
+    """True if a paused stream's caches and weights stay where they are: all that runs there meanwhile has room beside.
 
     If not, its sequences are prefilled again after the pause.
     """
@@ -107,7 +107,7 @@ def keeps_caches(request: PlanRequest, plan: Plan, call: str) -> bool:
 
 
 def _with_point(plan: Plan, call: str, point: "_Point") -> Plan:
-    """Where step k of the call is the one that begins batch k."""
+    """The plan in which step k of the call is the one that begins batch k."""
     timing = point.timing
     latency = timing.latency + timing.whole * (point.period - timing.seconds)
     allocation = replace(
@@ -161,8 +161,8 @@ def starts_of(request: PlanRequest, plan: Plan) -> dict[str, float]:
 
 
 def _blocks(request: PlanRequest, plan: Plan, call: str, anew: float) -> int:
-    """How often in a period other calls take the mesh of the stream and the memory of its caches. New weights arrive as
-    soon as they are trained, whatever the order of calls.
+    """Number of times in a period that other calls take the mesh of the stream and the memory of its caches. New
+    weights arrive as soon as they are trained, whatever the order of calls.
 
     anew: seconds in which the caches are computed anew. A gap that is no longer leaves the stream no time: what comes
     before and after it counts once.
@@ -212,7 +212,7 @@ def _steady_point(flow: _Flow) -> _Point:
     where it never does, the point of the least period, and of those the last."""
     before: _Point | None = None
     points: list[_Point] = []
-    for between in np.geomspace(flow.stream.least, flow.stream.most, POINTS):
+    for between in np.geomspace(flow.stream.least, flow.stream.most, N_TRIED_POINTS):
         point = _point(flow, float(between))
         points.append(point)
         if point.bound:
@@ -239,11 +239,12 @@ def _point(flow: _Flow, between: float) -> _Point:
     except ValueError:  # a batch would take longer than the staleness bound has periods: more tokens between updates
         found = float("inf")
     load = max(sum(events.seconds.get(name, 0.0) for name in names) for names in flow.turns)
-    return _Point(between, timing, found, load >= found * BOUND)
+    return _Point(between, timing, found, load >= found * DECIDING_FRACTION)
 
 
 def _streamed(flow: _Flow, timing: Timing) -> EventGraph:
-    """What reads the outputs of step k starts `rest` seconds after the session of step k + `whole` has begun."""
+    """The event graph in which what reads the outputs of step k starts `rest` seconds after the session of step k +
+    `whole` has begun."""
     seconds: Mapping[str, float] = {**flow.events.seconds, flow.call: timing.seconds}
     late = timing.latency - (timing.whole + 1) * timing.seconds  # after the end of that session
     late = late if timing.whole else max(0.0, late)

@@ -16,7 +16,7 @@ from realgraph.planner.solve.kernels.dominance import columns_of, nondominated
 
 
 class LayoutShape(Struct, frozen=True, order=True):
-    """What a layout has beside its data-parallel ranks and its sharding."""
+    """The shape of a layout beside its data-parallel ranks and its sharding."""
 
     tp: int = 1
     pp: int = 1
@@ -113,7 +113,7 @@ def _of_role(
 
 
 def _nondominated(table: OptionTable, rows: Ints) -> Ints:
-    """Of these rows those that no other of them under an equal layout beats in everything."""
+    """Those of these rows that no other of them under an equal layout beats in everything."""
     columns = (table.active - table.shared, table.host, table.active, table.resident, table.latency, table.seconds)
     order = rows[np.lexsort([column[rows] for column in columns])]
     return order[nondominated(columns_of(table, order), 0)]

@@ -17,7 +17,7 @@ from realgraph.planner.solve.kernels.compiled import Floats, Ints, Mask
 from realgraph.planner.solve.kernels.instance import Instance
 
 MOST_CLIQUES = 96
-PATIENCE, LEAST_SCALE = 10, 0.01  # of the ascent: steps without gain before they are halved, and how often
+PATIENCE_STEPS, LEAST_SCALE = 10, 0.01  # of the ascent: steps without gain before they are halved, and how often
 
 
 class BoundRows(Struct, frozen=True, eq=False):
@@ -109,12 +109,12 @@ def rows_of(instance: Instance, allowed: Mask, period: float) -> BoundRows | Non
 
 
 def _copies(instance: Instance, task: int) -> int:
-    """How many calls may share one copy of the task's weights: each counts with its part."""
+    """Number of calls that may share one copy of the task's weights: each counts with its part."""
     return int((instance.role == instance.role[task]).sum()) if instance.frozen[task] else 1
 
 
 def reduced_costs(rows: BoundRows, cliques: Floats, memory: Floats) -> Floats:
-    """Of each option, under multipliers."""
+    """The reduced cost of each option, under multipliers."""
     inside, beside = cliques @ rows.inside, cliques @ rows.beside
     found: Floats = (
         rows.seconds * inside[rows.task]
@@ -145,7 +145,7 @@ def ascend(rows: BoundRows, start: Multipliers, target: float, steps: int) -> Mu
             best = Multipliers(cliques, memory, bound)
         if bound > target:
             break
-        if stale > PATIENCE:
+        if stale > PATIENCE_STEPS:
             scale, stale = scale / 2, 0
             if scale < LEAST_SCALE:
                 break
@@ -167,7 +167,7 @@ def ascend(rows: BoundRows, start: Multipliers, target: float, steps: int) -> Mu
 
 
 def _argmin(values: Floats, begin: Ints) -> Ints:
-    """Of each task the place of its cheapest option."""
+    """The place of each task's cheapest option."""
     ends = np.append(begin[1:], len(values))
     return np.array([a + int(np.argmin(values[a:b])) for a, b in zip(begin, ends, strict=True)], np.int64)
 

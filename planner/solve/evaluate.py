@@ -16,9 +16,9 @@ from realgraph.planner.solve.kernels.compiled import Floats
 from realgraph.planner.solve.kernels.period import Net, least_period, new_net
 from realgraph.planner.solve.memory import fits, layout_of, table_of
 
-BUDGET = 200_000  # nodes of one search for integers k
-INSIDE = 1e-9  # of a period: how far a start may lie before a boundary and still count as on it
-TOGETHER = 1e-8  # of a period: starts that are no further apart are one moment
+SCHEDULE_NODES = 200_000  # nodes of one search for integers k
+BOUNDARY_FRACTION = 1e-9  # of a period: how far a start may lie before a boundary and still count as on it
+SAME_MOMENT_FRACTION = 1e-8  # of a period: starts that are no further apart are one moment
 
 
 class ScheduledNode(Struct, frozen=True):
@@ -43,7 +43,7 @@ class Arc(Struct, frozen=True):
 
 
 class PrecedenceGraph(Struct, frozen=True):
-    """What the choices of a problem hold, and what waits for what: nodes are tasks in order, then moves."""
+    """Resources that the choices of a problem hold, and what waits for what: nodes are tasks in order, then moves."""
 
     nodes: tuple[ScheduledNode, ...]
     arcs: tuple[Arc, ...]
@@ -63,7 +63,7 @@ def schedule(problem: SearchProblem, timed: PrecedenceGraph) -> Schedule | None:
     """As `evaluate`, of choices that fit."""
     net = net_of(timed)
     starts, circuit = np.zeros(len(timed.nodes)), np.zeros(len(timed.nodes) + 1, np.int64)
-    period = least_period(net, problem.floor_seconds, starts, circuit, BUDGET)
+    period = least_period(net, problem.floor_seconds, starts, circuit, SCHEDULE_NODES)
     if not np.isfinite(period):
         return None
     names = [node.name for node in timed.nodes]
@@ -121,7 +121,7 @@ def net_of(timed: PrecedenceGraph) -> Net:
 
 
 def ties_hold(problem: SearchProblem, choices: Mapping[str, Choice]) -> bool:
-    """Whether tied tasks share a mesh, and a layout where that is asked."""
+    """True where tied tasks share a mesh, and a layout where that is asked."""
     tasks = {task.name: task for task in problem.tasks}
     for tie in problem.ties:
         layouts = {
@@ -159,8 +159,8 @@ def _early(problem: SearchProblem, timed: PrecedenceGraph, starts: Floats, perio
             if arc.target in inside and arc.source not in inside
         ]
         room = -max(waits) if waits else float(early[together[i]].min())
-        early[together[i]] -= floor(room / period + INSIDE) * period
-    return [max(0.0, float(start)) if start > -INSIDE * period else float(start) for start in early]
+        early[together[i]] -= floor(room / period + BOUNDARY_FRACTION) * period
+    return [max(0.0, float(start)) if start > -BOUNDARY_FRACTION * period else float(start) for start in early]
 
 
 def _soonest(timed: PrecedenceGraph) -> list[float]:
@@ -173,7 +173,7 @@ def _soonest(timed: PrecedenceGraph) -> list[float]:
 
 
 def orders(problem: SearchProblem, solution: Solution) -> dict[int, tuple[Turn, ...]]:
-    """Of every device its tasks and moves in the order of one round; a device that nothing holds has an empty one.
+    """Every device's tasks and moves in the order of one round; a device that nothing holds has an empty one.
 
     In round p, from p periods on, a device runs a task of step p + offset.
     """
@@ -197,9 +197,9 @@ def _turns(timed: PrecedenceGraph, solution: Solution) -> list[tuple[int, Turn]]
     otherwise two devices could wait for each other.
     """
     period, starts = solution.period, [solution.starts[node.name] for node in timed.nodes]
-    rounds = [floor(start / period + INSIDE) if period > 0 else 0 for start in starts]
+    rounds = [floor(start / period + BOUNDARY_FRACTION) if period > 0 else 0 for start in starts]
     phase = [max(0.0, start - number * period) for start, number in zip(starts, rounds, strict=True)]
-    near = TOGETHER * period
+    near = SAME_MOMENT_FRACTION * period
     moment, before, last = [0] * len(starts), 0, 0.0
     for place, node in enumerate(sorted(range(len(starts)), key=lambda node: phase[node])):
         together = place > 0 and phase[node] - last <= near

@@ -1,4 +1,4 @@
-"""What choices lack in memory: the one exact rule. `kernels/memory.py` relaxes it while some choices are still open.
+"""The memory that choices lack: the one exact rule. `kernels/memory.py` relaxes it while some choices are still open.
 
 On every device the `resident` bytes of all copies there and the largest `active` bytes of one task must fit; on every
 node the sum of `host` bytes. Calls of a frozen role under an equal layout on one mesh keep one copy; what reads the
@@ -13,7 +13,7 @@ from realgraph.planner.plan.problem import Choice, Ints, OptionTable, SearchProb
 
 
 def fits(problem: SearchProblem, choices: Mapping[str, Choice]) -> bool:
-    """Whether the memory of every device and of every node holds what lies and runs there."""
+    """True where the memory of every device and of every node holds what lies and runs there."""
     return bool((device_excess(problem, choices) <= 0).all() and (node_excess(problem, choices) <= 0).all())
 
 

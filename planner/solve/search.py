@@ -34,21 +34,23 @@ from realgraph.planner.solve.kernels.meshes import (
 from realgraph.planner.solve.kernels.options import FOUND, PAUSED, UNDECIDED, choose, new_choosing
 from realgraph.planner.solve.kernels.period import new_net
 from realgraph.planner.solve.memory import fits
-from realgraph.planner.solve.space import LARGE, Space, least_of, order_of, shared, space_of
+from realgraph.planner.solve.space import MANY_TASKS, Space, least_of, order_of, shared, space_of
 
 TOLERANCES = (0.5, 0.3, 0.2, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01, 0.005)
-TOLERANCES_OF_FEW, FEW_PLACEMENTS = (0.1,), 9.0  # with fewer placements (a logarithm) a pass is mostly preparation
-QUICK = 5_000  # placements and options: after a pass that looked at fewer the next tolerance but one follows
-SLICE = 500  # placements between two looks at the clock
-OPTIONS_SLICE = 200  # of the second level
-PATIENCE = 30_000  # placements and options without a better plan, after which neighbourhoods get as many
-PATIENCE_OF_LARGE = 6_000  # the same with more than `LARGE` tasks, where a pass seldom ends
-NEARBY = 4_000  # placements and options looked at in one neighbourhood
-REPEATED = 30  # neighbourhoods drawn again one after the other: few are left
-POLISH, POLISH_SHARE = 2_000, 0.1  # placements and options looked at when the gap is proven: these, and of all before
-WORTH_POLISH = 1e-6  # relative: a smaller gap is left as it is
+TOLERANCES_OF_FEW, FEW_PLACEMENTS_LOG = (0.1,), 9.0  # with fewer placements (a logarithm) a pass is mostly preparation
+# Efforts count placements and options looked at.
+QUICK_PASS_EFFORT = 5_000  # after a pass that looked at fewer the next tolerance but one follows
+SLICE_PLACEMENTS = 500  # placements between two looks at the clock
+SLICE_OPTIONS = 200  # of the second level
+PATIENCE_EFFORT = 30_000  # without a better plan, after which neighbourhoods get as many
+PATIENCE_EFFORT_OF_MANY = 6_000  # the same with more than `MANY_TASKS` tasks, where a pass seldom ends
+NEIGHBOURHOOD_EFFORT = 4_000  # in one neighbourhood
+MOST_REPEATED_DRAWS = 30  # neighbourhoods drawn again one after the other: few are left
+POLISH_EFFORT, POLISH_SHARE = 2_000, 0.1  # when the gap is proven: so much, and of all before
+LEAST_POLISHED_GAP = 1e-6  # relative: a smaller gap is left as it is
 LEAST_GAIN = 1e-9  # relative: of a plan that is kept
-LONG, LONG_FIRST, LONG_NEARBY = 25, 8, 4  # slices after which a placement with many options is put off, or left
+# Slices after which a placement with many options is put off, or left.
+LONG_SLICES, LONG_FIRST_SLICES, LONG_NEARBY_SLICES = 25, 8, 4
 
 
 class Incumbent(Struct, frozen=True):
@@ -134,20 +136,20 @@ class Search:
         if self.best is None:
             self._pass(None)
         last = max(1e-7, 0.999 * self.limits.gap)
-        few = float(np.log(np.maximum(1, self.everywhere.sum(axis=1))).sum()) < FEW_PLACEMENTS
+        few = float(np.log(np.maximum(1, self.everywhere.sum(axis=1))).sum()) < FEW_PLACEMENTS_LOG
         left = [tolerance for tolerance in (TOLERANCES_OF_FEW if few else TOLERANCES) if tolerance > last] + [last]
         while left and self.best is not None:
             tolerance = left.pop(0)
             if self.best.schedule.period > self.bound * (1 + tolerance):
                 before = self._effort()
                 self._pass(tolerance)
-                if len(left) > 1 and self._effort() - before < QUICK:
+                if len(left) > 1 and self._effort() - before < QUICK_PASS_EFFORT:
                     left.pop(0)
 
     def _begin(self) -> None:
         """First plans: where people would place the tasks."""
         for meshes in self._heuristics():
-            self._leaf(meshes, 0.05 if self.best is None else 0.01, LONG_FIRST, all_of_it=False)
+            self._leaf(meshes, 0.05 if self.best is None else 0.01, LONG_FIRST_SLICES, all_of_it=False)
 
     def _heuristics(self) -> list[list[int]]:
         """Places that people choose by hand, as far as all tasks may lie there."""
@@ -174,7 +176,7 @@ class Search:
             return
         self.walk.places[:], self.walk.order[:] = order_of(self.instance, space.allowed)
         self.walk.restart()
-        least = PATIENCE_OF_LARGE if len(self.problem.tasks) > LARGE else PATIENCE
+        least = PATIENCE_EFFORT_OF_MANY if len(self.problem.tasks) > MANY_TASKS else PATIENCE_EFFORT
         patience, since, best = least, 0, self.best
         while self._limit(tolerance) > self.bound:
             before = self._effort()
@@ -195,7 +197,7 @@ class Search:
             self._prove(self._limit(tolerance))
 
     def _space(self, limit: float, closely: bool) -> Space | None:
-        """Where plans within the limit may lie, and what is proven on the way; None where there is none."""
+        """The space where plans within the limit may lie, and what is proven on the way; None where there is none."""
         look_up = self._look_up if closely else None
         bound, space = space_of(self.problem, self.instance, self.everywhere, limit, look_up)
         self._prove(bound)
@@ -227,7 +229,7 @@ class Search:
             self.moves,
             self.net,
             limit,
-            SLICE,
+            SLICE_PLACEMENTS,
         )
         self.nodes += int(walk.nodes[0]) - before
         self._look_up()
@@ -236,8 +238,8 @@ class Search:
         elif status == LEAF:
             meshes = walk.mesh.tolist()
             if walk is self.near_walk:
-                self._leaf(meshes, tolerance, LONG_NEARBY, all_of_it=False)
-            elif not self._leaf(meshes, tolerance, LONG):
+                self._leaf(meshes, tolerance, LONG_NEARBY_SLICES, all_of_it=False)
+            elif not self._leaf(meshes, tolerance, LONG_SLICES):
                 self.put_off.append(meshes)
         return status
 
@@ -249,7 +251,7 @@ class Search:
         stop = self._effort() + effort
         tried: set[frozenset[int]] = set()  # of the best plan: again they would find what they found
         repeated = 0
-        while self._effort() < stop and repeated < REPEATED and self._limit(least_gain) > self.bound:
+        while self._effort() < stop and repeated < MOST_REPEATED_DRAWS and self._limit(least_gain) > self.bound:
             count = min(len(self.problem.tasks), self.rng.choice((2, 3, 3, 4)))
             free = frozenset(self._some(count))
             if free in tried:
@@ -257,7 +259,7 @@ class Search:
                 continue
             tried.add(free)
             repeated = 0
-            self._near(space, least_gain, free, NEARBY)
+            self._near(space, least_gain, free, NEIGHBOURHOOD_EFFORT)
             if self.best is not best:
                 best, stop = self.best, self._effort() + effort
                 tried.clear()
@@ -292,13 +294,13 @@ class Search:
 
     def _polish(self) -> None:
         """Looks for a better plan near the best one, when nothing is left to prove."""
-        if self.best is None or self._limit(WORTH_POLISH) <= self.bound:
+        if self.best is None or self._limit(LEAST_POLISHED_GAP) <= self.bound:
             return
         try:
             for meshes in self._heuristics():
-                self._leaf(meshes, LEAST_GAIN, LONG, all_of_it=False)
+                self._leaf(meshes, LEAST_GAIN, LONG_SLICES, all_of_it=False)
             space = self._space(self._limit(LEAST_GAIN), closely=False)
-            stop = self._effort() + POLISH + int(POLISH_SHARE * self._effort())
+            stop = self._effort() + POLISH_EFFORT + int(POLISH_SHARE * self._effort())
             for task in range(len(self.problem.tasks)):
                 if space is not None and self._effort() < stop:
                     self._near(space, LEAST_GAIN, (task,), stop - self._effort())
@@ -346,7 +348,7 @@ class Search:
             self.choosing.depth[0] = -1
             while status == PAUSED and left > 0:
                 status = choose(
-                    self.instance, self.needs, self.lists, self.choosing, moves, self.net, limit, OPTIONS_SLICE
+                    self.instance, self.needs, self.lists, self.choosing, moves, self.net, limit, SLICE_OPTIONS
                 )
                 self._look_up()
                 left -= 1
@@ -369,7 +371,7 @@ class Search:
         return np.concatenate(flat)
 
     def _accept(self) -> bool:
-        """Whether the plan that was found is better than the best; it is then the best."""
+        """True where the plan that was found is better than the best; it is then the best."""
         choices = {
             task.name: Choice(int(mesh), int(self.instance.number[option]))
             for task, mesh, option in zip(self.problem.tasks, self.needs.mesh, self.needs.option, strict=True)

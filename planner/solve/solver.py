@@ -30,7 +30,7 @@ def evaluate(problem: SearchProblem, choices: Mapping[str, Choice]) -> Schedule 
 
 
 def orders(problem: SearchProblem, solution: Solution) -> dict[int, tuple[Turn, ...]]:
-    """Of every device its tasks and moves in the order of one round."""
+    """Every device's tasks and moves in the order of one round."""
     from realgraph.planner.solve import evaluate as compiled
 
     return compiled.orders(problem, solution)

@@ -1,4 +1,4 @@
-"""Where a walk looks: meshes that the dual bound leaves to each task, their symmetries, reduced costs."""
+"""The space of a walk: meshes that the dual bound leaves to each task, their symmetries, reduced costs."""
 
 from collections.abc import Callable
 
@@ -21,15 +21,16 @@ from realgraph.planner.solve.kernels.instance import Instance
 from realgraph.planner.solve.kernels.meshes import ReducedCosts
 from realgraph.planner.solve.kernels.places import Tree, no_tree, tree_of
 
-STEPS = 150  # of the ascent of multipliers: at the root
-LARGE = 8  # tasks: with more of them, twice as many steps, and all tasks count as long ones
-FEWER_STEPS, FEW_STEPS = 80, 12  # with one of the longest tasks on meshes of one table, and with another one
-LONGEST = 2  # tasks
-FEW = 14.0  # logarithm of a number of placements that are looked at faster than multipliers are found for each table
+ROOT_STEPS = 150  # of the ascent of multipliers
+MANY_TASKS = 8  # tasks: with more of them, twice as many steps, and all tasks count as long ones
+LONGEST_TABLE_STEPS, TABLE_STEPS = 80, 12  # with one of the longest tasks on meshes of one table, and with another one
+LONGEST_TASKS = 2
+# Natural logarithm of a number of placements that are looked at faster than multipliers are found for each table.
+FAST_PLACEMENTS_LOG = 14.0
 
 
 class Space(Struct, frozen=True, eq=False):
-    """Where one walk looks: the meshes left to each task, their symmetries, and reduced costs."""
+    """The space of one walk: the meshes left to each task, their symmetries, and reduced costs."""
 
     allowed: Mask
     tree: Tree
@@ -47,8 +48,10 @@ def space_of(
     if rows is None:
         return limit, None
     start = first_multipliers(rows)
-    few = float(np.log(everywhere.sum(axis=1)).sum()) < FEW
-    best = ascend(rows, start, limit, FEW_STEPS if few else STEPS if len(rows.begin) <= LARGE else 2 * STEPS)
+    few = float(np.log(everywhere.sum(axis=1)).sum()) < FAST_PLACEMENTS_LOG
+    best = ascend(
+        rows, start, limit, TABLE_STEPS if few else ROOT_STEPS if len(rows.begin) <= MANY_TASKS else 2 * ROOT_STEPS
+    )
     if best.bound > limit:
         return limit, None
     bound, sets = best.bound, [start, best]
@@ -65,7 +68,7 @@ def _by_table(
     rows: BoundRows, best: Multipliers, limit: float, look_up: Callable[[], None]
 ) -> tuple[float, list[Multipliers]]:
     """Multipliers for each task on meshes of each table, and what they prove: some table each task must take."""
-    bound, sets, longest = best.bound, [], LONGEST if len(rows.begin) <= LARGE else len(rows.begin)
+    bound, sets, longest = best.bound, [], LONGEST_TASKS if len(rows.begin) <= MANY_TASKS else len(rows.begin)
     by_work = np.argsort([-float(np.min(rows.area[rows.task == i])) for i in range(len(rows.begin))], kind="stable")
     for rank, task in enumerate(by_work.tolist()):
         look_up()
@@ -82,7 +85,7 @@ def _conditioned(rows: BoundRows, known: Multipliers, limit: float, long: bool) 
     start = dual_bound(rows, known)
     if long:
         start = max(first_multipliers(rows), start, key=lambda one: one.bound)
-    return ascend(rows, start, limit, FEWER_STEPS if long else FEW_STEPS)
+    return ascend(rows, start, limit, LONGEST_TABLE_STEPS if long else TABLE_STEPS)
 
 
 def _pruned(
@@ -115,7 +118,7 @@ def shared(instance: Instance, allowed: Mask) -> Mask:
 
 
 def order_of(instance: Instance, allowed: Mask) -> tuple[Ints, list[int]]:
-    """How many meshes are left to each task, and the order in which tasks get one.
+    """Number of meshes that are left to each task, and the order in which tasks get one.
 
     Tasks with one mesh come first, then those with most work; tied ones together.
     """

@@ -22,7 +22,7 @@ from realgraph.screen.terminal import Terminal, run_terminal
 ALGORITHMS = ("grpo", "ppo")
 WARM_ACCURACY = 0.35  # sampled, on held-out sums
 MORE_WARM_STEPS, MOST_WARM_STEPS = 40, 480
-PROBED = 400
+N_PROBED_LINES = 400
 
 
 def quickstart_command(folder: Path, algorithm: str, seed: int, steps: int | None) -> None:
@@ -88,7 +88,7 @@ def warm_up(home: Path, seed: int, console: Terminal) -> None:
 
 def sampled_accuracy(home: Path, model: Path) -> float:
     """Share of the first held-out sums that are right at temperature 1."""
-    lines = (home / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()[:PROBED]
+    lines = (home / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()[:N_PROBED_LINES]
     rows = [json.loads(line) for line in lines]
     texts = answers(model, [row["prompt"] for row in rows], SamplingRequest(temperature=1.0, max_new_tokens=8))
     right = [text == row["answer"] for row, (_, text) in zip(rows, texts, strict=True)]

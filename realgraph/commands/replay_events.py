@@ -57,7 +57,7 @@ def replay_events_command(file: Path, last: int) -> None:
 
 
 def start_text(name: str, start: LogStart) -> str:
-    """Where the log starts."""
+    """The place where the log starts."""
     of = f"run {name!r}, {workers_text(start.workers)}"
     if start.image is not None:
         steps = start.image.steps.completed
@@ -119,7 +119,7 @@ def _action_text(action: Action) -> str:
 
 
 def awaited_lines(image: SchedulerImage, began: float) -> Iterator[str]:
-    """What the run was waiting for: tasks, and groups that workers are making."""
+    """Lines on what the run was waiting for: tasks, and groups that workers are making."""
     yield f"{image.steps.completed} steps complete; awaited:"
     for task in image.tasks.flying:
         limit = f"since {task.started - began:.3f} s, until {task.deadline - began:.3f} s at the latest"

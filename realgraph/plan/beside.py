@@ -1,4 +1,4 @@
-"""What is searched beside the plan: other plans of the same run, and what changes would bring."""
+"""Searches beside the plan: other plans of the same run, and what changes would bring."""
 
 from collections.abc import Iterator
 
@@ -21,8 +21,8 @@ from realgraph.planner.search.streams import streams
 from realgraph.planner.solve.heuristics import one_mesh
 
 RULE_SECONDS, RULE_GAP = 2.0, 0.002  # of the search for the best layouts under a rule
-PROVEN = 0.05  # of a gap: a larger one proves little
-NEARLY, NOTHING = 0.01, 1e-6  # longer by less: a simpler plan is worth it; as long
+PROVEN_GAP = 0.05  # relative: a larger one proves little
+SIMPLER_LOSS, EQUAL_LOSS = 0.01, 1e-6  # longer by less: a simpler plan is worth it; as long
 BASELINE_NAMES = ("symmetric", "colocated", "Megatron's rule", "ReaL-style heuristic")
 FREE = "free choice"
 OTHER_SECONDS = 3.0  # of the search for one other plan
@@ -101,7 +101,8 @@ def _searched(name: str, note: str, session: Session, request: PlanRequest) -> C
 
 
 def hints_of(session: Session, request: PlanRequest, plan: Plan, budget: Budget) -> tuple[tuple[Hint, ...], str]:
-    """What changes would bring, each planned anew, and a word on those that the time, or Ctrl-C, left no answer to."""
+    """The gains that changes would bring, each planned anew, and a word on those that the time, or Ctrl-C, left no
+    answer to."""
     found: list[Hint] = []
     missing: list[str] = []
     limits = session.quick(max(HINT_SECONDS, 2 * plan.search_seconds))
@@ -118,7 +119,7 @@ def hints_of(session: Session, request: PlanRequest, plan: Plan, budget: Budget)
 
 
 def synchrony(session: Session, request: PlanRequest, plan: Plan) -> str:
-    """Of an asynchronous run: how a synchronous one would do; '' for a synchronous plan."""
+    """Says how a synchronous run would do in place of an asynchronous one; '' for a synchronous plan."""
     if request.workload.staleness == 0 or plan.staleness == 0 or session.stop():
         return ""
     try:
@@ -134,17 +135,17 @@ def cut_short(plan: Plan, comparisons: tuple[Comparison, ...]) -> str:
     """That a rule is faster than what a search found that had no time to end; '' where none is."""
     found = [(other.period_seconds, other.name) for other in comparisons if other.period_seconds and other.name != FREE]
     least, name = min(found, default=(plan.period_seconds, ""))
-    if plan.stopped not in ("time limit", "interrupted") or least >= plan.period_seconds * (1 - NEARLY):
+    if plan.stopped not in ("time limit", "interrupted") or least >= plan.period_seconds * (1 - SIMPLER_LOSS):
         return ""
     return f"the search ended too early: {name} takes {seconds_text(least)} a step; give it more time (--time-limit)"
 
 
 def simpler(request: PlanRequest, plan: Plan, comparisons: tuple[Comparison, ...]) -> str:
-    """Whether placing every call on all devices, which has less to go wrong, is as good; '' where it is worse."""
+    """Says that placing every call on all devices, which has less to go wrong, is as good; '' where it is worse."""
     if len(plan.allocations) < 2:
         return ""
     if len({allocation.layout.mesh for allocation in plan.allocations.values()}) == 1:
-        if request.constraints.colocated or plan.gap > PROVEN:
+        if request.constraints.colocated or plan.gap > PROVEN_GAP:
             return ""
         return f"every call on the same devices: no other placement is more than {gap_text(plan.gap)} faster, proven"
     colocated = replace(request, constraints=replace(request.constraints, colocated=True))
@@ -153,7 +154,7 @@ def simpler(request: PlanRequest, plan: Plan, comparisons: tuple[Comparison, ...
     for other in comparisons:
         if other.name == "colocated" and other.period_seconds is not None:
             excess = other.period_seconds / plan.period_seconds - 1
-            if -NOTHING <= excess <= NEARLY:
+            if -EQUAL_LOSS <= excess <= SIMPLER_LOSS:
                 return (
                     f"every call on all devices (--colocated) is simpler and takes {gap_text(max(0.0, excess))} longer"
                 )

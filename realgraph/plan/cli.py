@@ -16,7 +16,7 @@ EPILOG = (
     "written; 2 a mistake in the run file, a file or the command line; 4 proven: no plan fits, or no size of "
     "--devices reaches --target; 5 the time limit ended the search before a plan was found; 130 interrupted before one."
 )
-MINUTE = 60.0
+MINUTE_SECONDS = 60.0
 
 
 def _shown(name: str, text: str, metavar: str | None = None, least: float | None = None) -> object:
@@ -107,7 +107,7 @@ def plan(
     robust: Robust = False,
     colocated: Colocated = False,
     engine: Engine = None,
-    time_limit: TimeLimit = MINUTE,
+    time_limit: TimeLimit = MINUTE_SECONDS,
     seed: Seed = 0,
 ) -> None:
     """Choose what runs where: a table of allocations, a timeline, memory, and the proven distance from the best plan.

@@ -78,7 +78,7 @@ def plan_command(file: Path, overrides: Sequence[str] = (), options: PlanOptions
 
 
 def asked_for(checked: Checked, options: PlanOptions) -> PlanRequest:
-    """What to plan for, with what the options change. Raises ConfigError."""
+    """The request that is planned for, with what the options change. Raises ConfigError."""
     costs = load_costs(options.costs) if options.costs is not None else CostTable()
     lengths = read_lengths(options.lengths) if options.lengths is not None else ()
     request = request_for(

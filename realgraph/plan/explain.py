@@ -8,8 +8,8 @@ from realgraph.planner.plan.plan import Plan
 from realgraph.planner.report.format import change_text, seconds_text
 from realgraph.planner.request.request import PlanRequest
 
-SAME = 1e-6  # relative: periods closer than this are equal
-NOTHING = 5e-7  # seconds
+SAME_FRACTION = 1e-6  # relative: periods closer than this are equal
+NOTHING_SECONDS = 5e-7  # less is shown as no time
 
 
 def refuse_free(request: PlanRequest, call: str) -> None:
@@ -33,12 +33,12 @@ def _why(found: Alternative, period: float, seconds: float) -> str:
         return found.reason
     call = f"call {difference(found.seconds - seconds)}"
     change = change_text(found.period_seconds / period)
-    within = ": within what the search left open" if found.period_seconds < period * (1 - SAME) else ""
+    within = ": within what the search left open" if found.period_seconds < period * (1 - SAME_FRACTION) else ""
     return f"{'a step as long' if change == 'equal' else f'{change} a step'}; {call}{within}"
 
 
 def difference(seconds: float) -> str:
     """`0.778 s more`, `41.2 ms less`, `as long`."""
-    if abs(seconds) < NOTHING:
+    if abs(seconds) < NOTHING_SECONDS:
         return "as long"
     return f"{seconds_text(abs(seconds))} {'more' if seconds > 0 else 'less'}"

@@ -8,7 +8,7 @@ from realgraph.graphs.errors import ConfigError, Problem, Where, reason
 from realgraph.graphs.yaml.files import read_text
 from realgraph.planner.request.cost_table import load_costs
 
-MOST = 10_000_000  # of a file: a few hundred quantiles are kept of them
+MOST_LENGTHS = 10_000_000  # of a file: a few hundred quantiles are kept of them
 
 
 def read_lengths(path: Path) -> tuple[int, ...]:
@@ -28,8 +28,8 @@ def read_lengths(path: Path) -> tuple[int, ...]:
             path, 0, f"the lengths can't be read: {reason(error)}", "a file of numbers, or a run directory"
         ) from error
     lengths = _of_json(path, text) if text.lstrip().startswith("[") else _of_lines(path, text)
-    if not 0 < len(lengths) <= MOST:
-        raise _error(path, 0, f"{len(lengths):,} lengths: expected 1 to {MOST:,}", "")
+    if not 0 < len(lengths) <= MOST_LENGTHS:
+        raise _error(path, 0, f"{len(lengths):,} lengths: expected 1 to {MOST_LENGTHS:,}", "")
     return lengths
 
 

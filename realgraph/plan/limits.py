@@ -12,7 +12,7 @@ from rich.text import Text
 from realgraph.planner.report.format import gap_text, seconds_text
 from realgraph.screen.terminal import Terminal
 
-SHOWN_AFTER = 0.3  # seconds: a search that ends before shows nothing
+SHOWN_AFTER_SECONDS = 0.3  # a search that ends before shows nothing
 
 
 class Progress:
@@ -32,7 +32,7 @@ class Progress:
     def show(self, text: str) -> None:
         """Any line."""
         self.text = text
-        if self._status is None or time.monotonic() - self._began < SHOWN_AFTER:
+        if self._status is None or time.monotonic() - self._began < SHOWN_AFTER_SECONDS:
             return
         self._status.update(Text(text))
         if not self._shown:

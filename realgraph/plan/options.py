@@ -1,4 +1,4 @@
-"""What a user asks of `realgraph plan` on the command line. Data and the reading of it; plans nothing."""
+"""The options of `realgraph plan` on the command line. Data and the reading of it; plans nothing."""
 
 from collections.abc import Collection
 from pathlib import Path

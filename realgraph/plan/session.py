@@ -44,7 +44,7 @@ class Session(Struct, frozen=True):
         return replace(self.limits, seconds=least, gap=max(gap, self.limits.gap), progress=_nothing)
 
     def find(self, search: Callable[[], Found]) -> Found:
-        """What a search finds; its errors placed in the user's files, and with the exit code of how it ended.
+        """The result of a search; its errors placed in the user's files, and with the exit code of how it ended.
 
         Raises ConfigError, Infeasible (4), NoPlanYet (5, or 130 after Ctrl-C).
         """

@@ -30,7 +30,7 @@ SIZES = ((1, 512), (8, 512), (64, 512), (256, 512), (8, 4096), (64, 4096))  # se
 SHORT_TOKENS, LONG_TOKENS = 8, 40  # new tokens of the two answers
 REPEATS = 3
 REQUEST_SECONDS = 300.0
-FIRST_TOKEN, TOKENS = 1000, 997  # prompts are made of these
+FIRST_TOKEN, N_PROMPT_TOKENS = 1000, 997  # prompts are made of these
 
 
 Answered = TypeVar("Answered")
@@ -134,7 +134,7 @@ def step_seconds(server: SGLangServer, running: int, context: int) -> float:
 
 def prompt(number: int, length: int) -> list[int]:
     """Tokens that begin differently for each number, so that no two share what the server keeps."""
-    return [FIRST_TOKEN + (number + 31 * number * i + i) % TOKENS for i in range(length)]
+    return [FIRST_TOKEN + (number + 31 * number * i + i) % N_PROMPT_TOKENS for i in range(length)]
 
 
 def _generate(server: SGLangServer, prompts: Sequence[Sequence[int]], new: int) -> float:

@@ -20,7 +20,7 @@ from realgraph.planner.costs.lengths import quantiles
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.options.calls import setting_seconds
 from realgraph.planner.options.holdings import candidate_of
-from realgraph.planner.options.pricing import MEASURED, phase_of
+from realgraph.planner.options.pricing import MEASURED_SETTINGS, phase_of
 from realgraph.planner.plan.plan import Plan, reallocation_node
 from realgraph.planner.request.cost_table import CostTable, MeasuredCall, Phase, PhaseFactor, costs_to_json, load_costs
 from realgraph.planner.request.request import PlanRequest, call_hashes, hashes, kept_by
@@ -29,8 +29,8 @@ from realgraph.runtime.master.observer import RunEnded, RunRecord, RunStarted, S
 
 WARM_UP_STEPS = 2  # left out, where more than twice as many follow; else all but the first
 MOST_STEPS = 512  # of one start of a run that are kept: more would say the same of its costs
-NORMAL = 1.4826  # standard deviation over median absolute deviation, of a normal distribution
-LENGTHS = 128  # quantiles kept
+NORMAL_DEVIATION_RATIO = 1.4826  # standard deviation over median absolute deviation, of a normal distribution
+N_LENGTH_QUANTILES = 128  # quantiles kept
 REALLOCATE: Final = "reallocate"
 
 
@@ -141,7 +141,7 @@ def with_lengths(request: PlanRequest, steps: Sequence[StepRecord]) -> PlanReque
     samples = sum(step.metrics["batch/samples"] for step in steps)
     new = sum(step.metrics["batch/new_tokens"] for step in steps) / samples
     prompt = sum(step.metrics["batch/tokens"] for step in steps) / samples - new
-    lengths = quantiles([length for step in steps for length in step.lengths], LENGTHS)
+    lengths = quantiles([length for step in steps for length in step.lengths], N_LENGTH_QUANTILES)
     workload = replace(
         request.workload,
         mean_prompt_tokens=prompt,
@@ -185,7 +185,7 @@ def _seconds(name: str, steps: Sequence[StepRecord]) -> list[float]:
 
 def _entry(planned: Planned, name: str, phase: Phase, seconds: Sequence[float], predicted: float) -> MeasuredCall:
     allocation, median = planned.plan.allocations[name], statistics.median(seconds)
-    deviation = NORMAL * statistics.median(abs(value - median) for value in seconds)
+    deviation = NORMAL_DEVIATION_RATIO * statistics.median(abs(value - median) for value in seconds)
     model, workload = call_hashes(planned.request, name)
     fields = {
         "call": name,
@@ -193,7 +193,7 @@ def _entry(planned: Planned, name: str, phase: Phase, seconds: Sequence[float], 
         "model": model,
         "workload": workload,
         "devices": allocation.layout.mesh.n_devices,
-        **{name: value for name, value in allocation.settings.items() if name in MEASURED},
+        **{name: value for name, value in allocation.settings.items() if name in MEASURED_SETTINGS},
         "seconds": median,
         "predicted_seconds": predicted,
         "error": deviation / median if median > 0 else 0.0,

@@ -22,7 +22,7 @@ from realgraph.runtime.functions.functions import load_applied
 from realgraph.runtime.store.assemble import TORCH_DTYPES
 
 N_GROUPS = 2
-PROMPT = 2  # tokens; responses of 1 to 4 follow
+PROMPT_TOKENS = 2  # responses of 1 to 4 follow
 SEED = 0
 
 
@@ -108,7 +108,7 @@ def _outputs(batch: Packed, dtype: torch.dtype) -> Outputs:
 def made_up(keys: Mapping[str, KeyType], samples_per_group: int) -> Packed:
     """A batch of two groups with numbers for every numeric key. Samples differ in length, as real ones do."""
     n = N_GROUPS * samples_per_group
-    lengths = tuple(PROMPT + 1 + i % 4 for i in range(n))
+    lengths = tuple(PROMPT_TOKENS + 1 + i % 4 for i in range(n))
     random = torch.Generator().manual_seed(SEED)
     token_keys: dict[str, Tensor] = {}
     sample_keys: dict[str, Tensor] = {}
@@ -124,7 +124,7 @@ def made_up(keys: Mapping[str, KeyType], samples_per_group: int) -> Packed:
     return Packed(
         tokens=torch.randint(0, 100, (sum(lengths),), generator=random),
         lengths=lengths,
-        mask=torch.cat([torch.arange(length) >= PROMPT for length in lengths]),
+        mask=torch.cat([torch.arange(length) >= PROMPT_TOKENS for length in lengths]),
         samples=tuple(range(n)),
         groups=tuple(i // samples_per_group for i in range(n)),
         token_keys=token_keys,

@@ -22,7 +22,7 @@ _MAX_DISTINCT_SHARE = 0.8  # share of slots computed above which finding their r
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one token occupies: `layers` x 2 x `kv_heads` x `head_dim` numbers of `dtype`."""
+    """The room of one token: `layers` x 2 x `kv_heads` x `head_dim` numbers of `dtype`."""
 
     layers: int
     kv_heads: int
@@ -127,7 +127,7 @@ def _visible(queries: Tensor, length: int, window: int | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Head:
-    """How a layer scores: softmax(softcap(scale x q.k) + mask); window: tokens a query sees, None for all."""
+    """The scores of a layer: softmax(softcap(scale x q.k) + mask); window: tokens a query sees, None for all."""
 
     scale: float
     window: int | None

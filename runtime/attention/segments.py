@@ -1,4 +1,5 @@
-"""Where the samples of a packed row lie, and the rectangles in which attention takes them. Knows no model, no kernel.
+"""The places of the samples of a packed row, and the rectangles in which attention takes them. Knows no model, no
+kernel.
 
 A rectangle's row is a sample; or, where samples of a group have most of their tokens in common, the group's whole
 prefix tree, each token of it once, under a mask by which a token sees what it follows.
@@ -79,8 +80,8 @@ class Segments:
         return self.n_tokens if self.shared is None else len(self.shared.kept)
 
     def visible(self, window: int | None) -> tuple[Tensor | None, ...]:
-        """Of each rectangle whose rows are trees [rows, 1, width, width] bool, whether a query sees a key; else None.
-        window: tokens seen at most, the own included."""
+        """Masks of the rectangles: of each whose rows are trees [rows, 1, width, width] bool, whether a query sees a
+        key; else None. window: tokens seen at most, the own included."""
         if not self._ago:
             return (None,) * len(self.buckets)
         if window not in self._visible:

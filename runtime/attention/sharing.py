@@ -29,7 +29,7 @@ class Shared:
 
 
 def share_prefixes(batch: Packed, needed: Sequence[int]) -> Shared | None:
-    """What of a batch on the CPU has to be computed; None where that is all of it.
+    """The part of a batch on the CPU that has to be computed; None where that is all of it.
 
     needed: of each sample the tokens, from its first on, whose state is asked for; at least 1 each.
     """

@@ -87,7 +87,7 @@ def decoder_layer(module: Any) -> Layer:
 
 
 def lean_applies(module: Any) -> bool:
-    """Whether a walk knows this network: a backbone of `_KNOWN` in float32, of plain layers without hooks."""
+    """True where a walk knows this network: a backbone of `_KNOWN` in float32, of plain layers without hooks."""
     if type(getattr(module, "model", None)).__name__ not in _KNOWN or any(
         p.dtype != torch.float32 for p in module.parameters()
     ):

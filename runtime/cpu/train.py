@@ -20,7 +20,7 @@ from realgraph.runtime.cpu.decode import Layer, Norm, decoder_layer, lean_applie
 
 
 def lean_trains(network: Any) -> bool:
-    """Whether the walk may stand for the forward of `network.model`: see `lean_applies`; not where layers are to be
+    """True where the walk may stand for the forward of `network.model`: see `lean_applies`; not where layers are to be
     computed again in the backward, which is the forward's business."""
     again = any(getattr(module, "gradient_checkpointing", False) for module in network.modules())
     return lean_applies(network) and network.config.hidden_act == "silu" and not again

@@ -101,7 +101,7 @@ def _says(message: Message) -> bool:
 
 
 def _turn(whole: str, messages: Sequence[Message], k: int, by: _By) -> AssistantTurn:
-    """Where message `k` stands in the rendered chat. Its tool calls are part of its turn."""
+    """The turn of message `k` in the rendered chat. Its tool calls are part of its turn."""
     changed = [{**message, "content": _STAND_IN} if i == k else message for i, message in enumerate(messages)]
     other = by.render(changed)
     if _STAND_IN not in other:
@@ -120,7 +120,7 @@ def _turn(whole: str, messages: Sequence[Message], k: int, by: _By) -> Assistant
 
 
 def _ending(message: Message, by: _By) -> str:
-    """What the template puts after the words of an assistant's message, which are the stand-in, to end its turn.
+    """The end of a turn: what the template puts after the words of an assistant's message, which are the stand-in.
 
     It is what stands there both where the chat ends and where it goes on, up to the last special token; in a template
     without one, up to the last character that is no space.

@@ -114,7 +114,7 @@ class Conversations:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template reads tools."""
+        """True where the chat template reads tools."""
         return "tools" in self.names
 
     def of_prompt(self, value: Any) -> Conversation:

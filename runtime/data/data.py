@@ -151,7 +151,7 @@ class DataSet:
         return self._column(name) in self.columns
 
     def _sample_shape(self) -> str:
-        """How `tokens` and `mask` are made: the name of the column that decides."""
+        """The origin of `tokens` and `mask`: the name of the column that decides."""
         if self._has(TOKENS):
             return TOKENS
         if self._n == 2:
@@ -252,7 +252,7 @@ class DataSet:
         return tokens[self._excess(len(tokens)) :]
 
     def _excess(self, n_tokens: int) -> int:
-        """How many tokens to cut from the left of a prompt."""
+        """Number of tokens to cut from the left of a prompt."""
         limit = self._spec.max_prompt_tokens
         if n_tokens <= limit:
             return 0

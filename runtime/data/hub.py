@@ -1,4 +1,4 @@
-"""Whether the Hugging Face Hub can be reached at all: asked once, in seconds, before its clients retry for a minute."""
+"""The reach of the Hugging Face Hub: asked once, in seconds, before its clients retry for a minute."""
 
 import functools
 import socket
@@ -10,7 +10,7 @@ REACH_SECONDS = 4.0
 
 @functools.cache
 def out_of_reach() -> str:
-    """Why this machine can't reach the Hub, '' where it can. Then its clients look into their caches only.
+    """Reason why this machine can't reach the Hub, '' where it can. Then its clients look into their caches only.
 
     Behind a proxy nothing is tried: the name need not resolve here. The answer holds for the life of the process.
     """
@@ -31,7 +31,7 @@ def out_of_reach() -> str:
 
 
 def hint(name: str, kind: str) -> str:
-    """What to do about a `kind` (model, dataset) that the Hub would have to give; '' where it can be reached."""
+    """Advice about a `kind` (model, dataset) that the Hub would have to give; '' where it can be reached."""
     option = " --repo-type dataset" if kind == "dataset" else ""
     if not out_of_reach():
         return ""

@@ -37,7 +37,7 @@ def form_of(file: Path) -> Form | None:
 
 
 def delimiter_of(file: Path) -> str:
-    """What stands between the fields of a CSV file."""
+    """The character between the fields of a CSV file."""
     return "\t" if ".tsv" in file.suffixes else ","
 
 

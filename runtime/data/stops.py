@@ -1,4 +1,5 @@
-"""What ends a sample: ends of sequence, the end of an assistant's turn, and what a generate call asks for. No torch."""
+"""The ends of a sample: ends of sequence, the end of an assistant's turn, and what a generate call asks for. No
+torch."""
 
 import json
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ class Stops(NamedTuple):
 
 
 def json_object(file: Path) -> dict[str, Any]:
-    """What a file of a model's folder holds. Raises ConfigError for one that is no JSON object."""
+    """The contents of a JSON file of a model's folder. Raises ConfigError for one that is no JSON object."""
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

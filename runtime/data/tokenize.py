@@ -14,7 +14,7 @@ VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", 
 
 
 class Tokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
+    """The part of a transformers tokenizer that is used."""
 
     chat_template: Any
 
@@ -44,7 +44,8 @@ class Tokenizer(Protocol):
 
 
 class Template(NamedTuple):
-    """What a chat template gets beside the messages: named arguments (`enable_thinking`), and JSON schemas of tools."""
+    """Arguments of a chat template beside the messages: named arguments (`enable_thinking`), and JSON schemas of
+    tools."""
 
     args: Mapping[str, Any] = {}
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -99,8 +100,8 @@ def render(messages: Sequence[Message], tokenizer: Tokenizer, template: Template
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """What a template raises, as a ValueError: templates refuse roles and orders that they do not know, and trip over
-    values of kinds that they do not expect."""
+    """Turns what a template raises into a ValueError: templates refuse roles and orders that they do not know, and trip
+    over values of kinds that they do not expect."""
     from jinja2 import TemplateError  # late: only chats need it
 
     try:

@@ -59,7 +59,7 @@ class Unit(Struct, frozen=True):
 
 
 class UnitResult(Struct, frozen=True):
-    """What a unit gave. values: written key -> its value, checked and plain (float, int, bool, str, JSON; lists).
+    """The result of a unit. values: written key -> its value, checked and plain (float, int, bool, str, JSON; lists).
 
     error: one line that names the sample, '' if all went well. With `on_error: score`, `values` are there nevertheless.
     detail: the traceback. sample: the one to blame, -1 for a group or batch.
@@ -127,7 +127,7 @@ def load_applied(entries: Mapping[str, str], user_dir: str) -> dict[str, Callabl
 
 
 def refuse_keywords(function: Callable[..., Any], keywords: Sequence[str]) -> str:
-    """Why `function` can't be called with just these keywords, '' if it can."""
+    """Reason why `function` can't be called with just these keywords, '' if it can."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some built-ins of C modules tell nothing
@@ -189,7 +189,7 @@ def _fill(call: Function, unit: Unit, key: KeyType, one: Any) -> Any:
 
 
 def _n_values(call: Function, unit: Unit, key: KeyType) -> int | None:
-    """How many values a key has in one unit: None is a single bare one."""
+    """Number of values that a key has in one unit: None is a single bare one."""
     if call.over == "sample" or key.level == "step" or (key.level == "group" and call.over == "group"):
         return None
     return unit.n_groups if key.level == "group" else len(unit.samples)

@@ -1,4 +1,4 @@
-"""What a pool and a process of user functions say to each other, and its form on the socket between them.
+"""The messages between a pool and a process of user functions, and their form on the socket between them.
 
 A message has a mark and its length before it: what anybody else writes to the socket is noticed at its first bytes.
 """
@@ -16,7 +16,7 @@ _SHOWN_BYTES = 40
 
 
 class ForeignBytesError(ValueError):
-    """What came over the socket is no message of ours."""
+    """Raised where what came over the socket is no message of ours."""
 
 
 class FunctionRequest(Struct, frozen=True, tag=True):
@@ -37,7 +37,7 @@ class FunctionLoaded(Struct, frozen=True, tag=True):
 
 
 class Returned(Struct, frozen=True, tag=True):
-    """What call `number` returned, and the bytes that this process holds."""
+    """The values that call `number` returned, and the bytes that this process holds."""
 
     number: int
     value: Any
@@ -46,7 +46,7 @@ class Returned(Struct, frozen=True, tag=True):
 
 
 class Raised(Struct, frozen=True, tag=True):
-    """Why call `number` gave nothing. load: the function can't be had or called, whatever the sample."""
+    """The reason why call `number` gave nothing. load: the function can't be had or called, whatever the sample."""
 
     number: int
     kind: Literal["load", "error", "timeout"]

@@ -34,7 +34,7 @@ GRACE_SECONDS = 1.0  # after its limit a coroutine is cancelled inside its proce
 
 @dataclass(frozen=True)
 class FunctionOutcome:
-    """How a piece of work ended; `load`: the function can't be had or called at all."""
+    """The end of a piece of work; `load`: the function can't be had or called at all."""
 
     kind: Literal["ok", "load", "error", "timeout", "died", "skipped"]
     value: Any = None
@@ -71,7 +71,7 @@ class _Process:
     retiring: bool = False
 
     def takes(self, work: PoolCall) -> bool:
-        """Whether `work` may start here now: alone, or beside coroutines if it is known to be one itself."""
+        """True where `work` may start here now: alone, or beside coroutines if it is known to be one itself."""
         if self.retiring or self.env != frozenset(work.env):
             return False
         if not self.held:

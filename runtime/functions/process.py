@@ -32,7 +32,8 @@ PASSED = re.compile(
 
 @dataclass(frozen=True)
 class Bounds:
-    """What each subprocess may take. memory: of its data, in bytes. processes: that it and what it starts may be."""
+    """Bounds on what each subprocess may take. memory: of its data, in bytes. processes: that it and what it starts may
+    be."""
 
     memory_bytes: int
     processes: int
@@ -67,7 +68,7 @@ class FunctionProcess:
 
     @property
     def pid(self) -> int:
-        """Of the guardian."""
+        """Process id of the guardian."""
         return self._guardian.pid
 
     def end(self) -> None:
@@ -126,7 +127,8 @@ class FunctionProcess:
 
 
 def environment(ours: Mapping[str, str], named: Collection[str]) -> dict[str, str]:
-    """What a subprocess gets of our environment; one thread for numeric libraries, as many processes run at once."""
+    """The part of our environment that a subprocess gets; one thread for numeric libraries, as many processes run at
+    once."""
     kept = {name: value for name, value in ours.items() if PASSED.fullmatch(name) or name in named}
     return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **kept}
 

@@ -50,7 +50,7 @@ def best_of(reward: Sequence[float], k: int = 1, least: float = -math.inf) -> li
 
 
 def reward_spread(reward: Sequence[float], least: float = 0.0) -> bool:
-    """Whether the rewards of a group differ by more than `least`: groups that do not teach nothing.
+    """True where the rewards of a group differ by more than `least`: groups that do not teach nothing.
 
     Source: DAPO's dynamic sampling, arXiv:2503.14476, eq. 11.
     """

@@ -38,7 +38,7 @@ def user_place(error: BaseException) -> str:
 
 
 def _foreign(file: str) -> bool:
-    """Whether a frame's file is ours, Python's or an installed package's."""
+    """True where a frame's file is ours, Python's or an installed package's."""
     if file.startswith("<") or file.startswith(str(Path(importlib.__file__).parent)):
         return True
     return str(Path(file).resolve().parent).startswith(_OWN) or file.startswith(_LIBRARIES)

@@ -136,7 +136,7 @@ class TorchRolloutEngine:
 
     @property
     def cache_bytes(self) -> int:
-        """What the key-value cache occupies on the device."""
+        """Bytes that the key-value cache occupies on the device."""
         return self._model.cache.nbytes
 
     def weight_specs(self) -> tuple[WeightSpec, ...]:
@@ -165,7 +165,7 @@ class TorchRolloutEngine:
         self._model.release()
 
     def _forget(self) -> None:
-        """What the cache holds is of no use any more."""
+        """Forgets what the cache holds: it is of no use any more."""
         self._ready = 0
         for sequence in self._running:
             sequence.cached = 0
@@ -173,7 +173,7 @@ class TorchRolloutEngine:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def _problem(self, request: Request) -> str:
-        """Why a request can never run, '' if it can."""
+        """Reason why a request can never run, '' if it can."""
         length = len(request.prompt) + request.max_new_tokens
         most = self._limits.max_cache_tokens
         if not request.prompt:
@@ -331,7 +331,7 @@ class TorchRolloutEngine:
         )
 
     def _shares(self, donor: int, slot: int) -> bool:
-        """Whether `slot` can copy its prompt from `donor` (the hash alone could lie)."""
+        """True where `slot` can copy its prompt from `donor` (the hash alone could lie)."""
         return donor != slot and self._running[donor].request.prompt == self._running[slot].request.prompt
 
     def _missing(self, slot: int) -> int:

@@ -27,7 +27,7 @@ class StaleWeightsError(Exception):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a generate call samples, and what ends a sample."""
+    """The sampling of a generate call, and what ends a sample."""
 
     n: int
     max_new_tokens: int

@@ -1,4 +1,4 @@
-"""What the slots of a generation engine hold, and what each is to hold after some have ended. Knows no cache."""
+"""The contents of a generation engine's slots, and what each is to hold after some have ended. Knows no cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -10,7 +10,7 @@ MEGABYTE = 10**6
 
 
 def older(path: Path) -> Path:
-    """Where a full file goes: `trace.1.json`."""
+    """The path that a full file moves to: `trace.1.json`."""
     return path.with_name(f"{path.stem}.1{path.suffix}")
 
 

@@ -69,7 +69,7 @@ class RunFolder(Struct, frozen=True):
         return self.checkpoints / f"step-{step:06d}"
 
     def partial(self, step: int) -> Path:
-        """Where the checkpoint of `step` is written before it is renamed."""
+        """The folder that the checkpoint of `step` is written to before it is renamed."""
         return self.checkpoints / f"step-{step:06d}.partial"
 
     @property
@@ -109,7 +109,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def fresh_link(link: Path) -> Path:
-    """Where a link lies until it replaces `link`."""
+    """The path of a link until it replaces `link`."""
     return link.with_name(f".{link.name}.fresh")
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 FLAT_STEPS = 5  # in a row, before equal rewards are worth a note
-TOLERANCE = 1e-9  # relative to the mean square: below it rewards differ by rounding only
+FLAT_TOLERANCE = 1e-9  # relative to the mean square: below it rewards differ by rounding only
 OVERDUE_SHARE = 0.05  # of sampled tokens that are masked for their age: more is worth a note
 
 
@@ -44,7 +44,7 @@ class Advice:
             if what != "reward_square":
                 continue
             mean = metrics[f"{call}/reward"]
-            flat = square - mean * mean <= TOLERANCE * max(square, TOLERANCE)
+            flat = square - mean * mean <= FLAT_TOLERANCE * max(square, FLAT_TOLERANCE)
             self._flat[call] = self._flat.get(call, 0) + 1 if flat else 0
             if self._flat[call] == FLAT_STEPS:
                 yield (

@@ -109,7 +109,7 @@ class Inbox:
         return happened
 
     async def _after_a_stop(self) -> None:
-        """Where this process itself has been stopped (Ctrl-Z), perhaps with workers: first hear what they say."""
+        """Hears the workers first where this process itself has been stopped (Ctrl-Z), perhaps with them."""
         self.clock.now()
         if self.clock.stopped_seconds > self._stopped_seconds:
             self._stopped_seconds = self.clock.stopped_seconds

@@ -232,7 +232,7 @@ class Master:
             actions = self._tell_scheduler(event, inbox, log)
 
     def _tell_scheduler(self, event: Event | None, inbox: Inbox, log: EventLog) -> list[Action]:
-        """What the Scheduler does about `event` (None: its start), which is on record before. Raises OSError."""
+        """The Scheduler's actions about `event` (None: its start), which is on record before. Raises OSError."""
         now = inbox.clock.now()
         log.tell(event, now, lambda: self._scheduler.image)
         actions = self._scheduler.start(now) if event is None else self._scheduler.on(event, now)

@@ -13,7 +13,7 @@ GPU_CHUNK_BYTES = 1 << 29  # large enough to keep a GPU busy at a vocabulary of 
 
 @dataclass(frozen=True)
 class Readout:
-    """How hidden states become a distribution.
+    """The settings by which hidden states become a distribution.
 
     project: [n, hidden] -> [n, vocabulary] in the model's dtype. softcap: of the logits (Gemma 2). temperature divides
     the logits after it. entropy: `no`, `detached` (a metric), or with `gradient`.

@@ -34,7 +34,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Wants:
-    """What a forward pass is to compute.
+    """The outputs that a forward pass is to compute.
 
     output: log-probabilities of the tokens, values before them, or a score per sample. temperature divides the logits.
     entropy: `no`, `detached`, or with `gradient`. where: [T] bool, the tokens whose log-probability counts (None: all);
@@ -74,7 +74,7 @@ class PackedModel(nn.Module):
         return Outputs(**found)
 
     def _shares(self, device: torch.device) -> bool:
-        """Whether common beginnings are computed once. On a GPU the variable-length kernels, which know no shared
+        """True where common beginnings are computed once. On a GPU the variable-length kernels, which know no shared
         tokens, are worth more. In float64 results must not depend on who shares a batch, and transformers' norms round
         to float32, where a sum of gradients differs from their parts."""
         return device.type == "cpu" and next(self.network.parameters()).dtype != torch.float64
@@ -134,7 +134,7 @@ class PackedModel(nn.Module):
 
 
 def _needed(batch: Packed, wants: Wants) -> list[int]:
-    """Of each sample the tokens, from its first on, whose state `wants` asks for; at least 1.
+    """The number of each sample's tokens, from its first on, whose state `wants` asks for; at least 1.
 
     The log-probability of a token and the value before it follow from the state of the token before.
     """
@@ -154,7 +154,8 @@ Shard = Callable[[PackedModel], None]
 
 @dataclass(frozen=True)
 class Start:
-    """How a model begins. dtype: of the parameters (default: the role's). seed: random weights instead of the files'.
+    """The beginning of a model. dtype: of the parameters (default: the role's). seed: random weights instead of the
+    files'.
 
     shard: cuts the parameters, still without storage, over a mesh.
     """

@@ -10,7 +10,7 @@ STATE = "train_state.json"
 
 
 class Counters(Struct, frozen=True, forbid_unknown_fields=True):
-    """What an engine has to remember besides tensors."""
+    """Counters that an engine has to remember besides tensors."""
 
     version: int = 0
     optimizer_steps: int = 0

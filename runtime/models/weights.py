@@ -155,7 +155,7 @@ def read_into(network: nn.Module, folder: Path, head: Head) -> tuple[str, ...]:
 
 
 def weight_specs(network: nn.Module, dtype: torch.dtype | None = None) -> tuple[WeightSpec, ...]:
-    """What `full_tensors` gives, without the tensors."""
+    """The specs of what `full_tensors` gives, without the tensors."""
     return tuple(
         WeightSpec(name, tuple(parameter.shape), dtype or parameter.dtype)
         for name, parameter in network.named_parameters()

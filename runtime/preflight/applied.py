@@ -39,7 +39,7 @@ def _by_call(graph: Graph) -> Iterator[tuple[str, list[Applied]]]:
 
 
 def _tried(graph: Graph, host: FunctionHost, entries: Sequence[Applied], folder: str) -> tuple[str, str]:
-    """What is wrong with the last entry, and what should be known of it."""
+    """The fault of the last entry, and what should be known of it."""
     entry = entries[-1]
     needed = entries if entry.kind == "step" else entries[-1:]
     trial = {

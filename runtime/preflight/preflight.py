@@ -64,8 +64,8 @@ def preflight(job: Job) -> list[str]:
 
 
 def check_tokens(job: Job, data: DataSet, rows: Sequence[DataRow], tokenizer: Tokenizer) -> list[str]:
-    """What ends samples, whether all roles share their tokens, and the first samples of those with a tokenizer of their
-    own. Raises ConfigError."""
+    """Lines on what ends samples, whether all roles share their tokens, and the first samples of those with a tokenizer
+    of their own. Raises ConfigError."""
     texts = [value for row in rows for value in row.raw.values() if isinstance(value, str)]
     lines = check_tokenizers(job.graph, tokenizer, texts)
     _refuse_outside(job, rows)

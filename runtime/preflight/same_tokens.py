@@ -1,4 +1,4 @@
-"""Whether the roles of a graph mean the same by a token, before any weights are loaded. No torch.
+"""A check that the roles of a graph mean the same by a token, before any weights are loaded. No torch.
 
 Ids are all that engines exchange: a role with another vocabulary would read other words, and say nothing.
 """
@@ -19,7 +19,7 @@ PROBES = (
     "\\frac{a+b}{2} \\le \\sqrt{ab} \u2260 \u03c0 \u2248 3.14159\u2026",
     "Größe, naïve façade, Łódź; Привет, мир! 你好，世界。こんにちは 안녕하세요 مرحبا नमस्ते 👩‍🚀🏳️‍🌈",
 )
-N_RANDOM, LONG = 64, 24  # texts of random tokens, and tokens of each
+N_RANDOM_TEXTS, RANDOM_TEXT_TOKENS = 64, 24  # texts of random tokens, and tokens of each
 
 
 def check_tokenizers(graph: Graph, tokenizer: Tokenizer, texts: Sequence[str]) -> list[str]:
@@ -60,7 +60,7 @@ def _hint(graph: Graph, name: str) -> str:
 
 
 def _difference_from(source: tuple[str, str | None], tokenizer: Tokenizer, texts: Sequence[str]) -> str | None:
-    """How a role's tokenizer differs, None where it has none."""
+    """The way a role's tokenizer differs, None where it has none."""
     try:
         other = load_tokenizer(*source)
     except ConfigError:  # weights alone: a critic or reward model may be saved without
@@ -69,8 +69,8 @@ def _difference_from(source: tuple[str, str | None], tokenizer: Tokenizer, texts
 
 
 def difference(one: Tokenizer, other: Tokenizer, texts: Sequence[str] = ()) -> str:
-    """How `other` reads or cuts texts otherwise than `one`; '' where every token of `one` is the same token of `other`
-    and both cut special tokens, PROBES, `texts` and random texts alike. A token that only pads is left out."""
+    """The way `other` reads or cuts texts otherwise than `one`; '' where every token of `one` is the same token of
+    `other` and both cut special tokens, PROBES, `texts` and random texts alike. A token that only pads is left out."""
     mine, theirs = one.get_vocab(), other.get_vocab()
     ends = {one.special_tokens_map.get(name) for name in ("bos_token", "eos_token")}
     pad = one.special_tokens_map.get("pad_token")
@@ -96,5 +96,5 @@ def _random_texts(tokenizer: Tokenizer) -> Iterator[str]:
     """Texts that reach all over the vocabulary, the same each time."""
     ids = sorted(tokenizer.get_vocab().values())
     rng = random.Random(0)
-    for _ in range(N_RANDOM if ids else 0):
-        yield str(tokenizer.decode(rng.choices(ids, k=LONG), skip_special_tokens=True))
+    for _ in range(N_RANDOM_TEXTS if ids else 0):
+        yield str(tokenizer.decode(rng.choices(ids, k=RANDOM_TEXT_TOKENS), skip_special_tokens=True))

@@ -95,7 +95,7 @@ def _kill_member(pid: int, tree: set[int], spare: Collection[int]) -> bool:
 
 
 def is_childless() -> bool:
-    """Whether this process has no child, not even one that has ended and was not waited for."""
+    """True where this process has no child, not even one that has ended and was not waited for."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -28,7 +28,8 @@ def answered() -> tuple[signal.Signals, ...]:
 
 
 def leave_dead_terminal() -> None:
-    """What this process shows goes nowhere, where it went to a terminal that has been closed: no write fails for it."""
+    """Sends nowhere what this process shows, where it went to a terminal that has been closed: no write fails for
+    it."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (1, 2):
         if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
@@ -78,7 +79,7 @@ class Interrupts:
 
 
 async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives. Raises Interrupted, with `work` cancelled and over, where `event` is set before it ends."""
+    """The result of `work`. Raises Interrupted, with `work` cancelled and over, where `event` is set before it ends."""
     working, waiting = asyncio.create_task(work), asyncio.create_task(event.wait())
     try:
         await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)

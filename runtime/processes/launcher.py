@@ -32,7 +32,7 @@ class WorkerBoot(Struct, frozen=True):
 
 
 class WorkerProgram(Struct, frozen=True):
-    """What every worker of a launch runs."""
+    """The program that every worker of a launch runs."""
 
     entry: str  # `module:function`, called with its WorkerBoot in the worker's process
     preload: tuple[str, ...] = ()  # modules worth loading once for all workers of a host; the entry's own is added

@@ -88,7 +88,7 @@ _EVENTS: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 
 
 def decode_event(body: bytes) -> Event:
-    """What the fork server says."""
+    """The event that the fork server tells of."""
     return _EVENTS.decode(body)
 
 
@@ -113,7 +113,7 @@ def die_with_parent(parent: int) -> None:
 
 @contextlib.contextmanager
 def end_signals_blocked() -> Iterator[None]:
-    """What this thread starts inside has END_SIGNALS blocked: none can end it before `leave_end_signals`."""
+    """Blocks END_SIGNALS for what this thread starts inside: none can end it before `leave_end_signals`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
     try:
         yield

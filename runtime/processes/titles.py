@@ -4,7 +4,7 @@ from realgraph.runtime.processes.environment import set_for_library
 
 
 def set_title(title: str) -> None:
-    """What `ps` shows of this process, for everybody on the host: nothing that is secret."""
+    """Sets what `ps` shows of this process, for everybody on the host: nothing that is secret."""
     set_for_library("SPT_NOENV", "1")  # or the title is written over what /proc shows of the environment
     from setproctitle import setproctitle  # late: planning alone does without it
 

@@ -41,7 +41,7 @@ class ProfiledEngines:
         self._engines: dict[ModelSpec, TorchTrainEngine] = {}
 
     def once(self, case: Case) -> bool:
-        """Whether a case is long enough, or repeats by itself, to be timed once a round."""
+        """True where a case is long enough, or repeats by itself, to be timed once a round."""
         return isinstance(case, Pass | DecodeCase | RolloutCase)
 
     def prepare(self, case: Case) -> Callable[[], float] | None:

@@ -17,12 +17,12 @@ from realgraph.planner.inputs.model_spec import ModelSpec
 
 
 def task_file(folder: Path) -> Path:
-    """What is to be measured."""
+    """The file of what is to be measured."""
     return folder / "task.json"
 
 
 def points_file(folder: Path, worker: int) -> Path:
-    """What a worker has measured."""
+    """The file of what a worker has measured."""
     return folder / f"points-{worker}.json"
 
 
@@ -32,7 +32,7 @@ def rendezvous_file(folder: Path) -> Path:
 
 
 def model_folder(folder: Path, model: ModelSpec) -> Path:
-    """Where the config.json of a model lies."""
+    """The folder of a model's config.json."""
     return folder / "models" / f"{model.hidden}x{model.layers}"
 
 
@@ -47,15 +47,15 @@ def write_task(task: ProfileTask, folder: Path) -> None:
 
 
 def read_task(folder: Path) -> ProfileTask:
-    """What `write_task` wrote."""
+    """The task that `write_task` wrote."""
     return msgspec.json.decode(task_file(folder).read_bytes(), type=ProfileTask)
 
 
 def write_points(points: Sequence[Measured], folder: Path, worker: int) -> None:
-    """What a worker has measured, in the order of the task's cases."""
+    """Writes what a worker has measured, in the order of the task's cases."""
     points_file(folder, worker).write_bytes(msgspec.json.encode(points))
 
 
 def read_points(folder: Path, worker: int) -> tuple[Measured, ...]:
-    """What `write_points` wrote."""
+    """The measurements that `write_points` wrote."""
     return msgspec.json.decode(points_file(folder, worker).read_bytes(), type=tuple[Measured, ...])

@@ -77,7 +77,7 @@ class Bench:
         return [_measured(case, found) for case, found in zip(self._task.cases, seconds, strict=True)]
 
     def _enough(self, found: Sequence[Sequence[float]], seconds: float) -> bool:
-        """Whether the time is up, or all rounds are done and no case still falls; all workers say the same."""
+        """True where the time is up, or all rounds are done and no case still falls; all workers say the same."""
         falls = len(found[0]) < self._task.rounds or any(still_falls(one) for one in found)
         told = self._all.collect(torch.tensor([seconds, float(falls)])).amax(0)
         return bool(told[0] > self._task.budget_seconds) or not bool(told[1])
@@ -118,7 +118,7 @@ class Bench:
 
 
 def still_falls(seconds: Sequence[float]) -> bool:
-    """Whether the last rounds have brought the least seconds down by more than next to nothing."""
+    """True where the last rounds have brought the least seconds down by more than next to nothing."""
     before = seconds[:-STEADY_ROUNDS]
     return bool(before) and min(seconds) < (1 - STEADY_CHANGE) * min(before)
 

@@ -35,7 +35,7 @@ class BoundaryRunner:
         self._boundary.queue.popleft()
 
     def folder(self, step: int) -> str:
-        """Where the checkpoint of `step` steps is written; it gets its name when it is whole."""
+        """The folder that the checkpoint of `step` steps is written to; it gets its name when it is whole."""
         return f"{self._job.run_dir}/checkpoints/step-{step:06d}.partial"
 
     def _evaluate(self, work: BoundaryWork, n_rows: int, now: float) -> list[Action] | None:

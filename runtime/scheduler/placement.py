@@ -137,7 +137,7 @@ class Batch:
         return [(worker, tuple(held)) for worker, held in by_worker.items()]
 
     def sources(self, call: CallPlan, positions: Sequence[int]) -> tuple[SampleSource, ...]:
-        """Where `call` finds what it reads of the samples at these positions."""
+        """The places where `call` finds what it reads of the samples at these positions."""
         return tuple(
             [
                 SampleSource(worker, keys, ids)

@@ -1,4 +1,4 @@
-"""What two data planes say to each other on either route, how values lie in one stream of bytes, and what can go wrong.
+"""The messages of two data planes on either route, how values lie in one stream of bytes, and what can go wrong.
 
 In a bundle the values follow one another in the order they were asked for, each padded to the alignment of blocks.
 """
@@ -188,7 +188,7 @@ def _runs(entries: Sequence[StoredValue]) -> Iterator[Sequence[StoredValue]]:
 
 
 def extents(entries: Sequence[StoredValue]) -> tuple[Extent, ...]:
-    """What the other side is told of values."""
+    """The extents of values, as the other side is told of them."""
     return tuple(_extent(run) for run in _runs(entries)) if entries else ()
 
 

@@ -187,7 +187,7 @@ class LocalServer:
 
 
 class _Reader:
-    """What one reader has been given: descriptors once, and a hold on the values of its last answer."""
+    """The state of one reader: descriptors once, and a hold on the values of its last answer."""
 
     def __init__(self, connection: socket.socket, store: Store) -> None:
         self._connection = connection

@@ -238,7 +238,7 @@ def as_text(value: Tensor) -> str:
 
 
 def _small(values: Sequence[Tensor]) -> bool:
-    """Whether values are best copied as one: of one dim and dtype, many to a block."""
+    """True where values are best copied as one: of one dim and dtype, many to a block."""
     dtype = values[0].dtype
     if any(value.dim() != 1 or value.dtype != dtype for value in values):
         return False

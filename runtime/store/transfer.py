@@ -47,7 +47,7 @@ class GatherRequest(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class _Manner:
-    """How to gather: see `DataPlane.gather_now`."""
+    """The manner of a gather: see `DataPlane.gather_now`."""
 
     deadline: Deadline
     copy: bool

@@ -158,7 +158,7 @@ class TorchTrainEngine:
 
     @property
     def device(self) -> torch.device:
-        """Where its weights lie."""
+        """The device that its weights lie on."""
         return self.ranks.device
 
     @property
@@ -228,7 +228,8 @@ class TorchTrainEngine:
 
 
 def master_dtype(role: ModelRole) -> torch.dtype:
-    """Of the optimizer's copy of the weights: as asked, else float64 for a float64 role and float32 for others."""
+    """Dtype of the optimizer's copy of the weights: as asked, else float64 for a float64 role and float32 for
+    others."""
     if role.master_dtype is not None:
         return DTYPES[role.master_dtype]
     return torch.float64 if role.dtype == "float64" else torch.float32

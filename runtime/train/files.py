@@ -47,7 +47,7 @@ class Contents:
 
     @property
     def wide(self) -> bool:
-        """Whether the masters hold more than the saved weights do."""
+        """True where the masters hold more than the saved weights do."""
         return self.masters is not None and self.masters.dtype != self.dtype
 
 

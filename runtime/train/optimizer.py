@@ -133,7 +133,7 @@ class Adam:
 
 
 def lr_factor(step: int, settings: Optimizer, total_steps: int) -> float:
-    """What lr is multiplied by at optimizer step `step` (from 0): warm-up to 1, then down to `final_lr_fraction`.
+    """Factor of lr at optimizer step `step` (from 0): warm-up to 1, then down to `final_lr_fraction`.
 
     Warm-up step k of w gives (k + 1) / w, so that the first step is not lost. After it the factor falls over the
     total - w steps that are left and would reach `final_lr_fraction` at step `total_steps`, the first that is not

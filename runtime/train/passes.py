@@ -54,7 +54,7 @@ class StepShare:
 
 @dataclass
 class PassTotals:
-    """What the passes of one optimizer step add up on this rank. blamed: samples with outputs that are not finite."""
+    """The sums of one optimizer step's passes on this rank. blamed: samples with outputs that are not finite."""
 
     loss: float = 0.0
     metrics: dict[str, Metric] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class PassTotals:
 
 @dataclass(frozen=True)
 class Aim:
-    """What the passes of one optimizer step are for. gap_version: the weights' version where the gap to the generator
+    """The aim of one optimizer step's passes. gap_version: the weights' version where the gap to the generator
     is to be measured, else None."""
 
     call: Train

@@ -52,7 +52,7 @@ def secure_client(socket: zmq.Socket[Any], keys: KeyPair, server_key: str) -> No
 
 
 def is_local(address: str) -> bool:
-    """Whether an interface or a `tcp://` address is this host's own."""
+    """True where an interface or a `tcp://` address is this host's own."""
     return address.removeprefix("tcp://").startswith(("127.", "localhost", "[::1]", "::1"))
 
 
@@ -87,5 +87,5 @@ def bound_address(socket: zmq.Socket[Any]) -> str:
 
 
 def handshake_failure(event: int) -> str:
-    """What a monitor's event says of a failed handshake, '' for every other event."""
+    """The message of a monitor's event about a failed handshake, '' for every other event."""
     return _HANDSHAKE_FAILURES.get(event, "")

@@ -20,7 +20,7 @@ class _Message(Struct, frozen=True, tag=True, array_like=False):
 
 
 class Peer(Struct, frozen=True):
-    """How to reach one worker's store: same `host` means shared memory by Unix socket `local`, else TCP `address`."""
+    """The address of one worker's store: same `host` means shared memory by Unix socket `local`, else TCP `address`."""
 
     worker: int
     host: str
@@ -215,7 +215,7 @@ class Heartbeat(_Message, frozen=True):
 
 
 class Sample(Struct, frozen=True, gc=False):
-    """What the master knows of a sample: its length, whether sampling ended by itself, its lowest token version.
+    """The master's facts about a sample: its length, whether sampling ended by itself, its lowest token version.
 
     own_tokens: its lengths as other roles' own tokenizers cut it, in the order of `program.own_keys`.
     """

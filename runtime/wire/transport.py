@@ -148,7 +148,7 @@ class WorkerSocket:
 
     @property
     def lost_seconds(self) -> float:
-        """How long there has been no connection to the master: 0 while there is one."""
+        """Seconds in which there has been no connection to the master: 0 while there is one."""
         return 0.0 if self._connected else time.monotonic() - self._since
 
     async def send(self, reply: protocol.Reply, deadline_seconds: float = 30.0) -> None:

@@ -17,7 +17,7 @@ from realgraph.runtime.train.engine import open_engine
 
 @dataclass(frozen=True)
 class EngineKind:
-    """How the engines of one kind are opened. Opening a train engine is collective over its ranks."""
+    """The way the engines of one kind are opened. Opening a train engine is collective over its ranks."""
 
     open_train: Callable[[ModelRole, str, Layout, Ranks, TrainSettings], TrainEngine]
     open_rollout: Callable[[ModelRole, WeightSource, RolloutLimits, Decode], RolloutEngine]

@@ -20,7 +20,7 @@ Kind = Literal["call", "function", "data", "numerics", "disk", "start", "worker"
 
 
 def failure(worker: int, call: str, error: Exception) -> Failed:
-    """What went wrong in `call` of `worker`, in one line, with the sample to blame where one is known."""
+    """The failure in `call` of `worker`, in one line, with the sample to blame where one is known."""
     kind, text, sample = _judge(call, error)
     detail = getattr(error, "detail", "") or "".join(traceback.format_exception(error))
     return Failed(worker, call, text, kind, sample, detail)
@@ -50,7 +50,8 @@ def _judge(call: str, error: Exception) -> tuple[Kind, str, int]:
 
 
 def _is_collective(error: RuntimeError) -> bool:
-    """Whether torch.distributed raised it: transfers and gathers that torch itself starts end so where a peer has."""
+    """True where torch.distributed raised it: transfers and gathers that torch itself starts end so where a peer
+    has."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     callers = [file for file in files if file.startswith(_DISTRIBUTED) or not file.startswith(_TORCH)]
     return bool(callers) and callers[-1].startswith(_DISTRIBUTED)

@@ -1,4 +1,4 @@
-"""What a worker holds besides models: its device, its store, its data plane, its place in the process groups."""
+"""The resources of a worker besides models: its device, its store, its data plane, its place in the process groups."""
 
 from collections.abc import Sequence
 

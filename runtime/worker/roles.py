@@ -40,7 +40,7 @@ MAX_LOGPROB_GAP = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.05, "float16"
 
 
 def role_path(models: Mapping[str, ModelRole], role: str) -> str:
-    """Where a role's first weights come from: its own path, or that of the role it starts as. Raises ConfigError."""
+    """The source of a role's first weights: its own path, or that of the role it starts as. Raises ConfigError."""
     name: str | None = role
     while name is not None:
         path = models[name].path

@@ -1,4 +1,4 @@
-"""What a graph without training is run for: every sample with its scores, one JSON line each. Worker side."""
+"""The result of a graph without training: every sample with its scores, one JSON line each. Worker side."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -49,6 +49,6 @@ class SamplesFile:
 
 
 def keeps_samples(graph: Graph) -> bool:
-    """Whether the samples are the result: something generates and nothing trains."""
+    """True where the samples are the result: something generates and nothing trains."""
     calls = graph.calls.values()
     return any(isinstance(call, Generate) for call in calls) and not any(isinstance(call, Train) for call in calls)

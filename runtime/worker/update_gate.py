@@ -33,7 +33,7 @@ class GateProbe:
 
 
 class UpdateGate:
-    """Of one worker. Every worker of a reallocation calls it alike, after it."""
+    """The gate of one worker. Every worker of a reallocation calls it alike, after it."""
 
     def __init__(self, job: Job, roles: Roles, rollouts: Rollouts | None, worker: int) -> None:
         self._job, self._roles, self._rollouts, self._worker = job, roles, rollouts, worker
@@ -46,7 +46,7 @@ class UpdateGate:
         self._needed = bool(trains) and (job.plan.staleness > 0 or not seen)
 
     def after_training(self, role: str) -> dict[str, Metric]:
-        """Where the generator reads the trained weights in place. Raises LogprobGap."""
+        """Metrics of the gate where the generator reads the trained weights in place. Raises LogprobGap."""
         engine = self._roles.trained[role]
         if not self._needed or role != self._role or not self._roles.reads_in_place(self._call, engine):
             return {}

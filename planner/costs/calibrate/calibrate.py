@@ -108,7 +108,7 @@ def _least_squares(residuals: Callable[[Vector], Vector], start: Vector) -> Vect
 
 
 def phase_factors(measured: Iterable[MeasuredCall]) -> dict[Phase, PhaseFactor]:
-    """How much longer the calls of each phase take than the shipped factors say, with the error that is left.
+    """Factors by which the calls of each phase take longer than the shipped factors say, with the error that is left.
 
     The mean of ln(measured / predicted), weighted by each call's own error, with a prior at 0 of standard deviation
     PRIOR_ERROR; error: the deviation of single calls around it, and how uncertain it is itself. Calls differ by

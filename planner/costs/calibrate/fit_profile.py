@@ -63,7 +63,7 @@ EXTRAPOLATION_ERROR = 0.1  # from the profile's small models to another
 
 
 class Stage(Struct, frozen=True):
-    """What one group of measurements told: the fields that it set and the error that is left, in logarithms."""
+    """The result of one group of measurements: the fields that it set and the error that is left, in logarithms."""
 
     name: str
     fields: tuple[str, ...]
@@ -113,7 +113,7 @@ def _stage(case: Case) -> str:
 
 
 def _point(one: Measured, cluster: Cluster, dtype: DType) -> Point:
-    """What repeats of a case disagree about, its least seconds may be off by as well."""
+    """The least seconds of a case, with an error as large as the disagreement of its repeats."""
     error = math.hypot(FORMULA_ERROR, math.log1p(one.spread))
     return Point(lambda costs: predicted_seconds(one.case, cluster, dtype, costs), one.seconds, error)
 
@@ -131,7 +131,7 @@ def phase_errors(stages: Sequence[Stage]) -> dict[Phase, PhaseFactor]:
 
 
 def predicted_seconds(case: Case, cluster: Cluster, dtype: DType, costs: EfficiencyFactors) -> float:
-    """What the cost model says of a case."""
+    """Seconds of a case by the cost model."""
     flops = cluster.flops * dtype_rate(dtype, cluster.is_cpu)
     match case:
         case Gemm(tokens=tokens, width=width):

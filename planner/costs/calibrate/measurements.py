@@ -1,4 +1,4 @@
-"""What `realgraph profile` measures on a machine: each case, and the seconds it took. Data only; measures nothing."""
+"""The measurements of `realgraph profile`: each case, and the seconds it took. Data only; measures nothing."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -18,13 +18,13 @@ class Gemm(Struct, frozen=True, tag=True):
 
 
 class AttentionCase(Struct, frozen=True, tag=True):
-    """Causal attention of `samples` sequences of `length` tokens; backward: with its backward pass."""
+    """Causal attention of `samples` sequences of `length` tokens."""
 
     samples: int
     length: int
     heads: int
     head_dim: int
-    backward: bool = False
+    backward: bool = False  # with its backward pass
 
     @property
     def flops(self) -> float:
@@ -57,15 +57,13 @@ class Collective(Struct, frozen=True, tag=True):
 
 
 class Pass(Struct, frozen=True, tag=True):
-    """One call of the train engine on every device, as data-parallel copies: `samples` of `length` tokens on each.
-
-    train: forward and backward in `microbatches` equal parts, then one optimizer step; otherwise forward passes.
-    """
+    """One call of the train engine on every device, as data-parallel copies: `samples` of `length` tokens on each."""
 
     model: ModelSpec
     samples: int
     length: int
     microbatches: int = 1
+    # forward and backward in `microbatches` equal parts, then one optimizer step; otherwise forward passes
     train: bool = False
 
 
@@ -93,21 +91,21 @@ Case = Gemm | AttentionCase | DeviceCopy | HostLink | Collective | Pass | Decode
 
 
 class Measured(Struct, frozen=True):
-    """A case and its least seconds over `count` repeats; spread: (median - least) / least."""
+    """A case and its least seconds over `count` repeats."""
 
     case: Case
     seconds: float
-    spread: float = 0.0
+    spread: float = 0.0  # (median - least) / least
     count: int = 1
 
 
 class ProfileTask(Struct, frozen=True):
-    """What the workers of a profile do, in this order, `rounds` times and more while the least seconds still fall;
-    `budget_seconds` ends it, after a whole round. dtype: of weights and activations."""
+    """The cases that the workers of a profile run, in this order, `rounds` times and more while the least seconds still
+    fall; `budget_seconds` ends it, after a whole round."""
 
     cases: tuple[Case, ...]
     cluster: Cluster
-    dtype: DType
+    dtype: DType  # of weights and activations
     rounds: int = 5
     budget_seconds: float = 150.0
 

@@ -34,28 +34,21 @@ MESSAGE_SECONDS = 1e-3  # of one gather of samples: headers, and waking up the r
 
 
 class Copies(Struct, frozen=True, eq=False):
-    """The copies of one role that the options of a call on one mesh stand for, arrays of one length.
-
-    nodes: first and last node of the mesh. per_node: devices of the mesh on one of them. device_bytes: of the weights
-    on each device; node_bytes: of the distinct slices on one node; whole: of the model. cut: equal numbers stand for
-    equal layouts, numbers from FIRST_HOST_CUT on for copies in host memory. link, nic and host: bytes per second of one
-    device, to others of its node, to other nodes, and to its node's memory. fixed: seconds of any move. cpu: devices
-    are processes, whose memory is the node's.
-    """
+    """The copies of one role that the options of a call on one mesh stand for, arrays of one length."""
 
     mesh: DeviceMesh
     kind: str
-    nodes: tuple[int, int]
-    per_node: int
-    device_bytes: Floats
-    node_bytes: Floats
-    cut: Ints
-    whole: float
-    link: float
-    nic: float
-    host: float
-    fixed: float
-    cpu: bool = False
+    nodes: tuple[int, int]  # first and last node of the mesh
+    per_node: int  # devices of the mesh on one of them
+    device_bytes: Floats  # of the weights on each device
+    node_bytes: Floats  # of the distinct slices on one node
+    cut: Ints  # equal numbers stand for equal layouts, numbers from FIRST_HOST_CUT on for copies in host memory
+    whole: float  # of the model
+    link: float  # bytes per second of one device to others of its node
+    nic: float  # the same to other nodes
+    host: float  # the same to its node's memory
+    fixed: float  # seconds of any move
+    cpu: bool = False  # devices are processes, whose memory is the node's
 
 
 def copies_of(setting: Setting, layouts: Sequence[Layout], first_device: int = 0, serves: bool = True) -> Copies:

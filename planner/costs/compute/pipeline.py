@@ -20,12 +20,12 @@ class MicroBatch(Struct, frozen=True):
 
 
 class Pipeline(Struct, frozen=True):
-    """`layers` in `stages`, worked through in an order; chunks: groups of layers of a stage, where interleaved."""
+    """`layers` in `stages`, worked through in an order."""
 
     layers: int
     stages: int
     schedule: Schedule = "1f1b"
-    chunks: int = 2
+    chunks: int = 2  # groups of layers of a stage, where interleaved
 
 
 def stage_layers(layers: int, stages: int, head: float) -> float:

@@ -14,16 +14,13 @@ REPLICATED_EXPOSED_SHARE = 0.3  # of traffic that could hide in one backward pas
 
 
 class StateCosts(Struct, frozen=True):
-    """Seconds on one device. step: traffic of one optimizer step; gather, scatter: FSDP's of one micro-batch.
+    """Seconds on one device."""
 
-    optimizer: of one step. accumulate: gradients added to their sum, in each micro-batch after the first.
-    """
-
-    step: float
-    gather: float
-    scatter: float
-    optimizer: float
-    accumulate: float
+    step: float  # traffic of one optimizer step
+    gather: float  # of one micro-batch's gathers of FSDP
+    scatter: float  # of one micro-batch's scatters of FSDP
+    optimizer: float  # of one step
+    accumulate: float  # gradients added to their sum, in each micro-batch after the first
 
 
 @lru_cache(maxsize=1 << 14)
@@ -80,12 +77,13 @@ def stage_params(setting: Setting) -> tuple[float, float]:
 
 
 def trained_share(setting: Setting) -> float:
-    """Of the parameters, those that an optimizer step changes: all, or those of adapters."""
+    """Share of the parameters that an optimizer step changes: all, or those of adapters."""
     if not setting.lora_rank:
         return 1.0
     return lora_params(setting.model, setting.lora_rank) / setting.model.n_params(setting.role.head)
 
 
 def exposed_seconds(traffic: float, compute: float, overlap: float, least: float = EXPOSED_SHARE) -> float:
-    """What is left of traffic that travels beside a share `overlap` of compute; never less than the share `least`."""
+    """Seconds that are left of traffic that travels beside a share `overlap` of compute; never less than the share
+    `least`."""
     return max(least * traffic, traffic - overlap * compute)

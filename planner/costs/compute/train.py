@@ -26,29 +26,24 @@ FSDP_SLOWDOWN_CPU = 1.3  # measured with FSDP2 on two processes: 1.27 at 30M par
 
 
 class TrainWork(Struct, frozen=True):
-    """Tokens of the whole batch, mean tokens of a sample, tokens of a micro-batch, and optimizer steps of one call.
+    """The work of one train call."""
 
-    prompt_tokens, of a sample, are equal in all `samples_per_group` samples of a group. recompute: what the backward
-    pass computes again; `selective` is attention and element-wise operations, `full` whole layers. chunks: groups of
-    layers of a stage, where the schedule is interleaved. longest_tokens: of the longest sample, None where all are
-    equal. attended_tokens: of its own sample that a token attends to, mean over all tokens (`mean_context`); None: that
-    of log-normal responses up to the longest. fp8: matrix products of layers in that precision. imbalance: tokens of
-    the busiest expert's device over the mean.
-    """
-
-    tokens: int
-    sample_tokens: float
-    microbatch_tokens: int
-    optimizer_steps: int = 1
+    tokens: int  # of the whole batch
+    sample_tokens: float  # of a sample, the mean
+    microbatch_tokens: int  # of a micro-batch
+    optimizer_steps: int = 1  # of one epoch
     epochs: int = 1
-    prompt_tokens: float = 0.0
+    prompt_tokens: float = 0.0  # of a sample, equal in all `samples_per_group` samples of a group
     samples_per_group: int = 1
+    # what the backward pass computes again; `selective` is attention and element-wise operations, `full` whole layers
     recompute: Recompute = "none"
     schedule: Schedule = "1f1b"
-    chunks: int = 2
-    longest_tokens: int | None = None
-    fp8: bool = False
-    imbalance: float = EXPERT_IMBALANCE
+    chunks: int = 2  # groups of layers of a stage, where the schedule is interleaved
+    longest_tokens: int | None = None  # of the longest sample, None where all are equal
+    fp8: bool = False  # matrix products of layers in that precision
+    imbalance: float = EXPERT_IMBALANCE  # tokens of the busiest expert's device over the mean
+    # of its own sample that a token attends to, mean over all tokens (`mean_context`); None: that of log-normal
+    # responses up to the longest
     attended_tokens: float | None = None
 
     @property
@@ -63,7 +58,7 @@ class TrainWork(Struct, frozen=True):
 
 
 def microbatches(setting: Setting, work: TrainWork) -> int:
-    """Of one rank in one optimizer step.
+    """Number of micro-batches of one rank in one optimizer step.
 
     Interleaved stages take a multiple of their number (arXiv:2104.04473, sec. 2.2.2).
     """
@@ -137,7 +132,7 @@ def spread(setting: Setting, work: TrainWork, tokens: float) -> float:
 
 
 def _traffic_seconds(setting: Setting, one: MicroBatch, count: int, passes: float) -> float:
-    """What compute does not hide of one step's traffic between the dp copies."""
+    """Seconds of one step's traffic between the dp copies that compute does not hide."""
     costs, engine, layout = state_costs(setting), setting.engine, setting.layout
     if layout.sharding == "fsdp":
         rounds = count if layout.pp == 1 else 1  # stages keep gathered weights for all micro-batches of a step
@@ -170,14 +165,14 @@ def _cpu_train_seconds(setting: Setting, work: TrainWork) -> float:
 
 
 def computed_on_cpu(work: TrainWork, tokens: float, steps: int = 1) -> float:
-    """Of a micro-batch's `tokens`, those that the CPU engine computes: equal prompts once, last tokens never."""
+    """The number of a micro-batch's `tokens` that the CPU engine computes: equal prompts once, last tokens never."""
     samples, all_samples = tokens / work.sample_tokens, work.tokens / work.sample_tokens / steps
     groups, lengths = all_samples / work.samples_per_group, (work.prompt_tokens, work.sample_tokens)
     return computed_tokens(samples, groups, work.samples_per_group, lengths)
 
 
 def fsdp_slowdown(setting: Setting) -> float:
-    """How much longer compute takes on CPUs under FSDP than on whole weights, traffic between devices aside."""
+    """Factor by which compute takes longer on CPUs under FSDP than on whole weights, traffic between devices aside."""
     sharded = setting.layout.sharding == "fsdp" and setting.layout.mesh.n_devices > 1
     return FSDP_SLOWDOWN_CPU if sharded else 1.0
 

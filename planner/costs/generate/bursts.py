@@ -40,7 +40,7 @@ class Shape(Struct, frozen=True, eq=False):
 
 
 def shape_of(lengths: Lengths, per_group: int, groups: float, between: float, slots: float = math.inf) -> Shape:
-    """Of bursts of `groups` groups that are `between` tokens apart.
+    """The shape of bursts of `groups` groups that are `between` tokens apart.
 
     slots: how many sequences may run at once, as a multiple of those in a burst. `between` is no less than what so many
     need if they are always in use, see `least_between`.
@@ -86,7 +86,7 @@ def _shape(lengths: Lengths, per_group: int, groups: float, between: float, slot
 
 @lru_cache(maxsize=1024)
 def _at_once(lengths: Lengths, between: float) -> tuple[Floats, Floats]:
-    """Where each burst starts at once: sequences that run in each cell, and the sum of their new tokens."""
+    """Bursts that each start at once: sequences that run in each cell, and the sum of their new tokens."""
     at, alive, aged = _integrals(lengths)
     bursts = np.arange(math.ceil(lengths.longest / between) + 1) * between
     edges = np.linspace(0.0, between, BURST_CELLS + 1)[:, None] + bursts[None, :]
@@ -152,7 +152,7 @@ def _filling(running: Floats, slots: float, cells: int) -> Floats:
 
 
 def _turned(values: Floats, starts: Floats) -> Floats:
-    """What one start in cell 0 makes of each cell, of `starts` in all of them; both go round."""
+    """The value of each cell for `starts` in all of them, from that for one start in cell 0; both go round."""
     lag = (np.arange(BURST_CELLS)[:, None] - np.arange(BURST_CELLS)[None, :]) % BURST_CELLS
     turned: Floats = values[lag] @ starts
     return turned

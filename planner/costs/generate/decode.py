@@ -35,7 +35,7 @@ EXPERT_LAYER_SECONDS = 3e-5
 
 
 class Precision(Struct, frozen=True):
-    """What a generation engine stores: `role` is the role's own dtype, `float8` one byte an element.
+    """The number formats that a generation engine stores: `role` is the role's own dtype, `float8` one byte an element.
 
     Arithmetic in float8 runs at the device's float8 rate, where it has one.
     """
@@ -48,33 +48,25 @@ ROLE_PRECISION = Precision()
 
 
 class DecodeStep(Struct, frozen=True, eq=False):
-    """The coefficients of a decode step for one setting; call it with sequences and their mean length in tokens.
+    """The coefficients of a decode step for one setting; call it with sequences and their mean length in tokens."""
 
-    dense_read, expert_read: seconds to read the shared weights, and all the experts of one rank once. dense_token,
-    expert_token: seconds to multiply one token with them at the full rate, and *_half: the rows of a product at which
-    half of that rate is reached. unchosen: logarithm of the probability that one token passes an expert over.
-    experts, chosen: of a layer, and of one token. group: replicas whose tokens meet at the same experts.
-    cache_token, attended: seconds to read, and to multiply, one token's keys and values. fixed, sequence: seconds a
-    step and a sequence. direct, ring: of all tensor-parallel all-reduces of a step in each of two ways, latency and
-    seconds per sequence; the faster one is taken. stages: of the pipeline.
-    """
-
-    dense_read: float
-    dense_token: float
-    half: float
-    cache_token: float
-    attended: float
-    fixed: float
-    sequence: float
+    dense_read: float  # seconds to read the shared weights
+    dense_token: float  # seconds to multiply one token with them at the full rate
+    half: float  # rows of a product at which half of that rate is reached
+    cache_token: float  # seconds to read one token's keys and values
+    attended: float  # seconds to multiply one token's keys and values
+    fixed: float  # seconds a step
+    sequence: float  # seconds a sequence
+    # of all tensor-parallel all-reduces of a step: latency, and seconds per sequence
     direct: tuple[float, float] = (0.0, 0.0)
-    ring: tuple[float, float] = (0.0, 0.0)
-    stages: int = 1
-    expert_read: float = 0.0
-    expert_token: float = 0.0
-    unchosen: float = 0.0
-    experts: int = 0
-    chosen: int = 0
-    group: float = 1.0
+    ring: tuple[float, float] = (0.0, 0.0)  # the same another way; the faster one is taken
+    stages: int = 1  # of the pipeline
+    expert_read: float = 0.0  # seconds to read all the experts of one rank once
+    expert_token: float = 0.0  # seconds to multiply one token with them at the full rate
+    unchosen: float = 0.0  # logarithm of the probability that one token passes an expert over
+    experts: int = 0  # of a layer
+    chosen: int = 0  # of one token
+    group: float = 1.0  # replicas whose tokens meet at the same experts
 
     def __call__(self, running: Floats, context: Floats) -> Floats:
         """Seconds of a step of `running` sequences, each `context` tokens long.
@@ -175,8 +167,8 @@ def attention_flops(model: ModelSpec) -> float:
 
 
 def _elementwise_seconds(setting: Setting) -> float:
-    """Of one sequence in one step: norms, residuals and rotary embeddings, which every tp rank computes whole, and the
-    activations of the MLP, cut over the ranks; read from and written to memory."""
+    """Seconds of one sequence in one step: norms, residuals and rotary embeddings, which every tp rank computes whole,
+    and the activations of the MLP, cut over the ranks; read from and written to memory."""
     model = setting.model
     routed = model.experts_per_token * model.expert_intermediate if model.expert_layers else 0
     nbytes = setting.element * (

@@ -23,21 +23,19 @@ REDUCING_SWITCHES = ("H100-SXM", "H200", "H800", "H20", "B200", "GB200", "B300",
 
 
 class GenerateWork(Struct, frozen=True):
-    """Samples of the whole batch and of one group, their lengths in tokens, and how many a replica runs at once.
+    """The work of one generate call."""
 
-    prompt_tokens and mean_new_tokens are means over the samples. lengths: measured new tokens at equal steps of
-    probability, rising; without them the lengths are log-normal, cut at max_new_tokens. stall_seconds: for which
-    running sequences stand still at a weight update, besides the move of the weights and their new prefill.
-    """
-
-    samples: int
+    samples: int  # of the whole batch
     samples_per_group: int
-    prompt_tokens: float
-    mean_new_tokens: float
+    prompt_tokens: float  # of a prompt, mean over the samples
+    mean_new_tokens: float  # of a response, mean over the samples
     max_new_tokens: int
-    running: int
+    running: int  # sequences that a replica runs at once
+    # measured new tokens at equal steps of probability, rising; without them the lengths are log-normal, cut at
+    # max_new_tokens
     lengths: tuple[int, ...] = ()
     precision: Precision = ROLE_PRECISION
+    # for which running sequences stand still at a weight update, besides the move of the weights and their new prefill
     stall_seconds: float = 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""How many sequences decode at each token step of a batch under continuous batching: a bucketed simulation.
+"""The number of sequences that decode at each token step of a batch under continuous batching: a bucketed simulation.
 
 Every running sequence gains one token a step, whatever a step costs, so the shape of a generation depends on lengths,
 samples and slots alone. It is found once and then priced for every model and layout. Steps are counted in tokens.
@@ -26,21 +26,16 @@ StepSeconds = Callable[[Floats, Floats], Floats]
 
 
 class Occupancy(Struct, frozen=True, eq=False):
-    """The phases of one generation, arrays of one length; of all replicas, the slowest counts.
+    """The phases of one generation, arrays of one length; of all replicas, the slowest counts."""
 
-    steps: tokens that every running sequence gains in the phase, weighted with the probability that some replica still
-    runs; alone: the same were there one replica. running: sequences on a replica. age: their mean number of new tokens.
-    more_steps, more_running: what one standard deviation more of work on one replica adds to `steps` or `running`.
-    replicas: how many wait for each other.
-    """
-
+    # tokens that every running sequence gains in the phase, weighted with the probability that some replica still runs
     steps: Floats
-    alone: Floats
-    running: Floats
-    age: Floats
-    more_steps: Floats
-    more_running: Floats
-    replicas: int = 1
+    alone: Floats  # the same were there one replica
+    running: Floats  # sequences on a replica
+    age: Floats  # their mean number of new tokens
+    more_steps: Floats  # what one standard deviation more of work on one replica adds to `steps`
+    more_running: Floats  # the same of `running`
+    replicas: int = 1  # how many wait for each other
 
     def seconds(self, step: StepSeconds) -> float:
         """Expected seconds until the last replica is done, `step(running, age)` being the seconds of one token step.
@@ -61,7 +56,8 @@ class Occupancy(Struct, frozen=True, eq=False):
 
 @lru_cache(maxsize=1024)
 def occupancy(lengths: Lengths, samples: float, slots: int, replicas: int) -> Occupancy:
-    """Of `samples` sequences per replica on `slots` slots, on `replicas` replicas that all wait for the last one.
+    """The occupancy of `samples` sequences per replica on `slots` slots, on `replicas` replicas that all wait for the
+    last one.
 
     The running number follows its expectation; how long the last ones run follows from order statistics: some replica
     is still at work at step u with probability 1 - product over all sequences of P(length <= u - start).

@@ -63,13 +63,13 @@ class Variant(Struct, frozen=True):
 
 
 class Stream(Struct, frozen=True, eq=False, dict=True):
-    """What the variants of one call share. slots: sequences that run at once on a replica, at most."""
+    """The common part of the variants of one call."""
 
     setting: Setting
     work: GenerateWork
     step: DecodeStep
     lengths: Lengths
-    slots: float
+    slots: float  # sequences that run at once on a replica, at most
     prompt_seconds: float
 
     @property
@@ -114,7 +114,7 @@ def stream_of(setting: Setting, work: GenerateWork) -> Stream:
 
 
 def _slots(setting: Setting, work: GenerateWork, step: DecodeStep) -> float:
-    """Of the engine's slots, always in use, the number with which a step takes least."""
+    """Number of the engine's slots, always in use, with which a step takes least."""
     share, mean = work.samples / setting.layout.dp, work.distribution.mean
     context = work.prompt_tokens + work.distribution.mean_age
 
@@ -210,8 +210,8 @@ def _decode(stream: Stream, shape: Shape) -> Floats:
 
 
 def offered_variants(setting: Setting, work: GenerateWork, staleness: int, paused: bool = False) -> tuple[Variant, ...]:
-    """What a search chooses from: at a bound above 0 each stands for an interval of the tokens between two updates, and
-    has the least seconds and the shortest wait of all streams within or beyond."""
+    """The variants that a search chooses from: at a bound above 0 each stands for an interval of the tokens between two
+    updates, and has the least seconds and the shortest wait of all streams within or beyond."""
     if staleness < 1:
         return (batch_variant(setting, work),)
     found = stream_levels(stream_of(setting, work), staleness, paused)

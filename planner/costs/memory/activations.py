@@ -44,26 +44,20 @@ def kept_bytes_per_token(model: ModelSpec, dtype: DType, fused: bool = False) ->
 
 
 class Running(Struct, frozen=True):
-    """How a training pass runs, where it is not as the engine of such a layout runs it.
+    """The manner of a training pass, where it is not as the engine of such a layout runs it."""
 
-    recompute: None for the role's own choice. fused: kernels of norms and MLP, None: where the layout cuts the model.
-    live: layers' worth of tensors while one is in its backward pass. offloaded: layers' inputs wait in host memory.
-    logit_bytes: of each logit, where those of the micro-batch exist at once; 0 where they exist in chunks of tokens
-    only, None: as the layout's engine keeps them. microbatches: of a step, which bounds how many a stage keeps. chunks:
-    of an interleaved stage. score_bytes: that unfused attention keeps of each score, and sample_tokens: how many a
-    token has. sequence_parallel: residuals are cut over tp.
-    """
-
-    recompute: Recompute | None = None
-    fused: bool | None = None
-    live: float = LIVE_LAYERS
-    offloaded: bool = False
+    recompute: Recompute | None = None  # None for the role's own choice
+    fused: bool | None = None  # kernels of norms and MLP, None: where the layout cuts the model
+    live: float = LIVE_LAYERS  # layers' worth of tensors while one is in its backward pass
+    offloaded: bool = False  # layers' inputs wait in host memory
+    # of each logit, where those of the micro-batch exist at once; 0 where they exist in chunks of tokens only, None: as
+    # the layout's engine keeps them
     logit_bytes: int | None = None
-    microbatches: int | None = None
-    chunks: int = 1
-    score_bytes: int = 0
-    sample_tokens: int = 0
-    sequence_parallel: bool = True
+    microbatches: int | None = None  # of a step, which bounds how many a stage keeps
+    chunks: int = 1  # of an interleaved stage
+    score_bytes: int = 0  # that unfused attention keeps of each score
+    sample_tokens: int = 0  # scores that a token has
+    sequence_parallel: bool = True  # residuals are cut over tp
 
 
 PLAIN_PASSES = Running()
@@ -130,7 +124,7 @@ def _kept_layers(model: ModelSpec, role: ModelRole, layout: Layout, running: Run
 
 
 def _residual_bytes(model: ModelSpec, element: int, fused: bool) -> int:
-    """Of what a layer keeps of a token, the part that only sequence parallelism cuts: norms and residuals."""
+    """The part of what a layer keeps of a token that only sequence parallelism cuts: norms and residuals."""
     if fused:
         return 2 * model.norms * element * model.hidden
     return (model.norms * (max(4, element) + element) + 2 * element) * model.hidden

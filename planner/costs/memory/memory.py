@@ -69,7 +69,8 @@ __all__ = [
 
 
 def lora_params(model: ModelSpec, rank: int) -> int:
-    """Of adapters of `rank` on attention's and the MLP's matrices: rank x (rows + columns) each (arXiv:2106.09685)."""
+    """Parameters of adapters of `rank` on attention's and the MLP's matrices: rank x (rows + columns) each
+    (arXiv:2106.09685)."""
     queries, keys = model.attention_width(), model.kv_heads * model.head_dim
     attention = 2 * (model.hidden + queries) + 2 * (model.hidden + keys)
     dense = model.mlp_matrices * (model.hidden + model.intermediate)
@@ -95,7 +96,7 @@ def local_params(model: ModelSpec, role: ModelRole, layout: Layout, serves: bool
 
 
 def local_routed(model: ModelSpec, layout: Layout, serves: bool = False) -> int:
-    """Of them those of routed experts."""
+    """Parameters of routed experts that one device holds."""
     stage = ceil_div(model.layers, layout.pp) / model.layers
     ranks = served_expert_ranks(layout) if serves else trained_expert_ranks(layout)
     return int(stage * model.routed_params() / ranks)
@@ -161,7 +162,8 @@ def frozen_copy(model: ModelSpec, role: ModelRole, layout: Layout, serves: bool 
 
 
 def gathered(model: ModelSpec, role: ModelRole, layout: Layout, trains: bool) -> Footprint:
-    """What FSDP gathers while a call runs: two layers (one prefetched) and, as one group, embedding, norm and head.
+    """The weights that FSDP gathers while a call runs: two layers (one prefetched) and, as one group, embedding, norm
+    and head.
 
     In a backward pass a layer's and that group's whole gradients wait for their reduction. A pipeline stage keeps all
     its weights gathered for the micro-batches of a step.

@@ -1,4 +1,4 @@
-"""What memory is counted in: terms, sizes of elements, and how much of a device a plan may fill."""
+"""The units of memory: terms, sizes of elements, and how much of a device a plan may fill."""
 
 from typing import Literal
 
@@ -22,7 +22,7 @@ CPU_RUNTIME_BYTES = 600_000_000  # a Python process with torch and transformers 
 
 
 class Footprint(Struct, frozen=True):
-    """Bytes on one device, by what they are for. buckets: of messages between pipeline stages and to experts."""
+    """Bytes on one device, by what they are for."""
 
     weights: int = 0
     gradients: int = 0
@@ -30,7 +30,7 @@ class Footprint(Struct, frozen=True):
     activations: int = 0
     logits: int = 0
     kv_cache: int = 0
-    buckets: int = 0
+    buckets: int = 0  # of messages between pipeline stages and to experts
 
     def __add__(self, other: "Footprint") -> "Footprint":
         return Footprint(
@@ -77,7 +77,7 @@ def shards(layout: Layout) -> int:
 
 
 def cuts_model(layout: Layout) -> bool:
-    """Whether the layout cuts a model beyond dp, which this project's engines do not."""
+    """True where the layout cuts a model beyond dp, which this project's engines do not."""
     return layout.tp * layout.pp * layout.cp * layout.ep > 1
 
 

@@ -1,4 +1,4 @@
-"""How the search's inner loops are compiled: with numba, once per machine; machine code is kept beside the sources."""
+"""Compilation of the search's inner loops: with numba, once per machine; machine code is kept beside the sources."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -19,12 +19,12 @@ F = TypeVar("F", bound=Callable[..., object])
 Kept = dict[object, str]  # numba's index of one function: signatures and files of machine code
 
 ZERO, ONE = cast(int, np.int64(0)), cast(int, np.int64(1))  # literals would be compiled for by themselves
-NONE = -1e18  # seconds of a longest path where there is no path
+NO_PATH_SECONDS = -1e18  # seconds of a longest path where there is no path
 COMPILED = (b"njit", b"@compiled", b"@entry", b"(NamedTuple)")  # what a source has that compiled code hangs on
 
 
 def _digest() -> str:
-    """Of the sources of all compiled functions, and of the tuples that they take."""
+    """Digest of the sources of all compiled functions, and of the tuples that they take."""
     texts = [path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py"))]
     return hashlib.sha256(b"".join(text for text in texts if any(word in text for word in COMPILED))).hexdigest()
 
@@ -58,7 +58,7 @@ def _or_nothing(load_index: Callable[[], Kept]) -> Callable[[], Kept]:
 
 @contextmanager
 def fast_compile() -> Iterator[None]:
-    """What is compiled inside takes a third less time to compile, and runs a twelfth slower: for vectors there is no
+    """Compiles what is inside in a third less time; it runs a twelfth slower: for vectors there is no
     use in loops over a few tasks."""
     settings: Any = config
     kept = settings.OPT, settings.LOOP_VECTORIZE, settings.SLP_VECTORIZE

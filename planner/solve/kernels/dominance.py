@@ -7,11 +7,11 @@ import numpy as np
 from realgraph.planner.plan.problem import OptionTable
 from realgraph.planner.solve.kernels.compiled import Floats, Ints, entry
 
-ELSEWHERE = 1 << 60  # more bytes than there are
+UNBOUNDED_BYTES = 1 << 60  # more bytes than there are
 
 
 class Columns(NamedTuple):
-    """Of each row, fastest first, what it takes, and what its layout means to others; the arrays are as long."""
+    """The needs of each row, fastest first, and what its layout means to others; the arrays are as long."""
 
     seconds: Floats
     latency: Floats
@@ -47,7 +47,7 @@ def columns_of(
         slack=np.full(n, np.inf) if slack is None else slack[order],
         edge=np.zeros(n) if edge is None else edge[order],
         bonus=np.zeros(n, np.int64) if bonus is None else bonus[order],
-        beside=np.full(n, ELSEWHERE) if beside is None else beside[order],
+        beside=np.full(n, UNBOUNDED_BYTES) if beside is None else beside[order],
     )
 
 

@@ -9,7 +9,7 @@ from realgraph.planner.plan.problem import OptionTable, SearchProblem
 from realgraph.planner.solve.kernels.compiled import Floats, Ints
 from realgraph.planner.solve.kernels.dominance import columns_of, nondominated
 
-UNBOUND = 1 << 20  # steps between two tasks that no path connects
+UNBOUND_STEPS = 1 << 20  # steps between two tasks that no path connects
 
 
 class Instance(NamedTuple):
@@ -103,7 +103,7 @@ def _joined(
 
 
 def _layout_blind(problem: SearchProblem) -> list[bool]:
-    """Of each table: whether an option's layout and `shared` bytes matter to none of the tasks that use it.
+    """True for each table in which an option's layout and `shared` bytes matter to none of the tasks that use it.
 
     They matter where weights are moved, where a tie asks for equal layouts, where a role is trained, and where two
     calls of a frozen role may keep one copy.
@@ -122,7 +122,7 @@ def _layout_blind(problem: SearchProblem) -> list[bool]:
 
 
 def _kept_rows(problem: SearchProblem) -> list[Ints]:
-    """Of each table the options that may be needed: all where moves of weights tell equal layouts apart."""
+    """The options of each table that may be needed: all where moves of weights tell equal layouts apart."""
     moved = {name for move in problem.moves for name in (move.source, move.target)}
     distinguished = {table for task in problem.tasks if task.name in moved for table in task.tables.values()}
     whole = set() if problem.moves_by_layout else distinguished
@@ -144,7 +144,7 @@ def _kept(table: OptionTable, blind: bool) -> Ints:
 
 def _exclusive(n: int, source: Ints, target: Ints, distances: Ints) -> Ints:
     """Tasks on a circuit of distance 1: each waits for the other, in this step or the next, in every schedule."""
-    steps = np.full((n, n), UNBOUND, np.int64)
+    steps = np.full((n, n), UNBOUND_STEPS, np.int64)
     for i, j, distance in zip(source, target, distances, strict=True):
         steps[i, j] = min(steps[i, j], distance)
     for via in range(n):
@@ -184,7 +184,7 @@ def _alike(problem: SearchProblem) -> Ints:
 
 
 def _content(table: OptionTable) -> bytes:
-    """What tables of twins have in common."""
+    """The common content of tables of twins."""
     columns = (table.seconds, table.latency, table.resident, table.active, table.host)
     return b"|".join(np.asarray(column).tobytes() for column in columns)
 

@@ -4,18 +4,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realgraph.planner.solve.kernels.compiled import NONE, ZERO, Floats, Ints, compiled
+from realgraph.planner.solve.kernels.compiled import NO_PATH_SECONDS, ZERO, Floats, Ints, compiled
 from realgraph.planner.solve.kernels.instance import Instance
 from realgraph.planner.solve.kernels.memory import MemoryNeeds, in_place, least, memory_fits
 from realgraph.planner.solve.kernels.period import Net, add_arc, add_pair, clear, feasible
 
-SCHEDULES = 5_000  # nodes of one search for integers k where it decides
-GLANCE = 200  # and where it only saves work: proofs that take longer cost more than they cut off
-ASCENT = 12  # steps towards the best multipliers of a device's memory
+DECIDING_NODES = 5_000  # nodes of one search for integers k where it decides
+GLANCE_NODES = 200  # and where it only saves work: proofs that take longer cost more than they cut off
+ASCENT_STEPS = 12  # steps towards the best multipliers of a device's memory
 
 
 class Lists(NamedTuple):
-    """Of tasks with a mesh the options that are left; of the others what is known of all of them."""
+    """The options that are left to tasks with a mesh; of the other tasks what is known of all options."""
 
     options: Ints  # [tasks, most options]: numbers, the fastest first
     left: Ints  # [tasks]: how many
@@ -76,7 +76,7 @@ def filter_memory(instance: Instance, needs: MemoryNeeds, lists: Lists) -> bool:
 
 @compiled
 def fits(instance: Instance, needs: MemoryNeeds, lists: Lists) -> bool:
-    """Whether what is chosen fits beside the least that the others need."""
+    """True where what is chosen fits beside the least that the others need."""
     for i in range(len(instance.role)):
         if needs.mesh[i] < 0:
             continue
@@ -178,7 +178,7 @@ def _overlap(instance: Instance, needs: MemoryNeeds, one: int, two: int) -> bool
 
 @compiled
 def _crowded(instance: Instance, needs: MemoryNeeds, lists: Lists, net: Net, limit: float) -> bool:
-    """Whether some device has too little memory for options that are fast enough.
+    """True where some device has too little memory for options that are fast enough.
 
     Tasks on one device run one after the other. With multipliers p_j >= 0 of its memory M at the moment of task j,
         T >= sum over tasks of min over options (t + r sum(p) + a p_i) - M sum(p) + what else never overlaps them,
@@ -204,7 +204,7 @@ def _device_crowded(instance: Instance, needs: MemoryNeeds, lists: Lists, net: N
     rest = _beside(instance, needs, net, device)
     for j in range(n):
         lists.multiplier[j] = 0.0
-    for _ in range(ASCENT):
+    for _ in range(ASCENT_STEPS):
         total, resident, bound = 0.0, 0.0, rest
         for j in range(n):
             total += lists.multiplier[j]
@@ -266,7 +266,7 @@ def _beside(instance: Instance, needs: MemoryNeeds, net: Net, device: int) -> fl
 
 @compiled
 def _holds(instance: Instance, needs: MemoryNeeds, net: Net, device: int, move: int) -> bool:
-    """Whether the node, a move, holds the device."""
+    """True where the node, a move, holds the device."""
     arc = net.k[move, move]
     source, target = int(instance.arc_source[arc]), int(instance.arc_target[arc])
     return bool(_on(instance, needs, source, device) or _on(instance, needs, target, device))
@@ -274,7 +274,7 @@ def _holds(instance: Instance, needs: MemoryNeeds, net: Net, device: int, move: 
 
 @compiled
 def _apart_from_all(instance: Instance, needs: MemoryNeeds, net: Net, device: int, task: int) -> bool:
-    """Whether the task never runs beside any task of the device."""
+    """True where the task never runs beside any task of the device."""
     apart = True
     for j in range(len(needs.mesh)):
         apart &= not _on(instance, needs, j, device) or net.apart[j, task] == 1
@@ -285,7 +285,7 @@ def _apart_from_all(instance: Instance, needs: MemoryNeeds, net: Net, device: in
 def _cheapest(instance: Instance, needs: MemoryNeeds, lists: Lists, task: int, total: float) -> tuple[int, float]:
     """The option of least reduced cost, and that cost. total: the sum of all multipliers."""
     shares, copies = in_place(instance, needs, task), _copies(instance, needs, task)
-    cheapest, cost = ZERO - 1, -NONE
+    cheapest, cost = ZERO - 1, -NO_PATH_SECONDS
     for c in range(1 if needs.option[task] >= 0 else lists.left[task]):
         o = needs.option[task] if needs.option[task] >= 0 else lists.options[task, c]
         active = instance.active[o] - (instance.shared[o] if shares > 0 else 0)
@@ -302,7 +302,7 @@ def _active(instance: Instance, needs: MemoryNeeds, task: int, option: int) -> i
 
 @compiled
 def _copies(instance: Instance, needs: MemoryNeeds, task: int) -> int:
-    """How many tasks may share the copy that the task keeps: each counts with its part."""
+    """Number of tasks that may share the copy that the task keeps: each counts with its part."""
     if instance.frozen[task] == 0:
         return 1
     count = ZERO

@@ -11,11 +11,11 @@ import numpy as np
 from realgraph.planner.solve.kernels.compiled import ZERO, Ints, compiled
 from realgraph.planner.solve.kernels.instance import Instance
 
-MOST = 1 << 62
+NO_LIMIT_BYTES = 1 << 62
 
 
 class MemoryNeeds(NamedTuple):
-    """What each task needs on each of its devices: bytes of its option, or the least of those that are left to it."""
+    """Each task's needs on each of its devices: bytes of its option, or the least of those that are left to it."""
 
     mesh: Ints  # [tasks]: -1 where it has no place yet
     option: Ints  # -1 where none is chosen
@@ -42,7 +42,7 @@ def new_needs(tasks: int) -> MemoryNeeds:
 
 @compiled
 def in_place(instance: Instance, needs: MemoryNeeds, task: int) -> int:
-    """Whether the task's role is trained on its mesh: 2 surely under its layout, 1 perhaps, 0 no."""
+    """Tells if the task's role is trained on its mesh: 2 surely under its layout, 1 perhaps, 0 no."""
     if instance.trains[task] == 1 or instance.frozen[task] == 1:
         return 0
     perhaps = 0
@@ -70,7 +70,7 @@ def least(values: Ints, first: int, end: int) -> int:
 
 @compiled
 def _same_copy(instance: Instance, needs: MemoryNeeds, one: int, two: int) -> bool:
-    """Whether two calls of a frozen role may keep one copy."""
+    """True where two calls of a frozen role may keep one copy."""
     if instance.frozen[one] == 0 or instance.role[one] != instance.role[two] or needs.mesh[one] != needs.mesh[two]:
         return False
     if needs.option[one] < 0 or needs.option[two] < 0:
@@ -113,12 +113,12 @@ def _sort(values: Ints, count: int) -> None:
 
 @compiled
 def memory_fits(instance: Instance, needs: MemoryNeeds) -> bool:
-    """Whether all that has a place fits; fills `room` and `resident_room` of these tasks."""
+    """True where all that has a place fits; fills `room` and `resident_room` of these tasks."""
     n = len(instance.role)
     count = ZERO
     for i in range(n):
-        needs.room[i] = MOST
-        needs.resident_room[i] = MOST
+        needs.room[i] = NO_LIMIT_BYTES
+        needs.resident_room[i] = NO_LIMIT_BYTES
         if needs.mesh[i] >= 0:
             needs.breaks[count] = instance.first[needs.mesh[i]]
             needs.breaks[count + 1] = instance.first[needs.mesh[i]] + instance.size[needs.mesh[i]]
@@ -133,7 +133,7 @@ def memory_fits(instance: Instance, needs: MemoryNeeds) -> bool:
 
 @compiled
 def _interval_fits(instance: Instance, needs: MemoryNeeds, first: int, end: int) -> bool:
-    """Of devices first to end, on all of which the same tasks lie."""
+    """True where all fits on devices first to end, on all of which the same tasks lie."""
     n = len(instance.role)
     capacity = least(instance.memory, first, end)
     total, largest, second = 0, 0, 0
@@ -166,7 +166,7 @@ def _interval_fits(instance: Instance, needs: MemoryNeeds, first: int, end: int)
 
 @compiled
 def _hosts_fit(instance: Instance, needs: MemoryNeeds) -> bool:
-    """Whether what waits in the memory of nodes fits there."""
+    """True where what waits in the memory of nodes fits there."""
     n = len(instance.role)
     nodes = instance.host_memory.shape[1]
     count = ZERO

@@ -10,7 +10,7 @@ import numpy as np
 
 from realgraph.planner.solve.kernels.compiled import ONE, ZERO, Floats, Ints, Mask, compiled, entry
 from realgraph.planner.solve.kernels.instance import Instance
-from realgraph.planner.solve.kernels.lists import GLANCE, Lists, fill, filter_memory, in_time
+from realgraph.planner.solve.kernels.lists import GLANCE_NODES, Lists, fill, filter_memory, in_time
 from realgraph.planner.solve.kernels.memory import MemoryNeeds
 from realgraph.planner.solve.kernels.period import Net
 from realgraph.planner.solve.kernels.places import Tree, places
@@ -28,7 +28,7 @@ class MoveSeconds(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """Where the depth-first search stands."""
+    """The state of the depth-first search."""
 
     order: Ints  # [tasks], in which they get a mesh
     mesh: Ints  # [tasks], -1 for none
@@ -195,7 +195,7 @@ def _in_rank(instance: Instance, mesh: Ints, task: int, place: int) -> bool:
 
 @compiled
 def _sum_others(instance: Instance, reduced_costs: ReducedCosts, mesh: Ints, task: int) -> None:
-    """Of each set of multipliers what all tasks but this one cost."""
+    """Sums for each set of multipliers what all tasks but this one cost."""
     for s in range(len(reduced_costs.spent)):
         reduced_costs.rest[s] = -reduced_costs.spent[s]
     for i in range(len(mesh)):
@@ -220,7 +220,7 @@ def _excess(reduced_costs: ReducedCosts, task: int, table: int, limit: float) ->
 def judge(
     instance: Instance, walk: Walk, needs: MemoryNeeds, lists: Lists, moves: MoveSeconds, net: Net, limit: float
 ) -> int:
-    """Whether a plan with these places may have a period below the limit: CUT, KEPT, or UNKNOWN where a move's is."""
+    """Judges if a plan with these places may have a period below the limit: CUT, KEPT, or UNKNOWN where a move's is."""
     for i in range(len(walk.order)):
         needs.mesh[i] = walk.mesh[i]
         needs.option[i] = -1
@@ -235,4 +235,4 @@ def judge(
             lists.moved[a] = _least_move(moves, (instance.arc_move[a] * meshes + source) * meshes + target)
     if moves.missing[0] > 0:
         return UNKNOWN
-    return CUT if in_time(instance, needs, lists, net, limit, ONE, ZERO + GLANCE) == 0 else KEPT
+    return CUT if in_time(instance, needs, lists, net, limit, ONE, ZERO + GLANCE_NODES) == 0 else KEPT

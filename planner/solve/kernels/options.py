@@ -4,9 +4,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realgraph.planner.solve.kernels.compiled import NONE, ONE, ZERO, Floats, Ints, compiled, entry
+from realgraph.planner.solve.kernels.compiled import NO_PATH_SECONDS, ONE, ZERO, Floats, Ints, compiled, entry
 from realgraph.planner.solve.kernels.instance import Instance
-from realgraph.planner.solve.kernels.lists import GLANCE, SCHEDULES, Lists, fill, filter_memory, fits, in_time
+from realgraph.planner.solve.kernels.lists import (
+    DECIDING_NODES,
+    GLANCE_NODES,
+    Lists,
+    fill,
+    filter_memory,
+    fits,
+    in_time,
+)
 from realgraph.planner.solve.kernels.memory import MemoryNeeds
 from realgraph.planner.solve.kernels.period import Net
 
@@ -14,7 +22,7 @@ NONE_LEFT, FOUND, UNDECIDED, PAUSED = 0, 1, 2, 3
 
 
 class Choosing(NamedTuple):
-    """Where the depth-first search over options stands, and the seconds of the moves between the meshes chosen."""
+    """The state of the depth-first search over options, and the seconds of the moves between the meshes chosen."""
 
     order: Ints  # [tasks]
     at: Ints  # [tasks]: the option tried at each depth
@@ -113,7 +121,7 @@ def _begin(
 
 @compiled
 def _tied(instance: Instance, needs: MemoryNeeds, task: int) -> bool:
-    """Whether the task's layout is that of the tasks tied to it that have one."""
+    """True where the task's layout is that of the tasks tied to it that have one."""
     for other in range(len(instance.role)):
         option = needs.option[other]
         tied = instance.tied[other] == instance.tied[task] and option >= 0
@@ -140,13 +148,14 @@ def _filter_seconds(
         while low < high:
             middle = (low + high + 1) // 2
             needs.option[i] = lists.options[i, middle]
-            if in_time(instance, needs, lists, net, limit, ZERO, ZERO + GLANCE) == 0:
+            if in_time(instance, needs, lists, net, limit, ZERO, ZERO + GLANCE_NODES) == 0:
                 high = middle - 1
             else:
                 low = middle
-        ready, late = NONE, 1e300  # latencies that are in time with the seconds of `low`; that are too late with more
+        # latencies that are in time with the seconds of `low`; that are too late with more
+        ready, late = NO_PATH_SECONDS, 1e300
         needs.option[i] = lists.options[i, low]
-        if low > 0 or in_time(instance, needs, lists, net, limit, ZERO, ZERO + GLANCE) != 0:
+        if low > 0 or in_time(instance, needs, lists, net, limit, ZERO, ZERO + GLANCE_NODES) != 0:
             ready = instance.latency[needs.option[i]]
         kept = ZERO
         for c in range(lists.left[i]):
@@ -155,7 +164,7 @@ def _filter_seconds(
             if c > low and instance.latency[o] >= late:
                 continue
             untried = c > low or instance.latency[o] > ready
-            if untried and in_time(instance, needs, lists, net, limit, ZERO, ZERO + GLANCE) == 0:
+            if untried and in_time(instance, needs, lists, net, limit, ZERO, ZERO + GLANCE_NODES) == 0:
                 late = min(late, instance.latency[o]) if c > low else late
                 continue
             if moving:
@@ -174,7 +183,7 @@ def _filter_seconds(
 
 @compiled
 def _is_moved(instance: Instance, task: int) -> bool:
-    """Whether weights are moved from or to the task."""
+    """True where weights are moved from or to the task."""
     for a in range(len(instance.arc_source)):
         if instance.arc_move[a] >= 0 and (instance.arc_source[a] == task or instance.arc_target[a] == task):
             return True
@@ -236,8 +245,8 @@ def _moves_in_time(
         lists.moved[a] = fewest
         if left < 0 and right < 0:
             state.least_move[a] = fewest
-    schedules = ZERO + SCHEDULES
+    schedules = ZERO + DECIDING_NODES
     for i in range(len(instance.role)):
         if needs.option[i] < 0:
-            schedules = ZERO + GLANCE
+            schedules = ZERO + GLANCE_NODES
     return in_time(instance, needs, lists, net, limit, thorough, schedules)

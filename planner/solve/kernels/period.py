@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realgraph.planner.solve.kernels.compiled import NONE, ONE, ZERO, Floats, Ints, compiled, entry
+from realgraph.planner.solve.kernels.compiled import NO_PATH_SECONDS, ONE, ZERO, Floats, Ints, compiled, entry
 
-DEPTH = 64  # pairs that a search may have branched on at once
-TOLERANCE = 1e-10  # of a period: what counts as met
+BRANCHED_PAIRS = 64  # pairs that a search may have branched on at once
+PERIOD_TOLERANCE = 1e-10  # of a period: what counts as met
 
 
 class Net(NamedTuple):
@@ -32,14 +32,14 @@ class Net(NamedTuple):
     apart: Ints  # [nodes, nodes]: 1: never at one time, be it by a pair or by the arcs
     linked: Ints  # [nodes, nodes]: 1: each waits for the other, as `feasible` found
     k: Ints  # [nodes, nodes]: in, what to try first; out, the integers found
-    paths: Floats  # [DEPTH, nodes, nodes]: scratch, longest paths
-    fixed: Ints  # [DEPTH, pairs]: scratch, k or FREE
+    paths: Floats  # [BRANCHED_PAIRS, nodes, nodes]: scratch, longest paths
+    fixed: Ints  # [BRANCHED_PAIRS, pairs]: scratch, k or UNFIXED_K
     clique: Ints  # [nodes]: scratch
     via: Ints  # [nodes]: scratch
-    frame: Ints  # [DEPTH, 5]: scratch: the pair branched on, the k tried first, how many were tried, first and last k
+    frame: Ints  # [BRANCHED_PAIRS, 5]: scratch: the pair branched on, the k tried first, number tried, first and last k
 
 
-FREE = 1 << 30
+UNFIXED_K = 1 << 30
 
 
 def new_net(nodes: int, arcs: int) -> Net:
@@ -57,11 +57,11 @@ def new_net(nodes: int, arcs: int) -> Net:
         apart=np.zeros((nodes, nodes), np.int64),
         linked=np.zeros((nodes, nodes), np.int64),
         k=np.zeros((nodes, nodes), np.int64),
-        paths=np.zeros((DEPTH, nodes, nodes)),
-        fixed=np.zeros((DEPTH, max(1, pairs)), np.int64),
+        paths=np.zeros((BRANCHED_PAIRS, nodes, nodes)),
+        fixed=np.zeros((BRANCHED_PAIRS, max(1, pairs)), np.int64),
         clique=np.zeros(nodes, np.int64),
         via=np.zeros(nodes, np.int64),
-        frame=np.zeros((DEPTH, 5), np.int64),
+        frame=np.zeros((BRANCHED_PAIRS, 5), np.int64),
     )
 
 
@@ -99,7 +99,7 @@ def feasible(net: Net, period: float, budget: int) -> int:
     if _overloaded(net, period) or not _close(net, period):
         return 0
     for p in range(net.size[2]):
-        net.fixed[0, p] = FREE
+        net.fixed[0, p] = UNFIXED_K
     depth = ZERO
     while True:
         branch = _propagate(net, period, depth)
@@ -109,7 +109,7 @@ def feasible(net: Net, period: float, budget: int) -> int:
                 net.k[net.left[p], net.right[p]] = net.fixed[depth, p]
             return 1
         if branch >= 0:
-            if depth + 1 >= DEPTH or budget < 0:
+            if depth + 1 >= BRANCHED_PAIRS or budget < 0:
                 return -1
             _open(net, period, depth, branch)
         else:
@@ -124,7 +124,7 @@ def feasible(net: Net, period: float, budget: int) -> int:
 
 @compiled
 def _overloaded(net: Net, period: float) -> bool:
-    """Whether nodes that never run at one time take longer than the period: cliques, grown greedily from each node."""
+    """True if nodes that never run at one time take longer than the period: cliques, grown greedily from each node."""
     n = net.size[0]
     clique = net.clique
     for first in range(n):
@@ -140,7 +140,7 @@ def _overloaded(net: Net, period: float) -> bool:
                 clique[count] = other
                 count += 1
                 total += net.seconds[other]
-        if total > period * (1 + TOLERANCE):
+        if total > period * (1 + PERIOD_TOLERANCE):
             return True
     return False
 
@@ -152,17 +152,17 @@ def _close(net: Net, period: float) -> bool:
     paths = net.paths[0]
     for i in range(n):
         for j in range(n):
-            paths[i, j] = NONE
+            paths[i, j] = NO_PATH_SECONDS
         paths[i, i] = 0.0
     for e in range(net.size[1]):
         weight = net.cost[e] - net.distance[e] * period
         if weight > paths[net.source[e], net.target[e]]:
             paths[net.source[e], net.target[e]] = weight
-    limit = TOLERANCE * period
+    limit = PERIOD_TOLERANCE * period
     for via in range(n):
         for i in range(n):
             head = paths[i, via]
-            if head > NONE / 2:
+            if head > NO_PATH_SECONDS / 2:
                 for j in range(n):
                     if head + paths[via, j] > paths[i, j]:
                         paths[i, j] = head + paths[via, j]
@@ -174,10 +174,10 @@ def _close(net: Net, period: float) -> bool:
         paths[i, i] = 0.0
     for i in range(n):
         for j in range(i + 1, n):
-            linked = paths[i, j] > NONE / 2 and paths[j, i] > NONE / 2
+            linked = paths[i, j] > NO_PATH_SECONDS / 2 and paths[j, i] > NO_PATH_SECONDS / 2
             net.linked[i, j] = net.linked[j, i] = 1 if linked else 0
             if not linked:
-                paths[i, j] = paths[j, i] = NONE
+                paths[i, j] = paths[j, i] = NO_PATH_SECONDS
     return True
 
 
@@ -187,9 +187,9 @@ def _propagate(net: Net, period: float, depth: int) -> int:
     paths, fixed = net.paths[depth], net.fixed[depth]
     while True:
         changed = False
-        best, fewest = ZERO - 1, FREE
+        best, fewest = ZERO - 1, UNFIXED_K
         for p in range(net.size[2]):
-            if fixed[p] != FREE:
+            if fixed[p] != UNFIXED_K:
                 continue
             first, last = _range(net, period, paths, p)
             if first > last:
@@ -208,7 +208,7 @@ def _propagate(net: Net, period: float, depth: int) -> int:
 
 @compiled
 def _heavier(net: Net, one: int, two: int) -> bool:
-    """Whether the pair `one` takes longer in all than `two`."""
+    """True where the pair `one` takes longer in all than `two`."""
     first = net.seconds[net.left[one]] + net.seconds[net.right[one]]
     return bool(first > net.seconds[net.left[two]] + net.seconds[net.right[two]])
 
@@ -221,10 +221,10 @@ def _range(net: Net, period: float, paths: Floats, p: int) -> tuple[int, int]:
     """
     i, j = net.left[p], net.right[p]
     there, back = paths[i, j], paths[j, i]
-    limit = TOLERANCE * 4
+    limit = PERIOD_TOLERANCE * 4
     if (net.seconds[i] + net.seconds[j]) / period > 1 + limit:
         return 1, 0
-    if there < NONE / 2:
+    if there < NO_PATH_SECONDS / 2:
         return 0, 0
     return ceil((net.seconds[i] + back) / period - limit), floor(1 - (net.seconds[j] + there) / period + limit)
 
@@ -236,7 +236,7 @@ def _extend(paths: Floats, n: int, source: int, target: int, weight: float) -> N
         return
     for i in range(n):
         head = paths[i, source] + weight
-        if head > NONE / 2:
+        if head > NO_PATH_SECONDS / 2:
             for j in range(n):
                 if head + paths[target, j] > paths[i, j]:
                     paths[i, j] = head + paths[target, j]
@@ -250,7 +250,7 @@ def _open(net: Net, period: float, depth: int, pair: int) -> None:
     first, last = _range(net, period, net.paths[depth], pair)
     i, j = net.left[pair], net.right[pair]
     there, back = net.paths[depth, i, j], net.paths[depth, j, i]
-    began, most = net.k[i, j], NONE
+    began, most = net.k[i, j], NO_PATH_SECONDS
     if began < first or began > last:
         for k in range(first, last + 1):
             room = min(k * period - back, period - net.seconds[j]) - max(k * period + there, net.seconds[i])
@@ -262,7 +262,7 @@ def _open(net: Net, period: float, depth: int, pair: int) -> None:
 
 @compiled
 def _next(net: Net, depth: int) -> bool:
-    """Whether the frame has a further k; it is then the one to try."""
+    """True where the frame has a further k; it is then the one to try."""
     frame = net.frame[depth]
     frame[2] += 1
     return bool(frame[2] <= frame[4] - frame[3])
@@ -327,7 +327,7 @@ def _longest(net: Net, period: float, arcs: int, starts: Floats, circuit: Ints) 
     """
     n = net.size[0]
     via = net.via
-    limit = TOLERANCE * period + 1e-15
+    limit = PERIOD_TOLERANCE * period + 1e-15
     last = -1
     for i in range(n):
         starts[i] = 0.0

@@ -226,7 +226,7 @@ def _is_mirrored(instance: Instance, tree: Tree, mesh: Ints, begin: int, end: in
 
 @compiled
 def _has_twin(instance: Instance, tree: Tree, mesh: Ints, begin: int, child: int) -> bool:
-    """Whether an earlier sibling looks alike and has the same tasks all over it."""
+    """True where an earlier sibling looks alike and has the same tasks all over it."""
     own = _cover(instance, tree, mesh, child)
     if own < 0:
         return False

@@ -1,4 +1,4 @@
-"""What a plan was made for, and what may be wrong with its predictions, in words."""
+"""The facts that a plan was made for, and what may be wrong with its predictions, in words."""
 
 from collections.abc import Iterator
 
@@ -49,7 +49,7 @@ def fresher(request: PlanRequest, plan: Plan) -> Iterator[str]:
 
 
 def doubts_of(checked: Checked, request: PlanRequest, plan: Plan) -> Iterator[str]:
-    """What the predictions rest on that nobody has measured, and whether this version can run the plan at all."""
+    """Doubts: what the predictions rest on that nobody has measured, and if this version can run the plan at all."""
     if request.engine != installed():
         missing = validate(plan, replace(request, engine=installed()))
         if missing:

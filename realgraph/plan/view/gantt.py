@@ -9,10 +9,10 @@ from realgraph.planner.report.format import devices_text, percent_text, seconds_
 from realgraph.planner.report.schedule import Bar, Kind, Lane, Timeline
 
 COLOURS: dict[Kind, str] = {"generate": "blue", "inference": "green", "train": "magenta", "reallocate": "yellow"}
-LABEL = 24  # characters at most for a group's devices
-IDLE = 11  # characters of the last column
+LABEL_CHARACTERS = 24  # at most, for a group's devices
+IDLE_CHARACTERS = 11  # of the last column
 MOST_LANES = 24  # further groups are counted, not drawn
-LONGEST, CRITICAL, SLACK, NOTHING = 160, "━", "─", "·"
+MOST_CHARACTERS, CRITICAL, SLACK, NOTHING = 160, "━", "─", "·"
 
 
 def gantt(timeline: Timeline) -> Iterator[RenderableType]:
@@ -33,7 +33,7 @@ class Gantt:
         shown = lanes[:MOST_LANES]
         names = [_shortened(devices_text(lane.devices)) for lane in shown]
         label = max(map(len, names), default=0)
-        width = max(20, min(options.max_width, LONGEST) - label - IDLE - 2)
+        width = max(20, min(options.max_width, MOST_CHARACTERS) - label - IDLE_CHARACTERS - 2)
         for name, lane in zip(names, shown, strict=True):
             row = Text(no_wrap=True).append(f"{name:<{label}} ", style="dim")
             row.append_text(lane_text(lane, self._timeline.window_seconds, width))
@@ -83,4 +83,4 @@ def _style(bar: Bar) -> str:
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= LABEL else text[: LABEL - 1] + "…"
+    return text if len(text) <= LABEL_CHARACTERS else text[: LABEL_CHARACTERS - 1] + "…"

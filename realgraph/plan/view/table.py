@@ -38,19 +38,19 @@ from realgraph.planner.report.text import (
     weights_text,
 )
 
-CELLS = 16  # of a drawn cluster
+CLUSTER_CELLS = 16  # of a drawn cluster
 MEMORY_CELLS = 40  # of a full device
 NUMBERS = ("micro-batches", "seconds", "share", "memory")
 SPARED = ("most of it", "on the cluster", "weights", "share", "micro-batches")  # by a narrow terminal, in this order
 PART_COLOURS = {"resident": "cyan", "active": "yellow"}
-SLOW_INPUTS = 0.01  # of a call's seconds: inputs that take more are named
+SLOW_INPUTS_SHARE = 0.01  # of a call's seconds: inputs that take more are named
 NAMED_PARTS = 6  # of a memory bar
 MOST_NODES = 4  # that are drawn apart
 SHADES = ("█", "▓", "▒", "░", "◼", "▪")
 
 
 def plan_parts(report: Report, width: int) -> Iterator[RenderableType]:
-    """What follows from the plan alone, in reading order, for a terminal of `width` characters."""
+    """The parts that follow from the plan alone, in reading order, for a terminal of `width` characters."""
     yield from head(report)
     yield Text()
     yield allocation_table(report, width)
@@ -82,7 +82,7 @@ def explain_parts(report: Report, call: str, found: tuple[Alternative, ...]) -> 
 
 
 def beside_parts(report: Report) -> Iterator[RenderableType]:
-    """What was found beside the plan: other plans, hints, cluster sizes, a run's measurements."""
+    """The parts on what was found beside the plan: other plans, hints, cluster sizes, a run's measurements."""
     found = report.findings
     for note in found.notes:
         yield Text.assemble(("note ", "bold"), note)
@@ -98,7 +98,7 @@ def beside_parts(report: Report) -> Iterator[RenderableType]:
 
 
 def head(report: Report) -> Iterator[Text]:
-    """What was planned, how fast it is, and how good that is."""
+    """The head: what was planned, how fast it is, and how good that is."""
     plan = report.plan
     for i, (name, text) in enumerate(report.facts):
         yield Text.assemble((f"{name}: " if not i else f"{name} ", "bold"), text)
@@ -168,7 +168,7 @@ def _cells(row: CallRow, report: Report, axes: tuple[str, ...]) -> dict[str, Tex
 def mesh_picture(devices: range, report: Report) -> str:
     """The cluster as at most 16 blocks: full, partly (`▄`) or not (`·`) of this mesh; few nodes stand apart."""
     n, per_node = report.n_devices, report.devices_per_node
-    size = -(-n // CELLS)
+    size = -(-n // CLUSTER_CELLS)
     blocks = [range(first, min(n, first + size)) for first in range(0, n, size)]
     apart = per_node // size if per_node % size == 0 and n <= MOST_NODES * per_node else len(blocks)
     drawn = ""
@@ -204,7 +204,7 @@ def bottleneck(found: Bottleneck) -> Iterator[Text]:
 
 def moves(report: Report) -> Iterator[Text]:
     """The order of pipeline stages, how trained weights get to the calls that read them, and slow inputs."""
-    weights, inputs = moves_text(report.plan), inputs_text(report.plan, SLOW_INPUTS)
+    weights, inputs = moves_text(report.plan), inputs_text(report.plan, SLOW_INPUTS_SHARE)
     stages = pipelines_text(report.rows)
     if stages:
         yield Text.assemble(("pipelines ", "bold"), stages)
@@ -232,7 +232,7 @@ def memory(report: Report, width: int) -> Iterator[Text]:
 
 
 def _legend(parts: Sequence[MemoryPart], indent: int, width: int) -> Iterator[Text]:
-    """What the largest parts are, as many to a line as fit."""
+    """The names of the largest parts, as many to a line as fit."""
     entries = [
         Text.assemble((SHADES[i % len(SHADES)], PART_COLOURS[part.kind]), f" {part.label} {bytes_text(part.nbytes)}")
         for i, part in enumerate(parts[:NAMED_PARTS])
@@ -278,7 +278,7 @@ def comparisons(report: Report) -> Table:
 
 
 def hints(found: tuple[Hint, ...]) -> Table:
-    """What a change would bring, each planned anew."""
+    """The gains of changes, each planned anew."""
     table = titled("what if")
     table.add_column("change")
     table.add_column("period", justify="right")
