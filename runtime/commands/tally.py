@@ -34,13 +34,14 @@ class StepTally:
             sums = self._metrics.setdefault(call, {})
             for name, metric in metrics.items():
                 held = sums.get(name)
-                if isinstance(metric, Max):
+                if type(metric) is Mean:  # no isinstance: every report of every worker comes here
+                    if type(held) is list:
+                        held[0] += metric.total
+                        held[1] += metric.weight
+                    else:
+                        sums[name] = [metric.total, metric.weight]
+                elif isinstance(metric, Max):
                     sums[name] = metric + held if isinstance(held, Max) else metric
-                elif isinstance(held, list):
-                    held[0] += metric.total
-                    held[1] += metric.weight
-                else:
-                    sums[name] = [metric.total, metric.weight]
         if ended > 0:
             span = self._spans.get(call)
             if span is None:
