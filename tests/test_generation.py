@@ -1,7 +1,7 @@
 """The generation engine against plain transformers forwards, over schedules that compact, preempt and update."""
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,57 +15,10 @@ from realgraph.runtime.cpu.decode import LeanDecoder, lean_applies
 from realgraph.runtime.engine import Completion, Request, RolloutLimits
 from realgraph.runtime.generate.engine import TorchRolloutEngine
 from tests import tiny
+from tests.rollouts import assert_exact, full_logprobs, model, requests, run
 
-LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 LOGITS = LeanDecoder.logits
 ARCHITECTURES = (*tiny.KINDS, "qwen2_sliding")
-
-
-def model(name: str, seed: int = 0) -> Any:
-    """Three layers, of both sorts where the architecture has a sliding window; never stops by itself."""
-    changes: dict[str, Any] = {"num_hidden_layers": 3, "max_position_embeddings": 128, "eos_token_id": None}
-    if name == "qwen2_sliding":
-        changes |= {"use_sliding_window": True, "sliding_window": 7}
-    if name in ("gemma2", "gemma3_text", "qwen2_sliding"):
-        changes["layer_types"] = LAYERS
-    return tiny.network(name.removesuffix("_sliding"), seed, **changes)
-
-
-def requests(rng: random.Random, n: int, longest: int = 40, groups_of: int = 1) -> list[Request]:
-    """n requests in groups with one prompt each; lengths, prompts and temperatures mixed."""
-    made: list[Request] = []
-    prompt: tuple[int, ...] = ()
-    for i in range(n):
-        if i % groups_of == 0:
-            prompt = tuple(rng.randrange(1, tiny.VOCABULARY) for _ in range(rng.choice([1, 2, 5, 9, 23, 40])))
-        made.append(Request(i, prompt, rng.randint(1, longest), seed=rng.randrange(2**40)))
-    return made
-
-
-def run(engine: TorchRolloutEngine, wanted: Iterable[Request], most: int = 2000) -> dict[int, Completion]:
-    engine.submit(list(wanted))
-    done: dict[int, Completion] = {}
-    for _ in range(most):
-        for completion in engine.step():
-            assert completion.id not in done
-            done[completion.id] = completion
-        if engine.idle:
-            return done
-    raise AssertionError("the engine never came to rest")
-
-
-def full_logprobs(module: Any, request: Request, tokens: Sequence[int]) -> Tensor:
-    """Log-probabilities [new tokens] of a plain forward over the whole sequence, at the request's temperature."""
-    ids = torch.tensor([[*request.prompt, *tokens]])
-    with torch.no_grad():
-        logits = module(input_ids=ids, use_cache=False).logits[0, len(request.prompt) - 1 : -1]
-    scaled = (logits.double() / (request.temperature or 1.0)).log_softmax(-1)
-    return scaled.gather(-1, ids[0, len(request.prompt) :, None])[:, 0]
-
-
-def assert_exact(module: Any, request: Request, completion: Completion, within: float = 1e-4) -> None:
-    expected = full_logprobs(module, request, completion.tokens)
-    assert (torch.tensor(completion.logprobs) - expected).abs().max() < within
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
