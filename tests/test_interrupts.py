@@ -4,6 +4,8 @@ import os
 import pty
 import select
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -46,7 +48,7 @@ def test_the_first_interrupt_ends_the_step_and_saves(
 def test_a_signal_to_every_process_is_one_interrupt(
     broken: Broken, reference: dict[int, dict[str, float]], number: signal.Signals
 ) -> None:
-    """As systemd, batch systems and closed terminals send it, more than once at that."""
+    """Systemd, batch systems and closed terminals signal every process, more than once at that."""
     broken.at_step(2)
     for _ in range(2):
         for pid in processes_at(broken.home):
@@ -139,6 +141,27 @@ def test_an_interrupt_before_anything_has_started_is_no_traceback(own: Path) -> 
     time.sleep(0.5)
     run.running.interrupt()
     run.ends(130, 15)
+
+
+LOSES = """
+import os, signal, time
+from realgraph.runtime.processes.early_interrupts import raise_interrupts
+
+class Dying:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+raise_interrupts()
+Dying()
+time.sleep(60)
+"""
+
+
+def test_an_interrupt_that_a_destructor_loses_comes_again() -> None:
+    ended = subprocess.run([sys.executable, "-c", LOSES], capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == -signal.SIGINT, ended
+    assert "Exception ignored" not in ended.stderr
+    assert ended.stderr.rstrip().endswith("KeyboardInterrupt")
 
 
 def test_an_evaluation_that_is_interrupted_says_so_by_its_exit_code(own: Path) -> None:
