@@ -33,7 +33,7 @@ SHARES = ((QUICK, 0.7), (HEAVY, 0.15), (RUNS, 0.15))
 
 
 class Answer(Struct, frozen=True):
-    """What a case came to. wrong: '' where it is as it should be."""
+    """The answer to a case. wrong: '' where it is as it should be."""
 
     number: int
     kind: str

@@ -95,7 +95,7 @@ class Place:
         return process
 
     def output(self) -> str:
-        """Of the last process."""
+        """The output of the last process."""
         return self.outputs[-1].read_text() if self.outputs[-1].exists() else ""
 
     def finish(self) -> None:
@@ -108,7 +108,7 @@ class Place:
             raise Broken(f"the run that goes on {what}")
 
     def evidence(self) -> str:
-        """What a person needs to see of a broken promise."""
+        """The end of the output and of the logs, for whoever looks into a broken promise."""
         text = self.output()
         return f"{text[-3000:]}\n{logs(self.folder)[-3000:]}"
 
@@ -256,7 +256,7 @@ def table(done: Sequence[Case]) -> str:
 
 
 def result(done: Sequence[Case], asked: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """For the results' file."""
+    """The head and the rows of the results' file."""
     hit = [case for case in done if not case.missed]
     ages: Counter[str] = Counter()
     for case in hit:

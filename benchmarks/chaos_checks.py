@@ -1,4 +1,4 @@
-"""What `benchmarks.chaos` holds a run to: how it ends, what it leaves, and that nothing is lost or trained twice."""
+"""Checks of `benchmarks.chaos` on a run: how it ends, what it leaves, and that nothing is lost or trained twice."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from tests.runs import BASE, numbers, records
 
 @dataclass
 class Trained:
-    """What a run has trained. groups: step -> the numbers of its prompt groups."""
+    """The record of what a run has trained. groups: step -> the numbers of its prompt groups."""
 
     numbers: dict[int, dict[str, float]]
     groups: dict[int, list[int]]
@@ -82,7 +82,7 @@ def judge_whole(found: Trained, reference: Trained | None, setting: Setting) -> 
 
 
 def _ledger(found: Trained, groups: set[int], steps: int) -> list[str]:
-    """No group is lost: each number that was ever given out is trained, discarded, or open."""
+    """Problems of the ledger: each number that was ever given out must be trained, discarded, or open."""
     state = found.state
     if not state:
         return ["the last checkpoint has no state"]
@@ -130,7 +130,7 @@ def judge_end(fault: Fault, code: int, output: str, folder: Path) -> list[str]:
 
 
 def saves(fault: Fault, code: int, folder: Path) -> bool:
-    """Whether the last whole step must be saved after this end of the run in `folder`."""
+    """True where the last whole step must be saved after this end of the run in `folder`."""
     match code:
         case 0:
             return True
@@ -143,7 +143,7 @@ def saves(fault: Fault, code: int, folder: Path) -> bool:
 
 
 def survives(folder: Path) -> bool:
-    """Whether every trained role lies whole on two workers or more, by the plan of the run in `folder`."""
+    """True where every trained role lies whole on two workers or more, by the plan of the run in `folder`."""
     job = msgspec.json.decode((folder / "job.json").read_bytes(), type=Job)
     trains = [name for name, call in job.graph.calls.items() if isinstance(call, Train)]
     layouts = [job.plan.allocations[name].layout for name in trains]

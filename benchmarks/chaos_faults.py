@@ -133,7 +133,7 @@ def chosen(fault: Fault, home: Path, master: int, rng: random.Random) -> list[in
 
 
 def come(fault: Fault, folder: Path) -> bool:
-    """Whether the moment has come."""
+    """True once the moment of the fault has come."""
     if fault.moment == "start":
         return True
     done = max((record["step"] + 1 for record in records(folder)), default=0)

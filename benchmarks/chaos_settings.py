@@ -58,7 +58,7 @@ class Setting:
     overdue: str = "mask"
 
     def run(self) -> dict[str, Any]:
-        """What is laid over the base run file."""
+        """The keys that are laid over the base run file."""
         data = {"columns": {"prompt": "prompt", "answer": "answer", "row": "row"}}
         common: dict[str, Any] = {
             "steps": STEPS,

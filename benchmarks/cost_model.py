@@ -105,7 +105,7 @@ def error(prediction: Prediction) -> float:
 
 
 def scores(pairs: Sequence[tuple[Prediction, Prediction]]) -> Scores:
-    """Of predictions, uncalibrated and calibrated."""
+    """Median and 90th percentile of the errors, uncalibrated and calibrated."""
     plain, better = [error(one) for one, _ in pairs], [error(two) for _, two in pairs]
     return Scores(len(pairs), statistics.median(plain), _p90(plain), statistics.median(better), _p90(better))
 
@@ -145,7 +145,7 @@ def ranked(predictions: Iterable[Prediction]) -> dict[str, tuple[int, float]]:
 
 
 def targets(pairs: Sequence[tuple[Prediction, Prediction]], order: dict[str, tuple[int, float]]) -> Iterator[Target]:
-    """What is claimed, each with what was reached."""
+    """The claims, each with what was reached."""
     of = _selector(pairs)
     dense = of(lambda one: one.phase == "train" and not one.moe)
     moe = of(lambda one: one.phase == "train" and one.moe)
@@ -258,7 +258,7 @@ def _assumptions(pairs: Sequence[tuple[Prediction, Prediction]]) -> Iterator[str
 
 
 def _repeats(plain: Sequence[Prediction]) -> Iterator[str]:
-    """How far measurements of settings that the model can't tell apart differ: no order of theirs is right."""
+    """Spread of measurements of settings that the model can't tell apart: no order of theirs is right."""
     alike: dict[tuple[str, float], list[float]] = defaultdict(list)
     for one in plain:
         if one.phase not in UNSCALED:

@@ -42,7 +42,7 @@ Turn = Callable[[str], object]  # reads the value of this size once
 
 
 class Addresses(msgspec.Struct, frozen=True):
-    """Where the owner process serves what."""
+    """Addresses at which the owner process serves its tensors, one for each way of moving them."""
 
     peer: Peer
     bare: str

@@ -1,4 +1,4 @@
-"""On what machine a benchmark ran, for the head of its results. Reads /proc and package metadata; imports no torch."""
+"""The machine of a benchmark, for the head of its results. Reads /proc and package metadata; imports no torch."""
 
 import os
 import platform

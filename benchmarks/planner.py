@@ -69,7 +69,7 @@ class Case(Struct, frozen=True):
 
     @property
     def seconds(self) -> float:
-        """In which the gap is to be proven."""
+        """Seconds in which the gap is to be proven."""
         return 60.0 if self.algorithm == NINE else 10.0 if self.devices > 1024 else 2.0
 
     @property
@@ -99,7 +99,7 @@ FULL = (
 
 
 class Row(Struct, frozen=True):
-    """Of one case: periods in seconds (None: nothing that fits), and what the search took."""
+    """Results of one case: periods in seconds (None: nothing that fits), and what the search took."""
 
     case: str
     calls: int
@@ -285,7 +285,7 @@ def written(case: Case, problem: SearchProblem, keep: bool) -> str:
 
 
 def faults(case: Case, row: Row) -> list[str]:
-    """What a row misses of the claims."""
+    """The claims that a row misses."""
     took = min(row.wall_s, row.cpu_s)
     found = []
     if row.gap > case.gap:
@@ -323,7 +323,7 @@ def line(row: Row) -> str:
 
 
 def _cp_sat_text(row: Row) -> str:
-    """What CP-SAT came to and in how long, or why it was left out."""
+    """CP-SAT's period beside the search's and its seconds, or the reason why it was left out."""
     found = row.cp_sat
     if found.note:
         return f"  {found.note}"

@@ -36,14 +36,14 @@ PART = 250  # problems that a process takes at a time
 
 
 class Outcome(Struct, frozen=True):
-    """Of one problem. wrong: what the checker says of the answer; seconds of CPU of the search and of the checker."""
+    """Outcome of one problem."""
 
     seed: int
     feasible: bool
     positive: bool  # the bound is above 0
-    wrong: tuple[str, ...]
-    search_s: float
-    check_s: float
+    wrong: tuple[str, ...]  # what the checker says of the answer
+    search_s: float  # of CPU
+    check_s: float  # of CPU
 
 
 def gap_of(seed: int) -> float:

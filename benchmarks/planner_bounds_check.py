@@ -1,4 +1,4 @@
-"""Whether an answer to a planning problem is right; shares no code with the search.
+"""A checker of answers to planning problems; shares no code with the search.
 
 The plan is held against the rules of docs/planning_problem.md, its period against the least of its own options, and the
 bound against every combination of options there is: see planner_bounds_walk.py.
@@ -20,7 +20,7 @@ NEAR = 1e-7  # of a period: what the starts of an answer may miss a constraint b
 
 
 def mistakes(spec: ProblemFile, answer: ProblemAnswer | NoAnswer, gap: float) -> list[str]:
-    """What is wrong with an answer of a search for this gap, in words. Bounds are held against every combination."""
+    """Mistakes in the answer of a search for this gap, in words. Bounds are held against every combination."""
     rows, links, room = arrays(spec)
     found = []
     if _passed(rows, links, room, answer.bound, spec.floor_seconds):
@@ -47,13 +47,13 @@ def mistakes(spec: ProblemFile, answer: ProblemAnswer | NoAnswer, gap: float) ->
 
 
 def _passed(rows: Rows, links: Links, room: Room, bound: float, least: float) -> bool:
-    """Whether some plan has a period below the bound."""
+    """True where some plan has a period below the bound, which is then wrong."""
     below = bound * (1 - BELOW)
     return below > least and below > 1e-12 and bool(plan_within(rows, links, room, below, 0))
 
 
 def _options(rows: Rows, room: Room) -> list[tuple[int, str]]:
-    """Of each call the option's number and the devices as bits."""
+    """The number of each call's option and its devices as bits."""
     return [(int(rows.option[c, r]), f"{int(rows.devices[c, r]):b}"[::-1]) for c, r in enumerate(room.row.tolist())]
 
 
@@ -105,7 +105,7 @@ def _schedule_mistakes(spec: ProblemFile, answer: ProblemAnswer, made: tuple[Row
 
 
 def _kept_apart(between: float, one: float, two: float, within: tuple[float, float]) -> bool:
-    """Whether two nodes that begin `between` apart never run at one time, by so many seconds within a period."""
+    """True where two nodes that begin `between` apart never run at the same time. within: a period, and a slack."""
     period, slack = within
     if period <= 0:
         return one <= slack and two <= slack
@@ -140,7 +140,7 @@ def _order_mistakes(
 
 
 def _stuck(answer: ProblemAnswer, waits: Sequence[tuple[str, str, float, int]]) -> list[str]:
-    """Whether some calls wait for each other for ever, if devices keep to their orders: a circuit of distance 0."""
+    """Calls that wait for each other for ever if devices keep to their orders: a circuit of distance 0."""
     names = list(answer.starts)
     steps = np.full((len(names), len(names)), 1 << 40, np.int64)
     links = [(source, target, distance) for source, target, _, distance in waits]

@@ -29,7 +29,7 @@ class Call(Struct, frozen=True):
 
 
 class Step(Struct, frozen=True):
-    """What a step does. moves: weights that are trained, and calls that read them; edges: data."""
+    """The calls of a step. moves: from trained weights to the calls that read them; edges: data."""
 
     calls: tuple[Call, ...]
     edges: tuple[Edge, ...]
@@ -38,7 +38,7 @@ class Step(Struct, frozen=True):
 
 
 class Draw(Struct, frozen=True):
-    """How numbers are drawn."""
+    """A source of random numbers in one of several styles."""
 
     rng: random.Random
     style: str

@@ -1,4 +1,4 @@
-"""Whether a planning problem has a plan of a given period, by enumeration; shares no code with the search.
+"""Decides by enumeration if a planning problem has a plan of a given period; shares no code with the search.
 
 It reads a problem file by the rules of docs/planning_problem.md alone. All combinations of options are looked at, by a
 depth-first walk where a device that would be held for longer than the period ends a branch; of each combination that
@@ -29,7 +29,7 @@ fast = cast(Callable[[F], F], numba.njit(cache=True, error_model="numpy"))
 
 @fast
 def plan_within(rows: Rows, links: Links, room: Room, period: float, fixed: int) -> bool:
-    """Whether some combination has a plan of this period, left in room.row. fixed: 1: only the one in room.row.
+    """True where some combination has a plan of this period, left in room.row. fixed: 1: only the one in room.row.
 
     An infinite period asks for memory and ties alone.
     """
@@ -71,7 +71,7 @@ def plan_within(rows: Rows, links: Links, room: Room, period: float, fixed: int)
 
 @fast
 def ties_hold(rows: Rows, room: Room, call: int) -> bool:
-    """With the calls before it."""
+    """True where the ties of `call` with the calls before it hold."""
     row = room.row[call]
     for other in range(call):
         if rows.mesh_tie[call, other] == 1 and rows.devices[call, row] != rows.devices[other, room.row[other]]:
@@ -83,7 +83,7 @@ def ties_hold(rows: Rows, room: Room, call: int) -> bool:
 
 @fast
 def _same_place(rows: Rows, room: Room, one: int, two: int) -> bool:
-    """Of one role, on one mesh, under an equal layout."""
+    """True where two calls share role, mesh and layout."""
     left, right = room.row[one], room.row[two]
     return bool(
         rows.role[one] == rows.role[two]
@@ -161,7 +161,7 @@ def _starts_exist(rows: Rows, links: Links, room: Room, period: float) -> bool:
 
 @fast
 def _in_load(room: Room, nodes: int, period: float) -> bool:
-    """Whether sets of nodes that share devices two by two, grown from each node, run within a period: saves work."""
+    """True where sets of nodes that share devices two by two, grown from each node, run within a period: saves work."""
     for first in range(nodes):
         total = 0.0
         taken = np.zeros(nodes, np.int64)
@@ -215,7 +215,7 @@ def _turns(room: Room, paths: Floats, period: float, i: int, j: int) -> tuple[in
 
 @fast
 def _apart(room: Room, nodes: int, period: float) -> bool:
-    """Whether every pair that shares a device finds a q: depth first, the pair with the fewest of them next."""
+    """True where every pair that shares a device finds a q: depth first, the pair with the fewest of them next."""
     done = np.zeros((nodes * nodes + 1, nodes, nodes), np.int64)
     frame = np.zeros((nodes * nodes + 1, 4), np.int64)  # of each depth the pair, the next q, how many are left
     depth = 0

@@ -81,7 +81,7 @@ class MoveCache:
 
 
 def flat(problem: SearchProblem) -> Flat:
-    """Of a cluster of one kind."""
+    """The problem as flat arrays, for a cluster of one kind."""
     start = np.cumsum([0, *(len(table) for table in problem.tables)])
     number = {task.name: i for i, task in enumerate(problem.tasks)}
     roles = {role: i for i, role in enumerate(dict.fromkeys(task.role for task in problem.tasks))}
@@ -179,7 +179,7 @@ def run_chain(
     best: tuple[Ints, Floats],
     how: tuple[float, int, int],
 ) -> tuple[int, int, int]:  # pragma: no cover - compiled
-    """how: temperature, number of proposals, and one to begin with (-1: none). Changes `state` and `best`.
+    """Metropolis steps, which change `state` and `best`. how: temperature, proposals, and one to begin with (-1: none).
 
     Returns how many proposals are done; where a move was not known, the proposal that needs it, and the move (else -1).
     """
@@ -243,7 +243,7 @@ def _keep(state: Ints, cost: float, best: tuple[Ints, Floats]) -> None:  # pragm
 
 @numba.njit(cache=True)
 def _fits(data: Flat, state: Ints) -> bool:  # pragma: no cover - compiled
-    """On the first device of every mesh, which holds all that any other device of it holds, and on its node."""
+    """True where the first device of every mesh, which holds all that others hold, and its node have the memory."""
     n, per_node = len(state), data.limits[2]
     for at in range(n):
         device = data.first[state[at]]
@@ -331,7 +331,7 @@ def _makespan(data: Flat, state: Ints, moved: Floats) -> float:  # pragma: no co
 
 @numba.njit(cache=True)
 def _start(data: Flat, size: int) -> tuple[Floats, Ints]:  # pragma: no cover - compiled
-    """When instances are ready and how many others they wait for, [nodes, steps]."""
+    """Ready times of instances, and how many others they wait for, [nodes, steps]."""
     n = len(data.role)
     ready, waits = np.zeros((size, STEPS)), np.zeros((size, STEPS), np.int64)
     for e in range(len(data.edges)):
@@ -349,7 +349,7 @@ def _start(data: Flat, size: int) -> tuple[Floats, Ints]:  # pragma: no cover - 
 def _release(
     data: Flat, node: int, step: int, done: float, due: tuple[Floats, Ints]
 ) -> None:  # pragma: no cover - compiled
-    """What waited for this instance waits for one less."""
+    """Count this instance off from whatever waited for it."""
     ready, waits = due
     n = len(data.role)
     if node >= n:

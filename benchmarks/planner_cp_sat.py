@@ -15,16 +15,13 @@ MOST_PAIRS = 100_000  # pairs of options of two calls that weights move between:
 
 
 class ConstraintProgram(Struct, frozen=True):
-    """What CP-SAT did. period and bound: None where it has none. seconds: of wall time, the model's making included.
+    """CP-SAT's answer, as a constraint program."""
 
-    note: why it was not tried, '' where it was.
-    """
-
-    period: float | None = None
-    bound: float | None = None
+    period: float | None = None  # None where it has none
+    bound: float | None = None  # None where it has none
     proven: bool = False
-    seconds: float = 0.0
-    note: str = ""
+    seconds: float = 0.0  # of wall time, the making of the model included
+    note: str = ""  # why it was not tried, '' where it was
 
 
 def programmed(problem: SearchProblem, seconds: float) -> ConstraintProgram:

@@ -65,7 +65,7 @@ CASES = (
 
 
 class Row(Struct, frozen=True):
-    """Of one case: seconds of the best plan and of the bound, and what the search took."""
+    """Results of one case: seconds of the best plan and of the bound, and what the search took."""
 
     case: str
     devices: int

@@ -1,4 +1,4 @@
-"""What a step costs the master: CPU seconds inside the Scheduler per event and per call, from 8 to 1,024 workers.
+"""CPU seconds of the master inside the Scheduler per event and per call, from 8 to 1,024 workers.
 
 Run from the repository root: `python -m benchmarks.scheduler`. Workers are simulated: they answer at once, with a
 realistic number of metrics; only the time inside the Scheduler counts. PPO with six mesh-holding calls over every
@@ -55,7 +55,7 @@ class Cost:
 
 
 def answer(action: Send, n: int, rng: random.Random) -> Event | None:
-    """What a worker says to a command, at once."""
+    """The immediate answer of a worker to a command."""
     command = action.command
     match command:
         case Submit():

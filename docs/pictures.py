@@ -41,7 +41,7 @@ def recording(width: int) -> Terminal:
 
 
 def save(console: Terminal, title: str, file: Path) -> None:
-    """What was printed as an SVG picture that fetches no fonts from the web."""
+    """Write what was printed as an SVG picture that fetches no fonts from the web."""
     picture = console.export_svg(title=title)
     file.write_text(re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL), encoding="utf-8")
 

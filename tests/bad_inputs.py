@@ -191,7 +191,7 @@ def draw(rng: random.Random, place: Path, sources: Sequence[Source], with_comman
 
 
 def _works(words: Sequence[str]) -> bool:
-    """Whether a command of much work may be a valid one in spite of its damage."""
+    """True where a command of much work may be a valid one in spite of its damage."""
     if words[0] == "run":
         return "--dry-run" not in words and "nowhere" not in words
     if words[0] == "quickstart":
@@ -216,7 +216,7 @@ QUIET = ("\n", "\t")
 
 
 def verdict(case: Case, code: int | None, output: str) -> str:
-    """What is wrong with the answer; '' where nothing is. code: None where it did not end in time."""
+    """The fault of the answer; '' where it has none. code: None where it did not end in time."""
     if code is None:
         return "a hang"
     if "Traceback" in output or BARE.search(output):

@@ -73,7 +73,7 @@ class Broken:
         return lines[0]
 
     def slow_training(self) -> None:
-        """From now on most of a step is training; returns when the run is in it."""
+        """Make training most of a step from now on; returns when the run is in it."""
         set_fault(self.home, compute_sleep=1.5)
         self.running.until((self.home / "computing").exists, "slow training")
 

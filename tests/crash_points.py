@@ -24,7 +24,7 @@ class CrashPoints:
         self.count = 0
 
     def install(self) -> None:
-        """From here on operations count."""
+        """Count operations from here on."""
         self._pid = os.getpid()
         os.fsync = self._fsync  # type: ignore[assignment]  # of descriptors alone
         sys.addaudithook(self._hook)
@@ -51,7 +51,7 @@ class CrashPoints:
         return isinstance(name, str) and (name.startswith(self._root) or not name.startswith("/"))
 
     def _fsync(self, descriptor: Any) -> None:
-        """Only noted: what a sync is for is modelled, and the disk of a test is spared."""
+        """Note a sync and do nothing: what a sync is for is modelled, and the disk of a test is spared."""
         path = os.readlink(f"/proc/self/fd/{descriptor}")
         if path.startswith(self._root) and os.getpid() == self._pid:
             self._operation()

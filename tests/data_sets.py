@@ -1,4 +1,4 @@
-"""For tests of data: tokenizers with and without a chat template, rows written to a file, what an error tells."""
+"""Tokenizers with and without a chat template, rows written to a file, and texts of errors, for tests of data."""
 
 import json
 import re

@@ -49,7 +49,7 @@ calls:
 
 
 def problems_of(text: str, *overrides: str) -> list[Problem]:
-    """What the loader says about a graph text."""
+    """Problems that the loader finds in a graph text."""
     try:
         spec_of(text, *overrides)
     except ConfigError as error:

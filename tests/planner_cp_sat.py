@@ -42,7 +42,7 @@ class Program(Struct, frozen=True, eq=False):
 
 
 class Verdict(Struct, frozen=True):
-    """What CP-SAT found, in seconds: the period (inf where it found none) and its own bound, which is the period where
+    """CP-SAT's answer, in seconds: the period (inf where it found none) and its own bound, which is the period where
     that is proven, and inf where no plan fits."""
 
     period: float
@@ -148,7 +148,7 @@ def _any(program: Program, literals: list[Var]) -> Var:
 
 
 def _limit_load(program: Program) -> None:
-    """What a device runs takes no longer than a period: follows from the rest, and helps the proof."""
+    """Limit what a device runs to a period: follows from the rest, and helps the proof."""
     problem = program.problem
     for device in range(problem.devices):
         program.model.add(

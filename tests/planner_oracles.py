@@ -45,7 +45,7 @@ def table_of(problem: SearchProblem, task: SearchTask, choice: Choice) -> Option
 
 
 def ties_hold(problem: SearchProblem, choices: Mapping[str, Choice]) -> bool:
-    """Whether tied tasks share a mesh and, where asked, a layout."""
+    """True where tied tasks share a mesh and, where asked, a layout."""
     tables = {task.name: table_of(problem, task, choices[task.name]) for task in problem.tasks}
     for tie in problem.ties:
         meshes = {choices[name].mesh for name in tie.tasks}
@@ -59,7 +59,7 @@ def ties_hold(problem: SearchProblem, choices: Mapping[str, Choice]) -> bool:
 
 
 def fits(problem: SearchProblem, choices: Mapping[str, Choice]) -> bool:
-    """Whether every device and every node has the memory for what lies and runs there."""
+    """True where every device and every node has the memory for what lies and runs there."""
     trained = {task.role for task in problem.tasks if task.trains}
     rows = [(task, choices[task.name], table_of(problem, task, choices[task.name])) for task in problem.tasks]
     trained_copies = {
@@ -294,7 +294,7 @@ def _by_load(problem: SearchProblem, options: Sequence[Sequence[Choice]]) -> Ite
 def violations(
     problem: SearchProblem, choices: Mapping[str, Choice], starts: Mapping[str, float], period: float
 ) -> list[str]:
-    """What an unrolled schedule of six periods breaks, in words."""
+    """Rules that an unrolled schedule of six periods breaks, in words."""
     nodes, edges = nodes_of(problem, choices)
     slack = 1e-6 * max(1.0, period)
     wrong = [f"no start of {node.name}" for node in nodes if node.name not in starts]

@@ -28,7 +28,7 @@ ROLES = ("actor", "critic", "ref", "judge")
 
 
 class Size(Struct, frozen=True):
-    """How large a random problem may be. choices: at most about so many combinations of all tasks' options."""
+    """Limits of a random problem. choices: at most about so many combinations of all tasks' options."""
 
     tasks: tuple[int, int] = (2, 6)
     devices: tuple[int, ...] = (4, 8)
@@ -149,7 +149,7 @@ problems = st.randoms(use_true_random=False).map(random_problem)
 
 
 def _tasks(rng: random.Random, count: int) -> list[SearchTask]:
-    """In topological order of one step, without tables: roles are trained by their last task, or frozen."""
+    """Random tasks in topological order, without tables: roles are trained by their last task, or frozen."""
     roles = [rng.choice(ROLES) for _ in range(count)]
     trained = {role for role in sorted(set(roles)) if rng.random() < 0.6}
     last = {role: max(i for i, name in enumerate(roles) if name == role) for role in trained}
@@ -262,7 +262,7 @@ def _cap(rng: random.Random, tasks: tuple[SearchTask, ...], tables: tuple[Option
 
 
 def _same_by_size(tasks: tuple[SearchTask, ...], meshes: tuple[DeviceMesh, ...]) -> bool:
-    """Whether each task may lie on all meshes of a size, or on none."""
+    """True where each task may lie on all meshes of a size, or on none."""
     sizes = [mesh.n_devices for mesh in meshes]
     return all(
         sum(meshes[m].n_devices == size for m in task.tables) in (0, sizes.count(size))

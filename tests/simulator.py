@@ -85,7 +85,7 @@ class Simulator:
     # --- running ------------------------------------------------------------------------------------------------------
 
     def run(self, max_events: int = 10**9) -> Halt | None:
-        """Until the Halt, or so many events."""
+        """Advance until the Halt, or by so many events."""
         if not self.n_events:
             self.take(self.scheduler.start(self.now))
         while self.halt is None and self.n_events < max_events:
@@ -324,7 +324,7 @@ class Simulator:
         worker.forget(group, self.graph.samples_per_group)
 
     def check_stores(self) -> None:
-        """At the end nothing is held of groups that are finished, but for those a function still works on."""
+        """Nothing is held at the end of groups that are finished, but for those a function still works on."""
         n, leaving = self.graph.samples_per_group, self.scheduler._collection._leaving
         for worker in self.workers.values():
             assert not {group for group in worker.groups(n) if group in self.final} - set(leaving)

@@ -217,7 +217,7 @@ def rl_trees() -> st.SearchStrategy[Tree]:
 
 
 class Break(msgspec.Struct, frozen=True):
-    """What turns a valid graph into one that exactly one rule refuses: changes of the tree, and facts of the run."""
+    """Changes that turn a valid graph into one that exactly one rule refuses: of the tree, and of the run's facts."""
 
     changes: dict[str, Any] = msgspec.field(default_factory=dict)
     facts: Facts = msgspec.field(default_factory=Facts)

@@ -71,7 +71,7 @@ def spread(batch: Packed, values: list[float]) -> list[list[float]]:
 
 
 def close(found: list[list[float]], expected: list[list[float]]) -> bool:
-    """To float32, which is what `compute` gives."""
+    """True where all values are equal to float32 precision, which is what `compute` gives."""
     flat, other = [x for row in found for x in row], [x for row in expected for x in row]
     return [len(row) for row in found] == [len(row) for row in expected] and flat == pytest.approx(
         other, rel=2e-6, abs=2e-6

@@ -1,4 +1,4 @@
-"""What a run that learns nothing is told."""
+"""Advice to a run that learns nothing."""
 
 from realgraph.runtime.master.advice import FLAT_STEPS, Advice
 

@@ -1,4 +1,4 @@
-"""What is learnt of a chat, by templates of several families, beside transformers' own rendering and masks."""
+"""Tokens of a chat that are learnt, by templates of several families, beside transformers' own rendering and masks."""
 
 import random
 import re

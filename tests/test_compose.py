@@ -244,7 +244,7 @@ def test_schemas_take_what_the_loader_takes_and_refuse_typos(tmp_path: Path) -> 
 
 
 def test_the_directory_of_outputs_is_relative_to_the_run_file(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As models and data are; what stands on the command line is relative to where that is typed."""
+    """Models and data are, too; what stands on the command line is relative to where that is typed."""
     elsewhere = place / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)

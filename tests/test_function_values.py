@@ -1,4 +1,4 @@
-"""What functions return and raise that nobody expects: each is named with its call and its sample, and none hangs."""
+"""Unexpected values and exceptions of functions: each is named with its call and its sample, and none hangs."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -232,7 +232,7 @@ def test_needs_follow_from_the_terms() -> None:
 
 
 def stated(term: Term, batch: Packed, outputs: Outputs, without: str = "") -> tuple[Packed, Outputs]:
-    """What a term says that it reads, and nothing else. without: a key or an output left out."""
+    """The keys and outputs that a term says it reads, and nothing else. without: a key or an output left out."""
     keys = {read.key for read in term.key_reads} | ({"proximal_logprobs"} if term.needs_proximal else set())
     given = replace(
         batch,

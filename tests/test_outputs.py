@@ -1,4 +1,4 @@
-"""What a run writes and shows: files that survive a kill, atomic folders, trackers, the screen, pass@k."""
+"""Outputs of a run: files that survive a kill, atomic folders, trackers, the screen, pass@k."""
 
 import io
 import itertools

@@ -1,4 +1,4 @@
-"""What people hand to `realgraph plan` by mistake or malice ends in an error that names it, never in a traceback."""
+"""Mistaken and malicious inputs of `realgraph plan` end in an error that names them, never in a traceback."""
 
 import json
 from pathlib import Path

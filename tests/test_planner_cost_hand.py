@@ -102,7 +102,7 @@ def test_a_training_step_on_one_device(count: int) -> None:
 
 
 def test_states_wait_for_two_collectives_a_step() -> None:
-    """Of 8 whole copies gradients are all-reduced in float32; else scattered, and weights gathered in bf16."""
+    """Gradients of 8 whole copies are all-reduced in float32; else scattered, and weights gathered in bf16."""
     assert state_costs(setting(dp=8)).step == pytest.approx(2 * 7 / 8 * 4 * PARAMS / LINK + 2 * hop(8))
     cut = state_costs(setting(dp=4, tp=2))
     assert cut.step == pytest.approx(3 / 4 * 6 * PARAMS / 2 / LINK + 2 * hop(4))

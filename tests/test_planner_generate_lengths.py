@@ -71,7 +71,7 @@ def test_quantiles_are_few_and_rise(tokens: list[int]) -> None:
 )
 @example(measured([10, 20, 500]), 2, 1)
 def test_every_token_is_decoded_by_some_running_sequence(lengths: Lengths, samples: int, slots: int) -> None:
-    """On one replica the steps times what runs are all tokens: what is counted besides is one sequence that lasts."""
+    """Running sequences, summed over the steps of a replica, are all its tokens, and at most one sequence more."""
     shape = occupancy(lengths, float(samples), slots, 1)
     tokens = float(np.dot(shape.alone, shape.running))
     assert tokens >= samples * lengths.mean * 0.95

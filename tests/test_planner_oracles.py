@@ -42,7 +42,7 @@ def check_optimal(problem: SearchProblem) -> None:
 
 
 def check_schedule(problem: SearchProblem, found: Solution) -> None:
-    """Whatever was found is a plan: it fits, and its starts keep every rule of the problem."""
+    """Assert that what was found is a plan: it fits, and its starts keep every rule of the problem."""
     assert ties_hold(problem, found.choices) and fits(problem, found.choices)
     assert violations(problem, found.choices, found.starts, found.period) == []
     again = evaluate(problem, found.choices)
@@ -179,7 +179,7 @@ def test_the_search_is_the_same_twice() -> None:
 
 
 def test_options_of_equal_layouts_may_be_moved_in_unlike_times() -> None:
-    """What another option beats in everything else may be the best one; without the problem's word it is left out."""
+    """An option that is beaten in everything else may be the best one; without the problem's word it is left out."""
     missed = 0
     for seed in range(150):
         problem = with_slower_twins(problem_of_seed(seed, Size(tasks=(2, 3), choices=50)))

@@ -16,7 +16,7 @@ SMALL = Size(tasks=(2, 5), choices=400)
 
 
 def without_ties(seed: int) -> SearchProblem:
-    """On devices that are all alike, as the peers want it."""
+    """The problem of a seed without ties, on devices that are all alike, as the peers want it."""
     problem = problem_of_seed(seed, SMALL)
     return replace(problem, ties=(), memory=np.full_like(problem.memory, problem.memory.min()))
 

@@ -1,4 +1,4 @@
-"""What can't be is refused with its own reason and place: pins by their fields, planning problems by their calls."""
+"""Refusals with their own reason and place: of pins by their fields, of planning problems by their calls."""
 
 import pytest
 from msgspec.structs import replace

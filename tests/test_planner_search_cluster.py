@@ -1,4 +1,4 @@
-"""What a user says of the machine, and what is found of it, to a cluster with every number known."""
+"""Clusters with every number known, from what a user says of the machine and what is found of it."""
 
 import re
 from pathlib import Path

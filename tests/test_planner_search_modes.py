@@ -250,7 +250,7 @@ def test_measured_lengths_replace_the_guess_and_change_seconds_alone(seed: int) 
 
 
 def test_a_run_that_more_in_flight_would_slow_down_keeps_to_less_staleness() -> None:
-    """With 4 batches in flight a stream of PPO pays more for its caches, computed anew after each update, than it
+    """A stream of PPO with 4 batches in flight pays more for its caches, computed anew after each update, than it
     gains."""
     work = Workload(512, 1, 512, 1024, 512.0)
     less, more = (replace(PPO, graph=ppo(staleness=n), workload=replace(work, staleness=n)) for n in (2, 4))

@@ -1,4 +1,4 @@
-"""What is refused in a run file, its data and its model: each mistake with its place, all of them at once."""
+"""Mistakes in a run file, its data and its model: each is refused with its place, all of them at once."""
 
 from pathlib import Path
 

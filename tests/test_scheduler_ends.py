@@ -1,4 +1,4 @@
-"""How a run of the Scheduler ends: lost workers, failed and silent calls, stops, and what cannot go on."""
+"""Ends of runs of the Scheduler: lost workers, failed and silent calls, stops, and what cannot go on."""
 
 import random
 

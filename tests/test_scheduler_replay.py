@@ -46,7 +46,7 @@ def test_a_run_replays_to_the_same_commands_whatever_its_end(seed: int, tmp_path
 
 @pytest.mark.parametrize("seed", range(100))
 def test_a_log_that_has_dropped_its_beginning_replays_the_rest(seed: int, tmp_path: Path) -> None:
-    """In the middle of whatever is under way: sessions, evaluations, stale groups, steps side by side."""
+    """Logs begin in the middle of whatever is under way: sessions, evaluations, stale groups, steps side by side."""
     rng = random.Random(seed)
     shape, path = random_shape(rng), tmp_path / "events.log"
     shape.steps, shape.checkpoint_every, most_bytes = 5, rng.choice([0, 2]), rng.choice([2_000, 20_000])
@@ -166,7 +166,7 @@ def test_a_log_that_was_cut_off_replays_up_to_there(seed: int, tmp_path: Path) -
 
 
 def test_a_replay_that_gives_other_commands_is_named(tmp_path: Path) -> None:
-    """As after a change of the Scheduler: here the log is that of a job with other deadlines."""
+    """The log of a job with other deadlines stands for a changed Scheduler."""
     path, shape = tmp_path / "events.log", Shape(steps=2)
     job = job_of(shape)
     simulator, scheduler = logged(path, shape, random.Random(0))

@@ -67,7 +67,7 @@ def _stranger(context: zmq.asyncio.Context, name: bytes, keys: KeyPair, server_k
 
 
 def test_what_is_malformed_or_in_a_wrong_name_is_refused_and_nothing_breaks() -> None:
-    """Only holders of the run's keys reach the decoder at all; those cannot speak for one another."""
+    """Holders of the run's keys alone reach the decoder; they cannot speak for one another."""
 
     async def run() -> None:
         keys, first, second = make_keys(), make_keys(), make_keys()

@@ -74,7 +74,7 @@ def accelerator() -> SimpleNamespace:
 
 
 def settings(**given: Any) -> SimpleNamespace:
-    """What TRL's loss functions read of a trainer, in evaluation (no gradient accumulation)."""
+    """A trainer as far as TRL's loss functions read it, in evaluation (no gradient accumulation)."""
     return SimpleNamespace(
         accelerator=accelerator(),
         model=SimpleNamespace(training=False),

@@ -1,4 +1,4 @@
-"""What `check` says about the user's functions: modules are found and read, and none is imported."""
+"""Checks of the user's functions: modules are found and read, and none is imported."""
 
 import inspect
 import sys

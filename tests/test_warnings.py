@@ -1,4 +1,4 @@
-"""What is allowed and does not do what it seems to: warned of once, with place and reason, by check, plan and run."""
+"""Warnings of what is allowed and does not do what it seems to: once, with place and reason, by check, plan and run."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a run holds while it lives: processes, ports, shared memory; all of it is gone when the run has ended. Linux."""
+"""Traces of a run while it lives: processes, ports, shared memory; all are gone when the run has ended. Linux."""
 
 import os
 import time
@@ -23,7 +23,7 @@ def processes_at(home: Path) -> list[int]:
 
 
 def title_of(pid: int) -> str:
-    """What `ps` shows of a process; '' where it has ended."""
+    """The command line of a process, as `ps` shows it; '' where it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
     except (FileNotFoundError, ProcessLookupError):
@@ -50,7 +50,7 @@ def all_listening() -> set[str]:
 
 @dataclass
 class Traces:
-    """What a run holds while it lives, to be gone when it has ended."""
+    """Processes, ports and shared memory that a run holds while it lives, to be gone when it has ended."""
 
     home: Path
     shared: set[str]
@@ -62,7 +62,7 @@ class Traces:
         assert self.ports, "the run listens nowhere: the test looks in the wrong place"
 
     def gone(self, seconds: float = 5.0) -> None:
-        """No process, no port, nothing in /dev/shm."""
+        """Wait until no process, no port and nothing in /dev/shm is left; fails after `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
             left = processes_at(self.home), self.ports & all_listening(), set(os.listdir("/dev/shm")) - self.shared
@@ -73,5 +73,5 @@ class Traces:
 
 
 def traces(home: Path) -> Traces:
-    """To be made before the run starts."""
+    """The traces of a run that has not started yet."""
     return Traces(home, set(os.listdir("/dev/shm")))

@@ -1,4 +1,4 @@
-"""What a user might write, good and bad. Copied into a folder of its own by `test_functions.py`; not imported here."""
+"""Functions that a user might write, good and bad. `test_functions.py` copies them; they are not imported here."""
 
 import asyncio
 import ctypes
@@ -17,7 +17,7 @@ def double(text, factor=2.0):
 
 
 def behave(text):
-    """What the text says."""
+    """Do what the text says."""
     match text:
         case "hang":
             while True:

@@ -1,4 +1,4 @@
-"""What the fork server of the runs imports last: the compiled search is loaded once, not by every run."""
+"""The module that the fork server of the runs imports last: it loads the compiled search once, not in every run."""
 
 from realgraph.planner.solve.warm import warm
 

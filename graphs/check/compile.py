@@ -1,4 +1,4 @@
-"""From a GraphSpec to a checked Graph: switch off, infer keys, apply every rule, order the calls. Reads no file."""
+"""Compiles a GraphSpec to a checked Graph: switch off, infer keys, apply every rule, order the calls. Reads no file."""
 
 from collections.abc import Callable, Iterator
 

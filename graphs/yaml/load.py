@@ -1,4 +1,4 @@
-"""From files to a GraphSpec: finds graphs, lays a user's document over one, resolves references, decodes.
+"""Loads files as a GraphSpec: finds graphs, lays a user's document over one, resolves references, decodes.
 
 Knows the names of the library's graphs and the sections that a graph file shares with a run file; knows no rule of
 the language (`check/compile.py` does) and no section of a run file but its type.
@@ -330,7 +330,7 @@ def load_graph_document(document: Document, user: Document, defaults: Branch) ->
 
 
 def all_problems(earlier: Sequence[Problem], later: Sequence[Problem]) -> list[Problem]:
-    """In the order of their places; what was wrong already is not reported missing as well."""
+    """All problems in the order of their places; what was wrong already is not reported missing as well."""
     known = {problem.where.path for problem in earlier}
     return sorted([*earlier, *(problem for problem in later if problem.where.path not in known)])
 

@@ -1,4 +1,4 @@
-"""Which rows of an option table a search may need: those that no other row beats. Pure; knows no call and no device."""
+"""Rows of an option table that a search may need: those that no other row beats. Pure; knows no call and no device."""
 
 import numpy as np
 from msgspec import Struct

@@ -31,11 +31,11 @@ class NoPlanYet(ConfigError):
 
 
 class Session(Struct, frozen=True):
-    """limits: of the main search. stop: whether Ctrl-C was pressed. progress: the line that changes in place."""
+    """One call of `realgraph plan`: its limits, Ctrl-C and its progress line."""
 
-    limits: Limits
-    stop: Callable[[], bool]
-    progress: Progress
+    limits: Limits  # of the main search
+    stop: Callable[[], bool]  # true once Ctrl-C was pressed
+    progress: Progress  # the line that changes in place
     checked: Checked | None = None
 
     def quick(self, seconds: float, gap: float = 0.01) -> Limits:

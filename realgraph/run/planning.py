@@ -1,4 +1,4 @@
-"""From a checked run to a plan: gathers what the planner needs to know. Imports no torch and uses no network."""
+"""Plans a checked run: gathers what the planner needs to know. Imports no torch and uses no network."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

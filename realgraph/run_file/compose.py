@@ -1,4 +1,4 @@
-"""From a run file and overrides to a checked run: what `check`, `plan` and `run` all start with. Imports no torch."""
+"""Composes run file and overrides to a checked run: what `check`, `plan` and `run` all start with. Imports no torch."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -132,7 +132,7 @@ def standard_streams() -> Iterator[None]:
 
 
 def _nowhere() -> TextIO:
-    """For a stream that was closed before the process began."""
+    """A stream that drops all, in place of one that was closed before the process began."""
     return open(os.devnull, "w", encoding="utf-8")
 
 

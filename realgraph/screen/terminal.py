@@ -36,7 +36,7 @@ class Terminal(Console):
 
 
 def run_terminal() -> Terminal:
-    """For a run: where nobody takes what it shows, that is lost, and the run goes on."""
+    """The terminal of a run: where nobody takes what it shows, that is lost, and the run goes on."""
     return Terminal(file=forgiving_stdout())
 
 
@@ -47,5 +47,5 @@ def wide_terminal() -> Terminal:
 
 
 def error_terminal() -> Terminal:
-    """On stderr."""
+    """The terminal for errors, on stderr."""
     return Terminal(stderr=True)

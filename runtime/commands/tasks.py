@@ -69,7 +69,7 @@ class Tasks:
         return task
 
     def fly(self, task: Task, workers: Iterable[int], now: float, seconds: float) -> None:
-        """From now on `workers` owe an answer within `seconds`."""
+        """Expect an answer of `workers` within `seconds` from now on."""
         task.waiting.update(workers)
         task.started, task.deadline = now, now + seconds
         self.flying[task.number] = task

@@ -24,13 +24,10 @@ RawRow = dict[str, Any]
 
 
 class RowReader(Protocol):
-    """Rows by number. `where` is the place of a row in the user's files. Reading is thread-safe.
-
-    all_text: every value is a text, whatever it stands for (CSV has no types).
-    """
+    """Rows by number. Reading is thread-safe."""
 
     columns: tuple[str, ...]
-    all_text: bool
+    all_text: bool  # every value is a text, whatever it stands for (CSV has no types)
 
     def __len__(self) -> int: ...
 
@@ -38,7 +35,9 @@ class RowReader(Protocol):
         """Raises ConfigError naming the place of a row that can't be read."""
         ...
 
-    def where(self, index: int) -> Where: ...
+    def where(self, index: int) -> Where:
+        """The place of a row in the user's files."""
+        ...
 
 
 def open_rows(spec: DataSpec) -> RowReader:

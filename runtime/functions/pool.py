@@ -60,11 +60,11 @@ class PoolCall:
 
 @dataclass(eq=False)
 class _Process:
-    """A subprocess, what it knows of the environment, and the work it holds. asynchronous: of each function loaded."""
+    """A subprocess and the work it holds."""
 
     own: FunctionProcess
-    env: frozenset[str]
-    asynchronous: dict[str, bool] = field(default_factory=dict)
+    env: frozenset[str]  # names of the variables that it knows
+    asynchronous: dict[str, bool] = field(default_factory=dict)  # of each function loaded
     held: dict[int, PoolCall] = field(default_factory=dict)
     incoming: bytearray = field(default_factory=bytearray)
     outgoing: bytearray = field(default_factory=bytearray)
@@ -204,7 +204,7 @@ class FunctionPool:
         return work.timeout_seconds + (GRACE_SECONDS if process.asynchronous.get(work.fn) else 0.0)
 
     def _wait(self) -> None:
-        """Until a socket is ready, work arrives, or the next deadline."""
+        """Wait until a socket is ready, work arrives, or the next deadline."""
         due = min((work.deadline for process in self._processes for work in process.held.values()), default=None)
         seconds = None if due is None else max(0.0, due - time.monotonic())
         for key, events in self._selector.select(seconds):

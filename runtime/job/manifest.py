@@ -56,7 +56,7 @@ def sum_files(paths: Sequence[Path]) -> list[FileSum]:
 
 
 def _map(function: Callable[[_Item], _Result], items: Sequence[_Item], nbytes: int) -> list[_Result]:
-    """In threads, where there are more bytes to read than threads are worth."""
+    """Apply a function to all items, in threads where there are enough bytes to read."""
     if nbytes < CHUNK_BYTES:
         return [function(item) for item in items]
     with ThreadPoolExecutor(_THREADS) as threads:

@@ -1,4 +1,4 @@
-"""From what a step's calls reported to the flat metrics of metrics.jsonl. Pure."""
+"""The flat metrics of metrics.jsonl, made of what a step's calls reported. Pure."""
 
 from collections.abc import Mapping
 

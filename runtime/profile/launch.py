@@ -56,7 +56,7 @@ async def _run(folder: Path, task: ProfileTask, threads: int) -> None:
 
 
 async def _wait(fleet: Fleet, n_workers: int) -> None:
-    """Until every worker has ended well. Raises ConfigError with the end of the log of one that has not."""
+    """Wait until every worker has ended well. Raises ConfigError with the end of the log of one that has not."""
     for _ in range(n_workers):
         worker, status = await fleet.wait_exit()
         if status:

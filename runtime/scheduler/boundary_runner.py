@@ -39,7 +39,7 @@ class BoundaryRunner:
         return f"{self._job.run_dir}/checkpoints/step-{step:06d}.partial"
 
     def _evaluate(self, work: BoundaryWork, n_rows: int, now: float) -> list[Action] | None:
-        """By every engine that makes rollouts, under the newest weights; a session that is open goes on afterwards."""
+        """Evaluate the newest weights on every engine that makes rollouts; an open session goes on afterwards."""
         name, spec = self._program.generate, self._job.eval
         if not name or spec is None:
             self._boundary.queue.popleft()

@@ -1,4 +1,4 @@
-"""From an admitted number to a ready group: hands out groups, follows them through the streaming functions.
+"""Makes ready groups of admitted numbers: hands out groups, follows them through the streaming functions.
 
 Knows neither meshes nor weights: the Scheduler says how many groups may be admitted, and when.
 """
@@ -257,7 +257,7 @@ class Collection:
         return Send(owner, command)
 
     def _function_seconds(self, worker: int, timeout: float, n_units: int, now: float) -> float:
-        """Until when a function must have ended behind those that its worker already has, in seconds from `now`."""
+        """Seconds from `now` until a function must have ended, behind those that its worker already has."""
         processes = self._runtime.function_processes
         busy = max(now, self._busy_until.get(worker, now)) + timeout * math.ceil(n_units / processes)
         self._busy_until[worker] = busy

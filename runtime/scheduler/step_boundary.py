@@ -71,7 +71,7 @@ class StepBoundary:
         self._saved_at, self._due = image.saved_at, image.due
 
     def began(self, now: float) -> None:
-        """From here on time counts."""
+        """Count time from here on."""
         self._saved_at = now
 
     def was_saved(self, step: int, now: float) -> None:
@@ -112,12 +112,12 @@ class StepBoundary:
             self.target, self.stopping = step, True
 
     def end_with_save(self, step: int) -> None:
-        """With `step` steps complete: queue the last checkpoint, if a stop made this step the last one."""
+        """Queue the last checkpoint, if a stop made this step the last one. step: complete steps."""
         if step == self.target != self.saved and not self.queue:
             self.queue.append(BoundaryWork("save", step))
 
     def barrier(self, step: int) -> int:
-        """With `step` steps complete: the last step that may train before the next checkpoint is written.
+        """The last step that may train before the next checkpoint is written. step: complete steps.
 
         An evaluation may turn out the best so far, and then a checkpoint of the weights that it saw follows.
         """

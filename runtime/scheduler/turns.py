@@ -1,4 +1,4 @@
-"""Whose turn it is on every device. Follows the plan's cyclic orders; knows neither messages nor readiness.
+"""Turns of the calls on every device. Follows the plan's cyclic orders; knows neither messages nor readiness.
 
 In round p a device runs `call` of step p + offset, for each of its turns in order; a reallocation may have a turn too.
 Devices with the same order have the same calls on the same meshes, so they move together and are kept as one lane.
@@ -151,7 +151,7 @@ class Turns:
 
     @staticmethod
     def hold(lanes: Iterable[_Lane], task: int) -> None:
-        """From now on `task` has these lanes to itself."""
+        """Give `task` these lanes to itself from now on."""
         for lane in lanes:
             assert lane.task is None, f"task {task} would run beside task {lane.task} on one device"
             lane.task = task

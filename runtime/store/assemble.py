@@ -1,4 +1,4 @@
-"""From the store's entries to packed batches and back: which keys of which samples, gathered from whom. Worker side."""
+"""Turns the store's entries into packed batches and back: keys and samples, gathered from their owners. Worker side."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence

@@ -30,15 +30,14 @@ class Item(Struct, frozen=True, array_like=True):
 
 
 class Extent(Struct, frozen=True, array_like=True):
-    """One value, or several of one dim that lie one after another: their type, and on the local route where in which
-    segment they lie. parts: the lengths of several, () of one."""
+    """The type and place of one value, or of several of one dim that lie one after another."""
 
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    segment: int = -1
-    offset: int = 0
-    parts: tuple[int, ...] = ()
+    segment: int = -1  # on the local route the segment that it lies in
+    offset: int = 0  # in the segment
+    parts: tuple[int, ...] = ()  # lengths of several values; () of one
 
 
 class FetchRequest(Struct, frozen=True, tag=True):
@@ -79,7 +78,7 @@ class Bundle(Struct, frozen=True, tag=True):
 
 
 class Missing(Struct, frozen=True, tag=True):
-    """There is no such value here; nothing else is answered."""
+    """The answer where a value is not here; nothing else is answered."""
 
     key: str
     id: int

@@ -21,7 +21,7 @@ def units(batch: Packed, whole_groups: bool) -> list[tuple[int, ...]]:
 
 
 def balance(sizes: Sequence[int], limit: int | None) -> list[list[int]]:
-    """Which items go together: the fewest parts found whose sums stay within `limit`, evened out.
+    """Items that go together: the fewest parts found whose sums stay within `limit`, evened out.
 
     An item above the limit is alone. Greedy, longest first: parts differ by at most the longest item that fits. Every
     part is non-empty and in ascending order.
