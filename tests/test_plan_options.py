@@ -1,4 +1,4 @@
-"""What a user types: cluster sizes, Ctrl-C, a run directory to compare with, and the dispatch of `realgraph plan`."""
+"""Options of `realgraph plan`: cluster sizes, a run directory to compare with, Ctrl-C, and the dispatch of commands."""
 
 import json
 import os
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from realgraph import cli
 from realgraph.graphs.errors import ConfigError
 from realgraph.plan.lengths import read_lengths
 from realgraph.plan.limits import Progress, interruptible
@@ -22,15 +21,8 @@ from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.master.observer import RunEnded, RunStarted, StepRecord
 from realgraph.runtime.master.records import MetricsFile
 from realgraph.screen.terminal import Terminal
+from tests.console_script import typed
 from tests.plan_reports import overlapping
-
-
-def typed(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Runs the console script in this process; returns its exit code."""
-    monkeypatch.setattr(sys, "argv", ["realgraph", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    return int(caught.value.code or 0)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +100,7 @@ def test_a_runs_steps_are_compared_without_its_first_ones(tmp_path: Path) -> Non
 def test_a_plan_and_the_next_ones_costs_leave_out_the_same_steps(
     ran: tuple[int, ...], count: int, tmp_path: Path
 ) -> None:
-    """Of what each start ran, as `costs.json` does."""
+    """The first steps of each start are left out, as `costs.json` does."""
     _, plan = overlapping()
     folder, first = RunFolder(tmp_path), 0
     folder.plan.write_text(plan_to_json(plan))

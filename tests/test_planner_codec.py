@@ -30,6 +30,7 @@ LAYOUTS = st.builds(
     dp=RANKS,
     tp=RANKS,
     sharding=st.sampled_from(["replicated", "fsdp"]),
+    stages=st.lists(st.lists(st.integers(0, 2**31), max_size=3).map(tuple), max_size=3).map(tuple),
 )
 ALLOCATIONS = st.builds(
     Allocation,
@@ -117,6 +118,12 @@ def changed(*path: str | int, to: Any) -> str:
             "$.allocations.ref.layout.mesh",
             "expected `object`",
         ),
+        (
+            changed("allocations", "ref", "layout", "stages", to=[[14], [-1]]),
+            "$.allocations.ref.layout.stages[1][0]",
+            ">= 0",
+        ),
+        (changed("allocations", "ref", "layout", "stages", to=[28]), "$.allocations.ref.layout.stages[0]", "`array`"),
         (changed("allocations", "ref", to=None), "$.allocations.ref", "expected `object`"),
         (changed("allocations", to=[]), "$.allocations", "expected `object`"),
         (changed("orders", "0", 1, "offset", to=0.5), "$.orders.0[1].offset", "expected `int`"),

@@ -61,12 +61,12 @@ def _not_finite(value: object, path: str, file: str) -> Iterator[Problem]:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; a name that stands twice would lose one of its values."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in fields:
             raise ValueError(f"{name!r} stands twice in one object")
-        found[name] = value
-    return found
+        fields[name] = value
+    return fields
 
 
 def _each(raw: Mapping[str, Any], part: str, convert: Callable[[Any], Value], found: tuple[str, list[Problem]]) -> None:

@@ -68,15 +68,15 @@ def event_graph(graph: Graph, plan: Plan, extra_seconds: Mapping[str, float], ke
         name: a.latency_seconds - a.seconds if a.ahead else max(0.0, a.latency_seconds - a.seconds)
         for name, a in plan.allocations.items()
     }
-    found = {Dependency(name, name, 1) for name in seconds}
+    dependencies = {Dependency(name, name, 1) for name in seconds}
     for source, target, distance in graph_edges(graph, plan.staleness):
         if target in plan.allocations and isinstance(graph.calls[source], Train):
             distance -= plan.allocations[target].ahead
         if target in moved and source == moved[target]:
-            found.add(Dependency(source, reallocation_node(target), distance))
-            found.add(Dependency(reallocation_node(target), target, 0))
+            dependencies.add(Dependency(source, reallocation_node(target), distance))
+            dependencies.add(Dependency(reallocation_node(target), target, 0))
         else:
-            found.add(Dependency(source, target, distance, late.get(source, 0.0)))
+            dependencies.add(Dependency(source, target, distance, late.get(source, 0.0)))
     planned = {turn.call for order in plan.orders.values() for turn in order}
     implied = {call: train for call, train in moved.items() if reallocation_node(call) not in planned}
     stream = "" if keeps_turns else stream_call(graph, plan)
@@ -84,10 +84,10 @@ def event_graph(graph: Graph, plan: Plan, extra_seconds: Mapping[str, float], ke
     loads: set[tuple[str, ...]] = set()
     for order in set(plan.orders.values()):
         turns = _with_reallocations([turn for turn in order if turn.call in seconds], implied)
-        found.update(_order_edges(_without_stream(turns, stream, arrival)))
+        dependencies.update(_order_edges(_without_stream(turns, stream, arrival)))
         if any(turn.call == stream for turn in turns):
             loads.add(_in_order(seconds, [turn.call for turn in turns]))
-    known = tuple(sorted(d for d in found if d.source in seconds and d.target in seconds))
+    known = tuple(sorted(d for d in dependencies if d.source in seconds and d.target in seconds))
     return EventGraph(seconds, known, tuple(sorted(loads)))
 
 
@@ -110,8 +110,7 @@ def liveness_graph(graph: Graph, plan: Plan) -> EventGraph:
 
 def moved_calls(graph: Graph, plan: Plan) -> dict[str, str]:
     """call -> the train call whose weights are brought to it: copies of its own, and what waits in host memory."""
-    layouts = {name: allocation.layout for name, allocation in plan.allocations.items()}
-    moved = reallocations(graph, layouts)
+    moved = reallocations(graph, plan.allocations)
     for role, trains in _trains(graph).items():
         for name, allocation in plan.allocations.items():
             if allocation.residency == "reallocated" and graph.role(name) == role:

@@ -12,6 +12,7 @@ AXES = ("dp", "tp", "pp", "ep", "cp", "sharding")  # what a layout says besides 
 
 
 Ranks = Annotated[int, Meta(ge=1, le=MOST_DEVICES)]
+Stages = tuple[tuple[Annotated[int, Meta(ge=0, le=1 << 31)], ...], ...]  # layers of each stage's chunks
 
 
 class DeviceMesh(Struct, frozen=True, order=True):
@@ -30,7 +31,10 @@ class DeviceMesh(Struct, frozen=True, order=True):
 
 
 class Layout(Struct, frozen=True):
-    """A mesh x (dp, tp, pp, ep, cp), dp outermost; dp x tp x pp x cp devices. `fsdp` shards the dp copies' states."""
+    """A mesh x (dp, tp, pp, ep, cp): dp x tp x pp x cp devices, tp innermost, then cp, dp, pp outermost (`axes.py`).
+
+    ep spreads routed experts over neighbours of one stage. `fsdp` shards the states over the dp x cp copies.
+    """
 
     mesh: DeviceMesh
     dp: Ranks = 1
@@ -39,6 +43,7 @@ class Layout(Struct, frozen=True):
     ep: Ranks = 1
     cp: Ranks = 1
     sharding: Literal["replicated", "fsdp"] = "replicated"
+    stages: Stages = ()  # where pp is more than 1, as plans have them; (): as `stages.py` balances them
 
     @property
     def axes(self) -> tuple[int | str, ...]:

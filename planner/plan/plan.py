@@ -6,7 +6,7 @@ from msgspec import Meta, Struct
 
 from realgraph.planner.plan.option import CallOption
 
-PLAN_FORMAT = 5
+PLAN_FORMAT = 6
 Transport = Literal["in_place", "device", "host"]  # of weights: nothing moves; device to device; through host memory
 TRANSPORTS: tuple[Transport, ...] = ("in_place", "device", "host")
 REALLOCATION = "reallocate:"  # begins the names of reallocation nodes

@@ -15,6 +15,7 @@ from realgraph.planner.plan.layout import DeviceMesh
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 class OptionTable(Struct, frozen=True, eq=False):

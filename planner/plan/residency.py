@@ -1,4 +1,4 @@
-"""Which copies of a role's weights lie where, and which calls read which copy. Prices nothing."""
+"""Copies of a role's weights: where they lie, and which calls read which. Prices nothing."""
 
 from collections.abc import Mapping
 
@@ -7,6 +7,9 @@ from msgspec import Struct
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.spec import Generate, ModelCall, Train
 from realgraph.planner.plan.layout import Layout
+from realgraph.planner.plan.option import CallOption
+
+Options = Mapping[str, CallOption]  # by call
 
 
 class Copy(Struct, frozen=True):
@@ -18,45 +21,46 @@ class Copy(Struct, frozen=True):
     trained: bool
 
 
-def shares_trained_copy(call: ModelCall, layout: Layout, trained: Layout) -> bool:
+def shares_trained_copy(call: ModelCall, own: CallOption, trained: CallOption) -> bool:
     """True where a call reads the trained copy in place.
 
-    The embedded generation engine wants whole tensors on every device, so it can't read sharded weights.
+    The embedded generation engine wants whole tensors on every device, so it can't read sharded weights; and what waits
+    in host memory is not there to be read.
     """
-    if isinstance(call, Generate) and trained.sharding != "replicated":
+    if trained.residency == "offloaded" or (isinstance(call, Generate) and trained.layout.sharding != "replicated"):
         return False
-    return layout == trained
+    return own.layout == trained.layout
 
 
-def copies(graph: Graph, layouts: Mapping[str, Layout]) -> tuple[Copy, ...]:
-    """All copies, in the order of the graph's calls. Calls that `layouts` does not know are left out."""
-    found: dict[tuple[str, Layout, bool], list[str]] = {}
-    trained = _trained_layouts(graph, layouts)
+def copies(graph: Graph, options: Options) -> tuple[Copy, ...]:
+    """All copies, in the order of the graph's calls. Calls that `options` does not know are left out."""
+    calls_by_copy: dict[tuple[str, Layout, bool], list[str]] = {}
+    trained = _trained(graph, options)
     for name, call in graph.calls.items():
         role = graph.role(name)
-        if not role or name not in layouts:
+        if not role or name not in options:
             continue
         known = trained.get(role)
-        in_place = isinstance(call, Train) or (known is not None and shares_trained_copy(call, layouts[name], known[1]))
-        found.setdefault((role, layouts[name], in_place), []).append(name)
-    return tuple(Copy(role, layout, tuple(calls), kept) for (role, layout, kept), calls in found.items())
+        in_place = isinstance(call, Train) or (known is not None and shares_trained_copy(call, options[name], known[1]))
+        calls_by_copy.setdefault((role, options[name].layout, in_place), []).append(name)
+    return tuple(Copy(role, layout, tuple(calls), kept) for (role, layout, kept), calls in calls_by_copy.items())
 
 
-def reallocations(graph: Graph, layouts: Mapping[str, Layout]) -> dict[str, str]:
+def reallocations(graph: Graph, options: Options) -> dict[str, str]:
     """call -> train call, where the call reads a copy of its own that training must refresh."""
-    trained = _trained_layouts(graph, layouts)
+    trained = _trained(graph, options)
     return {
         name: trained[graph.role(name)][0]
-        for copy in copies(graph, layouts)
+        for copy in copies(graph, options)
         if not copy.trained and copy.role in trained
         for name in copy.calls
     }
 
 
-def _trained_layouts(graph: Graph, layouts: Mapping[str, Layout]) -> dict[str, tuple[str, Layout]]:
-    """role -> (its last train call, the layout that trains it)."""
+def _trained(graph: Graph, options: Options) -> dict[str, tuple[str, CallOption]]:
+    """role -> (its last train call, the option that trains it)."""
     return {
-        call.model: (name, layouts[name])
+        call.model: (name, options[name])
         for name, call in graph.calls.items()
-        if isinstance(call, Train) and name in layouts
+        if isinstance(call, Train) and name in options
     }
