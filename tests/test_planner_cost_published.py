@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from benchmarks import cost_model
 from benchmarks.cost_model import calibrated, ranked, shared_factor, spearman, system_of, targets
 from benchmarks.published import Prediction, Row, read_rows
+from benchmarks.published_adapters import adapted_train_seconds
 from benchmarks.published_assumed import hybrid_engine, lengths_with_cut, mean_with_cut
 from benchmarks.published_backends import DEEPSPEED_CHAT
 from benchmarks.published_rl import predictions as rl_predictions
@@ -30,7 +31,7 @@ from benchmarks.published_train import predictions, unpredicted
 from benchmarks.static_batches import static_generate_seconds
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.compute.inference import inference_seconds
-from realgraph.planner.costs.compute.train import TrainWork, train_seconds
+from realgraph.planner.costs.compute.train import TrainWork
 from realgraph.planner.costs.generate.generate import GenerateWork
 from realgraph.planner.costs.lengths import lengths_of
 from realgraph.planner.costs.setting import Setting
@@ -159,16 +160,15 @@ def test_what_is_assumed_teaches_no_factor_but_counts() -> None:
 def test_deepspeed_chat_is_near_its_own_post(
     shape: tuple[int, int, int], nodes: int, asked: int, tp: int, hours: float
 ) -> None:
-    """OPT-13B and OPT-66B, 131.9 thousand prompts and answers of 256 tokens, adapters of rank 128."""
+    """OPT-13B and OPT-66B, 131.9 thousand prompts and answers of 256 tokens, adapters of rank 128 (in training)."""
     model, machine, devices = gpt(*shape, 50272), cluster("A100-80", 8, nodes), 8 * nodes
     work = GenerateWork(1024, 1, 256, 256, 256, asked * tp)
     generate = Setting(model, ModelRole(dtype="bfloat16"), layout_of(devices, tp, sharded=True), machine)
-    train = Setting(
-        model, ModelRole(dtype="bfloat16"), layout_of(devices, sharded=True), machine, None, 128, DEEPSPEED_CHAT
-    )
+    layout = layout_of(devices, sharded=True)
+    train = Setting(model, ModelRole(dtype="bfloat16"), layout, machine, backend=DEEPSPEED_CHAT)
     batch = TrainWork(1024 * 512, 512, asked * 512, 1024 // (asked * devices), recompute="full")
     scored = 2 * inference_seconds(train, replace(batch, optimizer_steps=1))
-    step = static_generate_seconds(hybrid_engine(generate), work) + scored + train_seconds(train, batch)
+    step = static_generate_seconds(hybrid_engine(generate), work) + scored + adapted_train_seconds(train, batch, 128)
     assert step * 131_900 / 1024 / 3600 == pytest.approx(hours, rel=0.12)
 
 

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from benchmarks.published_backends import eight_bit
 from benchmarks.published_generation import generation
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.costs.generate.decode import Precision, decode_seconds, decode_step
+from realgraph.planner.costs.generate.decode import decode_seconds, decode_step
 from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds, prefill_seconds
 from realgraph.planner.costs.layer import layer_costs
 from realgraph.planner.costs.lengths import lengths_of, lognormal
@@ -106,7 +107,7 @@ def test_better_hardware_and_less_work_never_take_longer(
     for field in ("flops", "memory_bytes_per_s", "link_bytes_per_s"):
         faster = replace(point.cluster, **{field: 1.5 * getattr(point.cluster, field)})
         assert generate_seconds(replace(point, cluster=faster), work) <= seconds * (1 + 1e-9)
-    assert generate_seconds(point, replace(work, precision=Precision("float8", "float8"))) <= seconds * (1 + 1e-9)
+    assert generate_seconds(eight_bit(point, cache_bytes=1), work) <= seconds * (1 + 1e-9)
     assert generate_seconds(point, replace(work, prompt_tokens=100.0)) <= seconds
     assert generate_seconds(point, replace(work, mean_new_tokens=share * 3000)) <= seconds * 1.001
 
@@ -158,10 +159,10 @@ def test_a_few_tokens_touch_few_experts() -> None:
 
 def test_prefill_passes_are_chunks() -> None:
     point = setting()
-    whole, half = (prefill_seconds(point, Precision(), tokens, 1000.0) for tokens in (1 << 20, 1 << 19))
+    whole, half = (prefill_seconds(point, tokens, 1000.0) for tokens in (1 << 20, 1 << 19))
     assert whole == pytest.approx(2 * half, rel=1e-3)
-    assert prefill_seconds(point, Precision(), 0, 1000.0) == 0
-    assert prefill_seconds(point, Precision("float8"), 1 << 20, 1000.0) < whole
+    assert prefill_seconds(point, 0, 1000.0) == 0
+    assert prefill_seconds(eight_bit(point), 1 << 20, 1000.0) < whole
 
 
 def test_lengths_come_from_the_mean_unless_measured() -> None:

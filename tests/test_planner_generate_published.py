@@ -4,9 +4,10 @@ import statistics
 
 import pytest
 
+from benchmarks.published_backends import eight_bit
 from benchmarks.published_generation import generation
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.costs.generate.decode import Precision, cache_bytes_per_token
+from realgraph.planner.costs.generate.decode import cache_bytes_per_token
 from realgraph.planner.costs.generate.generate import GenerateWork
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.plan.layout import DeviceMesh, Layout
@@ -36,12 +37,13 @@ REQUESTS = {(128, 128): 30000, (2048, 2048): 1500, (5000, 500): 1500}
 def predicted(row: tuple[int, str, int, bool, int, int, float]) -> float:
     size, kind, tp, fp8, prompt, new, _ = row
     model, machine = known(f"meta-llama/Llama-3.1-{size}B"), cluster(kind, 8)
-    precision = Precision("float8", "float8") if fp8 else Precision()
     point = Setting(model, ModelRole(dtype="bfloat16"), Layout(DeviceMesh(0, tp), tp=tp), machine)
+    if fp8:
+        point = eight_bit(point, cache_bytes=1)
     room = 0.99 * (machine.memory_bytes - (1 if fp8 else 2) * model.n_params() / tp - 3e9)
-    running = min(4096, int(room / cache_bytes_per_token(point, precision) / (prompt + new)))
+    running = min(4096, int(room / cache_bytes_per_token(point) / (prompt + new)))
     requests = REQUESTS.get((prompt, new), 3000)
-    work = GenerateWork(requests, 1, prompt, new, new, running, precision=precision)
+    work = GenerateWork(requests, 1, prompt, new, new, running)
     return generation(point, work).tokens_per_second
 
 

@@ -92,7 +92,7 @@ def simulate(case: Case, seed: int) -> float:
     admitted = complete = version = 0
     now, trained_at = 0.0, float("inf")
     updates: list[float] = []
-    prompt = prefill_seconds(case.point, work.precision, 8 * work.prompt_tokens, work.prompt_tokens) / 8
+    prompt = prefill_seconds(case.point, 8 * work.prompt_tokens, work.prompt_tokens) / 8
     while version < case.steps:
         while admitted // case.batch <= version + case.staleness:
             replica = min(replicas, key=lambda one: len(one.running) + len(one.waiting))
@@ -117,19 +117,19 @@ def simulate(case: Case, seed: int) -> float:
             updates.append(now)
             for one in replicas:
                 tokens = sum(work.prompt_tokens + sequence[2] for sequence in one.running)
-                one.paused += prefill_seconds(case.point, work.precision, tokens, work.prompt_tokens + 1)
+                one.paused += prefill_seconds(case.point, tokens, work.prompt_tokens + 1)
                 one.paused += work.stall_seconds
     skipped = case.steps // 3
     return (updates[-1] - updates[skipped - 1]) / (case.steps - skipped)
 
 
 def streams(stream: Stream) -> list[Variant]:
-    """With more and more tokens between two updates."""
+    """Variants with more and more tokens between two updates."""
     return [variant_of(stream, float(between)) for between in np.geomspace(stream.least, stream.most, 100)]
 
 
 def period(variant: Variant, staleness: int, train_seconds: float) -> float:
-    """Of the mesh, of training, and of the circuit through both: latency and training fit into 1 + eta periods."""
+    """The largest of three bounds: the mesh, training, and the circuit through both, which spans 1 + eta periods."""
     left = 1 + staleness - variant.latency_periods
     late = (variant.remainder_seconds + train_seconds) / left if left > 0 else float("inf")
     return max(variant.seconds, train_seconds, late)
@@ -213,7 +213,7 @@ def test_interruptions_cost_prefill_and_a_stall() -> None:
     between = plain.least
     stream, paused = variant_of(plain, between), variant_of(plain, between, paused=True)
     tokens = 128 * (2048 + work.distribution.mean_age)
-    again = prefill_seconds(point, work.precision, tokens, tokens / 128)
+    again = prefill_seconds(point, tokens, tokens / 128)
     assert paused.seconds - stream.seconds == pytest.approx(again, rel=0.2)
     still = stream_of(point, replace(work, stall_seconds=3.0))
     assert variant_of(still, between).seconds == pytest.approx(stream.seconds + 3.0, rel=0.01)

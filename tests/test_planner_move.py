@@ -12,9 +12,7 @@ from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.compute.move import (
     BUCKET_BYTES,
     BUCKET_SECONDS,
-    FIRST_HOST_CUT,
     copies_of,
-    device_bytes,
     fastest_transports,
     move_seconds,
     offload_seconds,
@@ -24,6 +22,7 @@ from realgraph.planner.costs.compute.move import (
 from realgraph.planner.costs.memory import memory
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.devices import device_kind
+from realgraph.planner.plan.axes import coordinates_of
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.plan.plan import TRANSPORTS, Transport
 from tests.planner_cases import cluster, known
@@ -44,14 +43,18 @@ def seconds(source: Layout, target: Layout, name: str = "Qwen/Qwen3-8B") -> floa
     return float(move_seconds(copies_of(at(source, name), [source]), copies_of(at(target, name), [target]))[0, 0])
 
 
-def slices(one: Layout, per_node: int = 8) -> dict[int, set[tuple[int, int]]]:
-    """What each device holds of a model cut into 8 x 8 pieces over (pp, tp): dp outermost, tp innermost."""
+def device_bytes(setting: Setting, layout: Layout, serves: bool = True) -> float:
+    return float(copies_of(setting, [layout], serves=serves).device_bytes[0])
+
+
+def slices(one: Layout) -> dict[int, set[tuple[int, int]]]:
+    """Pieces that each device holds of a model cut into 8 x 8 over (pp, tp)."""
     held: dict[int, set[tuple[int, int]]] = {}
-    for rank in range(one.mesh.n_devices):
-        tp, pp = rank % one.tp, rank // one.tp % one.pp
-        stages = range(8 * pp // one.pp, 8 * (pp + 1) // one.pp)
-        parts = range(8 * tp // one.tp, 8 * (tp + 1) // one.tp)
-        held[one.mesh.first + rank] = {(stage, part) for stage in stages for part in parts}
+    for device in one.mesh.devices:
+        at = coordinates_of(one, device)
+        stages = range(8 * at.pp // one.pp, 8 * (at.pp + 1) // one.pp)
+        parts = range(8 * at.tp // one.tp, 8 * (at.tp + 1) // one.tp)
+        held[device] = {(stage, part) for stage in stages for part in parts}
     return held
 
 
@@ -91,21 +94,22 @@ def test_no_move_is_faster_than_its_bytes_and_slower_than_all_of_them_from_elsew
         held / link,
     )
     assert found <= most + held / BUCKET_BYTES * BUCKET_SECONDS + 0.01
-    assert found > 0 or lacking == 0
-    assert found == 0 or one != other
+    assert (found > 0) == (lacking > 0)
 
 
 def test_a_copy_in_place_costs_nothing() -> None:
     assert seconds(layout(0, 8, 2), layout(0, 8, 2)) == 0
     assert seconds(layout(0, 8), layout(0, 4)) == 0  # whole copies lie there already
     assert seconds(layout(0, 8, 8), layout(0, 8, 4)) > 0
+    assert seconds(layout(0, 8, 2), layout(0, 8, 2, 4)) == 0  # each device has its stage's layers among all layers
+    assert seconds(layout(0, 8, 2, 2), layout(0, 4, 2)) > 0  # the second stage lies on the other four
     assert seconds(layout(0, 8), layout(8, 8)) > 0
 
 
 def test_what_waits_in_host_memory_comes_over_the_host_link() -> None:
     whole = layout(0, 8)
     copies = copies_of(at(whole), [whole])
-    away = replace(copies, cut=copies.cut + FIRST_HOST_CUT)
+    away = replace(copies, away=~copies.away)
     found = float(move_seconds(away, copies)[0, 0])
     assert found > 2 * at(whole).model.n_params() / 50e9
 
@@ -140,7 +144,9 @@ def test_experts_are_cut_over_their_own_ranks() -> None:
 
 def test_one_copy_elsewhere_is_a_move_from_other_nodes() -> None:
     target = layout(8, 8, 4)
-    assert reallocation_seconds(at(target)) == pytest.approx(seconds(layout(0, 8, 8), target))
+    assert reallocation_seconds(copies_of(at(target), [target]), far=True) == pytest.approx(
+        seconds(layout(0, 8, 8), target)
+    )
 
 
 def test_tables_are_made_in_one_call_and_quickly() -> None:
@@ -191,11 +197,11 @@ def test_samples_take_longer_from_other_nodes_and_share_the_host() -> None:
 
 
 def chosen(source: Layout, target: Layout, faster: dict[str, float] | None = None, nodes: int = 4) -> Transport:
-    """How weights go from one layout to another, with these rates of devices changed."""
+    """The transport of weights from one layout to another, with these rates of devices changed."""
     points = (at(source, nodes=nodes), at(target, nodes=nodes))
     changed = [replace(one, cluster=replace(one.cluster, **(faster or {}))) for one in points]
     copies = [copies_of(one, [one.layout]) for one in changed]
-    return TRANSPORTS[int(fastest_transports(*copies)[1][0, 0])]
+    return TRANSPORTS[int(fastest_transports(copies[0], copies[1])[1][0, 0])]
 
 
 def test_weights_take_the_fastest_transport() -> None:
@@ -206,13 +212,18 @@ def test_weights_take_the_fastest_transport() -> None:
     assert chosen(layout(0, 8, 8), layout(0, 8, 4), {"link_bytes_per_s": 2e10}) == "host"
     assert chosen(layout(0, 1), layout(1, 1), {"link_bytes_per_s": 1e12, "pcie_bytes_per_s": 1e9}) == "device"
     copies = copies_of(at(layout(0, 8)), [layout(0, 8)])
-    away = replace(copies, cut=copies.cut + FIRST_HOST_CUT)
+    away = replace(copies, away=~copies.away)
     assert TRANSPORTS[int(fastest_transports(away, copies)[1][0, 0])] == "host"
     cpus = [
         copies_of(Setting(known("Qwen/Qwen3-0.6B"), BF16, one, cluster("cpu", 4)), [one])
         for one in (layout(0, 2), layout(2, 2))
     ]
-    assert TRANSPORTS[int(fastest_transports(*cpus)[1][0, 0])] == "host"
+    assert TRANSPORTS[int(fastest_transports(cpus[0], cpus[1])[1][0, 0])] == "device"
+    ways: tuple[Transport, ...] = ("device", "host")
+    for only in ways:  # of an engine that has no other
+        assert TRANSPORTS[int(fastest_transports(cpus[0], cpus[1], (only,))[1][0, 0])] == only
+        assert fastest_transports(cpus[0], cpus[1], (only,))[0] == fastest_transports(cpus[0], cpus[1])[0]
+        assert TRANSPORTS[int(fastest_transports(away, copies, (only,))[1][0, 0])] == "host"
 
 
 @settings(deadline=None, max_examples=200)
@@ -220,20 +231,22 @@ def test_weights_take_the_fastest_transport() -> None:
 def test_no_other_transport_is_faster_and_only_what_is_in_place_takes_no_time(
     one: Layout, other: Layout, link: float, pcie: float
 ) -> None:
-    """With the rate of one transport cut to almost nothing the other is what is left."""
+    """The other transport is what is left where the rate of one is cut to almost nothing."""
 
-    def seconds_at(link: float, pcie: float) -> tuple[float, Transport]:
+    def seconds_at(link: float, pcie: float, transports: tuple[Transport, ...] = TRANSPORTS) -> tuple[float, Transport]:
         rates = {"link_bytes_per_s": link, "pcie_bytes_per_s": pcie}
         copies = [
             copies_of(replace(point, cluster=replace(point.cluster, **rates)), [point.layout])
             for point in (at(one), at(other))
         ]
-        found, number = fastest_transports(*copies)
+        found, number = fastest_transports(copies[0], copies[1], transports)
         return float(found[0, 0]), TRANSPORTS[int(number[0, 0])]
 
     least, way = seconds_at(link, pcie)
     (device, by_device), (host, by_host) = seconds_at(link, 1.0), seconds_at(1.0, pcie)
     assert least == pytest.approx(min(device, host))
+    assert seconds_at(link, pcie, ("device",)) == (device, by_device)
+    assert seconds_at(link, pcie, ("host",)) == (host, by_host)
     assert (least == 0) == (way == "in_place")
     if least > 0:
         assert (by_device, by_host) == ("device", "host")

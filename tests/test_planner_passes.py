@@ -1,6 +1,6 @@
-"""How train calls take their micro-batches: what pins and plans may say, what it costs, and what stages keep."""
+"""Micro-batches of train calls: what pins and plans may say of them, what they cost, and what stages keep."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +24,7 @@ from realgraph.planner.plan.layout import DeviceMesh, Layout, Recompute, Schedul
 from realgraph.planner.plan.option import PLAIN, CallOption
 from realgraph.planner.plan.problem import Limits
 from realgraph.planner.request.constraints import Constraints
-from realgraph.planner.request.engine_support import TORCH
+from realgraph.planner.request.engine_support import TORCH, Axis
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.search import Infeasible, reprice, search
@@ -65,22 +65,23 @@ def test_what_is_pinned_is_what_is_planned(recompute: Recompute, schedule: Sched
 
 
 @pytest.mark.parametrize(
-    ("fields", "engine", "says"),
+    ("fields", "says"),
     [
-        ({"schedule": "interleaved", "pp": 1}, "any", "needs pipeline stages"),
-        ({"schedule": "1f1b", "chunks": 2}, "any", "needs schedule interleaved"),
-        ({"schedule": "interleaved", "chunks": 1, "pp": 2}, "any", "two chunks or more"),
-        ({"pp": 8, "chunks": 5}, "any", "more than the 32 layers"),
-        ({"schedule": "interleaved"}, "installed", "run no pipeline stages"),
-        ({"recompute": "selective"}, "installed", "recompute can't be selective"),
-        ({"recompute": "full"}, "installed", "gradient_checkpointing is false"),
+        ({"schedule": "interleaved", "pp": 1}, "needs pipeline stages"),
+        ({"schedule": "1f1b", "chunks": 2}, "needs schedule interleaved"),
+        ({"schedule": "interleaved", "chunks": 1, "pp": 2}, "two chunks or more"),
+        ({"pp": 8, "chunks": 5}, "more than the 32 layers"),
     ],
 )
-def test_passes_that_nothing_can_run_are_named(
-    fields: dict[str, object], engine: Literal["installed", "any"], says: str
-) -> None:
-    text = refused(pinned(engine, **fields))
+def test_passes_that_nothing_can_run_are_named(fields: dict[str, Any], says: str) -> None:
+    text = refused(pinned("any", **fields))
     assert says in text and "$.allocation.actor_train" in text
+
+
+@pytest.mark.parametrize(("axes", "says"), [(("tp",), "run no pipeline"), (("pp",), "run no interleaved pipeline")])
+def test_schedules_that_the_engines_lack_are_named(axes: tuple[Axis, ...], says: str) -> None:
+    lacking = replace(TORCH, axes=axes, schedules=("1f1b",))
+    assert says in refused(replace(pinned(schedule="interleaved"), engine=lacking))
 
 
 def test_passes_are_of_train_calls_and_models_may_force_recomputation() -> None:
@@ -146,16 +147,20 @@ def test_an_edited_plan_with_passes_that_can_not_be_is_refused(call: str, fields
     assert path in {problem.where.path for problem in validate(edited, PPO, "plan.json")}
 
 
-def test_installed_engines_refuse_what_they_do_not_run() -> None:
+def test_engines_are_given_the_recomputation_that_they_know_and_refuse_other() -> None:
     asked = replace(PPO, engine=TORCH, models=dict.fromkeys(PPO.models, known("Qwen/Qwen3-0.6B")))
     plan = search(asked, QUICK)
-    told = {}
+    knows_none = replace(asked, engine=replace(TORCH, recompute=("none",)))
     for recompute in ("selective", "full"):
         train = replace(plan.allocations["actor_train"], recompute=recompute)
         edited = replace(plan, allocations={**plan.allocations, "actor_train": train})
-        told[recompute] = " ".join(problem.text for problem in validate(edited, asked))
-    assert "can't be selective" in told["selective"]
-    assert "gradient_checkpointing is false" in told["full"]
+        assert validate(edited, asked) == ()
+        (problem,) = validate(edited, knows_none, "plan.json")
+        assert problem.where.path == "$.allocations.actor_train.recompute"
+        assert f"recompute is {recompute}" in problem.text and "know none only" in problem.text
+        assert f"recompute is {recompute}" in refused(
+            replace(knows_none, pins={"actor_train": Pin(recompute=recompute)})
+        )
 
 
 def test_explanations_name_the_passes_of_other_options() -> None:
@@ -194,14 +199,25 @@ def test_stages_keep_what_the_papers_say(name: str, pp: int, tp: int, recompute:
 
 @pytest.mark.parametrize("layers", range(2, 40))
 def test_a_schedule_without_fault_gives_every_chunk_a_layer(layers: int) -> None:
-    one = CallOption(Layout(DeviceMesh(0, 1)), 1)
+    one, model = CallOption(Layout(DeviceMesh(0, 1)), 1), replace(known("meta-llama/Llama-3.1-8B"), layers=layers)
     for stages in range(1, 9):
         for chunks in range(1, 9):
             asked = CallOption(Layout(DeviceMesh(0, stages), pp=stages), 1, "none", "interleaved", chunks)
-            sound = schedule_fault(asked, layers) == ""
+            sound = schedule_fault(asked, model, "value") == ""
             assert sound == (stages > 1 and chunks > 1 and stages * chunks <= layers)
     staged = replace(one, layout=Layout(DeviceMesh(0, 2), pp=2))
-    assert schedule_fault(replace(one, recompute="full"), layers) == schedule_fault(staged, layers) == ""
+    plain = replace(one, recompute="full")
+    assert schedule_fault(plain, model, "value") == schedule_fault(staged, model, "value") == ""
+
+
+def test_a_head_leaves_its_stage_fewer_chunks() -> None:
+    """Llama 3.1 8B's head is 2.4 layers: the last of four stages has six layers, in a plan that says so eight."""
+    model = known("meta-llama/Llama-3.1-8B")
+    asked = CallOption(Layout(DeviceMesh(0, 4), pp=4), 1, "none", "interleaved", 8)
+    assert schedule_fault(asked, model, "lm") == "8 chunks are more than the 6 layers of a stage"
+    assert schedule_fault(asked, model, "value") == schedule_fault(replace(asked, chunks=6), model, "lm") == ""
+    said = replace(asked, layout=replace(asked.layout, stages=((1,) * 8,) * 4))
+    assert schedule_fault(said, model, "lm") == ""
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------

@@ -13,14 +13,15 @@ from realgraph.planner.costs.memory import memory
 from realgraph.planner.costs.memory.memory import Running
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.model_spec import ModelSpec
-from realgraph.planner.plan.layout import DeviceMesh, Layout, Schedule
+from realgraph.planner.plan.layout import DeviceMesh, Layout, Schedule, Stages
+from realgraph.planner.plan.stages import stage_totals
 from tests.planner_cases import cluster, known
 
 Step = tuple[bool, int, int]  # forward or backward, micro-batch, group of layers of the stage
 
 
 def interleaved_order(stage: int, stages: int, chunks: int, count: int) -> list[Step]:
-    """Of one stage: warm-up, one forward and one backward in turn, the rest (arXiv:2104.04473, figure 4)."""
+    """The order of one stage: warm-up, one forward and one backward in turn, the rest (arXiv:2104.04473, figure 4)."""
     turns = [divmod(i, stages * chunks) for i in range(count * chunks)]
     places = [(turn * stages + at % stages, at // stages) for turn, at in turns]
     warm = min(2 * (stages - 1 - stage) + (chunks - 1) * stages, len(places))
@@ -60,27 +61,25 @@ def test_interleaved_stages_take_and_keep_what_a_simulation_does(stages: int, ch
     orders = [interleaved_order(stage, stages, chunks, count) for stage in range(stages)]
     seconds, most = run(orders, {True: 1.0, False: 2.3}, chunks)
     one = MicroBatch(forward=1.0, backward=2.3, head=0.0)
-    pipeline = Pipeline(stages * chunks, stages, "interleaved", chunks)
+    pipeline = Pipeline(((1,) * chunks,) * stages, "interleaved")
     assert pipeline_seconds(one, pipeline, count) == pytest.approx(seconds)
-    first, last = in_flight(stages, Running("none", chunks=chunks, microbatches=count))
-    assert (most[0] / chunks, most[-1] / chunks) == pytest.approx((first, last))
+    for stage in range(stages):
+        kept = in_flight(stages, stage, Running("none", chunks=chunks, microbatches=count))
+        assert kept == pytest.approx(most[stage] / chunks)
 
 
-def in_flight(stages: int, running: Running) -> tuple[float, float]:
-    """Micro-batches that the first and the last stage keep, told from the bytes of a critic and of a policy."""
-    model = known("meta-llama/Llama-3.1-70B")
-    layout, logits = Layout(DeviceMesh(0, stages), pp=stages), 1 << 40  # bytes of a logit: the last stage is fullest
-    kept = memory.kept_bytes_per_token(model, "bfloat16", fused=True) * -(-model.layers // stages)
-
-    def activations(role: ModelRole, how: Running) -> int:
-        return memory.train_activations(model, role, layout, 1, how).activations
-
-    once = Running("none", microbatches=1, logit_bytes=logits)
-    alone = activations(ModelRole(dtype="bfloat16"), once)
-    fullest = Running("none", chunks=running.chunks, microbatches=running.microbatches, logit_bytes=logits)
-    last = activations(ModelRole(dtype="bfloat16"), fullest)
-    first = activations(ModelRole(dtype="bfloat16", head="value"), running)
-    return 1 + (first - alone) / kept, 1 + (last - alone) / kept
+def in_flight(stages: int, stage: int, running: Running) -> float:
+    """Micro-batches that a stage keeps, told from the bytes of a critic which has nearly all its layers there."""
+    model, role = known("meta-llama/Llama-3.1-70B"), ModelRole(dtype="bfloat16", head="value")
+    layers = [1] * stages
+    layers[stage] += model.layers - stages
+    layout = Layout(DeviceMesh(0, stages), pp=stages, stages=tuple((n,) for n in layers))
+    kept = memory.kept_bytes_per_token(model, "bfloat16", fused=True) * layers[stage]
+    held = [
+        memory.train_activations(model, role, layout, 1, replace(running, microbatches=n)).activations
+        for n in (1, running.microbatches)
+    ]
+    return 1 + (held[1] - held[0]) / kept
 
 
 Speeds = tuple[float, float]  # of 1F1B and interleaved
@@ -95,8 +94,23 @@ MEASURED: list[tuple[int, int, int, int, int, dict[int, Speeds]]] = [
 ]
 
 
+def paper_stages(layers: int, stages: int) -> Stages:
+    """One layer in each chunk, but for the embedding's, the first of all, and the head's, the last of all."""
+    whole = (1,) * ((layers + 2) // stages)
+    return ((0, *whole[1:]), *((whole,) * (stages - 2)), (*whole[1:], 0))
+
+
+def paper_seconds(point: Setting, work: TrainWork, stages: Stages) -> float:
+    """Seconds of a step whose stages have these layers, in 1F1B or, where they have chunks, interleaved."""
+    chunks = len(stages[0])
+    schedule: Schedule = "interleaved" if chunks > 1 else "1f1b"
+    at = replace(point, layout=replace(point.layout, stages=stages))
+    return train_seconds(at, replace(work, schedule=schedule, chunks=chunks))
+
+
 def test_schedules_gain_what_their_paper_measured() -> None:
-    """Speed over 1F1B's. 1.5B to 28B parameters on 8 to 32 devices, nodes joined by RoCE: within 3 % each."""
+    """Speed over 1F1B's. 1.5B to 28B parameters on 8 to 32 devices, nodes joined by RoCE: up to 5.5 % too much, as the
+    formula takes the paper's chunks of embedding and head, which are empty else, for full ones."""
     errors = []
     for layers, heads, width, stages, samples, rows in MEASURED:
         model = ModelSpec(
@@ -104,20 +118,14 @@ def test_schedules_gain_what_their_paper_measured() -> None:
         )
         layout = Layout(DeviceMesh(0, stages), pp=stages)
         point = Setting(model, ModelRole(dtype="bfloat16"), layout, cluster("A100-80", 8, max(1, stages // 8)))
+        chunked = paper_stages(layers, stages)
+        whole = tuple((total,) for total in stage_totals(chunked))
         for count, (plain, interleaved) in rows.items():
-
-            def seconds(
-                schedule: Schedule,
-                point: Setting = point,
-                tokens: int = 1024 * samples,
-                count: int = count,
-                chunks: int = (layers + 2) // stages,
-            ) -> float:
-                return train_seconds(point, TrainWork(tokens * count, 1024.0, tokens, schedule=schedule, chunks=chunks))
-
-            errors.append(seconds("1f1b") / seconds("interleaved") / (interleaved / plain) - 1)
-    assert max(map(abs, errors)) < 0.035
-    assert statistics.mean(map(abs, errors)) < 0.022
+            work = TrainWork(1024 * samples * count, 1024.0, 1024 * samples)
+            gain = paper_seconds(point, work, whole) / paper_seconds(point, work, chunked)
+            errors.append(gain / (interleaved / plain) - 1)
+    assert max(map(abs, errors)) < 0.055
+    assert statistics.mean(map(abs, errors)) < 0.04
 
 
 # Table 4 again: GB of the fullest device in 1F1B and interleaved. Its Megatron-LM keeps attention's scores, and the

@@ -1,7 +1,8 @@
-"""Differences between training engines of the same arithmetic: overlap, attention kernels, and where states lie.
+"""Differences between engines of the same arithmetic: overlap, attention kernels, number formats, and where states lie.
 
 Two worlds share the formulas. This project's own engines hold whole copies or FSDP shards on dp alone; layouts that
-cut a model (tp, pp, cp, ep) run on an engine in the manner of Megatron-Core, with a distributed optimizer.
+cut a model (tp, pp, cp, ep) run on an engine in the manner of Megatron-Core, with a distributed optimizer. On CPUs
+there is this project's own engine alone, whatever the layout.
 """
 
 from typing import Literal
@@ -12,14 +13,19 @@ from realgraph.planner.plan.layout import Layout
 
 
 class Backend(Struct, frozen=True):
-    """A training engine."""
+    """An engine."""
 
     name: str
     compute: float = 1.0  # its time over that of bare products, attention and element-wise operations
+    # of layers' matrix products, the router's aside, over those in the role's dtype: 8-bit products are faster
+    product_speedup: float = 1.0
+    weight_bytes: int | None = None  # of a weight that an engine serves with, None: as in the role's dtype
+    cache_bytes: int | None = None  # of a number in a KV cache, None: as in the role's dtype
     # `fused` never writes scores to memory (FlashAttention, arXiv:2205.14135); `unfused` does
     attention: Literal["fused", "unfused"] = "fused"
     tp_overlap: float = 0.0  # share of tensor-parallel traffic that hides behind products
     dp_overlap: float = 0.8  # share of compute behind which gradients (and FSDP's weights) travel
+    cp_overlap: float = 0.5  # share of the traffic of keys and values that hides behind attention
     p2p_overlap: float = 0.5  # share of the traffic between stages that hides
     distributed: bool = True  # optimizer states are cut over the dp copies (ZeRO-1, arXiv:1910.02054)
     gradient_bytes: int = 4  # of a summed gradient on the wire
@@ -47,10 +53,22 @@ MEGATRON = Backend("megatron", tp_overlap=0.6, sum_bytes=0)
 FSDP = Backend("fsdp", compute=1.08, distributed=False, dp_overlap=0.85, sum_bytes=0)
 # Whole copies with an all-reduce of gradients after the last micro-batch, as this project's engine does.
 REPLICATED = Backend("replicated", distributed=False, dp_overlap=0.0, sum_bytes=12)
+# A core that sends or copies computes nothing meanwhile, and cores that wait have no other work.
+CORES = Backend(
+    "cores",
+    distributed=False,
+    cp_overlap=0.0,
+    dp_overlap=0.0,
+    p2p_overlap=0.0,
+    sum_bytes=0,
+    step_seconds=0.0,
+)
 
 
-def backend_of(layout: Layout) -> Backend:
+def backend_of(layout: Layout, cpu: bool = False) -> Backend:
     """The engine that runs a layout where none is named."""
+    if cpu:
+        return CORES
     if layout.tp * layout.pp * layout.cp * layout.ep > 1:
         return MEGATRON if layout.sharding == "replicated" else FSDP
     return REPLICATED if layout.sharding == "replicated" else FSDP

@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from realgraph.planner.costs.overhead import COLLECTIVE_SECONDS, collective_seconds
+from realgraph.planner.costs.overhead import COLLECTIVE_SECONDS, Operation, collective_seconds, link_share
 from realgraph.planner.costs.setting import Setting
 
 HOP_SECONDS = 2e-6  # of one step of a ring: half of NCCL's base latency over InfiniBand, more than NVLink's
@@ -17,13 +17,13 @@ class Link(Struct, frozen=True):
     nic_bytes_per_s: float  # between nodes
 
 
-def axis_link(setting: Setting, ranks: int, stride: int) -> Link:
-    """The link of `ranks` devices that are `stride` apart: tp 1, cp tp, dp tp x cp, as Megatron-Core orders ranks.
+def axis_link(setting: Setting, ranks: int, stride: int, operation: Operation = "allreduce") -> Link:
+    """The link of `ranks` devices that are `stride` apart (`plan/axes.py`: stride_of), as fast as for an operation.
 
     A ring enters each node once with all the NICs of its members there, so hierarchical collectives gain nothing more.
     """
     cluster, costs = setting.cluster, setting.costs
-    link, nic = cluster.link_bytes_per_s * costs.link, cluster.nic_bytes_per_s * costs.nic
+    link, nic = cluster.link_bytes_per_s * link_share(costs, operation), cluster.nic_bytes_per_s * costs.nic
     inside = max(1, min(ranks, cluster.devices_per_node // stride))
     if inside >= ranks:
         return Link(ranks, link, link, nic)
@@ -35,14 +35,11 @@ def collective_bytes_per_s(setting: Setting, ranks: int) -> float:
     return axis_link(setting, ranks, 1).bytes_per_s
 
 
-def latency_seconds(setting: Setting) -> float:
-    """Latency of one collective: the measured one where there is one."""
-    return collective_seconds(setting.costs)
-
-
-def hop_seconds(setting: Setting, ranks: int) -> float:
+def hop_seconds(setting: Setting, ranks: int, operation: Operation = "allreduce") -> float:
     """Latency of one ring collective over `ranks` devices."""
-    return 0.0 if ranks == 1 else collective_seconds(setting.costs) + HOP_SECONDS * (ranks - 1)
+    if ranks == 1:
+        return 0.0
+    return collective_seconds(setting.cluster, setting.costs, operation) + HOP_SECONDS * (ranks - 1)
 
 
 def allreduce_seconds(nbytes: float, ranks: int, bytes_per_s: float, latency: float = COLLECTIVE_SECONDS) -> float:

@@ -6,14 +6,14 @@ product of n rows reaches n / (n + gemm_tokens) of its best rate, so half-empty 
 gemm_tokens further rows.
 """
 
-import math
 from functools import lru_cache
 
 from msgspec import Struct
 
 from realgraph.planner.costs.comm import axis_link, exchange_seconds, gather_seconds, hop_seconds
-from realgraph.planner.costs.overhead import elementwise_bytes_per_s, pass_layer_seconds
+from realgraph.planner.costs.overhead import Operation, elementwise_bytes_per_s, pass_layer_seconds
 from realgraph.planner.costs.setting import Setting
+from realgraph.planner.plan.axes import stride_of
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 
 NORM_ELEMENTS = 14  # elements of hidden width that a layer's norms, residuals and rotary embedding read and write
@@ -31,7 +31,6 @@ ROUTING_SECONDS = 1e-3
 # Of one expert's product: a kernel's launch takes 4 to 5 us, and experts' products are launched one by one in the
 # manner of Megatron-Core's grouped MLP (a cuBLAS call each).
 EXPERT_LAUNCH_SECONDS = 4e-6
-ADAPTER_OUTPUTS = 4  # of an adapter's: written, read with the matrix's own output, and their sum written
 BACKWARD_ATTENTION_RATIO = 2.5  # five products instead of two: scores are computed again (arXiv:2307.08691)
 ALIGNED_ELEMENTS = (
     64  # elements of a side on which tensor cores read whole lines (NVIDIA, Matrix Multiplication Background)
@@ -39,6 +38,7 @@ ALIGNED_ELEMENTS = (
 MISALIGNED_RATE = 0.62  # rate of products with a side that is no multiple of it (compare arXiv:2401.14489, sec. 6)
 
 
+ROW_OPERATIONS: tuple[Operation, ...] = ("gather", "scatter")
 ONE_DEVICE = DeviceMesh(0, 1)
 
 
@@ -52,12 +52,20 @@ class Part(Struct, frozen=True):
     def at(self, tokens: float, context: float) -> float:
         return self.fixed + tokens * (self.token + context * self.position)
 
+    def __add__(self, other: "Part") -> "Part":
+        return Part(self.fixed + other.fixed, self.token + other.token, self.position + other.position)
+
+    def scaled(self, factor: float) -> "Part":
+        return Part(self.fixed * factor, self.token * factor, self.position * factor)
+
 
 class LayerCosts(Struct, frozen=True):
     """Mean seconds of one layer's forward pass by what they are spent on, and of the head's forward and backward."""
 
     products: Part
     experts: Part  # products of routed experts
+    gradients: Part  # of the products' weights, in a backward pass
+    expert_gradients: Part  # of routed experts' weights
     attention: Part
     traffic: Part
     tensor: Part  # collectives of tensor parallelism
@@ -71,116 +79,105 @@ class LayerCosts(Struct, frozen=True):
 
 
 @lru_cache(maxsize=1 << 14)
-def layer_costs(setting: Setting, fp8: bool = False) -> LayerCosts:
-    """The mean layer's and the head's costs under a setting; fp8: matrix products of layers in that precision."""
+def layer_costs(setting: Setting) -> LayerCosts:
+    """The mean layer's and the head's costs under a setting."""
     at = setting.layout
     alike = Layout(ONE_DEVICE, tp=at.tp, cp=at.cp, ep=at.ep)  # of settings that differ elsewhere, one is computed
-    return _layer_costs(
-        Setting(setting.model, setting.role, alike, setting.cluster, setting.factors, 0, setting.engine), fp8
-    )
+    return _layer_costs(Setting(setting.model, setting.role, alike, setting.cluster, setting.factors, setting.engine))
 
 
 @lru_cache(maxsize=1 << 12)
-def _layer_costs(setting: Setting, fp8: bool) -> LayerCosts:
+def _layer_costs(setting: Setting) -> LayerCosts:
     model, engine = setting.model, setting.engine
     experts = model.expert_layers / model.layers
-    products, routed, dispatch, exchange = _dense_products(setting, fp8, 1 - experts), Part(), Part(), Part()
+    products, routed, dispatch = _dense_products(setting, 1 - experts), Part(), Part()
     if experts:
-        products = _add(products, _scaled(_every_token(setting, fp8), experts))
-        routed, dispatch, exchange = (_scaled(part, experts) for part in _expert_layer(setting, fp8))
+        products += _every_token(setting).scaled(experts)
+        routed, dispatch = (part.scaled(experts) for part in _expert_layer(setting))
+    products, routed = products.scaled(engine.compute), routed.scaled(engine.compute)
+    of_weights = setting.costs.backward - 1  # backward, products for gradients of inputs take as long as forward
     head, head_backward = _head(setting)
     return LayerCosts(
-        products=_scaled(products, engine.compute),
-        experts=_scaled(routed, engine.compute),
-        attention=_scaled(_attention(setting), engine.compute),
-        traffic=_scaled(_traffic(setting), engine.compute),
-        tensor=_tensor(setting),
-        context=_ring(setting),
-        dispatch=_scaled(dispatch, engine.compute),
-        exchange=exchange,
+        products=products,
+        experts=routed,
+        gradients=products.scaled(of_weights),
+        expert_gradients=routed.scaled(of_weights),
+        attention=attention(setting).scaled(engine.compute),
+        traffic=elementwise(setting).scaled(engine.compute),
+        tensor=tensor_traffic(setting),
+        context=context_traffic(setting),
+        dispatch=dispatch.scaled(engine.compute),
+        exchange=expert_traffic(setting),
         fixed=pass_layer_seconds(setting.costs) + engine.layer_seconds,
         routing=experts * ROUTING_SECONDS,
-        head=_scaled(head, engine.compute),
-        head_backward=_scaled(head_backward, engine.compute),
+        head=head.scaled(engine.compute),
+        head_backward=head_backward.scaled(engine.compute),
     )
 
 
-def product(setting: Setting, params: float, width: float, fp8: bool = False) -> Part:
-    """A matrix product with `params` weights on this device, its smaller side `width`."""
+def product(setting: Setting, params: float, width: float) -> Part:
+    """A matrix product with `params` weights on this device, its smaller side `width`; a core has no tiles to fill."""
     costs = setting.costs
     rate = setting.flops * costs.gemm * costs.sustained * width / (width + costs.gemm_width)
-    if width % ALIGNED_ELEMENTS:
+    if width % ALIGNED_ELEMENTS and not setting.cluster.is_cpu:
         rate *= MISALIGNED_RATE
-    token = 2 * params / (rate * (costs.fp8 if fp8 else 1.0))
+    token = 2 * params / rate
     return Part(fixed=token * (costs.pass_tokens or costs.gemm_tokens), token=token)
 
 
-@lru_cache(maxsize=1 << 12)
-def adapter_costs(setting: Setting) -> Part:
-    """The mean layer's forward pass through adapters (arXiv:2106.09685): two thin products beside each matrix, which
-    read its input, write an output as wide as its own, and add that to it: apart from the matrix's own product. The
-    rank fills whole tiles.
-    """
-    model, rank = setting.model, setting.lora_rank
-    if not rank:
-        return Part()
-    queries, keys = model.attention_width(), model.kv_heads * model.head_dim
-    inputs, outputs = 3.0 * model.hidden + queries, queries + 2.0 * keys + model.hidden
-    experts, inner = model.expert_layers / model.layers, model.mlp_matrices - 1
-    for share, wide in (
-        (1 - experts, model.intermediate),
-        (experts * model.experts_per_token, model.expert_intermediate),
-    ):
-        inputs += share * (inner * model.hidden + wide)
-        outputs += share * (inner * wide + model.hidden)
-    tile = ALIGNED_ELEMENTS * math.ceil(rank / ALIGNED_ELEMENTS)
-    thin = product(setting, tile * (inputs + outputs) / setting.layout.tp, tile)
-    moved = setting.element * (inputs + ADAPTER_OUTPUTS * outputs) / setting.layout.tp
-    return _scaled(_add(thin, Part(token=moved / elementwise_bytes_per_s(setting))), setting.engine.compute)
+def _layer_product(setting: Setting, params: float, width: float) -> Part:
+    """One of a layer's, as fast as the engine has them."""
+    return product(setting, params, width).scaled(1 / setting.engine.product_speedup)
 
 
-def _dense_products(setting: Setting, fp8: bool, dense: float) -> Part:
+def _dense_products(setting: Setting, dense: float) -> Part:
     """Attention's projections, and the MLP of the share `dense` of layers."""
     model, tp = setting.model, setting.layout.tp
     queries = model.attention_width() / tp
-    projections = product(setting, model.attention_params() / tp, min(model.hidden, queries), fp8)
+    projections = _layer_product(setting, model.attention_params() / tp, min(model.hidden, queries))
     if not dense:
         return projections
-    mlp = product(setting, model.mlp_params() / tp, min(model.hidden, model.intermediate / tp), fp8)
-    return _add(projections, _scaled(mlp, dense))
+    mlp = _layer_product(setting, model.mlp_params() / tp, min(model.hidden, model.intermediate / tp))
+    return projections + mlp.scaled(dense)
 
 
-def _every_token(setting: Setting, fp8: bool) -> Part:
+def _every_token(setting: Setting) -> Part:
     """The part of an expert layer that every token passes: the router, and a shared expert."""
     model, tp = setting.model, setting.layout.tp
     router = product(setting, model.experts * model.hidden / tp, model.hidden)
     if not model.shared_intermediate:
         return router
     wide = min(model.hidden, model.shared_intermediate / tp)
-    return _add(router, product(setting, 3 * model.hidden * model.shared_intermediate / tp, wide, fp8))
+    return router + _layer_product(setting, 3 * model.hidden * model.shared_intermediate / tp, wide)
 
 
-def _expert_layer(setting: Setting, fp8: bool) -> tuple[Part, Part, Part]:
-    """Routed experts: products, permutation, and all-to-all between the ep ranks."""
+def _expert_layer(setting: Setting) -> tuple[Part, Part]:
+    """Routed experts: products and permutation."""
     model, layout = setting.model, setting.layout
     tensor = layout.tp if layout.ep == 1 else 1  # with ep, experts are whole on a device
     share = 1 if layout.ep == 1 else layout.tp  # of a micro-batch's tokens that one device routes
     k, local = model.experts_per_token / share, model.experts / layout.ep
     width = min(model.hidden, model.expert_intermediate / tensor)
-    grouped = product(setting, model.expert_params() / tensor / GROUPED_RATE, width, fp8)
+    grouped = _layer_product(setting, model.expert_params() / tensor / GROUPED_RATE, width)
     tiles = grouped.token * EXPERT_TILE / 2 * local
     routed = Part(grouped.fixed + tiles + 3 * EXPERT_LAUNCH_SECONDS * local, grouped.token * k)
     nbytes = setting.element * model.hidden / share
     permuted = PERMUTE_ELEMENTS * model.experts_per_token * nbytes
-    permute = Part(token=permuted / elementwise_bytes_per_s(setting))
-    if layout.ep == 1:
-        return routed, permute, Part()
-    link = axis_link(setting, layout.ep, 1)
-    both = 2 * exchange_seconds(nbytes, model.experts_per_token, layout.ep, link)
-    return routed, permute, Part(2 * hop_seconds(setting, layout.ep), both)
+    return routed, Part(token=permuted / elementwise_bytes_per_s(setting))
 
 
-def _attention(setting: Setting) -> Part:
+def expert_traffic(setting: Setting) -> Part:
+    """All-to-all between the ep ranks, to experts and back; of the mean layer, some of which have no experts."""
+    model, layout = setting.model, setting.layout
+    if layout.ep == 1 or not model.expert_layers:
+        return Part()
+    link = axis_link(setting, layout.ep, 1, "exchange")
+    row = setting.element * model.hidden / layout.tp
+    both = 2 * exchange_seconds(row, model.experts_per_token, layout.ep, link)
+    return Part(2 * hop_seconds(setting, layout.ep, "exchange"), both).scaled(model.expert_layers / model.layers)
+
+
+def attention(setting: Setting) -> Part:
     """Scores and weighted sums; unfused attention also moves every score through memory."""
     model, costs = setting.model, setting.costs
     rate = setting.flops * costs.attention * costs.sustained
@@ -193,7 +190,7 @@ def _attention(setting: Setting) -> Part:
     return Part(position=2 * position + scores / (setting.cluster.memory_bytes_per_s * costs.memory))
 
 
-def _traffic(setting: Setting) -> Part:
+def elementwise(setting: Setting) -> Part:
     """Element-wise operations, bound by memory."""
     model, tp = setting.model, setting.layout.tp
     dense = model.intermediate if model.expert_layers < model.layers else 0
@@ -204,27 +201,35 @@ def _traffic(setting: Setting) -> Part:
     return Part(token=nbytes / elementwise_bytes_per_s(setting))
 
 
-def _tensor(setting: Setting) -> Part:
-    """Two all-reduces of the hidden states, or as many bytes as gathers and scatters; what overlap leaves of them."""
+def tensor_traffic(setting: Setting) -> Part:
+    """Two all-reduces of the hidden states, as gathers and scatters of as many bytes; what overlap leaves of them."""
+    return row_traffic(setting).scaled(2)
+
+
+def row_traffic(setting: Setting) -> Part:
+    """The hidden states of all rows gathered on each tensor-parallel rank, and scattered again as sums."""
     layout = setting.layout
     if layout.tp == 1:
         return Part()
-    link = axis_link(setting, layout.tp, 1)
-    exposed = 1 - setting.engine.tp_overlap
-    token = 4 * gather_seconds(setting.element * setting.model.hidden, layout.tp, link.bytes_per_s, 0.0)
-    return Part(4 * hop_seconds(setting, layout.tp), token * exposed)
+    both, nbytes = Part(), setting.element * setting.model.hidden
+    for operation in ROW_OPERATIONS:
+        rate = axis_link(setting, layout.tp, 1, operation).bytes_per_s
+        token = gather_seconds(nbytes, layout.tp, rate, 0.0) * (1 - setting.engine.tp_overlap)
+        both += Part(hop_seconds(setting, layout.tp, operation), token)
+    return both
 
 
-def _ring(setting: Setting) -> Part:
-    """Keys and values of the other cp ranks' tokens, half of it behind attention (arXiv:2310.01889)."""
+def context_traffic(setting: Setting, operation: Operation = "gather") -> Part:
+    """Keys and values of the other cp ranks' tokens, in part behind attention (arXiv:2310.01889); in a backward pass
+    their gradients, scattered."""
     layout = setting.layout
     if layout.cp == 1:
         return Part()
-    link = axis_link(setting, layout.cp, layout.tp)
+    link = axis_link(setting, layout.cp, stride_of(layout, "cp"), operation)
     model = setting.model
     width = model.kv_width() if model.latent is None else 2 * model.attention_width()
     nbytes = setting.element * width / layout.tp * (layout.cp - 1)
-    return Part(hop_seconds(setting, layout.cp), nbytes / link.bytes_per_s / 2)
+    return Part(hop_seconds(setting, layout.cp, operation), nbytes / link.bytes_per_s * (1 - setting.engine.cp_overlap))
 
 
 def _head(setting: Setting) -> tuple[Part, Part]:
@@ -234,12 +239,4 @@ def _head(setting: Setting) -> tuple[Part, Part]:
         return Part(), Part()
     products = product(setting, model.vocab * model.hidden / tp, min(model.hidden, model.vocab / tp))
     logits = Part(token=setting.engine.logit_bytes / 2 * model.vocab / tp / elementwise_bytes_per_s(setting))
-    return _add(products, logits), _add(_scaled(products, 2.0), logits)
-
-
-def _scaled(part: Part, factor: float) -> Part:
-    return Part(part.fixed * factor, part.token * factor, part.position * factor)
-
-
-def _add(one: Part, other: Part) -> Part:
-    return Part(one.fixed + other.fixed, one.token + other.token, one.position + other.position)
+    return products + logits, products.scaled(2.0) + logits

@@ -4,10 +4,15 @@ shares.
 A large model's calls hardly notice them; a small model's are made of them. `realgraph profile` measures them.
 """
 
+from typing import Literal
+
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.inputs.devices import EfficiencyFactors
+from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.inputs.devices import EfficiencyFactors, device_kind
 
 COLLECTIVE_SECONDS = 1e-5  # latency of one collective operation where none was measured
+# What devices do with their links: `exchange` is an all-to-all, `p2p` a message from one device to another.
+Operation = Literal["allreduce", "gather", "scatter", "exchange", "p2p"]
 
 
 def elementwise_bytes_per_s(setting: Setting) -> float:
@@ -28,9 +33,26 @@ def pass_layer_seconds(costs: EfficiencyFactors) -> float:
     return costs.layer_seconds if costs.pass_layer_seconds is None else costs.pass_layer_seconds
 
 
-def collective_seconds(costs: EfficiencyFactors) -> float:
-    """Latency of one collective operation."""
+def collective_seconds(cluster: Cluster, costs: EfficiencyFactors, operation: Operation = "allreduce") -> float:
+    """Latency of one operation, of an all-reduce of either of its rounds; an all-reduce's where none was measured.
+
+    Where processes share a core, who is waited for waits for its turn on it.
+    """
+    turns = max(1.0, device_kind(cluster.kind).flops / cluster.flops) if cluster.is_cpu else 1.0
+    return turns * _latency_seconds(costs, operation)
+
+
+def _latency_seconds(costs: EfficiencyFactors, operation: Operation) -> float:
+    own: float | None = None if operation == "allreduce" else getattr(costs, f"{operation}_seconds")
+    if own is not None:
+        return own
     return COLLECTIVE_SECONDS if costs.collective_seconds is None else costs.collective_seconds
+
+
+def link_share(costs: EfficiencyFactors, operation: Operation = "allreduce") -> float:
+    """Fraction of the links' peak that an operation reaches; where it was not measured, an all-reduce's."""
+    own: float = 0.0 if operation == "allreduce" else getattr(costs, operation)
+    return own or costs.link
 
 
 def dispatch_seconds(costs: EfficiencyFactors, samples: float) -> float:

@@ -23,13 +23,12 @@ class Setting(Struct, frozen=True):
     layout: Layout
     cluster: Cluster
     factors: EfficiencyFactors | None = None  # measured ones that replace those of the cluster's kind
-    lora_rank: int = 0  # of trained adapters, 0 for all weights
     backend: Backend | None = None  # the engine that runs it; None: the one for such a layout
 
     @property
     def engine(self) -> Backend:
         """The backend that runs it."""
-        return self.backend or backend_of(self.layout)
+        return self.backend or backend_of(self.layout, self.cluster.is_cpu)
 
     @property
     def costs(self) -> EfficiencyFactors:

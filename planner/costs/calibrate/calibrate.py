@@ -51,7 +51,7 @@ def fit_costs(start: EfficiencyFactors, free: Sequence[str], points: Sequence[Po
 
     prior: standard deviation of the fields' logarithms around `start`, which keeps what the points do not tell where it
     was. A field of None or 0 in `start` begins, where it is of seconds, at a small part of the shortest point's, else
-    at the rate of memory.
+    at the rate of memory, of links' operations at that of all-reduces.
     """
     least = min((point.seconds for point in points), default=1.0)
     begin = np.array([math.log(_start(start, name, least)) for name in free])
@@ -63,17 +63,19 @@ def fit_costs(start: EfficiencyFactors, free: Sequence[str], points: Sequence[Po
         predicted = np.array([math.log(max(point.predict(costs), NO_FIXED_SECONDS)) for point in points])
         return np.concatenate([weights * (predicted - measured), (at - begin) / prior])
 
-    found = _least_squares(residuals, begin)
-    left = residuals(found)[: len(points)]
+    fitted = _least_squares(residuals, begin)
+    left = residuals(fitted)[: len(points)]
     spread = math.sqrt(float(np.mean((left / weights) ** 2))) if len(points) else 0.0
-    return Fit(_with(start, free, found), spread)
+    return Fit(_with(start, free, fitted), spread)
 
 
 def _start(costs: EfficiencyFactors, name: str, least_seconds: float) -> float:
     value = asdict(costs)[name]
     if value:
         return float(value)
-    return least_seconds * FIXED_COST_PART if name.endswith("seconds") else costs.memory
+    if name.endswith("seconds"):
+        return least_seconds * FIXED_COST_PART
+    return costs.link if name in ("gather", "scatter", "exchange", "p2p") else costs.memory
 
 
 def _with(costs: EfficiencyFactors, names: Sequence[str], logs: Vector) -> EfficiencyFactors:
@@ -82,19 +84,19 @@ def _with(costs: EfficiencyFactors, names: Sequence[str], logs: Vector) -> Effic
 
 def _least_squares(residuals: Callable[[Vector], Vector], start: Vector) -> Vector:
     """The least sum of squares from `start`, damped so that no step makes it larger."""
-    at, found = start, residuals(start)
+    at, residual = start, residuals(start)
     damping = 1e-2
     for _ in range(FIT_ITERATIONS):
         slope = np.stack(
-            [(residuals(at + move) - found) / DERIVATIVE_STEP for move in DERIVATIVE_STEP * np.eye(len(at))], axis=1
+            [(residuals(at + move) - residual) / DERIVATIVE_STEP for move in DERIVATIVE_STEP * np.eye(len(at))], axis=1
         )
-        normal, gradient = slope.T @ slope, slope.T @ found
+        normal, gradient = slope.T @ slope, slope.T @ residual
         step = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), -gradient)
         there = at + np.clip(step, -1.0, 1.0)
         tried = residuals(there)
-        if tried @ tried < found @ found:
-            done = found @ found - tried @ tried < 1e-8
-            at, found, damping = there, tried, damping / 3
+        if tried @ tried < residual @ residual:
+            done = residual @ residual - tried @ tried < 1e-8
+            at, residual, damping = there, tried, damping / 3
             if done:
                 break
         else:
@@ -169,11 +171,11 @@ def _predicted_by(table: CostTable, factors: EfficiencyFactors | None) -> CostTa
 
 
 def _merged_calls(old: Sequence[MeasuredCall], new: Sequence[MeasuredCall], keep: float) -> tuple[MeasuredCall, ...]:
-    found: dict[tuple[object, ...], MeasuredCall] = {_what(call): call for call in old}
+    calls: dict[tuple[object, ...], MeasuredCall] = {_what(call): call for call in old}
     for call in new:
-        before = found.get(_what(call))
-        found[_what(call)] = call if before is None else _newer(before, call, keep)
-    return tuple(found.values())
+        before = calls.get(_what(call))
+        calls[_what(call)] = call if before is None else _newer(before, call, keep)
+    return tuple(calls.values())
 
 
 def _what(call: MeasuredCall) -> tuple[object, ...]:

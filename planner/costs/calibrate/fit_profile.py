@@ -31,7 +31,7 @@ from realgraph.planner.costs.compute.train import TrainWork, train_seconds
 from realgraph.planner.costs.generate.decode import decode_seconds
 from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds
 from realgraph.planner.costs.memory.memory import DType
-from realgraph.planner.costs.overhead import collective_seconds
+from realgraph.planner.costs.overhead import Operation, collective_seconds, link_share
 from realgraph.planner.costs.setting import Setting, dtype_rate, gemm_efficiency
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.devices import EfficiencyFactors, device_kind
@@ -48,10 +48,21 @@ FIT_STAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("host copies", ("host",)),
     ("attention", ("attention",)),
     ("collectives", ("link", "collective_seconds")),
+    ("gathers", ("gather", "gather_seconds")),
+    ("scatters", ("scatter", "scatter_seconds")),
+    ("exchanges", ("exchange", "exchange_seconds")),
+    ("messages", ("p2p", "p2p_seconds")),
     ("passes", (*FORWARD_FACTORS, *TRAINING_FACTORS)),
     ("decoding", DECODING_FACTORS),
     ("rollouts", ("admission_seconds",)),
 )
+COLLECTIVE_STAGES: dict[Operation, str] = {
+    "allreduce": "collectives",
+    "gather": "gathers",
+    "scatter": "scatters",
+    "exchange": "exchanges",
+    "p2p": "messages",
+}
 PHASE_FACTORS: dict[Phase, tuple[str, ...]] = {
     "train": ("passes", "calls"),
     "inference": ("passes", "calls"),
@@ -100,8 +111,8 @@ def _stage(case: Case) -> str:
             return "copies"
         case AttentionCase():
             return "attention"
-        case Collective():
-            return "collectives"
+        case Collective(op=op):
+            return COLLECTIVE_STAGES[op]
         case Pass():
             return "passes"
         case DecodeCase():
@@ -121,13 +132,13 @@ def _point(one: Measured, cluster: Cluster, dtype: DType) -> Point:
 def phase_errors(stages: Sequence[Stage]) -> dict[Phase, PhaseFactor]:
     """No factor, but an error bar for each phase: what its stages' formulas miss on small models, and what a larger
     model may add to that."""
-    found: dict[Phase, PhaseFactor] = {}
+    errors: dict[Phase, PhaseFactor] = {}
     for phase, names in PHASE_FACTORS.items():
         own = [stage for stage in stages if stage.name in names]
         if own:
             error = math.sqrt(sum(stage.error**2 for stage in own) + EXTRAPOLATION_ERROR**2)
-            found[phase] = PhaseFactor(error=error, count=sum(stage.count for stage in own))
-    return found
+            errors[phase] = PhaseFactor(error=error, count=sum(stage.count for stage in own))
+    return errors
 
 
 def predicted_seconds(case: Case, cluster: Cluster, dtype: DType, costs: EfficiencyFactors) -> float:
@@ -140,10 +151,8 @@ def predicted_seconds(case: Case, cluster: Cluster, dtype: DType, costs: Efficie
             return case.flops / (flops * costs.attention)
         case DeviceCopy(nbytes=nbytes):
             return 2 * nbytes / (cluster.memory_bytes_per_s * costs.memory)
-        case Collective(nbytes=nbytes, ranks=ranks):
-            rate, latency = cluster.link_bytes_per_s * costs.link, collective_seconds(costs)
-            moved = allreduce_seconds if case.op == "allreduce" else gather_seconds
-            return moved(nbytes, ranks, rate, latency)
+        case Collective():
+            return _collective_seconds(case, cluster, costs)
         case Pass():
             return _pass_seconds(case, setting_of(case.model, cluster, dtype, costs))
         case DecodeCase(running=running, context=context):
@@ -152,6 +161,15 @@ def predicted_seconds(case: Case, cluster: Cluster, dtype: DType, costs: Efficie
             return _rollout_seconds(case, setting_of(case.model, cluster, dtype, costs))
         case HostLink(nbytes=nbytes):
             return offload_seconds(cluster, nbytes, costs)
+
+
+def _collective_seconds(case: Collective, cluster: Cluster, costs: EfficiencyFactors) -> float:
+    rate = cluster.link_bytes_per_s * link_share(costs, case.op)
+    latency = collective_seconds(cluster, costs, case.op)
+    if case.op == "p2p":
+        return 2 * (case.nbytes / rate + latency)
+    moved = allreduce_seconds if case.op == "allreduce" else gather_seconds
+    return moved(case.nbytes, case.ranks, rate, latency)
 
 
 def setting_of(model: ModelSpec, cluster: Cluster, dtype: DType, costs: EfficiencyFactors) -> Setting:

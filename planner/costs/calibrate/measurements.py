@@ -1,11 +1,11 @@
 """The measurements of `realgraph profile`: each case, and the seconds it took. Data only; measures nothing."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from msgspec import Struct
 
 from realgraph.planner.costs.memory.memory import DType
+from realgraph.planner.costs.overhead import Operation
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.model_spec import ModelSpec
 
@@ -49,9 +49,9 @@ class HostLink(Struct, frozen=True, tag=True):
 
 class Collective(Struct, frozen=True, tag=True):
     """A collective over groups of `ranks` neighbours, all groups at once, with `nbytes` on each rank (of a gather:
-    afterwards)."""
+    afterwards). `p2p`: a message of so many bytes from the first of two to the second, and one back."""
 
-    op: Literal["allreduce", "gather"]
+    op: Operation
     nbytes: int
     ranks: int
 
@@ -112,14 +112,17 @@ class ProfileTask(Struct, frozen=True):
 
 def merged(workers: Sequence[Sequence[Measured]]) -> tuple[Measured, ...]:
     """One measurement of each case from those of all workers, which ran it at the same time: the slowest one's."""
-    found: list[Measured] = []
+    measurements: list[Measured] = []
     for same in zip(*workers, strict=True):
         slowest = max(same, key=lambda one: one.seconds)
-        found.append(Measured(slowest.case, slowest.seconds, max(one.spread for one in same), slowest.count))
-    return tuple(found)
+        measurements.append(Measured(slowest.case, slowest.seconds, max(one.spread for one in same), slowest.count))
+    return tuple(measurements)
 
 
 # --- what is measured on which machine --------------------------------------------------------------------------------
+
+
+GROUP_OPERATIONS: tuple[Operation, ...] = ("allreduce", "gather", "scatter", "exchange")
 
 
 def cases_of(cluster: Cluster) -> tuple[Case, ...]:
@@ -150,14 +153,15 @@ def _kernels(cluster: Cluster) -> tuple[Case, ...]:
 
 
 def _collectives(cluster: Cluster) -> tuple[Case, ...]:
-    """All-reduce and all-gather over every aligned power of two of a node's devices, and over all of them."""
+    """Each operation over every aligned power of two of a node's devices, and over all of them; messages of pairs."""
     devices = cluster.devices_per_node
     groups = [ranks for ranks in (2, 4, 8, 16) if ranks < devices and devices % ranks == 0]
     sizes = (1 << 12, 1 << 18, 1 << 22) if cluster.is_cpu else (1 << 14, 1 << 22, 1 << 28)
-    ops: tuple[Literal["allreduce", "gather"], ...] = ("allreduce", "gather")
     if devices == 1:
         return ()
-    return tuple(Collective(op, nbytes, ranks) for ranks in (*groups, devices) for op in ops for nbytes in sizes)
+    over_groups = [Collective(op, n, ranks) for ranks in (*groups, devices) for op in GROUP_OPERATIONS for n in sizes]
+    pairs = [Collective("p2p", n, 2) for n in sizes] if devices % 2 == 0 else []
+    return (*over_groups, *pairs)
 
 
 def _engines(cluster: Cluster) -> tuple[Case, ...]:

@@ -1,9 +1,9 @@
 """Predicted seconds of one forward pass: 2 operations per weight and token (arXiv:2001.08361, table 1)."""
 
-from realgraph.planner.costs.layer import MLP_ELEMENTS, NORM_ELEMENTS, LayerCosts, layer_costs
+from realgraph.planner.costs.compute.cores import core_forward_seconds
+from realgraph.planner.costs.layer import LayerCosts, layer_costs
 from realgraph.planner.costs.lengths import Lengths
-from realgraph.planner.costs.overhead import elementwise_bytes_per_s, pass_layer_seconds
-from realgraph.planner.costs.setting import Setting, gemm_efficiency
+from realgraph.planner.costs.setting import Setting
 
 # Tokens of the busiest expert's device over the mean, with a trained router: an assumption, between 1 of a balance that
 # training enforces and the capacity factor of 1.25 at which few tokens are left out (arXiv:2101.03961, sec. 2.2).
@@ -16,7 +16,7 @@ def forward_seconds(setting: Setting, tokens: float, context: float) -> float:
     Of all layers, whatever pp: a pass through all stages.
     """
     if setting.cluster.is_cpu:
-        return _cpu_forward_seconds(setting, tokens, context)
+        return core_forward_seconds(setting, tokens, context)
     costs = layer_costs(setting)
     return setting.model.layers * layer_seconds(costs, tokens, context) + costs.head.at(tokens, context)
 
@@ -36,16 +36,3 @@ def mean_context(prompt: float, responses: Lengths) -> float:
     """
     squared = prompt * prompt + 2 * prompt * responses.mean + responses.second_moment
     return squared / (2 * (prompt + responses.mean))
-
-
-def _cpu_forward_seconds(setting: Setting, tokens: float, context: float) -> float:
-    """The same sum for a core, whose few fixed seconds `realgraph profile` measures."""
-    model, costs = setting.model, setting.costs
-    width = min(model.hidden, model.expert_intermediate or model.intermediate)
-    rate = setting.flops * gemm_efficiency(costs, tokens, width)
-    products = tokens * (2 * model.active_params() + model.head_flops(setting.role.head)) / rate
-    attention = 4 * model.attention_width() * context * model.layers * tokens / (setting.flops * costs.attention)
-    moved = NORM_ELEMENTS * model.hidden + MLP_ELEMENTS * model.intermediate
-    elementwise = setting.element * model.layers * tokens * moved
-    traffic = elementwise / elementwise_bytes_per_s(setting)
-    return products + attention + traffic + model.layers * pass_layer_seconds(costs)

@@ -2,14 +2,15 @@
 
 import math
 
-from realgraph.planner.costs.comm import collective_bytes_per_s, gather_seconds
-from realgraph.planner.costs.compute.forward import forward_seconds, layer_seconds
-from realgraph.planner.costs.compute.pipeline import stage_layers
+from realgraph.planner.costs.compute.cores import core_pass
+from realgraph.planner.costs.compute.forward import layer_seconds
+from realgraph.planner.costs.compute.pipeline import MicroBatch, forward_pipeline_seconds
 from realgraph.planner.costs.compute.states import exposed_seconds, state_costs
 from realgraph.planner.costs.compute.train import TrainWork, computed_on_cpu, fsdp_slowdown, hand_over_seconds, spread
-from realgraph.planner.costs.layer import adapter_costs, layer_costs
+from realgraph.planner.costs.layer import layer_costs
 from realgraph.planner.costs.overhead import dispatch_seconds
 from realgraph.planner.costs.setting import Setting
+from realgraph.planner.plan.stages import stages_of
 
 
 def inference_seconds(setting: Setting, work: TrainWork) -> float:
@@ -20,13 +21,11 @@ def inference_seconds(setting: Setting, work: TrainWork) -> float:
     per_device = work.tokens / (layout.dp * layout.cp)
     count = max(1, math.ceil(per_device / work.microbatch_tokens))
     tokens, context = per_device / count, work.context
-    costs = layer_costs(setting, work.fp8)
+    costs = layer_costs(setting)
     layer = layer_seconds(costs, tokens, context, work.imbalance) + costs.routing
-    layer += adapter_costs(setting).at(tokens, context)
     head = costs.head.at(tokens, context)
-    stage = stage_layers(model.layers, layout.pp, head / layer) * layer
-    stage += hand_over_seconds(setting, tokens)
-    passes = count * stage + (layout.pp - 1) * (model.layers * layer + head) / layout.pp
+    one = MicroBatch(layer, 0.0, head, hand_over_seconds(setting, tokens))
+    passes = forward_pipeline_seconds(one, stages_of(model, setting.role.head, layout), count)
     passes *= spread(setting, work, per_device * layout.cp)
     if layout.sharding == "fsdp":
         engine = setting.engine
@@ -35,15 +34,17 @@ def inference_seconds(setting: Setting, work: TrainWork) -> float:
 
 
 def _cpu_inference_seconds(setting: Setting, work: TrainWork) -> float:
-    """On the CPU engine: dp only, nothing overlapped, prompts of a group computed once."""
-    layout = setting.layout
-    per_device = math.ceil(work.tokens / layout.dp)
+    """On the CPU engine: nothing overlapped, prompts of a group computed once."""
+    layout, model, costs = setting.layout, setting.model, core_pass(setting)
+    per_device = math.ceil(work.tokens / layout.dp / layout.cp)
     count = max(1, math.ceil(per_device / work.microbatch_tokens))
-    computed = computed_on_cpu(work, per_device / count)
-    forward = forward_seconds(setting, computed, work.context) + setting.costs.microbatch_seconds
-    gathered = 0.0
+    tokens = computed_on_cpu(setting, work, per_device / count)
+    imbalance = work.imbalance if layout.ep > 1 else 1.0
+    layer = costs.own(tokens, work.context, imbalance) + costs.moved.at(tokens, work.context)
+    head = costs.head.at(tokens, work.context) + costs.ends.at(tokens, work.context)
+    one = MicroBatch(layer, 0.0, head, hand_over_seconds(setting, tokens))
+    passes = forward_pipeline_seconds(one, stages_of(model, setting.role.head, layout), count)
+    passes = fsdp_slowdown(setting) * (passes + count * setting.costs.microbatch_seconds)
     if layout.sharding == "fsdp":
-        nbytes = setting.element * setting.model.n_params(setting.role.head)
-        gathered = gather_seconds(nbytes, layout.dp, collective_bytes_per_s(setting, layout.dp))
-    passes = fsdp_slowdown(setting) * forward * count + count * gathered
-    return passes + dispatch_seconds(setting.costs, per_device / work.sample_tokens)
+        passes += count * state_costs(setting).gather
+    return passes + dispatch_seconds(setting.costs, per_device * layout.cp / work.sample_tokens)

@@ -1,16 +1,16 @@
 """Seconds of one optimizer step's micro-batches through pipeline stages. Pure formulas."""
 
-import math
-
 from msgspec import Struct
 
-from realgraph.planner.plan.layout import Schedule
+from realgraph.planner.plan.layout import Schedule, Stages
+from realgraph.planner.plan.stages import EMBEDDING_LAYERS, fullest_stage, stage_totals
 
 
 class MicroBatch(Struct, frozen=True):
     """Seconds of one micro-batch: a layer forward, its backward, and the head's.
 
-    head has forward and backward; transfer is one stage's hand-over to the next that nothing hides, either way.
+    head has forward and backward, in a pass forward alone only the former; transfer is one stage's hand-over to the
+    next that nothing hides, either way.
     """
 
     forward: float
@@ -20,45 +20,39 @@ class MicroBatch(Struct, frozen=True):
 
 
 class Pipeline(Struct, frozen=True):
-    """`layers` in `stages`, worked through in an order."""
+    """Layers in stages (`plan/stages.py`), worked through in an order."""
 
-    layers: int
-    stages: int
+    stages: Stages
     schedule: Schedule = "1f1b"
-    chunks: int = 2  # groups of layers of a stage, where interleaved
 
 
-def stage_layers(layers: int, stages: int, head: float) -> float:
-    """Work of the fullest stage in layers, the last of them with a head worth `head` layers.
-
-    Stages hold whole layers. Either all hold as many and the last is the fullest, or the last holds fewer.
-    """
-    if stages == 1:
-        return layers + head
-    even = math.ceil(layers / stages) + head
-    last = max(0, math.floor((layers - (stages - 1) * head) / stages))
-    best = even
-    for kept in (last, last + 1):
-        if kept < layers:
-            best = min(best, max(math.ceil((layers - kept) / (stages - 1)), kept + head))
-    return max(best, (layers + head) / stages)
+def stage_layers(stages: Stages, head: float) -> float:
+    """Work of the fullest stage in layers, the last of them with a head worth `head` layers."""
+    return fullest_stage(stages, (EMBEDDING_LAYERS, head))
 
 
 def pipeline_seconds(one: MicroBatch, pipeline: Pipeline, count: int) -> float:
     """`count` micro-batches forward and backward through `stages`.
 
     1F1B: the fullest stage works without pause between filling and draining the others (arXiv:2104.04473, sec. 2.2).
-    Interleaved: stages hold `chunks` groups of layers, and filling takes 1 / chunks as long (ibid.), where `count` is a
-    multiple of the stages: groups take turns, a stage's worth of micro-batches at a time.
+    Interleaved: stages hold chunks of layers, and filling takes 1 / chunks as long (ibid.), where `count` is a multiple
+    of the stages: chunks take turns, a stage's worth of micro-batches at a time.
     """
-    layers, stages = pipeline.layers, pipeline.stages
+    layers, stages = sum(stage_totals(pipeline.stages)), len(pipeline.stages)
     layer = one.forward + one.backward
     if stages == 1:
         return count * (layers * layer + one.head)
-    fullest = stage_layers(layers, stages, one.head / layer) * layer
+    fullest = stage_layers(pipeline.stages, one.head / layer) * layer
     mean = (layers * layer + one.head) / stages
     steady = count * (fullest + 2 * one.transfer)
     if pipeline.schedule == "interleaved":
-        groups = max(1, min(pipeline.chunks, layers // stages))
-        return steady + (groups - 1) * count * one.transfer + (stages - 1) * (mean / groups + 2 * one.transfer)
+        chunks = len(pipeline.stages[0])
+        return steady + (chunks - 1) * count * one.transfer + (stages - 1) * (mean / chunks + 2 * one.transfer)
     return steady + (stages - 1) * (mean + 2 * one.transfer)
+
+
+def forward_pipeline_seconds(one: MicroBatch, stages: Stages, count: int) -> float:
+    """`count` micro-batches forward alone, through stages one after the other; the head's seconds forward."""
+    layers = sum(stage_totals(stages))
+    fullest = stage_layers(stages, one.head / one.forward) * one.forward + one.transfer
+    return count * fullest + (len(stages) - 1) * (layers * one.forward + one.head) / len(stages)

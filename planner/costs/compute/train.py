@@ -1,25 +1,25 @@
 """Predicted seconds of training calls. Backward is twice the forward (arXiv:2001.08361, table 1).
 
 On a GPU one model covers what this project's engines run and the wide space of a planner: recomputation, tensor,
-pipeline, context and expert parallelism, sharded or distributed states. On a CPU only dp exists, and fixed seconds
-that `realgraph profile` measures matter as much as arithmetic; prompts of a group are computed once.
+pipeline, context and expert parallelism, sharded or distributed states. On CPUs passes have formulas of their own
+(`cores.py`), and prompts of a group are computed once.
 """
 
 import math
 
 from msgspec import Struct
 
-from realgraph.planner.costs.comm import allreduce_seconds, collective_bytes_per_s, gather_seconds, latency_seconds
-from realgraph.planner.costs.compute.forward import EXPERT_IMBALANCE, forward_seconds, layer_seconds, mean_context
+from realgraph.planner.costs.compute.cores import core_microbatch, shared_gradients_seconds
+from realgraph.planner.costs.compute.forward import EXPERT_IMBALANCE, layer_seconds, mean_context
 from realgraph.planner.costs.compute.pipeline import MicroBatch, Pipeline, pipeline_seconds
-from realgraph.planner.costs.compute.states import REPLICATED_EXPOSED_SHARE, exposed_seconds, state_costs
-from realgraph.planner.costs.layer import BACKWARD_ATTENTION_RATIO, LayerCosts, adapter_costs, layer_costs
+from realgraph.planner.costs.compute.states import REPLICATED_EXPOSED_SHARE, StateCosts, exposed_seconds, state_costs
+from realgraph.planner.costs.layer import BACKWARD_ATTENTION_RATIO, LayerCosts, layer_costs
 from realgraph.planner.costs.lengths import lognormal
-from realgraph.planner.costs.memory.memory import master_bytes, shards
-from realgraph.planner.costs.overhead import computed_tokens, dispatch_seconds, optimizer_bytes_per_s
+from realgraph.planner.costs.overhead import collective_seconds, computed_tokens, dispatch_seconds, link_share
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.plan.layout import Recompute as Recompute
-from realgraph.planner.plan.layout import Schedule
+from realgraph.planner.plan.layout import Schedule, Stages
+from realgraph.planner.plan.stages import stages_of
 
 SPREAD_POWER = 5  # power of the mean of a rank's even share and the longest sample
 FSDP_SLOWDOWN_CPU = 1.3  # measured with FSDP2 on two processes: 1.27 at 30M parameters, 1.6 at 0.8M
@@ -40,7 +40,6 @@ class TrainWork(Struct, frozen=True):
     schedule: Schedule = "1f1b"
     chunks: int = 2  # groups of layers of a stage, where the schedule is interleaved
     longest_tokens: int | None = None  # of the longest sample, None where all are equal
-    fp8: bool = False  # matrix products of layers in that precision
     imbalance: float = EXPERT_IMBALANCE  # tokens of the busiest expert's device over the mean
     # of its own sample that a token attends to, mean over all tokens (`mean_context`); None: that of log-normal
     # responses up to the longest
@@ -72,31 +71,39 @@ def train_seconds(setting: Setting, work: TrainWork) -> float:
     """One train call: every epoch's micro-batches forward and backward, gradient reduction, and optimizer steps."""
     if setting.cluster.is_cpu:
         return _cpu_train_seconds(setting, work)
+    return gpu_train_seconds(setting, work, layer_costs(setting), state_costs(setting))
+
+
+def gpu_train_seconds(setting: Setting, work: TrainWork, layers: LayerCosts, states: StateCosts) -> float:
+    """The same on GPUs, from costs of layers and states that the caller may have changed: some other engine's."""
     layout, steps, costs = setting.layout, work.optimizer_steps, setting.costs
     count = microbatches(setting, work)
     tokens = work.tokens / (layout.dp * layout.cp * steps)
     per_micro = tokens / count
-    layers = layer_costs(setting, work.fp8)
     one = _microbatch(setting, work, layers, per_micro)
-    passes = pipeline_seconds(one, Pipeline(setting.model.layers, layout.pp, work.schedule, work.chunks), count)
-    states = state_costs(setting)
+    passes = pipeline_seconds(one, Pipeline(_stages(setting, work), work.schedule), count)
     passes = passes * spread(setting, work, tokens * layout.cp) + count * costs.microbatch_seconds
     passes += (count - 1) * states.accumulate
-    step = passes + _traffic_seconds(setting, one, count, passes) + states.optimizer
+    step = passes + _traffic_seconds(setting, states, one, count, passes) + states.optimizer
     dispatched = dispatch_seconds(costs, work.tokens / layout.dp / work.sample_tokens)
     return work.epochs * steps * step + dispatched
+
+
+def _stages(setting: Setting, work: TrainWork) -> Stages:
+    """The layers of the stages; an interleaved one of few layers has fewer chunks."""
+    model, layout = setting.model, setting.layout
+    chunks = min(work.chunks, model.layers // layout.pp) if work.schedule == "interleaved" and layout.pp > 1 else 1
+    return stages_of(model, setting.role.head, layout, chunks)
 
 
 def _microbatch(setting: Setting, work: TrainWork, layers: LayerCosts, tokens: float) -> MicroBatch:
     """Seconds of one micro-batch of `tokens` on each cp rank."""
     context = work.context
-    adapters = adapter_costs(setting).at(tokens, context)
-    forward = layer_seconds(layers, tokens, context, work.imbalance) + layers.routing + adapters
-    products = layers.products.at(tokens, context) + work.imbalance * layers.experts.at(tokens, context)
+    forward = layer_seconds(layers, tokens, context, work.imbalance) + layers.routing
+    gradients = layers.gradients.at(tokens, context) + work.imbalance * layers.expert_gradients.at(tokens, context)
     attention, traffic = layers.attention.at(tokens, context), layers.traffic.at(tokens, context)
-    more = setting.costs.backward - 1
-    weights = adapters if setting.lora_rank else products * more
-    backward = forward + weights + (BACKWARD_ATTENTION_RATIO - 1) * attention + more * traffic
+    again = (BACKWARD_ATTENTION_RATIO - 1) * attention + (setting.costs.backward - 1) * traffic
+    backward = forward + gradients + again
     recompute = work.recompute if work.recompute != "none" or not setting.role.gradient_checkpointing else "full"
     if recompute == "full":
         backward += forward
@@ -113,8 +120,9 @@ def hand_over_seconds(setting: Setting, tokens: float) -> float:
         return 0.0
     nbytes = setting.element * tokens * setting.model.hidden / layout.tp
     inside = layout.mesh.n_devices <= cluster.devices_per_node
-    rate = cluster.link_bytes_per_s * setting.costs.link if inside else cluster.nic_bytes_per_s * setting.costs.nic
-    return (nbytes / rate + latency_seconds(setting)) * (1 - engine.p2p_overlap)
+    link = cluster.link_bytes_per_s * link_share(setting.costs, "p2p")
+    rate = link if inside else cluster.nic_bytes_per_s * setting.costs.nic
+    return (nbytes / rate + collective_seconds(cluster, setting.costs, "p2p")) * (1 - engine.p2p_overlap)
 
 
 def spread(setting: Setting, work: TrainWork, tokens: float) -> float:
@@ -131,41 +139,45 @@ def spread(setting: Setting, work: TrainWork, tokens: float) -> float:
     return float((1 + longest**SPREAD_POWER - sample**SPREAD_POWER) ** (1 / SPREAD_POWER))
 
 
-def _traffic_seconds(setting: Setting, one: MicroBatch, count: int, passes: float) -> float:
+def _traffic_seconds(setting: Setting, states: StateCosts, one: MicroBatch, count: int, passes: float) -> float:
     """Seconds of one step's traffic between the dp copies that compute does not hide."""
-    costs, engine, layout = state_costs(setting), setting.engine, setting.layout
+    engine, layout = setting.engine, setting.layout
     if layout.sharding == "fsdp":
         rounds = count if layout.pp == 1 else 1  # stages keep gathered weights for all micro-batches of a step
-        traffic = rounds * (2 * costs.gather + costs.scatter)
+        traffic = rounds * (2 * states.gather + states.scatter)
         return exposed_seconds(traffic, passes, engine.dp_overlap, engine.exposed)
     last = one.backward * setting.model.layers / layout.pp
-    return exposed_seconds(costs.step, last, engine.dp_overlap, REPLICATED_EXPOSED_SHARE)
+    return exposed_seconds(states.step, last, engine.dp_overlap, REPLICATED_EXPOSED_SHARE)
 
 
-# --- the CPU engine: dp only ------------------------------------------------------------------------------------------
+# --- the CPU engine ---------------------------------------------------------------------------------------------------
 
 
 def _cpu_train_seconds(setting: Setting, work: TrainWork) -> float:
     """One train call: every epoch's micro-batches forward and backward, gradient reduction, and optimizer steps.
 
-    Gradient checkpointing repeats the forward. FSDP gathers weights twice and scatters gradients once a micro-batch.
+    FSDP gathers weights twice and scatters gradients once a micro-batch.
     """
-    layout, steps = setting.layout, work.optimizer_steps
+    layout, steps, costs = setting.layout, work.optimizer_steps, setting.costs
+    count = microbatches(setting, work)
     per_device = math.ceil(work.tokens / layout.dp / layout.cp)
-    count = steps * max(1, math.ceil(per_device / steps / work.microbatch_tokens))
-    again = setting.role.gradient_checkpointing or work.recompute == "full"
-    passes = 1 + setting.costs.backward + again
-    computed = computed_on_cpu(work, per_device / count, steps)
-    forward = forward_seconds(setting, computed, work.context)
-    one = passes * forward + setting.costs.microbatch_seconds
-    compute = fsdp_slowdown(setting) * one * count
-    states = steps * optimizer_seconds(setting)
-    dispatched = dispatch_seconds(setting.costs, per_device / work.sample_tokens)
-    return work.epochs * (compute + _reduction_seconds(setting, count, steps) + states) + dispatched
+    tokens = computed_on_cpu(setting, work, per_device / (steps * count), steps)
+    recompute = "full" if setting.role.gradient_checkpointing else work.recompute
+    transfer = hand_over_seconds(setting, tokens)
+    one = core_microbatch(setting, (tokens, work.context), recompute, work.imbalance, transfer)
+    passes = pipeline_seconds(one, Pipeline(_stages(setting, work), work.schedule), count)
+    passes = fsdp_slowdown(setting) * (passes + count * costs.microbatch_seconds)
+    states = state_costs(setting)
+    step = passes + _traffic_seconds(setting, states, one, count, passes) + states.optimizer
+    dispatched = dispatch_seconds(costs, per_device * layout.cp / work.sample_tokens)
+    return work.epochs * steps * (step + shared_gradients_seconds(setting)) + dispatched
 
 
-def computed_on_cpu(work: TrainWork, tokens: float, steps: int = 1) -> float:
-    """The number of a micro-batch's `tokens` that the CPU engine computes: equal prompts once, last tokens never."""
+def computed_on_cpu(setting: Setting, work: TrainWork, tokens: float, steps: int = 1) -> float:
+    """The number of a micro-batch's `tokens` on a device that the CPU engine computes: equal prompts once, last tokens
+    never. Context-parallel ranks compute all of theirs."""
+    if setting.layout.cp > 1:
+        return tokens
     samples, all_samples = tokens / work.sample_tokens, work.tokens / work.sample_tokens / steps
     groups, lengths = all_samples / work.samples_per_group, (work.prompt_tokens, work.sample_tokens)
     return computed_tokens(samples, groups, work.samples_per_group, lengths)
@@ -175,23 +187,3 @@ def fsdp_slowdown(setting: Setting) -> float:
     """Factor by which compute takes longer on CPUs under FSDP than on whole weights, traffic between devices aside."""
     sharded = setting.layout.sharding == "fsdp" and setting.layout.mesh.n_devices > 1
     return FSDP_SLOWDOWN_CPU if sharded else 1.0
-
-
-def _reduction_seconds(setting: Setting, microbatches: int, steps: int) -> float:
-    """Gradients (and FSDP's weights) between the dp copies; not overlapped with compute."""
-    layout = setting.layout
-    ranks = layout.dp * layout.cp
-    rate, latency = collective_bytes_per_s(setting, ranks), latency_seconds(setting)
-    n_params = setting.model.n_params(setting.role.head) / (layout.tp * layout.pp)
-    gradients = master_bytes(setting.role) * n_params
-    if layout.sharding == "replicated":
-        return steps * allreduce_seconds(gradients, ranks, rate, latency)
-    weights = 2 * gather_seconds(setting.element * n_params, ranks, rate, latency)
-    layers = 0.0 if ranks == 1 else 3 * setting.model.layers * latency
-    return microbatches * (weights + gather_seconds(gradients, ranks, rate, latency) + layers)
-
-
-def optimizer_seconds(setting: Setting) -> float:
-    """One AdamW step: reads and writes gradient, moments, master and weight: about 32 bytes a parameter in float32."""
-    nbytes = 8 * master_bytes(setting.role) * setting.model.n_params(setting.role.head) / shards(setting.layout)
-    return nbytes / optimizer_bytes_per_s(setting) + setting.costs.optimizer_step_seconds

@@ -7,7 +7,6 @@ second, sizes in bytes; arrays go through as arrays.
 """
 
 import math
-from typing import Literal
 
 import numpy as np
 from msgspec import Struct
@@ -15,7 +14,7 @@ from msgspec import Struct
 from realgraph.planner.costs.comm import axis_link, collective_bytes_per_s, exchange_seconds
 from realgraph.planner.costs.layer import EXPERT_TILE, GROUPED_RATE, MLP_ELEMENTS, NORM_ELEMENTS
 from realgraph.planner.costs.lengths import Floats
-from realgraph.planner.costs.memory.memory import element_bytes, kv_bytes_per_token, served_expert_ranks
+from realgraph.planner.costs.memory.memory import kv_bytes_per_token, served_expert_ranks
 from realgraph.planner.costs.overhead import collective_seconds, elementwise_bytes_per_s
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.model_spec import ModelSpec
@@ -32,19 +31,6 @@ EXPERT_HALF_COLUMNS = 64
 # Of a layer's small kernels, in a captured graph: scores, top k, counts, sort and alignment by expert, activation, sum
 # of answers (vLLM, fused_moe): six of about 5 us, the least that a kernel takes from start to end.
 EXPERT_LAYER_SECONDS = 3e-5
-
-
-class Precision(Struct, frozen=True):
-    """The number formats that a generation engine stores: `role` is the role's own dtype, `float8` one byte an element.
-
-    Arithmetic in float8 runs at the device's float8 rate, where it has one.
-    """
-
-    weights: Literal["role", "float8"] = "role"
-    cache: Literal["role", "float8"] = "role"
-
-
-ROLE_PRECISION = Precision()
 
 
 class DecodeStep(Struct, frozen=True, eq=False):
@@ -96,12 +82,12 @@ class DecodeStep(Struct, frozen=True, eq=False):
         return np.maximum(self.expert_read * touched, computed)
 
 
-def decode_step(setting: Setting, precision: Precision = ROLE_PRECISION) -> DecodeStep:
+def decode_step(setting: Setting) -> DecodeStep:
     """The coefficients for one replica of a setting: its tp x pp ranks; `ep` spreads experts over replicas besides."""
     model, layout, cluster, costs = setting.model, setting.layout, setting.cluster, setting.costs
     bandwidth, width = cluster.memory_bytes_per_s, model.hidden / layout.tp
-    weight = 1 if precision.weights == "float8" else setting.element
-    rate = engine_flops(setting, precision) * costs.gemm * width / (width + costs.gemm_width)
+    weight = setting.engine.weight_bytes or setting.element
+    rate = setting.engine.product_speedup * setting.flops * costs.gemm * width / (width + costs.gemm_width)
     experts = model.experts if model.expert_layers else 0
     slices = model.expert_intermediate / (1 if layout.ep > layout.tp else layout.tp)
     routed = model.expert_layers * model.expert_params()
@@ -114,7 +100,7 @@ def decode_step(setting: Setting, precision: Precision = ROLE_PRECISION) -> Deco
         dense_read=weight * dense / layout.tp / (bandwidth * costs.memory),
         dense_token=2 * dense / layout.tp / rate,
         half=costs.gemm_tokens,
-        cache_token=cache_bytes_per_token(setting, precision) / (bandwidth * costs.kv),
+        cache_token=cache_bytes_per_token(setting) / (bandwidth * costs.kv),
         attended=attention_flops(model) / layout.tp / (setting.flops * costs.attention),
         fixed=costs.step_seconds + model.layers * costs.layer_seconds + hops + experts_fixed,
         sequence=costs.sequence_seconds + _elementwise_seconds(setting) + exchanged,
@@ -140,18 +126,11 @@ def decode_seconds(setting: Setting, running: float, context: float) -> float:
     return decode_step(setting).seconds(running, context)
 
 
-def engine_flops(setting: Setting, precision: Precision) -> float:
-    """Peak operations per second of one device in the precision of the weights."""
-    return setting.flops * (setting.costs.fp8 if precision.weights == "float8" else 1.0)
-
-
-def cache_bytes_per_token(setting: Setting, precision: Precision = ROLE_PRECISION) -> float:
+def cache_bytes_per_token(setting: Setting) -> float:
     """Keys and values of one token on one rank: heads are divided among tp ranks, at least one a rank; a latent, which
     serves all heads, is not."""
     model = setting.model
-    nbytes = kv_bytes_per_token(model, setting.role.dtype)
-    if precision.cache == "float8":
-        nbytes //= element_bytes(setting.role.dtype)
+    nbytes = kv_bytes_per_token(model, setting.engine.cache_bytes or setting.element)
     return nbytes / (min(setting.layout.tp, model.kv_heads) if model.latent is None else 1)
 
 
@@ -188,11 +167,14 @@ def _allreduces(setting: Setting) -> tuple[tuple[float, float], tuple[float, flo
     count, row = 2 * model.layers, setting.element * model.hidden
     rate = collective_bytes_per_s(setting, n)
     traffic = count * 2 * (n - 1) / n * row / rate
+    if setting.cluster.is_cpu:
+        measured = (count * 2 * collective_seconds(setting.cluster, setting.costs), traffic)
+        return measured, measured
     if n > setting.cluster.devices_per_node:
         across = (count * (NODES_SECONDS + _hops(setting, n)), traffic)
         return across, across
     ring = (count * RING_SECONDS, traffic)
-    return (count * collective_seconds(setting.costs), count * (n - 1) * row / rate), ring
+    return (count * collective_seconds(setting.cluster, setting.costs), count * (n - 1) * row / rate), ring
 
 
 def _exchanges(setting: Setting) -> tuple[float, float]:
@@ -202,11 +184,16 @@ def _exchanges(setting: Setting) -> tuple[float, float]:
     latency, traffic = 0.0, 0.0
     if layout.ep > layout.tp and model.expert_layers:
         row = setting.element * model.hidden / layout.tp
-        one = exchange_seconds(row, model.experts_per_token, layout.ep, axis_link(setting, layout.ep, 1))
-        latency += 2 * model.expert_layers * (collective_seconds(costs) + _hops(setting, layout.ep))
+        one = exchange_seconds(row, model.experts_per_token, layout.ep, axis_link(setting, layout.ep, 1, "exchange"))
+        latency += (
+            2
+            * model.expert_layers
+            * (collective_seconds(setting.cluster, costs, "exchange") + _hops(setting, layout.ep))
+        )
         traffic += 2 * model.expert_layers * one
     if layout.pp > 1:
-        latency += collective_seconds(costs) + _hops(setting, layout.tp * layout.pp)
+        far = layout.mesh.n_devices > setting.cluster.devices_per_node  # some neighbouring stages lie on two nodes
+        latency += collective_seconds(setting.cluster, costs, "p2p") + far * NODE_HOP_SECONDS
     return latency, traffic
 
 

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from realgraph.planner.costs.backend import Backend
 from realgraph.planner.costs.compute.forward import forward_seconds
-from realgraph.planner.costs.generate.decode import ROLE_PRECISION, Precision, decode_step, engine_flops
 from realgraph.planner.costs.generate.decode import decode_seconds as decode_seconds
+from realgraph.planner.costs.generate.decode import decode_step
 from realgraph.planner.costs.generate.occupancy import Occupancy, occupancy
 from realgraph.planner.costs.lengths import Lengths, lengths_of, shorter
 from realgraph.planner.costs.memory.terms import PREFILL_TOKENS
@@ -34,7 +34,6 @@ class GenerateWork(Struct, frozen=True):
     # measured new tokens at equal steps of probability, rising; without them the lengths are log-normal, cut at
     # max_new_tokens
     lengths: tuple[int, ...] = ()
-    precision: Precision = ROLE_PRECISION
     # for which running sequences stand still at a weight update, besides the move of the weights and their new prefill
     stall_seconds: float = 0.0
 
@@ -52,7 +51,7 @@ def generate_seconds(setting: Setting, work: GenerateWork) -> float:
     return sum(phase_seconds(setting, work)) + rollout_dispatch_seconds(setting.costs, share)
 
 
-def prefill_seconds(setting: Setting, precision: Precision, tokens: float, prompt: float) -> float:
+def prefill_seconds(setting: Setting, tokens: float, prompt: float) -> float:
     """Seconds of one replica to compute the keys and values of `tokens` tokens in sequences of `prompt` tokens.
 
     Passes of at most PREFILL_TOKENS; logits are needed of last tokens only and left out. Stages of a pipeline work on
@@ -60,7 +59,7 @@ def prefill_seconds(setting: Setting, precision: Precision, tokens: float, promp
     """
     if tokens <= 0:
         return 0.0
-    flops = setting.cluster.flops * engine_flops(setting, precision) / setting.flops
+    flops = setting.engine.product_speedup * setting.cluster.flops
     headless = replace(setting.role, head="value")
     engine = replace(setting, role=headless, cluster=replace(setting.cluster, flops=flops), backend=_serving(setting))
     count = max(1.0, tokens / PREFILL_TOKENS)
@@ -87,10 +86,10 @@ def phase_seconds(setting: Setting, work: GenerateWork) -> tuple[float, float]:
     """Seconds of prefill and of decoding."""
     share = work.samples / setting.layout.dp
     prompts = max(1, math.ceil(share / work.samples_per_group)) * work.prompt_tokens
-    prefill = prefill_seconds(setting, work.precision, prompts, work.prompt_tokens)
+    prefill = prefill_seconds(setting, prompts, work.prompt_tokens)
     if setting.cluster.is_cpu:
         prefill += _refills(work, share) * setting.model.layers * pass_layer_seconds(setting.costs)
-    step = decode_step(setting, work.precision)
+    step = decode_step(setting)
     decode = occupancy_of(setting, work).seconds(lambda running, age: step(running, work.prompt_tokens + age))
     return prefill, decode
 

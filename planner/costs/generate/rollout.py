@@ -102,14 +102,14 @@ def batch_variant(setting: Setting, work: GenerateWork) -> Variant:
 def stream_of(setting: Setting, work: GenerateWork) -> Stream:
     """The stream of a setting, with as many slots as pay."""
     prompts = work.samples / work.samples_per_group / setting.layout.dp * work.prompt_tokens
-    step = decode_step(setting, work.precision)
+    step = decode_step(setting)
     return Stream(
         setting=setting,
         work=work,
         step=step,
         lengths=work.distribution,
         slots=_slots(setting, work, step),
-        prompt_seconds=prefill_seconds(setting, work.precision, prompts, work.prompt_tokens),
+        prompt_seconds=prefill_seconds(setting, prompts, work.prompt_tokens),
     )
 
 
@@ -127,16 +127,16 @@ def _slots(setting: Setting, work: GenerateWork, step: DecodeStep) -> float:
     least = seconds(best)
     while fewer > max(1.0, LEAST_SLOT_SHARE * share):
         fewer = max(1.0, SLOT_RATIO * fewer)
-        found = seconds(fewer)
-        if found >= least:
+        fewer_seconds = seconds(fewer)
+        if fewer_seconds >= least:
             break
-        best, least = fewer, found
+        best, least = fewer, fewer_seconds
     return float(math.floor(best))
 
 
 def _interruption_seconds(setting: Setting, work: GenerateWork, running: float, context: float) -> float:
     """Seconds of one interruption: so many sequences are prefilled again."""
-    return prefill_seconds(setting, work.precision, running * context, context) + work.stall_seconds
+    return prefill_seconds(setting, running * context, context) + work.stall_seconds
 
 
 def variant_of(stream: Stream, between: float, paused: bool = False) -> Variant:
@@ -214,22 +214,22 @@ def offered_variants(setting: Setting, work: GenerateWork, staleness: int, pause
     updates, and has the least seconds and the shortest wait of all streams within or beyond."""
     if staleness < 1:
         return (batch_variant(setting, work),)
-    found = stream_levels(stream_of(setting, work), staleness, paused)
-    ends = [*found[1:], found[-1]]  # of the intervals: interruptions are shortest there, decoding is where they begin
+    levels = stream_levels(stream_of(setting, work), staleness, paused)
+    ends = [*levels[1:], levels[-1]]  # of the intervals: interruptions are shortest there, decoding is where they begin
     least = [
         one.seconds
         - one.prefill_seconds
         - one.pause_seconds
         + min(one.prefill_seconds, end.prefill_seconds)
         + min(one.pause_seconds, end.pause_seconds)
-        for one, end in zip(found, ends, strict=True)
+        for one, end in zip(levels, ends, strict=True)
     ]
     fastest = np.minimum.accumulate(least[::-1])[::-1]
     return tuple(
         replace(
             one, seconds=float(seconds), latency_periods=end.latency_periods, remainder_seconds=end.remainder_seconds
         )
-        for one, end, seconds in zip(found, ends, fastest, strict=True)
+        for one, end, seconds in zip(levels, ends, fastest, strict=True)
     )
 
 
@@ -240,5 +240,5 @@ def stream_levels(stream: Stream, staleness: int, paused: bool = False) -> list[
     """
     spent = np.concatenate([np.linspace(0.0, 1.25, STREAM_LEVELS + 1), np.linspace(1.25, staleness, STREAM_LEVELS + 1)])
     waits = 1.0 + staleness - np.minimum(spent, staleness)
-    found = {between_for(stream.lengths, stream.work.samples_per_group, stream.groups, float(one)) for one in waits}
-    return [variant_of(stream, between, paused) for between in sorted({max(stream.least, one) for one in found})]
+    tokens = {between_for(stream.lengths, stream.work.samples_per_group, stream.groups, float(one)) for one in waits}
+    return [variant_of(stream, between, paused) for between in sorted({max(stream.least, one) for one in tokens})]

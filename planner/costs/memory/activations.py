@@ -11,16 +11,17 @@ from msgspec import Struct
 
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.memory.terms import (
+    CACHE_PAGE_TOKENS,
     PREFILL_TOKENS,
     DType,
     Footprint,
     Recompute,
-    ceil_div,
     cuts_model,
     element_bytes,
 )
 from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.planner.plan.layout import Layout
+from realgraph.planner.plan.stages import stage_totals, stages_of
 
 LOGITS_CHUNK_BYTES = 1 << 26  # float32 logits that exist at once: the head is computed in chunks of tokens
 LIVE_LAYERS = 2.0  # layers' worth of tensors while one layer's backward pass runs: its own and their gradients
@@ -72,37 +73,39 @@ def train_activations(
     With full recomputation a layer's input is all that stays, and one layer is live; a backward pass holds about one
     layer's worth of gradients besides. Selective recomputation keeps what matrix products and attention read: norms and
     activation functions are computed again (arXiv:2205.05198, sec. 5, where attention is not fused its scores too). Of
-    pp stages the first keeps most micro-batches, and the last one has the logits: see `_in_flight`.
+    pp stages the first keeps most micro-batches (`in_flight`), and the last one has the logits: the fullest counts.
     """
     element = element_bytes(role.dtype)
     cut = layout.tp if running.sequence_parallel else 1
     per_layer, live = _kept_layers(model, role, layout, running)
-    stage = ceil_div(model.layers, layout.pp)
-    begun, late = _in_flight(layout.pp, running)
     ends = 4 * max(4, element) * model.hidden // cut  # embedding, last norm, and their gradients
-    first = int(tokens * (stage * begun * per_layer + live + ends))
-    last = int(tokens * (stage * late * per_layer + live + ends))
+    layers = stage_totals(stages_of(model, role.head, layout))
+    kept = [count * begun for count, begun in zip(layers, in_flight(layout.pp, running), strict=True)]
+    rows = [
+        int(tokens * (each * per_layer + live + ends * (stage in (0, layout.pp - 1))))
+        for stage, each in enumerate(kept)
+    ]
     logits = _logits(model, role, layout, tokens, running.logit_bytes)
     buckets = _messages(model, layout, element, tokens)
-    if layout.pp == 1 or last + logits > first:
-        return Footprint(activations=last, logits=logits, buckets=buckets)
-    return Footprint(activations=first, buckets=buckets)
+    fullest = max(rows)
+    if rows[-1] + logits >= fullest:
+        return Footprint(activations=rows[-1], logits=logits, buckets=buckets)
+    return Footprint(activations=fullest, buckets=buckets)
 
 
-def _in_flight(stages: int, running: Running) -> tuple[float, float]:
-    """Micro-batches whose activations the first and the last stage keep at once; never more than a step has.
+def in_flight(stages: int, running: Running) -> tuple[float, ...]:
+    """Micro-batches whose activations each stage keeps at once; never more than a step has.
 
     1F1B: as many as stages follow, itself counted (arXiv:2104.04473, sec. 2.2.1). Interleaved: the first stage warms up
-    with 2 (p - 1) + (v - 1) p groups of 1/v of its layers and so keeps p (1 + (p - 1) / (p v)) micro-batches
-    (arXiv:2205.05198, sec. 4.2.3), the last stage with (v - 1) p.
+    with 2 (p - 1) + (v - 1) p chunks and so keeps p (1 + (p - 1) / (p v)) micro-batches (arXiv:2205.05198, sec. 4.2.3),
+    each later one 2 chunks less, the last stage (v - 1) p and the one that it works on.
     """
     most = float(running.microbatches or math.inf)
     if stages == 1:
-        return 1.0, 1.0
+        return (1.0,)
     if running.chunks > 1:
-        turn = (stages - 1) / running.chunks
-        return min(most, stages + turn), min(most, stages - turn)
-    return min(most, float(stages)), 1.0
+        return tuple(min(most, stages + (stages - 1 - 2 * stage) / running.chunks) for stage in range(stages))
+    return tuple(min(most, float(stages - stage)) for stage in range(stages))
 
 
 def _kept_layers(model: ModelSpec, role: ModelRole, layout: Layout, running: Running) -> tuple[float, float]:
@@ -116,11 +119,19 @@ def _kept_layers(model: ModelSpec, role: ModelRole, layout: Layout, running: Run
         residual = _residual_bytes(model, element, fused)
         layer += residual - residual // layout.tp
     layer += running.score_bytes * running.sample_tokens * model.heads // layout.tp
+    gathered = _gathered_bytes(model, element, layout)
     if recompute == "none":
-        return layer, (running.live - 1) * layer
+        return layer + gathered, (running.live - 1) * layer
     if recompute == "selective":
-        return min(layer, _product_inputs(model, element, layout.tp, cut)), running.live / 2 * layer
-    return 0 if running.offloaded else element * model.hidden // cut, running.live * layer
+        return min(layer, _product_inputs(model, element, layout.tp, cut)) + gathered, running.live / 2 * layer
+    return 0 if running.offloaded else element * model.hidden // cut, running.live * layer + gathered
+
+
+def _gathered_bytes(model: ModelSpec, element: int, layout: Layout) -> int:
+    """Keys and values of the other cp ranks' tokens, by each own token, that a layer's attention keeps: as if every
+    sample were cut."""
+    width = model.kv_width() if model.latent is None else 2 * model.attention_width()
+    return element * width * (layout.cp - 1) // layout.tp
 
 
 def _residual_bytes(model: ModelSpec, element: int, fused: bool) -> int:
@@ -160,19 +171,22 @@ def _forward_rows(model: ModelSpec, role: ModelRole, layout: Layout, tokens: int
     return Footprint(activations=per_token * tokens, buckets=_messages(model, layout, element, tokens))
 
 
-def kv_bytes_per_token(model: ModelSpec, dtype: DType) -> int:
-    """Keys and values of one token in all layers. Sliding-window layers count as full: an upper bound."""
-    return model.layers * model.kv_width() * element_bytes(dtype)
+def kv_bytes_per_token(model: ModelSpec, element: int) -> int:
+    """Keys and values of one token in all layers; element: bytes of a number. Sliding-window layers count as full."""
+    return model.layers * model.kv_width() * element
 
 
 def generation(model: ModelSpec, role: ModelRole, layout: Layout, kv_tokens: int) -> Footprint:
-    """A cache of `kv_tokens` tokens, and the activations and logits of a prefill pass."""
+    """A cache of `kv_tokens` tokens in the fullest stage's layers, in whole pages and one for padding, and the
+    activations and logits of a prefill pass."""
     cut = min(layout.tp, model.kv_heads) if model.latent is None else 1  # one latent serves all heads
-    per_token = kv_bytes_per_token(model, role.dtype) // cut
+    layers = max(stage_totals(stages_of(model, role.head, layout)))
+    per_token = kv_bytes_per_token(model, element_bytes(role.dtype)) * layers // (model.layers * cut)
     entered = min(kv_tokens, PREFILL_TOKENS)
     prefill = _forward_rows(model, role, layout, entered)
     logits = _logits(model, role, layout, entered, 0)  # engines that serve need those of last tokens only
-    return Footprint(kv_cache=per_token * kv_tokens, logits=logits) + prefill
+    pages = math.ceil(kv_tokens / CACHE_PAGE_TOKENS) + 1
+    return Footprint(kv_cache=per_token * pages * CACHE_PAGE_TOKENS, logits=logits) + prefill
 
 
 def _logits(model: ModelSpec, role: ModelRole, layout: Layout, tokens: int, whole: int | None = None) -> int:

@@ -29,12 +29,12 @@ from realgraph.planner.costs.memory.terms import (
     element_bytes,
     master_bytes,
     served_expert_ranks,
-    shards,
     trained_expert_ranks,
     usable_bytes,
 )
 from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.planner.plan.layout import Layout
+from realgraph.planner.plan.stages import stage_totals, stages_of
 
 __all__ = [
     "GPU_RUNTIME_BYTES",
@@ -56,11 +56,9 @@ __all__ = [
     "kv_bytes_per_token",
     "local_params",
     "local_routed",
-    "lora_params",
     "master_bytes",
     "rescue_copies",
     "served_expert_ranks",
-    "shards",
     "train_activations",
     "trained_copy",
     "trained_expert_ranks",
@@ -68,38 +66,36 @@ __all__ = [
 ]
 
 
-def lora_params(model: ModelSpec, rank: int) -> int:
-    """Parameters of adapters of `rank` on attention's and the MLP's matrices: rank x (rows + columns) each
-    (arXiv:2106.09685)."""
-    queries, keys = model.attention_width(), model.kv_heads * model.head_dim
-    attention = 2 * (model.hidden + queries) + 2 * (model.hidden + keys)
-    dense = model.mlp_matrices * (model.hidden + model.intermediate)
-    routed = 3 * model.experts * (model.hidden + model.expert_intermediate)
-    mlps = (model.layers - model.expert_layers) * dense + model.expert_layers * routed
-    return rank * (model.layers * attention + mlps)
-
-
 @lru_cache(maxsize=1 << 16)
 def local_params(model: ModelSpec, role: ModelRole, layout: Layout, serves: bool = False) -> int:
-    """Parameters on the fullest device before dp cuts them: a whole stage, and embedding or head, whichever is larger.
+    """Parameters on the fullest device before dp cuts them: its stage's layers, with the embedding on the first stage
+    and the head on the last.
 
     serves: in an engine that only generates, which cuts experts in its own way.
     """
     if not cuts_model(layout):
         return model.n_params(role.head)
-    head = model.head_params(role.head)
-    embedding = model.vocab * model.hidden
+    dense, routed = max(_stage_params(model, role, layout, serves), key=sum)
+    return int(dense) + int(routed)
+
+
+def local_routed(model: ModelSpec, role: ModelRole, layout: Layout, serves: bool = False) -> int:
+    """Parameters of routed experts among them."""
+    return int(max(_stage_params(model, role, layout, serves), key=sum)[1])
+
+
+def _stage_params(model: ModelSpec, role: ModelRole, layout: Layout, serves: bool) -> list[tuple[float, float]]:
+    """Parameters on each device of each stage: all but routed experts, and these. A tied head's matrix lies on the
+    first stage and on the last."""
+    head, embedding = model.head_params(role.head), model.vocab * model.hidden
     layers = model.n_params(role.head) - model.routed_params() - head - embedding
-    ends = embedding + head if layout.pp == 1 else max(embedding, embedding if model.tied else head)
-    stage = ceil_div(model.layers, layout.pp) / model.layers
-    return int((stage * layers + ends) / layout.tp) + local_routed(model, layout, serves)
-
-
-def local_routed(model: ModelSpec, layout: Layout, serves: bool = False) -> int:
-    """Parameters of routed experts that one device holds."""
-    stage = ceil_div(model.layers, layout.pp) / model.layers
     ranks = served_expert_ranks(layout) if serves else trained_expert_ranks(layout)
-    return int(stage * model.routed_params() / ranks)
+    shares = [total / model.layers for total in stage_totals(stages_of(model, role.head, layout))]
+    dense = [share * layers for share in shares]
+    dense[0] += embedding
+    dense[-1] += embedding if layout.pp > 1 and model.tied and role.head == "lm" else head
+    routed = [share * model.routed_params() / ranks for share in shares]
+    return [(one / layout.tp, other) for one, other in zip(dense, routed, strict=True)]
 
 
 def expert_copies(layout: Layout) -> int:
@@ -110,7 +106,7 @@ def expert_copies(layout: Layout) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def trained_copy(
-    model: ModelSpec, role: ModelRole, layout: Layout, distributed: bool | None = None, lora_rank: int = 0
+    model: ModelSpec, role: ModelRole, layout: Layout, distributed: bool | None = None, trained_share: float = 1.0
 ) -> Footprint:
     """Resident bytes of a trained role under AdamW with gradients summed in the masters' precision.
 
@@ -118,18 +114,18 @@ def trained_copy(
     and in mixed precision the gradients that a backward pass leaves before they are summed. FSDP's shards are the
     masters themselves, and a backward pass always leaves gradients of its own. So 16 bytes a parameter in float32, 20
     in bfloat16 and in FSDP. A distributed optimizer (default: where the layout cuts the model) sums in place and cuts
-    masters and moments over the devices that hold the same parameters; float32 weights are their own masters. With
-    adapters only they have gradients and states.
+    masters and moments over the devices that hold the same parameters; float32 weights are their own masters. Of
+    the parameters the share `trained_share` has gradients and states.
     """
     own, wide = element_bytes(role.dtype), master_bytes(role)
     whole = local_params(model, role, layout)
-    trained = whole if not lora_rank else round(whole * lora_params(model, lora_rank) / model.n_params(role.head))
+    trained = round(trained_share * whole)
+    routed = local_routed(model, role, layout) * trained // whole
+    share = ceil_div(trained - routed, layout.dp * layout.cp) + ceil_div(routed, expert_copies(layout))
     if layout.sharding == "fsdp":
-        held, share = ceil_div(whole, layout.dp * layout.cp), ceil_div(trained, layout.dp * layout.cp)
+        held = _sharded_params(model, role, layout)
         return Footprint(weights=wide * held, gradients=2 * wide * share, optimizer=2 * wide * share)
     if cuts_model(layout) if distributed is None else distributed:
-        routed = local_routed(model, layout) * trained // whole
-        share = ceil_div(trained - routed, layout.dp * layout.cp) + ceil_div(routed, expert_copies(layout))
         return Footprint(
             weights=own * whole, gradients=wide * trained, optimizer=(2 if wide == own else 3) * wide * share
         )
@@ -138,16 +134,20 @@ def trained_copy(
     return Footprint(weights=own * whole, gradients=(wide + own) * trained, optimizer=3 * wide * trained)
 
 
-def rescue_copies(model: ModelSpec, role: ModelRole, layout: Layout) -> Footprint:
-    """Host bytes of the states kept of a whole trained copy before each train call: the last, and the one being taken.
+def _sharded_params(model: ModelSpec, role: ModelRole, layout: Layout) -> int:
+    """Parameters of which FSDP leaves a device its part: of spread experts over those that hold the same ones."""
+    routed = local_routed(model, role, layout)
+    rest = local_params(model, role, layout) - routed
+    return ceil_div(rest, layout.dp * layout.cp) + ceil_div(routed, expert_copies(layout))
 
-    Sharded copies keep none: no single process has the whole state.
-    """
-    if layout.sharding == "fsdp":
-        return Footprint()
+
+def rescue_copies(model: ModelSpec, role: ModelRole, layout: Layout) -> Footprint:
+    """Host bytes of the states that a worker keeps of its part before each train call: the last, and the one being
+    taken."""
     own, wide = element_bytes(role.dtype), master_bytes(role)
     per_param = own + 2 * wide + (wide if wide > own else 0)
-    return Footprint(optimizer=2 * per_param * ceil_div(model.n_params(role.head), shards(layout)))
+    params = _sharded_params if layout.sharding == "fsdp" else local_params
+    return Footprint(optimizer=2 * per_param * params(model, role, layout))
 
 
 def frozen_copy(model: ModelSpec, role: ModelRole, layout: Layout, serves: bool = False) -> Footprint:

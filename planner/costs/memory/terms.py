@@ -18,6 +18,7 @@ GPU_RUNTIME_BYTES = 1_500_000_000  # CUDA context, NCCL and cuBLAS workspaces of
 # Prompt tokens that enter the cache in one forward pass: vLLM's and SGLang's default on devices of 80 GB (vLLM,
 # EngineArgs.max_num_batched_tokens; SGLang, chunked_prefill_size). This project's own engine takes half as many.
 PREFILL_TOKENS = 8192
+CACHE_PAGE_TOKENS = 16  # of one page of a KV cache
 CPU_RUNTIME_BYTES = 600_000_000  # a Python process with torch and transformers loaded
 
 
@@ -68,12 +69,6 @@ def element_bytes(dtype: DType) -> int:
 def master_bytes(role: ModelRole) -> int:
     """Bytes of one element of gradients, master weights and Adam moments: at least float32."""
     return 8 if "float64" in (role.dtype, role.master_dtype) else 4
-
-
-def shards(layout: Layout) -> int:
-    """Devices among which one copy's states are divided."""
-    model_parallel = layout.tp * layout.pp
-    return model_parallel * layout.dp * layout.cp if layout.sharding == "fsdp" else model_parallel
 
 
 def cuts_model(layout: Layout) -> bool:

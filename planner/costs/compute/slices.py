@@ -1,0 +1,202 @@
+"""The slices of a model that devices and nodes hold under a layout, and what of them two layouts have in common.
+
+Every tensor is cut evenly over pp stages and tp parts; routed experts over groups of whole experts or over parts of
+each (`memory.trained_expert_ranks`, `served_expert_ranks`), and under fsdp each slice over the dp x cp copies. So a
+device holds a box of the model, an interval on every axis, which follows from its coordinates (`plan/axes.py`), and
+neighbours on one node hold a box too. Two boxes have the product of their overlaps in common, and the worst device
+that least. Where the stages of two layouts are whole multiples of the patterns within them, every pattern occurs in
+every stage, and the least product is the product of the least; else all devices are looked at. Arrays over layouts.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from realgraph.planner.plan.axes import stride_of
+from realgraph.planner.plan.layout import Layout
+from realgraph.planner.plan.problem import Bools, Floats, Ints
+
+
+class Cuts(Struct, frozen=True, eq=False):
+    """Different ways to cut a model over one mesh: arrays [cuts] of the number of parts on each axis."""
+
+    devices: int  # of the mesh
+    stages: Ints
+    parts: Ints  # of what is no routed expert, on neighbours
+    groups: Ints  # of whole experts, on neighbours
+    expert_parts: Ints  # of each expert, on neighbours
+    shards: Ints  # of each slice under fsdp, else 1
+
+    @property
+    def table(self) -> Ints:
+        """[cuts, axes]: equal rows hold equal slices on each device."""
+        return np.stack([self.stages, self.parts, self.groups, self.expert_parts, self.shards], axis=1)
+
+
+class Runs(Struct, frozen=True, eq=False):
+    """Devices of a mesh that hold slices together, `length` neighbours from each of `starts`, in the mesh's numbers."""
+
+    starts: Ints
+    length: int
+
+
+class Weights(Struct, frozen=True):
+    """Bytes of a whole model."""
+
+    dense: float  # all but routed experts
+    routed: float
+
+
+def cuts_of(layouts: Sequence[Layout], serves: bool) -> tuple[Cuts, Ints]:
+    """The different cuts of layouts on one mesh, and each layout's number among them. serves: in an engine that
+    generates, which cuts experts over tp where that is more than ep, else one that trains or scores."""
+    rows = [_row(layout, serves) for layout in layouts]
+    number = {row: i for i, row in enumerate(dict.fromkeys(rows))}
+    table = np.array(list(number), dtype=np.int64)
+    return Cuts(layouts[0].mesh.n_devices, *table.T), np.array([number[row] for row in rows], dtype=np.int64)
+
+
+def _row(layout: Layout, serves: bool) -> tuple[int, int, int, int, int]:
+    whole = layout.ep > 1 and not (serves and layout.ep < layout.tp)  # experts lie whole on devices
+    fsdp = layout.sharding == "fsdp"
+    if fsdp and layout.ep > layout.tp:
+        whole = False  # fsdp cuts them like the rest
+    groups, expert_parts = (layout.ep, 1) if whole else (1, layout.tp)
+    return layout.pp, layout.tp, groups, expert_parts, stride_of(layout, "pp") // layout.tp if fsdp else 1
+
+
+def held_bytes(cuts: Cuts, runs: Runs, weights: Weights) -> Floats:
+    """[cuts]: bytes of the different slices on the fullest run; of runs that are not even, all of their stages."""
+    size = cuts.devices // cuts.stages[:, None]
+    stages = (runs.starts + runs.length - 1) // size - runs.starts // size + 1
+    inner = weights.dense * _held(cuts.parts, runs.length)
+    inner = inner + weights.routed * _held(cuts.groups, runs.length) * _held(cuts.expert_parts, runs.length)
+    inner = np.where(_even(cuts, runs.length), inner * _shards(cuts, runs.length), weights.dense + weights.routed)
+    return np.asarray(stages.max(axis=1) / cuts.stages * inner)
+
+
+def _even(cuts: Cuts, length: int) -> Bools:
+    """[cuts]: whether runs from multiples of their length have whole patterns of a stage, or even parts of one.
+
+    Those of nodes have, but where tp is more than a node's devices and no multiple, or fsdp's stages end inside nodes.
+    """
+    size = cuts.devices // cuts.stages
+    axes = (cuts.parts, cuts.groups, cuts.expert_parts, np.where(cuts.shards > 1, size, 1))
+    even: Bools = np.logical_and.reduce([(axis % length == 0) | (length % axis == 0) for axis in axes])
+    return even
+
+
+def _held(parts: Ints, length: int) -> Floats:
+    return np.minimum(1.0, length / parts)
+
+
+def _shards(cuts: Cuts, length: int) -> Floats:
+    """[cuts]: share of the shards of its slices that a run holds."""
+    return np.minimum(1.0, np.maximum(1, length // cuts.parts) / cuts.shards)
+
+
+def common_bytes(source: Cuts, target: Cuts, runs: tuple[Runs, Runs], weights: Weights) -> Floats:
+    """[cuts of source, cuts of target]: bytes that a run of the source holds of the target's slices on the run of the
+    same number, where that is least. Nothing of two different cuts into shards where no run has all, and of runs that
+    are not even."""
+    here, there = runs
+    shards = _shards(source, here.length)[:, None], _shards(target, there.length)[None, :]
+    shared = np.where(np.maximum(*shards) >= 1, shards[0] * shards[1], 0.0)
+    stages, at = _least_stages(source, target, runs)
+    common = stages * _least_inner(source, target, runs, weights)
+    period = np.lcm(_period(source, here.length)[:, None], _period(target, there.length)[None, :])
+    size = np.gcd((source.devices // source.stages)[:, None], (target.devices // target.stages)[None, :])
+    offset = int(here.starts[0] - there.starts[0])
+    mixed = (np.gcd(size, offset) % period != 0) & at
+    if mixed.any():
+        i, j = np.nonzero(mixed)
+        common[i, j] = _least_of_pairs(_chosen(source, i), _chosen(target, j), runs, weights)
+    return np.asarray(common * shared * (_even(source, here.length)[:, None] & _even(target, there.length)))
+
+
+def _chosen(cuts: Cuts, numbers: Ints) -> Cuts:
+    """The cuts with these numbers."""
+    return Cuts(cuts.devices, *cuts.table[numbers].T)
+
+
+def _period(cuts: Cuts, length: int) -> Ints:
+    """[cuts]: devices after which the slices of runs within one stage repeat."""
+    axes = (cuts.parts, cuts.groups, cuts.expert_parts)
+    repeats: Ints = np.lcm.reduce([np.where(axis <= length, 1, axis) for axis in axes])
+    return repeats
+
+
+def _least_stages(source: Cuts, target: Cuts, runs: tuple[Runs, Runs]) -> tuple[Floats, Bools]:
+    """[cuts of source, cuts of target]: the least overlap of stages, and whether there is more than one in all."""
+    (ours, i), (theirs, j) = (np.unique(cuts.stages, return_inverse=True) for cuts in (source, target))
+    one = _stages(ours, source.devices, runs[0])
+    other = _stages(theirs, target.devices, runs[1])
+    least = _overlap((one[0][:, None], one[1][:, None]), (other[0][None], other[1][None])).min(axis=-1)
+    both = np.ix_(i.reshape(-1), j.reshape(-1))
+    return least[both], np.maximum(source.stages[:, None], target.stages[None, :]) > 1
+
+
+def _least_inner(source: Cuts, target: Cuts, runs: tuple[Runs, Runs], weights: Weights) -> Floats:
+    """[cuts of source, cuts of target]: the least bytes in common of a whole stage, shards aside."""
+    (ours, i), (theirs, j) = (_inner(cuts, weights) for cuts in (source, target))
+    here, there = runs
+    period = int(np.lcm.reduce([*_period(ours, here.length), *_period(theirs, there.length), there.length]))
+    n = max(1, np.searchsorted(there.starts - there.starts[0], period))
+    near, far = Runs(here.starts[:n], here.length), Runs(there.starts[:n], there.length)
+    pairs = np.indices((len(ours.parts), len(theirs.parts))).reshape(2, -1)
+    shared = _inner_overlap(_chosen(ours, pairs[0]), _chosen(theirs, pairs[1]), (near, far), weights).min(axis=-1)
+    least: Floats = shared.reshape(len(ours.parts), -1)[np.ix_(i, j)]
+    return least
+
+
+def _inner(cuts: Cuts, weights: Weights) -> tuple[Cuts, Ints]:
+    """The different cuts of a stage, and the number of each cut among them; of experts only where there are any."""
+    key = cuts.parts
+    if weights.routed:
+        key = (key << 40) + (cuts.groups << 20) + cuts.expert_parts
+    _, first, number = np.unique(key, return_index=True, return_inverse=True)
+    return _chosen(cuts, first), number.reshape(-1)
+
+
+def _least_of_pairs(source: Cuts, target: Cuts, runs: tuple[Runs, Runs], weights: Weights) -> Floats:
+    """[pairs]: the least of the whole product over all runs, shards aside."""
+    stages = _overlap(_stages(source.stages, source.devices, runs[0]), _stages(target.stages, target.devices, runs[1]))
+    return np.asarray((stages * _inner_overlap(source, target, runs, weights)).min(axis=-1))
+
+
+def _inner_overlap(source: Cuts, target: Cuts, runs: tuple[Runs, Runs], weights: Weights) -> Floats:
+    """[pairs, runs]: bytes in common of a whole stage, shards aside."""
+    here, there = runs
+
+    def along(one: Ints, other: Ints) -> Floats:
+        return _overlap(_slices(one, here), _slices(other, there))
+
+    common = weights.dense * along(source.parts, target.parts)
+    if weights.routed:
+        experts = along(source.groups, target.groups) * along(source.expert_parts, target.expert_parts)
+        common = common + weights.routed * experts
+    return common
+
+
+Interval = tuple[Floats, Floats]  # from, to: shares of an axis
+
+
+def _stages(stages: Ints, devices: int, runs: Runs) -> Interval:
+    """[cuts, runs]: the layers of each run's stages."""
+    size = devices // stages[:, None]
+    first, last = runs.starts // size, (runs.starts + runs.length - 1) // size
+    return first / stages[:, None], (last + 1) / stages[:, None]
+
+
+def _slices(parts: Ints, runs: Runs) -> Interval:
+    """[cuts, runs]: the parts of each run, which lie on neighbours in turn; of a run past the last part those up to
+    it."""
+    count = parts[:, None]
+    first = np.where(count <= runs.length, 0, runs.starts % count)
+    return first / count, np.minimum(first + runs.length, count) / count
+
+
+def _overlap(one: Interval, other: Interval) -> Floats:
+    shared: Floats = np.maximum(0.0, np.minimum(one[1], other[1]) - np.maximum(one[0], other[0]))
+    return shared
