@@ -98,8 +98,8 @@ def test_a_run_that_cannot_be_planned_is_refused(run_file: Path, overrides: list
 
 
 def test_what_the_installed_engines_lack_is_refused_where_they_are_asked_for(run_file: Path) -> None:
-    with pytest.raises(ConfigError, match="tensor parallelism"):
-        plan_command(run_file, ["allocation.train={tp: 2}"], PlanOptions(engine="installed"))
+    with pytest.raises(ConfigError, match="pipeline parallelism"):
+        plan_command(run_file, ["allocation.rollout={pp: 2}"], PlanOptions(engine="installed"))
 
 
 def test_a_problem_of_the_planner_has_its_line_in_the_run_file(run_file: Path) -> None:

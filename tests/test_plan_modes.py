@@ -1,16 +1,14 @@
-"""What `realgraph plan` does besides planning one run: explain, sweep, robust, planning problems, and how it ends."""
+"""Modes of `realgraph plan` besides planning one run: explain, sweep, robust, planning problems; and how it ends."""
 
 import json
 import os
 import signal
-import sys
 import threading
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from realgraph import cli
 from realgraph.graphs.errors import ConfigError
 from realgraph.plan import command as plan_command_module
 from realgraph.plan.beside import cut_short
@@ -20,6 +18,7 @@ from realgraph.plan.options import PlanOptions
 from realgraph.plan.session import NoPlanYet
 from realgraph.planner.plan.codec import plan_from_json
 from realgraph.planner.report.content import Comparison
+from tests.console_script import typed
 from tests.plan_reports import overlapping
 
 RUN = """
@@ -39,14 +38,6 @@ def run_file(tmp_path: Path) -> Path:
     file = tmp_path / "run.yaml"
     file.write_text(RUN)
     return file
-
-
-def typed(*arguments: object, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Runs the console script in this process; returns its exit code."""
-    monkeypatch.setattr(sys, "argv", ["realgraph", *map(str, arguments)])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    return int(caught.value.code or 0)
 
 
 def test_other_plans_and_hints_stand_beside_it(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What `realgraph plan` shows: its timeline, slack, bottleneck, memory and words, over plans made by hand."""
+"""The report of `realgraph plan`: its timeline, slack, bottleneck, memory and words, over plans made by hand."""
 
 import json
 import math
@@ -26,7 +26,7 @@ from realgraph.planner.report.html import page
 from realgraph.planner.report.price import price_of
 from realgraph.planner.report.schedule import DrawnTask, slacks, timeline
 from realgraph.planner.report.svg import ACTIVE, CHARACTER_WIDTH, RESIDENT, fitting, log_ticks, shades, ticks
-from realgraph.planner.report.text import bound_text
+from realgraph.planner.report.text import bound_text, pipelines_text, table_legend
 from realgraph.planner.report.trace import trace_json
 from realgraph.planner.request.constraints import Constraints
 from realgraph.planner.request.request import PlanRequest
@@ -68,7 +68,7 @@ def test_no_device_does_two_things_at_once_and_every_second_is_counted(seed: int
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_stream_is_drawn_where_nothing_else_has_its_devices(seed: int) -> None:
-    """Wherever its calls fall in a period, and round its end: the stream takes what they leave."""
+    """The stream takes what the calls leave, wherever they fall in a period, and round its end."""
     rng = random.Random(seed)
     ends = sorted(rng.uniform(0, 10) for _ in range(6))
     spans = [(ends[i] + rng.choice([0, 10]), ends[i + 1] - ends[i]) for i in (0, 2, 4)]
@@ -156,6 +156,20 @@ def test_pipelines_new_weights_and_slow_inputs_are_told(width: int) -> None:
     assert "selective recompute" in terminal or width == 80
 
 
+def test_layers_of_stages_are_told() -> None:
+    """In a word beside the schedule, and each stage's own in the trace."""
+    shown = everything()
+    train = shown.plan.allocations["critic_train"]
+    stages = (*[(10, 10)] * 2, (11, 10), (10, 9))
+    staged = msgspec.structs.replace(train, layout=msgspec.structs.replace(train.layout, stages=stages))
+    plan = msgspec.structs.replace(shown.plan, allocations={**shown.plan.allocations, "critic_train": staged})
+    rows = [msgspec.structs.replace(row, allocation=plan.allocations[row.call]) for row in shown.rows]
+    assert "critic_train interleaved x2 (layers 20+20+21+19)" in pipelines_text(rows)
+    events = json.loads(trace_json(msgspec.structs.replace(shown, plan=plan)))["traceEvents"]
+    told = [event["args"] for event in events if event["name"] == "critic_train"]
+    assert told and all(one["layers"] == ["0-9, 41-50", "10-19, 51-60", "20-30, 61-70", "31-40, 71-79"] for one in told)
+
+
 def test_meshes_are_drawn_on_the_cluster() -> None:
     shown = everything()
     assert mesh_picture(range(32, 64), shown) == "········████████"
@@ -189,6 +203,14 @@ def test_the_page_is_whole_and_escapes_what_users_name() -> None:
     assert "</html>" in page(report(*colocated()))
 
 
+def test_the_page_and_the_terminal_explain_the_table_in_the_same_words() -> None:
+    whole = everything()
+    legend = list(table_legend(whole))
+    assert [line.partition(":")[0] for line in legend][-1] == "copy"
+    assert allocation_table(whole, 200).caption == "; ".join(legend)
+    assert all(line in page(whole) for line in legend)
+
+
 def test_a_plan_does_not_differ_from_itself_and_every_difference_is_named() -> None:
     _, plan = overlapping()
     assert diff(plan, plan) == ()
@@ -212,6 +234,10 @@ def test_a_plan_does_not_differ_from_itself_and_every_difference_is_named() -> N
     assert said["actor_train", "schedule"].after == "interleaved"
     assert said["generate", "transport"].after == "through host memory"
     assert ("values", "transport") not in said
+    uneven = [msgspec.structs.replace(layout, stages=stages) for stages in (((20,),) * 4, ((21,), (20,), (20,), (19,)))]
+    before, after = ({**plan.allocations, "actor_train": msgspec.structs.replace(train, layout=one)} for one in uneven)
+    (told,) = diff(*(msgspec.structs.replace(plan, allocations=one) for one in (before, after)))
+    assert (told.what, told.before, told.after) == ("stages", "20 layers a stage", "layers 21+20+20+19")
     hashed = msgspec.structs.replace(plan, hashes=Hashes("1", "2", "3", "4"))
     words = {"the graph or its models", "the batch or lengths", "the cluster", "the table of measured costs"}
     assert {change.what for change in diff(plan, hashed)} == words

@@ -16,8 +16,10 @@ from realgraph.planner.search.assembly import events_of
 from realgraph.planner.search.search import search
 from realgraph.planner.search.streams import keeps_caches
 from realgraph.run.planning import request_for
+from realgraph.run.running import job_of
 from realgraph.run_file.compose import check_run
 from realgraph.runtime.job.job import CheckpointSpec, Job
+from realgraph.runtime.job.run_folder import RunFolder
 from tests.plan_clock import PlanClock, Prices
 
 ROOT = Path(__file__).parent.parent
@@ -41,27 +43,14 @@ def planned(config: str, *overrides: str) -> tuple[PlanRequest, Plan, Job]:
     checked = check_run(ROOT / config, [f"steps={STEPS}", "eval=null", *overrides])
     request = replace(request_for(checked), engine=EVERY)
     plan = search(request, Limits(seconds=20.0))
-    run = checked.run
-    job = Job(
-        name="test",
-        graph=checked.graph,
-        plan=plan,
-        cluster=request.cluster,
-        data=run.data,
-        batch=run.batch,
-        steps=STEPS,
-        seed=0,
-        run_dir="/run",
-        user_dir="/user",
-        staleness=run.staleness,
-        checkpoint=CheckpointSpec(minutes=0),
-        runtime=replace(run.runtime, min_deadline_seconds=1e6),
-    )
+    job = job_of(checked, request, plan, RunFolder(Path("/run")))
+    runtime = replace(job.runtime, min_deadline_seconds=1e6)
+    job = replace(job, checkpoint=CheckpointSpec(minutes=0), runtime=runtime)
     return kept_by(request, plan), plan, job
 
 
 def prices_of(request: PlanRequest, plan: Plan) -> Prices | None:
-    """What the plan's stream costs, sequence by sequence; None of a synchronous plan."""
+    """Prices of the plan's stream, sequence by sequence; None of a synchronous plan."""
     if not request.workload.staleness:
         return None
     candidate = candidate_of(request, plan.allocations, "rollout")

@@ -29,7 +29,7 @@ from tests.planner_oracles import brute_force
 from tests.planner_problems import problem_of_seed
 
 BLOCK = 50
-FORBIDDEN = ("realgraph.planner.solve", "realgraph.planner.search", "realgraph.planner.space", "tests")
+FORBIDDEN = ("realgraph.planner.solve", "realgraph.planner.search", "realgraph.planner.options", "tests")
 
 
 def call(
@@ -79,7 +79,7 @@ def test_a_task_may_run_beside_weights_that_are_brought_to_another_device() -> N
 
 
 def test_the_bound_of_a_device_counts_its_reallocations_or_the_task_beside_it() -> None:
-    """As before with two reallocations from one train call, one of which holds every device."""
+    """Two reallocations leave one train call, and one of them holds every device."""
     read = CallSpec("read", (OptionSpec(11.0, 0, 0, (0, 2)), OptionSpec(7.0, 0, 0, (0, 4))), "actor")
     calls = (call("generate", 13.0, (3, 1), role="actor"), read, call("train", 17.0, (2, 1), role="actor", trains=True))
     moves = (

@@ -11,6 +11,7 @@ from realgraph.planner.feasibility.changes import more_devices
 from realgraph.planner.feasibility.diagnose import infeasible
 from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.inputs.workload import Workload
+from realgraph.planner.options.choices import candidates
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.plan.problem import Limits
@@ -156,6 +157,25 @@ def test_ranks_may_be_pinned_that_fill_a_part_of_the_cluster() -> None:
     """16 of 24 devices are two nodes; that 16 does not divide 24 forbids nothing."""
     asked = replace(PPO, cluster=cluster(nodes=3), pins={"ref": Pin(dp=16, tp=1, pp=1, cp=1)})
     assert search(asked, QUICK).allocations["ref"].layout.mesh.n_devices == 16
+
+
+def spread_over(kind: str, call: str = "train", pin: Pin | None = None) -> set[tuple[int, int, int]]:
+    """(dp, tp, ep) of all that a call on four devices may choose."""
+    pins = {} if pin is None else {"train": pin}
+    asked = request(grpo(), "Qwen/Qwen3-30B-A3B", cluster(kind, 4), pins=pins)
+    found = (one.layout for one in candidates(asked, call, DeviceMesh(0, 4), asked.cluster))
+    return {(layout.dp, layout.tp, layout.ep) for layout in found}
+
+
+def test_experts_are_spread_over_cpus_only_where_that_is_pinned() -> None:
+    assert {ep for _, _, ep in spread_over("H100-SXM")} == {1, 4}
+    assert all(dp % ep == 0 for dp, _, ep in spread_over("H100-SXM"))
+    assert spread_over("cpu") == {(4, 1, 1)}
+    assert spread_over("cpu", pin=Pin(dp=4, ep=2)) == {(4, 1, 2)}
+    assert spread_over("cpu", pin=Pin(tp=2, ep=4)) == {(2, 2, 4)}  # over all devices of the stage
+    assert {ep for _, _, ep in spread_over("cpu", "rollout", Pin(dp=4, ep=2))} == {1}
+    with pytest.raises(ConfigError, match=r"\$\.allocation\.train\.ep: ep 8 does not divide the 4 devices of a stage"):
+        search(request(grpo(), "Qwen/Qwen3-30B-A3B", cluster("cpu", 4), pins={"train": Pin(devices=4, ep=8)}), QUICK)
 
 
 # --- constraints in conflict ------------------------------------------------------------------------------------------

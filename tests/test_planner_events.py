@@ -20,6 +20,7 @@ from realgraph.planner.plan.events import (
     show_circuit,
 )
 from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.planner.plan.option import CallOption
 from realgraph.planner.plan.plan import Allocation, Hashes, Plan, Turn
 from realgraph.planner.plan.residency import shares_trained_copy
 from tests.planner_cases import ppo
@@ -210,12 +211,13 @@ def test_a_reallocation_holds_the_devices_whose_orders_name_it() -> None:
 
 
 def test_generation_reads_no_sharded_copy_and_inference_does() -> None:
-    whole = Layout(DeviceMesh(0, 8), dp=8)
-    sharded = Layout(DeviceMesh(0, 8), dp=8, sharding="fsdp")
+    whole = CallOption(Layout(DeviceMesh(0, 8), dp=8))
+    sharded = CallOption(Layout(DeviceMesh(0, 8), dp=8, sharding="fsdp"))
     generate, inference = Generate(model="actor"), Inference(model="actor", output="logprobs", writes=("l",))
     assert shares_trained_copy(generate, whole, whole) and shares_trained_copy(inference, sharded, sharded)
     assert not shares_trained_copy(generate, sharded, sharded)
     assert not shares_trained_copy(inference, whole, sharded)
+    assert not shares_trained_copy(inference, whole, msgspec.structs.replace(whole, residency="offloaded"))
 
 
 def streamed(ahead: int) -> Plan:

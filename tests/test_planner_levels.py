@@ -1,5 +1,7 @@
 """Plans under a staleness bound: never slower than those of a smaller bound, nor than a rule that the report prints."""
 
+from math import inf, isfinite
+
 import pytest
 from msgspec.structs import replace
 
@@ -9,6 +11,7 @@ from realgraph.planner.options.tables import problem_of
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.plan.problem import Limits, Solution
 from realgraph.planner.request.request import PlanRequest, at_staleness, kept_by
+from realgraph.planner.search import streams
 from realgraph.planner.search.baselines import baselines_of, best_of_rules
 from realgraph.planner.search.levels import levels_up_to
 from realgraph.planner.search.search import search
@@ -66,3 +69,12 @@ def test_a_search_that_had_no_time_gives_no_plan_that_a_rule_beats() -> None:
     assert best.period < slow.period and best.stopped == "time limit" and best.bound == slow.bound
     assert best_of_rules(prepared, replace(found, period=found.period / 2))[1].period == found.period / 2
     assert set(best.choices) == {task.name for task in where.problem.tasks}
+
+
+def test_a_plan_whose_generation_no_stream_keeps_to_stays_as_the_search_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = at_staleness(REQUESTS["ppo 8B on 8"][0], 1)
+    plan = replace(search(asked, LIMITS), staleness=1)
+    assert isfinite(streams.steady_state(asked, plan).period_seconds)
+    point = streams._point
+    monkeypatch.setattr(streams, "_point", lambda *of: replace(point(*of), period=inf, bound=False))
+    assert streams.steady_state(asked, plan) is plan

@@ -44,6 +44,7 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"attention_bias": True}),
     ("qwen2", {"num_key_value_heads": 1}),
     ("qwen2", {"num_key_value_heads": None}),
+    ("mixtral", {"num_local_experts": 6, "num_key_value_heads": 2, "tie_word_embeddings": True}),
     ("qwen3_moe", {**EXPERTS, "num_key_value_heads": 2}),
     ("qwen3_moe", {**EXPERTS, "num_key_value_heads": 2, "mlp_only_layers": [0]}),
     ("qwen3_moe", {**EXPERTS, "num_key_value_heads": 4, "decoder_sparse_step": 2, "head_dim": 32}),
@@ -108,7 +109,7 @@ def test_memory_follows_sharding_dtype_and_checkpointing() -> None:
     assert memory.trained_copy(spec, half, LAYOUT).total == 20 * spec.n_params()  # 2 + 2 + 4 + 4 + 8 bytes
     assert memory.trained_copy(spec, full, LAYOUT).total == 16 * spec.n_params()  # 4 + 4 + 8
     assert memory.trained_copy(spec, half, wide).total == pytest.approx(20 * spec.n_params() / 8, rel=1e-6)
-    assert memory.kv_bytes_per_token(spec, "bfloat16") == 2 * 36 * 8 * 128 * 2
+    assert memory.kv_bytes_per_token(spec, 2) == 2 * 36 * 8 * 128 * 2
     light = ModelRole(dtype="bfloat16", gradient_checkpointing=True)
     full_pass = memory.train_activations(spec, half, LAYOUT, 4096)
     assert memory.train_activations(spec, light, LAYOUT, 4096).activations < full_pass.activations / 5
@@ -149,6 +150,7 @@ def test_an_unknown_model_is_refused_with_a_way_out(path: str, says: str, tmp_pa
         ({**BASE, "model_type": "llama", "num_key_value_heads": 3}, "4 heads do not divide among 3"),
         ({**BASE, "model_type": "qwen3_moe", "num_experts_per_tok": 200}, "a token can't pass 200 of 128 experts"),
         ({**BASE, "model_type": "qwen3_moe", "num_experts_per_tok": 0}, "num_experts_per_tok"),
+        ({**BASE, "model_type": "mixtral", "num_experts_per_tok": 9}, "a token can't pass 9 of 8 experts"),
     ],
 )
 def test_a_bad_config_is_refused(config: dict[str, Any], says: str, tmp_path: Path) -> None:

@@ -103,7 +103,8 @@ def test_a_role_is_sharded_only_where_it_must_be() -> None:
     small = search(request(grpo(), "Qwen/Qwen3-0.6B"))
     assert {a.layout.sharding for a in small.allocations.values()} == {"replicated"}
     large = search(request(grpo(), "Qwen/Qwen3-8B"))  # 20 bytes x 8.2e9 is more than one H100 has
-    assert large.allocations["train"].layout.sharding == "fsdp"
+    layout = large.allocations["train"].layout
+    assert layout.sharding == "fsdp" or layout.tp * layout.pp > 1
     assert large.allocations["rollout"].layout.sharding == "replicated"
     assert large.allocations["rollout"].residency == "reallocated"
     weights = 2 * request(grpo(), "Qwen/Qwen3-8B").model("train").n_params()
@@ -119,9 +120,8 @@ def test_no_plan_names_call_device_bytes_and_a_way_out() -> None:
         "'train'",
         "device 0",
         "GB are usable",
-        "the trained states of 'actor'",
-        "dtype: bfloat16",
-        "24 devices, now 2",
+        "by owner: 'train' itself",  # whose states may wait in host memory meanwhile
+        "8 devices, now 2",
     ):
         assert part in said, said
 
@@ -155,7 +155,8 @@ def pinned_requests(draw: st.DrawFn) -> PlanRequest:
             first, devices = draw(st.sampled_from(meshes))
             pins[name] = Pin(first=first, devices=devices)
             if name.endswith("train") and draw(st.booleans()):
-                pins[name] = replace(pins[name], sharding=draw(st.sampled_from(["replicated", "fsdp"])))
+                shardings = ["replicated", "fsdp"] if devices > 1 else ["replicated"]  # one device is refused fsdp
+                pins[name] = replace(pins[name], sharding=draw(st.sampled_from(shardings)))
     return replace(asked, pins=pins, workload=replace(asked.workload, staleness=draw(st.integers(0, 2))))
 
 
@@ -182,12 +183,11 @@ def test_any_pins_give_a_valid_live_plan_whose_fullest_device_is_found(asked: Pl
     [
         ({"trian": Pin(devices=4)}, "did you mean 'train'"),
         ({"reward": Pin(devices=4)}, "holds no devices"),
-        ({"train": Pin(tp=2)}, "needs tensor parallelism"),
-        ({"train": Pin(pp=2)}, "needs pipeline parallelism"),
+        ({"train": Pin(tp=3)}, "tp 3 does not divide 16 attention heads"),
+        ({"rollout": Pin(pp=2)}, "needs pipeline parallelism"),
         ({"train": Pin(devices=16)}, "not all of the cluster's, 0 to 7"),
         ({"train": Pin(first=1, devices=2)}, "must begin at a multiple of 2"),
         ({"train": Pin(devices=3)}, "power of two"),
-        ({"train": Pin(devices=4, dp=2)}, "must be 4"),
         ({"rollout": Pin(sharding="fsdp")}, "whole weights"),
         ({"rollout": Pin(kv_cache_tokens=100)}, "holds no sample"),
     ],

@@ -3,8 +3,11 @@
 import msgspec
 import pytest
 
+from realgraph.graphs.maths import LoadBalance, Loss
 from realgraph.planner.feasibility.validate import validate
-from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.planner.options.choices import candidates
+from realgraph.planner.options.constraints import constraint_problems
+from realgraph.planner.plan.layout import DeviceMesh, Layout, Stages
 from realgraph.planner.plan.plan import Plan, Turn
 from realgraph.planner.request.constraints import Constraints
 from realgraph.planner.request.cost_table import CostTable, PhaseFactor
@@ -33,7 +36,8 @@ LATE = tuple(Turn(name) for name in ("ref", "values", "actor_train", "critic_tra
 @pytest.mark.parametrize(
     ("plan", "path", "says"),
     [
-        (edited(FOUND, "ref", tp=2, dp=4), "$.allocations.ref.layout.tp", "tensor parallelism"),
+        (edited(FOUND, "generate", pp=2, dp=4), "$.allocations.generate.layout.pp", "dp and tp only"),
+        (edited(FOUND, "ref", tp=3, dp=2), "$.allocations.ref.layout.tp", "set tp to 1, 2, 4, 8 or 16"),
         (edited(FOUND, "ref", dp=4), "$.allocations.ref.layout", "the mesh has 8 devices"),
         (edited(FOUND, "ref", dp=0), "$.allocations.ref.layout.dp", "at least 1"),
         (edited(FOUND, "ref", mesh=DeviceMesh(4, 8)), "$.allocations.ref.layout.mesh", "not all of the cluster's"),
@@ -48,12 +52,7 @@ LATE = tuple(Turn(name) for name in ("ref", "values", "actor_train", "critic_tra
         (edited(FOUND, "ref", kv_cache_tokens=9), "$.allocations.ref.kv_cache_tokens", "belongs to generate calls"),
         (edited(FOUND, "ref", max_tokens_per_microbatch=None), "$.allocations.ref.max_tokens", "has no tokens"),
         (edited(FOUND, "ref", max_tokens_per_microbatch=1 << 24), "$.allocations.ref", "GB on device 0"),
-        (edited(FOUND, "ref", residency="offloaded"), "$.allocations.ref.residency", "offload"),
-        (
-            edited(FOUND, "actor_train", recompute="full"),
-            "$.allocations.actor_train.recompute",
-            "gradient_checkpointing",
-        ),
+        (edited(FOUND, "generate", residency="offloaded"), "$.allocations.generate.residency", "of generate calls"),
         (replace(FOUND, orders={**FOUND.orders, 3: FOUND.orders[3][1:]}), "$.orders.3", "'generate' is missing"),
         (replace(FOUND, orders={**FOUND.orders, 9: ()}), "$.orders.9", "devices 0 to 7"),
         (replace(FOUND, orders={**FOUND.orders, 0: (*FOUND.orders[0], Turn("ref"))}), "$.orders.0", "2 times"),
@@ -101,7 +100,7 @@ ALL = DeviceMesh(0, 32)
         ({"tp": 32}, "tp", "16 attention heads"),
         ({"pp": 32}, "pp", "28 layers"),
         ({"dp": 32, "ep": 4}, "ep", "has none"),
-        ({"dp": 16, "tp": 2, "ep": 3}, "ep", "does not divide dp 16"),
+        ({"dp": 16, "tp": 2, "ep": 3}, "ep", "does not divide the 32 devices of a stage"),
         ({"dp": 32, "tp": 0}, "tp", "at least 1"),
     ],
 )
@@ -116,7 +115,7 @@ def test_offsets_that_agree_are_valid_and_overlap_steps() -> None:
     halves = {"generate": DeviceMesh(0, 4), "critic_train": DeviceMesh(4, 4)}
     plan = FOUND
     for name, mesh in halves.items():
-        plan = edited(plan, name, mesh=mesh, dp=4)
+        plan = edited(plan, name, mesh=mesh, dp=4, pp=1, stages=(), schedule="1f1b", chunks=1)
     shared = (Turn("ref"), Turn("values"), Turn("actor_train"))
     early = {d: (Turn("generate"), *shared) for d in range(4)}
     late = {d: (Turn("critic_train", -1), *shared) for d in range(4, 8)}
@@ -197,12 +196,91 @@ def test_a_table_of_costs_that_changed_is_told_and_a_missing_one_is_not() -> Non
 
 
 def test_the_wide_space_validates_what_installed_engines_refuse() -> None:
-    wide = request(grpo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), engine="any", pins={"train": Pin(tp=4, pp=2)})
+    pins = {"train": Pin(tp=4, pp=2), "rollout": Pin(pp=2)}
+    wide = request(grpo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), engine="any", pins=pins)
     plan = search(wide)
     assert validate(plan, wide) == ()
     problems = validate(plan, replace(wide, engine=TORCH), "plan.json")
-    assert {"$.allocations.train.layout.tp", "$.allocations.train.layout.pp"} <= {p.where.path for p in problems}
+    places = {p.where.path for p in problems}
+    assert "$.allocations.rollout.layout.pp" in places
+    assert not places & {"$.allocations.train.layout.tp", "$.allocations.train.layout.pp"}
     full = replace(plan.allocations["train"], residency="offloaded")
     tiny = replace(wide, constraints=Constraints(host_memory_gb=1.0))
     told = validate(replace(plan, allocations={**plan.allocations, "train": full}), tiny)
     assert any("wait in the memory of node" in p.text for p in told), told
+
+
+BALANCED = replace(grpo().calls["train"], loss=Loss({"balance": LoadBalance(coef=0.01)}))
+
+
+def test_router_load_balancing_goes_with_no_pipeline_stages() -> None:
+    algorithm = replace(grpo(), calls={**grpo().calls, "train": BALANCED})
+    moe, nodes = "Qwen/Qwen3-30B-A3B", cluster(nodes=2)
+    balanced, other = request(algorithm, moe, nodes), request(grpo(), moe, nodes)
+    counts = [
+        {option.layout.pp for option in candidates(each, "train", DeviceMesh(0, 16), nodes)}
+        for each in (balanced, other)
+    ]
+    assert counts[0] == {1} < counts[1]
+    plan = replace(search(replace(other, pins={"train": Pin(pp=2)})), hashes=hashes(balanced))
+    (problem,) = validate(plan, balanced, "plan.json")
+    assert problem.where.path == "$.allocations.train.layout.pp"
+    assert "does not go with pipeline stages" in problem.text and "set pp to 1" in problem.hint
+    (problem,) = constraint_problems(replace(balanced, pins={"train": Pin(pp=2)}))
+    assert problem.where.path == "$.allocation.train.pp"
+
+
+# --- layers of stages -------------------------------------------------------------------------------------------------
+
+PIPED = request(ppo(), "Qwen/Qwen3-0.6B", cluster(), engine="any", pins={"actor_train": Pin(pp=4, schedule="1f1b")})
+STAGED = search(PIPED)
+
+
+def test_a_plan_records_the_layers_of_its_stages_and_may_leave_them_out() -> None:
+    """Qwen3-0.6B: the head takes as long as ten of its 28 layers."""
+    assert STAGED.allocations["actor_train"].layout.stages == ((9,), (9,), (9,), (1,))
+    assert all(bool(found.layout.stages) == (found.layout.pp > 1) for found in STAGED.allocations.values())
+    left = edited(STAGED, "actor_train", stages=())
+    assert validate(left, PIPED) == ()
+    assert reprice(PIPED, left) == reprice(PIPED, STAGED)
+
+
+def test_uneven_stages_by_hand_are_valid_and_priced() -> None:
+    even = edited(STAGED, "actor_train", stages=((7,),) * 4)
+    assert validate(even, PIPED) == ()
+    slower, plain = reprice(PIPED, even).allocations["actor_train"], reprice(PIPED, STAGED).allocations["actor_train"]
+    assert slower.layout.stages == ((7,),) * 4
+    assert slower.seconds > plain.seconds
+
+
+@pytest.mark.parametrize(
+    ("stages", "says"),
+    [
+        (((9,), (9,), (10,)), "3 stages have layers, pp is 4"),
+        (((9,), (9,), (9,), (0,)), "a stage without layers"),
+        (((9,), (9,), (9,), (2,)), "the stages have 29 layers, the model 28"),
+        (((9,), (9,), (5, 4), (1,)), "each stage needs 1 number of layers"),
+    ],
+)
+def test_stages_that_are_not_the_models_are_refused(stages: Stages, says: str) -> None:
+    problems = validate(edited(STAGED, "actor_train", stages=stages), PIPED, "plan.json")
+    assert [(p.where.path, says in p.text) for p in problems] == [("$.allocations.actor_train.layout.stages", True)]
+
+
+def test_what_runs_under_an_interleaved_layout_finds_its_layers_there() -> None:
+    """It reads the trained copy in place where it leaves the stages out, and what it says has as many chunks."""
+    asked = replace(PIPED, pins={"critic_train": Pin(pp=2, schedule="interleaved")})
+    plan = search(asked)
+    train = plan.allocations["critic_train"]
+    assert len(train.layout.stages[0]) == train.chunks > 1
+    here = {name: getattr(train.layout, name) for name in Layout.__struct_fields__}
+    orders = {d: tuple(t for t in turns if t.call != "reallocate:values") for d, turns in plan.orders.items()}
+    near = reprice(asked, edited(replace(plan, orders=orders), "values", **here | {"stages": ()}))
+    assert validate(near, asked) == ()
+    assert near.allocations["values"].layout == train.layout
+    assert near.reallocation_transport["values"] == "in_place"
+    totals = [sum(chunks) for chunks in train.layout.stages]
+    other = ((totals[0] - 1,), (totals[1] + 1,))
+    problems = validate(edited(near, "values", stages=other), asked)
+    assert [p.where.path for p in problems] == ["$.allocations.values.layout.stages"]
+    assert f"needs {train.chunks} numbers of layers" in problems[0].text

@@ -43,9 +43,9 @@ def alternatives(request: PlanRequest, plan: Plan, call: str) -> tuple[Alternati
     chosen = choices_of(prepared, plan)
     if chosen is None:
         return ()
-    found = [_judged(prepared, {**chosen, call: choice}, call, plan) for choice in _tried(prepared, chosen, call)]
-    found.sort(key=lambda one: (one.period_seconds is None, one.period_seconds or one.seconds, one.seconds))
-    return tuple(_distinct(found, plan.allocations[call].layout.mesh))
+    ranked = [_judged(prepared, {**chosen, call: choice}, call, plan) for choice in _tried(prepared, chosen, call)]
+    ranked.sort(key=lambda one: (one.period_seconds is None, one.period_seconds or one.seconds, one.seconds))
+    return tuple(_distinct(ranked, plan.allocations[call].layout.mesh))
 
 
 def _tried(prepared: PreparedProblem, chosen: dict[str, Choice], call: str) -> list[Choice]:
@@ -112,11 +112,11 @@ def _reason(prepared: PreparedProblem, choices: dict[str, Choice], call: str, pl
     return "the memory of a node, where offloaded weights wait, does not fit them all"
 
 
-def _distinct(found: Sequence[Alternative], own: DeviceMesh) -> Iterator[Alternative]:
+def _distinct(ranked: Sequence[Alternative], own: DeviceMesh) -> Iterator[Alternative]:
     """Each layout on the call's own mesh once, with its best; of every other size of mesh the best."""
     seen: set[tuple[object, ...]] = set()
     counts = {True: 0, False: 0}
-    for one in found:
+    for one in ranked:
         layout, here = one.option.layout, one.option.layout.mesh == own
         key = (here, *layout.axes) if here else (here, layout.mesh.n_devices)
         if key in seen or counts[here] >= (MOST_LAYOUTS if here else MOST_SIZES):

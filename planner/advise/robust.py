@@ -10,7 +10,8 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from realgraph.planner.options.pricing import DEFAULT_ERROR, phase_of
+from realgraph.planner.options.calls import phase_of
+from realgraph.planner.options.pricing import DEFAULT_ERROR
 from realgraph.planner.options.tables import PreparedProblem
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.plan.problem import Choice, Floats, Limits, Move, OptionTable, SearchProblem, Solution
@@ -72,20 +73,20 @@ def robust(request: PlanRequest, limits: Limits = Limits()) -> RobustResult:
     rng = np.random.default_rng(limits.seed)
     scenarios = [scenario(request, rng) for _ in range(N_SCENARIOS)]
     problems = [erring(prepared, drawn) for drawn in scenarios]
-    found = _candidates(prepared, best, problems[:N_SEARCHED_SCENARIOS], limits)
-    periods = np.array([[_period(problem, choices) for choices in found] for problem in problems])
+    candidates = _candidates(prepared, best, problems[:N_SEARCHED_SCENARIOS], limits)
+    periods = np.array([[_period(problem, choices) for choices in candidates] for problem in problems])
     regrets = periods / periods.min(axis=1, keepdims=True) - 1
     expected, worst = regrets.mean(axis=0), regrets.max(axis=0)
     chosen = int(np.argmin(expected))
     nominal = plan_of(prepared, best)
     return RobustResult(
-        plan=nominal if chosen == 0 else plan_of(prepared, _solution(prepared, found[chosen], best)),
+        plan=nominal if chosen == 0 else plan_of(prepared, _solution(prepared, candidates[chosen], best)),
         nominal=nominal,
         expected_regret=float(expected[chosen]),
         worst_regret=float(worst[chosen]),
         nominal_expected_regret=float(expected[0]),
         nominal_worst_regret=float(worst[0]),
-        candidates=len(found),
+        candidates=len(candidates),
         scenarios=len(problems),
     )
 
@@ -126,15 +127,15 @@ def _candidates(
     prepared: PreparedProblem, best: Solution, problems: Sequence[SearchProblem], limits: Limits
 ) -> list[Mapping[str, Choice]]:
     """The best plan, and the best ones of some scenarios where they are near it by the nominal costs."""
-    found: list[Mapping[str, Choice]] = [best.choices]
+    candidates: list[Mapping[str, Choice]] = [best.choices]
     quick = replace(limits, gap=max(limits.gap, 0.01), seconds=max(0.5, limits.seconds / 10))
     for problem in problems:
         other = solve(problem, quick)
-        if not isinstance(other, Solution) or other.choices in found:
+        if not isinstance(other, Solution) or other.choices in candidates:
             continue
         if _period(prepared.problem, other.choices) <= (1 + MOST_NOMINAL_LOSS) * best.period:
-            found.append(other.choices)
-    return found
+            candidates.append(other.choices)
+    return candidates
 
 
 def _period(problem: SearchProblem, choices: Mapping[str, Choice]) -> float:

@@ -100,7 +100,7 @@ def _tried(request: PlanRequest, plan: Plan, variant: tuple[str, PlanRequest], l
     asked = changed.workload.staleness  # of the levels below it one or none: there are many hints
     levels = {asked} if asked != request.workload.staleness else {asked, plan.staleness}
     try:
-        found = search(changed, limits, sorted(levels, reverse=True))
+        best = search(changed, limits, sorted(levels, reverse=True))
     except Infeasible:
         if not other_kind:
             yield Tried(text, Hint(f"{text}: no plan fits", None, -1.0))
@@ -109,13 +109,13 @@ def _tried(request: PlanRequest, plan: Plan, variant: tuple[str, PlanRequest], l
         if any(problem.rule == "search" for problem in error.problems):
             yield Tried(text, conclusive=False)
         return
-    gain = changed.workload.n_samples / found.period_seconds * plan.period_seconds / request.workload.n_samples - 1
-    if other_kind and gain <= found.gap:
+    gain = changed.workload.n_samples / best.period_seconds * plan.period_seconds / request.workload.n_samples - 1
+    if other_kind and gain <= best.gap:
         yield Tried(text)  # nobody buys other devices to be as fast
-    elif is_conclusive(gain, found.gap, limits.gap):
-        yield Tried(text, Hint(text, found.period_seconds, gain))
+    elif is_conclusive(gain, best.gap, limits.gap):
+        yield Tried(text, Hint(text, best.period_seconds, gain))
     else:
-        yield Tried(text, conclusive=found.gap <= max(MOST_GAP, limits.gap))
+        yield Tried(text, conclusive=best.gap <= max(MOST_GAP, limits.gap))
 
 
 def is_conclusive(gain: float, gap: float, asked: float) -> bool:
@@ -204,7 +204,7 @@ def synchronous(request: PlanRequest, plan: Plan, limits: Limits = QUICK_LIMITS)
     """
     if request.workload.staleness == 0:
         return None
-    found = search(at_staleness(request, 0), limits)
-    gain = plan.period_seconds / found.period_seconds - 1
+    best = search(at_staleness(request, 0), limits)
+    gain = plan.period_seconds / best.period_seconds - 1
     word = "as good as" if gain >= -SYNCHRONOUS_LOSS else "slower than"
-    return Hint(f"synchronous is {word} staleness {request.workload.staleness}", found.period_seconds, gain)
+    return Hint(f"synchronous is {word} staleness {request.workload.staleness}", best.period_seconds, gain)

@@ -43,14 +43,14 @@ def changes(request: PlanRequest) -> Iterator[Series]:
 def combined(request: PlanRequest) -> Series:
     """Several changes at once, where no single one is enough: all that saves memory, then more devices with it."""
     saving, texts = request, list[str]()
-    found: list[Change] = []
+    combinations: list[Change] = []
     for sort in (_narrower, _recomputation, _offload):
         for change in sort(saving)[-1:]:  # the widest of its sort comes last
             saving = change.request
             texts.append(change.text)
-            found.append(Change(" and ".join(texts), saving))
+            combinations.append(Change(" and ".join(texts), saving))
     more = more_devices(saving)
-    return (*found, *(Change(" and ".join([*texts, change.text]), change.request) for change in more))
+    return (*combinations, *(Change(" and ".join([*texts, change.text]), change.request) for change in more))
 
 
 def _fewer_tokens(request: PlanRequest) -> Iterator[Series]:
@@ -77,11 +77,11 @@ def _fewer_tokens(request: PlanRequest) -> Iterator[Series]:
 
 def _halves(size: int | None, least: int) -> list[int]:
     """Half of it, a quarter, and so on, down to `least`."""
-    found = []
+    sizes = []
     while size is not None and size > least:
         size = max(least, size // 2)
-        found.append(size)
-    return found
+        sizes.append(size)
+    return sizes
 
 
 def _recomputation(request: PlanRequest) -> Series:
@@ -127,6 +127,8 @@ def _offload(request: PlanRequest) -> Series:
 
 
 def _narrower(request: PlanRequest) -> Series:
+    if "bfloat16" not in request.engine.dtypes:
+        return ()
     wide = [name for name, role in request.graph.models.items() if role.dtype in ("float32", "float64")]
     return tuple(_of_models(request, wide[: i + 1], "dtype", "bfloat16") for i in range(len(wide)))
 
@@ -144,16 +146,16 @@ def _of_models(request: PlanRequest, names: list[str], field: str, value: bool |
 def more_devices(request: PlanRequest) -> Series:
     """More devices in one node, then more nodes of the first kind."""
     cluster = request.cluster
-    found: list[Change] = []
+    larger: list[Change] = []
     size = 2 * cluster.devices_per_node
     while cluster.nodes == 1 and not cluster.more and not cluster.is_cpu and size <= LOCAL_DEVICES:
-        found.append(_devices(request, replace(cluster, devices_per_node=size)))
+        larger.append(_devices(request, replace(cluster, devices_per_node=size)))
         cluster = replace(cluster, devices_per_node=size)
         size *= 2
     for factor in NODE_FACTORS:
         if cluster.nodes * factor <= MOST_NODES:
-            found.append(_devices(request, replace(cluster, nodes=cluster.nodes * factor)))
-    return tuple(found)
+            larger.append(_devices(request, replace(cluster, nodes=cluster.nodes * factor)))
+    return tuple(larger)
 
 
 def _devices(request: PlanRequest, cluster: Cluster) -> Change:
@@ -168,11 +170,11 @@ def _devices(request: PlanRequest, cluster: Cluster) -> Change:
 
 def _shorter(request: PlanRequest) -> Series:
     now = request.workload.max_new_tokens
-    found = []
+    shorter = []
     for size in _halves(now, LEAST_NEW_TOKENS):
         mean = min(request.workload.mean_new_tokens, float(size))
         lengths = tuple(min(length, size) for length in request.workload.lengths)
         workload = replace(request.workload, max_new_tokens=size, mean_new_tokens=mean, lengths=lengths)
         text = f"lower batch.max_new_tokens to {size} (now {now})"
-        found.append(Change(text, replace(request, workload=workload)))
-    return tuple(found)
+        shorter.append(Change(text, replace(request, workload=workload)))
+    return tuple(shorter)

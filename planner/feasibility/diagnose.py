@@ -79,9 +79,11 @@ def infeasible(request: PlanRequest, limits: Limits) -> Infeasible:
     return Infeasible([problem], (), texts)
 
 
-def unfinished(found: Unsolved) -> ConfigError:
+def unfinished(unsolved: Unsolved) -> ConfigError:
     """The error where time ran out before a plan was found, and none was ruled out."""
-    text = f"the search ended after {found.seconds:.2g} s ({found.stopped}) before it found a plan or ruled one out"
+    text = (
+        f"the search ended after {unsolved.seconds:.2g} s ({unsolved.stopped}) before it found a plan or ruled one out"
+    )
     return ConfigError([Problem(Where(path="$.cluster"), text, "give it more time: --time-limit 60", "search")])
 
 
@@ -97,9 +99,9 @@ def _asker(limits: Limits) -> Fits:
         problem = problem_of(request).problem
         if not all(task.tables for task in problem.tasks):
             return False
-        found = solve(problem, quick)
-        if isinstance(found, Unsolved):
-            return False if found.proven else None
+        outcome = solve(problem, quick)
+        if isinstance(outcome, Unsolved):
+            return False if outcome.proven else None
         return True
 
     return fits
@@ -132,15 +134,15 @@ def _fixes(request: PlanRequest, fits: Fits, in_conflict: bool) -> Iterator[str]
 
     Where no single change is enough, the smallest of several at once.
     """
-    found = 0
+    n_changes = 0
     for series in changes(request):
-        change = _nearest(series, fits) if found < MOST_CHANGES else None
+        change = _nearest(series, fits) if n_changes < MOST_CHANGES else None
         if change is not None:
-            found += 1
+            n_changes += 1
             yield change.text
     if in_conflict:
         return
-    change = _nearest(more_devices(request), fits) or (None if found else _nearest(combined(request), fits))
+    change = _nearest(more_devices(request), fits) or (None if n_changes else _nearest(combined(request), fits))
     if change is not None:
         yield change.text
 
@@ -183,10 +185,10 @@ def tightest(request: PlanRequest) -> Tight | None:
     """Every call on its largest mesh with what takes least there; None where a call has no layout at all."""
     allocations: dict[str, Allocation] = {}
     for call in sorted(request.mesh_calls, key=lambda name: not isinstance(request.graph.calls[name], Train)):
-        found = _least(request, call, allocations)
-        if found is None:
+        candidate = _least(request, call, allocations)
+        if candidate is None:
             return None
-        allocations[call] = allocation_of(found)
+        allocations[call] = allocation_of(candidate)
     peaks = {call: peak_of(request, allocations, call) for call in request.mesh_calls}
     usable = {call: device_bytes(request, group_for(request, allocations[call].layout)) for call in peaks}
     worst = max(peaks, key=lambda call: peaks[call][1].total - usable[call])
@@ -202,12 +204,12 @@ def tightest(request: PlanRequest) -> Tight | None:
 
 def _least(request: PlanRequest, call: str, beside: dict[str, Allocation]) -> CallOption | None:
     """The candidate on the call's largest mesh that takes least; what equals a trained copy's layout takes no more."""
-    found = family(request.cluster, request.constraints.reserve, named_meshes(request))
-    fitting = [mesh for mesh in found.meshes if allowed(mesh, call, request)]
+    mesh_family = family(request.cluster, request.constraints.reserve, named_meshes(request))
+    fitting = [mesh for mesh in mesh_family.meshes if allowed(mesh, call, request)]
     if not fitting:
         return None
     mesh: DeviceMesh = max(fitting, key=lambda one: (one.n_devices, -one.first))
-    cluster = request.cluster.groups[found.groups[found.meshes.index(mesh)]]
+    cluster = request.cluster.groups[mesh_family.groups[mesh_family.meshes.index(mesh)]]
     role = request.graph.role(call)
     trained = {a.layout for name, a in beside.items() if request.graph.role(name) == role}
 
@@ -260,11 +262,11 @@ def _conflict_problem(
 def _ruled_out(request: PlanRequest, conflict: Sequence[str]) -> str:
     """That a call has no layout left which agrees with its settings, however much memory there is; '' where all do."""
     named = {path.split(".")[1] for path in conflict if path.startswith("allocation.")}
-    found = family(request.cluster, request.constraints.reserve, named_meshes(request))
+    mesh_family = family(request.cluster, request.constraints.reserve, named_meshes(request))
     for call in sorted(named):
         groups = [
             (mesh, request.cluster.groups[group])
-            for mesh, group in zip(found.meshes, found.groups, strict=True)
+            for mesh, group in zip(mesh_family.meshes, mesh_family.groups, strict=True)
             if allowed(mesh, call, request)
         ]
         if not groups:

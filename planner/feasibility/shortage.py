@@ -54,9 +54,9 @@ def shortage(problem: SearchProblem, limits: Limits) -> Shortage | None:
 
     def fits(asked: SearchProblem) -> bool:
         nonlocal undecided
-        found = solve(asked, quick)
-        undecided |= not isinstance(found, Solution) and not found.proven
-        return isinstance(found, Solution)
+        outcome = solve(asked, quick)
+        undecided |= not isinstance(outcome, Solution) and not outcome.proven
+        return isinstance(outcome, Solution)
 
     kept = [task.name for task in problem.tasks]
     for name in list(kept):

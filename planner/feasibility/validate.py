@@ -8,25 +8,26 @@ from msgspec.structs import replace
 from realgraph.graphs.errors import Problem, Where, suggest
 from realgraph.graphs.spec import Generate, Train
 from realgraph.planner.feasibility.diagnose import shown_bytes
-from realgraph.planner.inputs.model_spec import ModelSpec
+from realgraph.planner.inputs.model_spec import ModelSpec, shape_faults, shape_fix
 from realgraph.planner.options.calls import sample_tokens
 from realgraph.planner.options.constraints import (
     FEATURES,
     lacking_axis,
+    lacking_dtype,
     lacking_offload,
+    lacking_transport,
     other_tokens,
-    shape_faults,
     token_fields,
 )
 from realgraph.planner.options.couplings import ties_of
-from realgraph.planner.options.holdings import candidate_of, group_for, offloading, peak_of
+from realgraph.planner.options.holdings import candidate_of, chunks_of, group_for, offloading, peak_of, with_stages
 from realgraph.planner.options.meshes import mesh_fault
 from realgraph.planner.options.passes import plan_problems
 from realgraph.planner.options.tables import device_bytes, node_bytes
 from realgraph.planner.plan.events import empty_circuit, liveness_graph, moved_calls, show_circuit
 from realgraph.planner.plan.layout import Layout
 from realgraph.planner.plan.plan import PLAN_FORMAT, REALLOCATION, Allocation, Hashes, Plan, reallocation_node
-from realgraph.planner.request.engine_support import EngineSupport
+from realgraph.planner.plan.stages import stages_fault
 from realgraph.planner.request.request import PlanRequest, hashes, kept_by
 
 HASHED = {  # parts of `Hashes` in words
@@ -43,7 +44,10 @@ def validate(plan: Plan, request: PlanRequest, file: str = "") -> tuple[Problem,
     problems += _staleness(plan, request, file)
     request = kept_by(request, plan)
     if not problems:
-        problems += [*_layouts(plan, request, file), *_orders(plan, request, file)]
+        problems += _layouts(plan, request, file)
+        if not problems:
+            plan = replace(plan, allocations=with_stages(request, plan.allocations))
+        problems += _orders(plan, request, file)
     if not problems:
         problems += [*_memory(plan, request, file), *_host_memory(plan, request, file)]
         problems += [*_liveness(plan, request, file)]
@@ -96,6 +100,7 @@ def _layouts(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
         if fault:
             yield Problem(_at(file, f"{place}.layout.mesh"), fault, "", "plan_mesh")
         yield from _axes(layout, request.model(name), _at(file, f"{place}.layout"))
+        yield from _stages(plan, request, name, _at(file, f"{place}.layout.stages"))
         yield from _engine_problems(plan, request, name, file)
     yield from _places(plan, request, file)
 
@@ -106,13 +111,25 @@ def _axes(layout: Layout, model: ModelSpec, where: Where) -> Iterator[Problem]:
     faults = [(axis, f"{axis} must be at least 1, not {size}") for axis, size in axes.items() if size < 1]
     if not faults:
         faults += shape_faults(model, layout.tp, layout.pp, layout.ep)
-        if layout.dp % layout.ep:
-            faults.append(("ep", f"ep {layout.ep} does not divide dp {layout.dp}: data-parallel ranks share experts"))
-    yield from (Problem(replace(where, path=f"{where.path}.{axis}"), text, "", "plan_axes") for axis, text in faults)
+        stage = layout.dp * layout.cp * layout.tp
+        if stage % layout.ep:
+            text = f"ep {layout.ep} does not divide the {stage} devices of a stage, over which experts are spread"
+            faults.append(("ep", text))
+    for axis, text in faults:
+        yield Problem(replace(where, path=f"{where.path}.{axis}"), text, shape_fix(model, axis), "plan_axes")
     product = layout.dp * layout.tp * layout.pp * layout.cp
     if product != layout.mesh.n_devices:
         text = f"dp x tp x pp x cp is {product}, the mesh has {layout.mesh.n_devices} devices"
         yield Problem(where, text, "set dp to what is left of the devices", "plan_axes")
+
+
+def _stages(plan: Plan, request: PlanRequest, name: str, where: Where) -> Iterator[Problem]:
+    """Layers that can't lie so; an allocation that leaves them out has them balanced."""
+    layout = plan.allocations[name].layout
+    if layout.stages:
+        chunks = chunks_of(request, plan.allocations, name)
+        if fault := stages_fault(layout.stages, request.model(name).layers, layout.pp, chunks):
+            yield Problem(where, fault, "leave `stages` out: then they are balanced", "plan_stages")
 
 
 def _engine_problems(plan: Plan, request: PlanRequest, name: str, file: str) -> Iterator[Problem]:
@@ -128,7 +145,7 @@ def _engine_problems(plan: Plan, request: PlanRequest, name: str, file: str) -> 
         yield Problem(_at(file, f"{place}.running"), text, hint, "plan_engine")
     candidate = candidate_of(request, plan.allocations, name)
     yield from plan_problems(request, name, candidate, _at(file, place))
-    yield from _lacking(plan, request.engine, name, file)
+    yield from _lacking(plan, request, name, file)
 
 
 def _tokens(request: PlanRequest, allocation: Allocation, generates: bool, where: Where) -> Iterator[Problem]:
@@ -145,14 +162,22 @@ def _tokens(request: PlanRequest, allocation: Allocation, generates: bool, where
         yield Problem(place, f"{tokens} tokens hold no sample: the longest has {longest}", "", "plan_tokens")
 
 
-def _lacking(plan: Plan, support: EngineSupport, name: str, file: str) -> Iterator[Problem]:
+def _lacking(plan: Plan, request: PlanRequest, name: str, file: str) -> Iterator[Problem]:
     """Problems of what the engines can't do."""
-    allocation, place = plan.allocations[name], f"$.allocations.{name}"
+    allocation, place, support = plan.allocations[name], f"$.allocations.{name}", request.engine
+    if text := lacking_dtype(support, request.role(name).dtype):
+        hint = f"set models.{request.graph.role(name)}.dtype to {' or '.join(support.dtypes)}"
+        yield Problem(_at(file, place), text, hint, "plan_engine")
+    generates = isinstance(request.graph.calls[name], Generate)
     for axis in FEATURES:
-        if text := lacking_axis(support, axis, getattr(allocation.layout, axis)):
-            yield Problem(_at(file, f"{place}.layout.{axis}"), text, "", "plan_engine")
-    if allocation.residency == "offloaded" and (text := lacking_offload(support)):
+        if text := lacking_axis(support, axis, getattr(allocation.layout, axis), generates=generates):
+            hint = f"set {axis} to 1, and dp to what is left of the devices"
+            yield Problem(_at(file, f"{place}.layout.{axis}"), text, hint, "plan_engine")
+    if allocation.residency == "offloaded" and (text := lacking_offload(support, request.graph.calls[name])):
         yield Problem(_at(file, f"{place}.residency"), text, "set it to resident", "plan_engine")
+    if text := lacking_transport(support, plan.reallocation_transport.get(name, "in_place")):
+        hint = f"set it to {' or '.join(support.transports)}"
+        yield Problem(_at(file, f"$.reallocation_transport.{name}"), text, hint, "plan_engine")
 
 
 def _places(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:

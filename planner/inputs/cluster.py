@@ -67,6 +67,16 @@ class Cluster(Struct, frozen=True):
         """The number of the first device of a group."""
         return sum(one.n_devices for one in self.groups[:group])
 
+    def node_of(self, device: int) -> int:
+        """The number of the node that a device is in."""
+        before = 0
+        for group in self.groups:
+            if device < group.n_devices:
+                return before + device // group.devices_per_node
+            device -= group.n_devices
+            before += group.nodes
+        raise ValueError(f"the cluster has {self.n_devices} devices")
+
     @property
     def is_cpu(self) -> bool:
         return self.kind == "cpu"

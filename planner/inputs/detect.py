@@ -82,14 +82,14 @@ def _kind_name(spec: ClusterSpec, machine: Probe) -> str:
         raise _error("kind", f"the GPUs of this machine can't be read: {machine.gpu_error}", hint)
     if not machine.gpus:
         return CPU
-    found = {gpu.name: _kind_of(gpu.name) for gpu in machine.gpus}
-    unknown = sorted(name for name, kind in found.items() if kind is None)
+    kinds = {gpu.name: _kind_of(gpu.name) for gpu in machine.gpus}
+    unknown = sorted(name for name, kind in kinds.items() if kind is None)
     if unknown:
         hint = f"set cluster.kind to the closest of {', '.join(device_kinds())}, and cluster.memory_gb"
         raise _error("kind", f"this machine's GPU {unknown[0]!r} is not in the table of devices", hint)
-    if len(set(found.values())) > 1:
-        raise _error("kind", f"this machine mixes GPUs: {', '.join(sorted(found))}", "set cluster.kind and devices")
-    return str(next(iter(found.values())))
+    if len(set(kinds.values())) > 1:
+        raise _error("kind", f"this machine mixes GPUs: {', '.join(sorted(kinds))}", "set cluster.kind and devices")
+    return str(next(iter(kinds.values())))
 
 
 def _kind_of(gpu_name: str) -> str | None:
@@ -134,7 +134,7 @@ def _cpu_cluster(spec: ClusterSpec, machine: Probe, kind: DeviceKind) -> Cluster
         host_memory_bytes=host,
         flops=kind.flops * share,
         memory_bytes_per_s=kind.memory_gb_per_s * 1e9 * share,
-        link_bytes_per_s=kind.link_gb_per_s * 1e9,
+        link_bytes_per_s=kind.link_gb_per_s * 1e9 * share,
         nic_bytes_per_s=kind.nic_gb_per_s * 1e9 / devices,
         pcie_bytes_per_s=kind.pcie_gb_per_s * 1e9 * share,
     )

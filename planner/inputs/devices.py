@@ -44,7 +44,17 @@ class EfficiencyFactors(Struct, frozen=True, forbid_unknown_fields=True):
     pass_layer_seconds: Amount | None = None  # of a layer in a packed forward pass; None: as in a decode step
     microbatch_seconds: Amount = 0.0  # of a micro-batch's passes
     optimizer_step_seconds: Amount = 0.0
-    collective_seconds: Amount | None = None  # None: 10 us
+    collective_seconds: Amount | None = None  # of a round of an all-reduce, which has two; None: 10 us
+    # Of the link's peak, and fixed seconds, of all-gathers, reduce-scatters, all-to-alls, and messages from one device
+    # to another; 0 and None: as `link` and `collective_seconds`.
+    gather: Amount = 0.0
+    gather_seconds: Amount | None = None
+    scatter: Amount = 0.0
+    scatter_seconds: Amount | None = None
+    exchange: Amount = 0.0
+    exchange_seconds: Amount | None = None
+    p2p: Amount = 0.0
+    p2p_seconds: Amount | None = None
     call_seconds: Amount = 0.0  # of a call on a mesh, to send, gather and store
     sample_seconds: Amount = 0.0  # of each of its samples, likewise
     admission_seconds: Amount = 0.0  # of each sample that generation takes in and gives out, besides its decode steps

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -14,13 +14,17 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
 
-Architecture = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma", "gemma2", "gemma3_text"]
+Architecture = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text"]
 ARCHITECTURES: tuple[str, ...] = get_args(Architecture)
 Head = Literal["lm", "value", "score"]
 Count = Annotated[int, Meta(ge=1)]
 _NUMBERS = re.compile(r"\d+")  # in a name: of the version, and of the size
 # KV heads where a config.json does not say: the defaults of transformers' configuration classes.
-KV_HEADS = {"qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "mistral": 8, "gemma": 16, "gemma2": 4, "gemma3_text": 4}
+KV_HEADS = {
+    **{"qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "mistral": 8, "mixtral": 8},
+    **{"gemma": 16, "gemma2": 4, "gemma3_text": 4},
+}
+EXPERTS = {"qwen3_moe": (128, 8), "mixtral": (8, 2)}  # of a layer and of a token, likewise
 
 
 class LatentAttention(Struct, frozen=True):
@@ -158,7 +162,7 @@ class _Config(Struct, frozen=True):
     mlp_bias: bool = False
     num_experts: Annotated[int, Meta(ge=0)] | None = None
     num_local_experts: Annotated[int, Meta(ge=0)] | None = None
-    num_experts_per_tok: Count = 8
+    num_experts_per_tok: Count | None = None
     moe_intermediate_size: Count = 768
     decoder_sparse_step: Count = 1
     mlp_only_layers: tuple[int, ...] | None = None
@@ -186,7 +190,7 @@ def spec_from_config(config: Mapping[str, Any], where: Where) -> ModelSpec:
 
 def _spec(kind: Architecture, config: _Config) -> ModelSpec:
     gemma = kind in ("gemma", "gemma2", "gemma3_text")
-    biased = kind == "qwen2" or (kind != "mistral" and config.attention_bias)
+    biased = kind == "qwen2" or (kind not in ("mistral", "mixtral") and config.attention_bias)
     fixed_head_dim = 256 if gemma else 128 if kind == "qwen3" else config.hidden_size // config.num_attention_heads
     shape = ModelSpec(
         architecture=kind,
@@ -205,7 +209,7 @@ def _spec(kind: Architecture, config: _Config) -> ModelSpec:
         qk_norm=kind in ("qwen3", "qwen3_moe", "gemma3_text"),
         norms=4 if kind in ("gemma2", "gemma3_text") else 2,
     )
-    return _with_experts(shape, config) if kind == "qwen3_moe" else shape
+    return _with_experts(shape, config) if kind in EXPERTS else shape
 
 
 def _kv_heads(kind: Architecture, config: _Config) -> int:
@@ -216,24 +220,55 @@ def _kv_heads(kind: Architecture, config: _Config) -> int:
 
 def _with_experts(shape: ModelSpec, config: _Config) -> ModelSpec:
     experts = config.num_experts if config.num_experts is not None else config.num_local_experts
-    n_experts = 128 if experts is None else experts
-    dense = config.mlp_only_layers or ()
-    sparse = [i for i in range(shape.layers) if i not in dense and (i + 1) % config.decoder_sparse_step == 0]
+    default, default_per_token = EXPERTS[shape.architecture]
+    n_experts = default if experts is None else experts
+    mixtral = shape.architecture == "mixtral"  # every layer has experts, as wide as an MLP
+    dense, step = ((), 1) if mixtral else (config.mlp_only_layers or (), config.decoder_sparse_step)
+    sparse = [i for i in range(shape.layers) if i not in dense and (i + 1) % step == 0]
     return msgspec.structs.replace(
         shape,
         experts=n_experts,
-        experts_per_token=config.num_experts_per_tok,
-        expert_intermediate=config.moe_intermediate_size,
+        experts_per_token=config.num_experts_per_tok or default_per_token,
+        expert_intermediate=shape.intermediate if mixtral else config.moe_intermediate_size,
         expert_layers=len(sparse) if n_experts else 0,
     )
+
+
+def shape_faults(model: ModelSpec, tp: int, pp: int, ep: int) -> Iterator[tuple[str, str]]:
+    """Axes by which a model can't be cut, each with why."""
+    if model.heads % tp:
+        yield "tp", f"tp {tp} does not divide {model.heads} attention heads"
+    elif model.kv_heads % tp and tp % model.kv_heads:
+        yield "tp", f"tp {tp} neither divides {model.kv_heads} KV heads nor is a multiple of them"
+    if pp > model.layers:
+        yield "pp", f"pp {pp} is more than the {model.layers} layers"
+    if ep > 1 and not model.experts:
+        yield "ep", f"ep {ep} spreads experts, of which the model has none"
+    elif ep > 1 and model.experts % ep:
+        yield "ep", f"ep {ep} does not divide {model.experts} experts"
+
+
+def shape_fix(model: ModelSpec, axis: str) -> str:
+    """The fix of a fault of `shape_faults` on this axis."""
+    if axis != "tp":
+        return ""
+    *sizes, most = [str(tp) for tp in range(1, model.heads + 1) if not any(shape_faults(model, tp, 1, 1))]
+    return f"set tp to {', '.join(sizes)} or {most}" if sizes else f"set tp to {most}"
 
 
 # --- where a config.json comes from -----------------------------------------------------------------------------------
 
 
 def load_model_spec(path: str, where: Where, hub_cache: Path | None = None, revision: str | None = None) -> ModelSpec:
-    """The spec of a local directory, of a Hub id in the local cache, or of a known Hub id in the shipped table; in that
-    order.
+    """The spec of the model whose config `load_config` gives. Raises ConfigError at `where` with the way out."""
+    return spec_from_config(load_config(path, where, hub_cache, revision), where)
+
+
+def load_config(
+    path: str, where: Where, hub_cache: Path | None = None, revision: str | None = None
+) -> Mapping[str, Any]:
+    """The config.json of a local directory, of a Hub id in the local cache, or of a known Hub id in the shipped table;
+    in that order.
 
     Raises ConfigError at `where` with the way out. hub_cache: the `hub` folder of the Hugging Face cache.
     """
@@ -244,7 +279,7 @@ def load_model_spec(path: str, where: Where, hub_cache: Path | None = None, revi
     if snapshot is not None:
         return _read_config(snapshot, where)
     if path in known_models() and revision in (None, "main"):
-        return spec_from_config(known_models()[path], where)
+        return known_models()[path]
     raise ConfigError([_unknown(path, local, where)])
 
 
@@ -274,7 +309,7 @@ def _may_mean(path: str, name: str) -> bool:
     return name.lower().startswith(path.lower()) or _NUMBERS.findall(path) == _NUMBERS.findall(name)
 
 
-def _read_config(file: Path, where: Where) -> ModelSpec:
+def _read_config(file: Path, where: Where) -> Mapping[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -284,7 +319,7 @@ def _read_config(file: Path, where: Where) -> ModelSpec:
         raise ConfigError([Problem(where, f"{file} can't be read: {error}", "", "model")]) from error
     if not isinstance(config, dict):
         raise ConfigError([Problem(where, f"{file} does not hold a JSON object", "", "model")])
-    return spec_from_config(config, where)
+    return config
 
 
 def _cached_config(name: str, hub_cache: Path, revision: str | None) -> Path | None:

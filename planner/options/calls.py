@@ -7,21 +7,21 @@ from msgspec.structs import replace
 
 from realgraph.graphs.graph import INPUT
 from realgraph.graphs.keys import DType, KeyType
-from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Train
+from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, Train
 from realgraph.planner.costs.compute.inference import inference_seconds
 from realgraph.planner.costs.compute.move import transfer_seconds
 from realgraph.planner.costs.compute.train import TrainWork, microbatches, train_seconds
 from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds
 from realgraph.planner.costs.lengths import lengths_of
+from realgraph.planner.costs.memory.terms import CACHE_PAGE_TOKENS
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.workload import Workload
 from realgraph.planner.plan.layout import Layout
 from realgraph.planner.plan.option import CallOption
+from realgraph.planner.request.cost_table import Phase
 from realgraph.planner.request.request import PlanRequest
 
-CACHE_STEP_TOKENS = 64  # positions: the cache of a GPU grows in such steps
-CACHE_STEP_TOKENS_CPU = 16
 FUNCTION_SECONDS = 1e-4  # of one sample, in one of the workers' subprocesses
 ADVANTAGE_SECONDS = 1e-5  # of one sample
 RAGGED = ("tokens", "text", "json")  # one value of which is a whole sample, here counted in tokens
@@ -172,14 +172,9 @@ def longest_expected(workload: Workload) -> int:
 
 
 def running_sequences(request: PlanRequest, layout: Layout, kv_tokens: int) -> int:
-    """Number of sequences that decode at once on a replica with a cache of `kv_tokens`.
-
-    The embedded engine's cache grows in whole steps; a server's is paged.
-    """
+    """Number of sequences that decode at once on a replica with a paged cache of `kv_tokens`."""
     share = sequences_in_flight(request, layout.dp)
-    if request.engine.paged_cache:
-        return max(1, min(share, most_running(request), int(kv_tokens / tokens_in_flight(request) + 1e-9)))
-    return max(1, min(share, most_running(request), kv_tokens // slot_tokens(request, mean_tokens(request))))
+    return max(1, min(share, most_running(request), int(kv_tokens / tokens_in_flight(request) + 1e-9)))
 
 
 def sequences_in_flight(request: PlanRequest, replicas: int) -> int:
@@ -189,23 +184,18 @@ def sequences_in_flight(request: PlanRequest, replicas: int) -> int:
 
 def most_running(request: PlanRequest) -> int:
     """Sequences that may decode at once on one replica."""
-    return request.workload.max_running or request.engine.running(cpu=request.cluster.is_cpu)
-
-
-def slot_tokens(request: PlanRequest, tokens: float) -> int:
-    """Positions of the embedded engine's cache for a sequence of `tokens`, and the one that is written next."""
-    step = CACHE_STEP_TOKENS_CPU if request.cluster.is_cpu else CACHE_STEP_TOKENS
-    return math.ceil((tokens + 1) / step) * step
+    return request.workload.max_running or request.engine.max_running
 
 
 def tokens_in_flight(request: PlanRequest) -> float:
-    """Cache tokens that one of many running sequences takes: its prompt and the age of a running sequence, with room.
+    """Cache tokens that one of many running sequences takes: its prompt and the age of a running sequence, with room,
+    and half a page, as its last one is not full.
 
     1.15 covers the fluctuation of the sum over many sequences of all ages.
     """
     workload = request.workload
     lengths = lengths_of(workload.mean_new_tokens, workload.max_new_tokens, workload.lengths)
-    return workload.expected_prompt_tokens + 1.15 * lengths.mean_age
+    return workload.expected_prompt_tokens + 1.15 * lengths.mean_age + CACHE_PAGE_TOKENS / 2
 
 
 def free_seconds(request: PlanRequest) -> dict[str, float]:
@@ -220,3 +210,16 @@ def free_seconds(request: PlanRequest) -> dict[str, float]:
         elif isinstance(call, Advantage):
             seconds[name] = ADVANTAGE_SECONDS * samples
     return seconds
+
+
+def phase_of(call: ModelCall) -> Phase:
+    """The phase whose measured factor applies."""
+    match call:
+        case Train():
+            return "train"
+        case Inference():
+            return "inference"
+        case Generate():
+            return "generate"
+        case Function() | Advantage():
+            raise AssertionError("free calls have no phase")

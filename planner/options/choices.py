@@ -1,29 +1,32 @@
 """The choices of a call on a mesh of a given size: layouts, micro-batches, recomputation, residency. Prices nothing.
 
-What engines can do (`EngineSupport`) bounds it: this version's run data parallelism with whole or FSDP-sharded weights,
-every copy of a role's weights kept; others have more axes, drop copies after use, and keep states in host memory.
+What engines can do (`EngineSupport`) bounds it: this version's train and infer under data, tensor, pipeline and context
+parallelism with whole or FSDP-sharded weights, generate under data and tensor parallelism, and keep every copy of a
+role's weights; others drop copies after use.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from msgspec.structs import replace
 
 from realgraph.graphs.spec import Generate, Inference, Train
 from realgraph.planner.costs.memory.memory import element_bytes
 from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.inputs.model_spec import shape_faults
 from realgraph.planner.options.calls import (
     is_trained,
     longest_part,
     most_running,
+    phase_of,
     sample_tokens,
     sequences_in_flight,
-    slot_tokens,
     tokens_in_flight,
 )
-from realgraph.planner.options.passes import passes_for, shared_states
+from realgraph.planner.options.passes import balance_fault, passes_for, shared_states
 from realgraph.planner.plan.layout import AXES, DeviceMesh, Layout
 from realgraph.planner.plan.option import SETTINGS, CallOption
+from realgraph.planner.request.engine_support import Axis
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
 
@@ -53,7 +56,7 @@ def candidates(
     pin, forbidden = request.pins.get(call, Pin()), request.constraints.forbid.get(call, ())
     free = pin == Pin() and not forbidden
     reads = is_trained(request, request.graph.role(call)) and not isinstance(request.graph.calls[call], Train)
-    away = request.engine.offload and request.constraints.offload and not shared_states(request, call)
+    away = request.constraints.offload and _may_wait(request, call, cluster)
     for layout in _layouts(request, call, mesh, cluster):
         if not _cut_as_pinned(layout, pin) or not fits(layout):
             continue
@@ -61,6 +64,13 @@ def candidates(
             for candidate in _ways(request, call, (layout, tokens), cluster, (reads, away)):
                 if free or (agrees(candidate, pin) and not any(_barred(candidate, other) for other in forbidden)):
                     yield candidate
+
+
+def _may_wait(request: PlanRequest, call: str, cluster: Cluster) -> bool:
+    """True where a call's states may wait in host memory. On a CPU that is where they are: it has to be asked for."""
+    asked = request.pins.get(call, Pin()).residency == "offloaded"
+    able = phase_of(request.graph.calls[call]) in request.engine.offload
+    return able and not shared_states(request, call) and (asked or not cluster.is_cpu)
 
 
 def agrees(candidate: CallOption, pin: Pin) -> bool:
@@ -84,8 +94,28 @@ def _barred(candidate: CallOption, pin: Pin) -> bool:
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
 
+def _axes(request: PlanRequest, call: str) -> tuple[Axis, ...]:
+    """The axes of parallelism, besides dp, that the call's engine has."""
+    return request.engine.axes_of(generates=isinstance(request.graph.calls[call], Generate))
+
+
+def _asked(request: PlanRequest, call: str, axis: Axis) -> list[int]:
+    """The ranks of an axis that are pinned for calls of the same role, which may read or train one copy, and 1.
+
+    On a CPU devices share one memory, so these axes save none, and each collective costs more than between GPUs: the
+    search does not choose them by itself.
+    """
+    role = request.graph.role(call)
+    asked = {
+        getattr(pin, axis)
+        for name, pin in request.pins.items()
+        if name in request.mesh_calls and request.graph.role(name) == role
+    }
+    return sorted({1} | {ranks for ranks in asked if ranks})
+
+
 def _layouts(request: PlanRequest, call: str, mesh: DeviceMesh, cluster: Cluster) -> Iterator[Layout]:
-    if not request.engine.axes:
+    if not _axes(request, call):
         yield Layout(mesh, dp=mesh.n_devices)
         asked = request.pins.get(call, Pin()).sharding == "fsdp"
         if (mesh.n_devices > 1 or asked) and not isinstance(request.graph.calls[call], Generate):
@@ -93,8 +123,8 @@ def _layouts(request: PlanRequest, call: str, mesh: DeviceMesh, cluster: Cluster
         return
     most = request.workload.n_samples
     for tp in _tensor_ranks(request, call, mesh, cluster):
-        for pp in _stages(request, call, mesh.n_devices // tp):
-            for cp in _context_ranks(request, call, mesh.n_devices // tp // pp):
+        for pp in _stages(request, call, mesh.n_devices // tp, cluster):
+            for cp in _context_ranks(request, call, mesh.n_devices // tp // pp, cluster):
                 dp = mesh.n_devices // (tp * pp * cp)
                 if dp <= most:
                     yield from _with_experts(request, call, Layout(mesh, dp=dp, tp=tp, pp=pp, cp=cp))
@@ -102,7 +132,7 @@ def _layouts(request: PlanRequest, call: str, mesh: DeviceMesh, cluster: Cluster
 
 def _tensor_ranks(request: PlanRequest, call: str, mesh: DeviceMesh, cluster: Cluster) -> list[int]:
     """Divisors of a node's devices that divide the heads, and KV heads evenly or into equal copies."""
-    if "tp" not in request.engine.axes:
+    if "tp" not in _axes(request, call):
         return [1]
     model, pinned = request.model(call), request.pins.get(call, Pin()).tp
     widest = min(mesh.n_devices, cluster.devices_per_node)
@@ -112,50 +142,65 @@ def _tensor_ranks(request: PlanRequest, call: str, mesh: DeviceMesh, cluster: Cl
             if widest >= WIDE_TP_NODES * cluster.devices_per_node:
                 break
             widest *= 2
-    sizes = [pinned] if pinned else range(1, widest + 1)
+    sizes: Sequence[int] = [pinned] if pinned else range(1, widest + 1)
+    if cluster.is_cpu and not pinned:
+        sizes = [1] if isinstance(request.graph.calls[call], Generate) else _asked(request, call, "tp")
     return [
         tp
         for tp in sizes
         if mesh.n_devices % tp == 0
         and (tp >= cluster.devices_per_node or cluster.devices_per_node % tp == 0)
-        and model.heads % tp == 0
-        and (model.kv_heads % tp == 0 or tp % model.kv_heads == 0)
+        and not any(shape_faults(model, tp, pp=1, ep=1))
     ]
 
 
-def _stages(request: PlanRequest, call: str, devices: int) -> list[int]:
+def _stages(request: PlanRequest, call: str, devices: int, cluster: Cluster) -> list[int]:
     """Pipeline stages: divisors of the devices that are left, never more than layers."""
-    if "pp" not in request.engine.axes:
+    if "pp" not in _axes(request, call):
         return [1]
     kind, pinned = request.graph.calls[call], request.pins.get(call, Pin()).pp
     if pinned:
         return [pinned] if devices % pinned == 0 else []
-    most = 1 if isinstance(kind, Generate) else MOST_FORWARD_STAGES if isinstance(kind, Inference) else MOST_STAGES
-    return [pp for pp in range(1, min(most, request.model(call).layers) + 1) if devices % pp == 0]
+    if isinstance(kind, Generate) or balance_fault(request, call, 2):
+        return [1]
+    layers = request.model(call).layers
+    if cluster.is_cpu:
+        return [pp for pp in _asked(request, call, "pp") if pp <= layers and devices % pp == 0]
+    most = MOST_FORWARD_STAGES if isinstance(kind, Inference) else MOST_STAGES
+    return [pp for pp in range(1, min(most, layers) + 1) if devices % pp == 0]
 
 
-def _context_ranks(request: PlanRequest, call: str, devices: int) -> list[int]:
+def _context_ranks(request: PlanRequest, call: str, devices: int, cluster: Cluster) -> list[int]:
     """Context parallelism pays only where a sample is long."""
-    if "cp" not in request.engine.axes:
+    if "cp" not in _axes(request, call):
         return [1]
     pinned = request.pins.get(call, Pin()).cp
     if pinned:
         return [pinned] if devices % pinned == 0 else []
     if isinstance(request.graph.calls[call], Generate):
         return [1]
+    if cluster.is_cpu:
+        return [cp for cp in _asked(request, call, "cp") if devices % cp == 0]
     longest = sample_tokens(request)
     return [cp for cp in (1, 2, 4, 8) if devices % cp == 0 and (cp == 1 or longest // cp >= CONTEXT_TOKENS)]
 
 
 def _with_experts(request: PlanRequest, call: str, layout: Layout) -> Iterator[Layout]:
-    """The layout, its expert-parallel kin, and its sharded one; experts are spread over data-parallel ranks."""
+    """The layout, its expert-parallel kin, and its sharded one; the search spreads experts over data-parallel ranks,
+    and over all devices of a stage where that is pinned."""
     model, pinned = request.model(call), request.pins.get(call, Pin()).ep
-    sizes = (pinned,) if pinned else EXPERT_RANKS if "ep" in request.engine.axes else (1,)
+    sizes: Sequence[int] = EXPERT_RANKS if "ep" in _axes(request, call) else (1,)
+    if pinned:
+        sizes = (pinned,)
+    elif request.cluster.is_cpu and "ep" in _axes(request, call):  # as of tp: no formula knows what it takes there
+        sizes = _asked(request, call, "ep")
     for ep in sizes:
-        if ep == 1 or (model.experts and model.experts % ep == 0 and layout.dp % ep == 0):
+        wide = layout.dp * layout.cp * layout.tp if pinned or request.cluster.is_cpu else layout.dp
+        if wide % ep == 0 and not any(shape_faults(model, tp=1, pp=1, ep=ep)):
             yield Layout(layout.mesh, dp=layout.dp, tp=layout.tp, pp=layout.pp, ep=ep, cp=layout.cp)
     generates = isinstance(request.graph.calls[call], Generate)
-    if not generates and layout.pp == 1 and layout.dp * layout.cp > 1 and pinned in (None, 1):
+    asked = layout.mesh.n_devices == 1 and request.pins.get(call, Pin()).sharding == "fsdp"  # one rank has all shards
+    if not generates and layout.pp == 1 and (layout.dp * layout.cp > 1 or asked) and pinned in (None, 1):
         yield Layout(layout.mesh, dp=layout.dp, tp=layout.tp, cp=layout.cp, sharding="fsdp")
 
 
@@ -192,16 +237,11 @@ def _ladder(request: PlanRequest, call: str, cluster: Cluster) -> tuple[int, ...
 
 
 def _cache_ladder(request: PlanRequest, in_flight: int) -> tuple[int, ...]:
-    """Cache tokens for all that may be in flight on a rank at once, for half of it, and so on.
-
-    The embedded engine keeps places for whole samples; a server's cache is paged and holds what sequences have now.
-    """
+    """Cache tokens for all that may be in flight on a rank at once, for half of it, and so on; at least for the longest
+    sample. A cache is paged, and holds what sequences have now."""
     running = min(in_flight, most_running(request))
-    longest = slot_tokens(request, sample_tokens(request))
+    longest, each = sample_tokens(request), tokens_in_flight(request)
     rungs = [running >> i for i in range(running.bit_length())]
-    if not request.engine.paged_cache:
-        return tuple(longest * rung for rung in rungs)
-    each = tokens_in_flight(request)
     return tuple(dict.fromkeys(max(longest, math.ceil(each * rung)) for rung in rungs[:CACHE_RUNGS]))
 
 

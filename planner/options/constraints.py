@@ -4,15 +4,17 @@ import math
 from collections.abc import Iterable, Iterator
 
 from realgraph.graphs.errors import Problem, Where, suggest
-from realgraph.graphs.spec import Generate, Train
-from realgraph.planner.inputs.model_spec import ModelSpec
-from realgraph.planner.options.calls import is_trained, sample_tokens
+from realgraph.graphs.spec import Generate, ModelCall, Train
+from realgraph.planner.costs.memory.terms import DType
+from realgraph.planner.inputs.model_spec import shape_faults, shape_fix
+from realgraph.planner.options.calls import is_trained, phase_of, sample_tokens
 from realgraph.planner.options.couplings import train_calls
 from realgraph.planner.options.meshes import family, mesh_fault
 from realgraph.planner.options.passes import pin_problems
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.option import TOKENS
-from realgraph.planner.request.engine_support import Axis, EngineSupport
+from realgraph.planner.plan.plan import Transport
+from realgraph.planner.request.engine_support import Axis, EngineSupport, axes_text
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
 
@@ -26,19 +28,35 @@ FEATURES: dict[Axis, str] = {
 
 def constraint_problems(request: PlanRequest) -> tuple[Problem, ...]:
     """All of them, each at its path of the run file."""
-    return (*_pins(request), *_constraints(request))
+    return (*_dtypes(request), *_pins(request), *_constraints(request))
 
 
-def lacking_axis(support: EngineSupport, axis: Axis, size: int) -> str:
-    """Reason why engines can't run so many ranks of an axis, '' where they can."""
-    if size == 1 or axis in support.axes:
+def lacking_axis(support: EngineSupport, axis: Axis, size: int, *, generates: bool) -> str:
+    """Reason why engines can't run so many ranks of an axis in a call, '' where they can."""
+    axes = support.axes_of(generates=generates)
+    if size == 1 or axis in axes:
         return ""
-    return f"{axis} > 1 needs {FEATURES[axis]}; {support.name} run {' and '.join(('dp', *support.axes))} only"
+    run = "generate under" if generates and support.axes != axes else "run"
+    return f"{axis} > 1 needs {FEATURES[axis]}; {support.name} {run} {axes_text(axes)} only"
 
 
-def lacking_offload(support: EngineSupport) -> str:
-    """Reason why weights can't wait in the host's memory, '' where they can."""
-    return "" if support.offload else f"{support.name} can't offload weights to the host"
+def lacking_offload(support: EngineSupport, call: ModelCall) -> str:
+    """Reason why a call's weights can't wait in the host's memory, '' where they can."""
+    phase = phase_of(call)
+    return "" if phase in support.offload else f"{support.name} can't offload the weights of {phase} calls to the host"
+
+
+def lacking_dtype(support: EngineSupport, dtype: DType) -> str:
+    """Reason why engines can't compute in a number format, '' where they can."""
+    return "" if dtype in support.dtypes else f"{support.name} don't compute in {dtype}"
+
+
+def lacking_transport(support: EngineSupport, transport: Transport) -> str:
+    """Reason why trained weights can't get to a copy that way, '' where they can."""
+    offloaded = transport == "host" and "train" in support.offload  # what waits there is read there
+    if transport == "in_place" or transport in support.transports or offloaded:
+        return ""
+    return f"{support.name} don't bring weights by {transport!r}"
 
 
 def named_meshes(request: PlanRequest) -> tuple[DeviceMesh, ...]:
@@ -52,6 +70,14 @@ def _named(pin: Pin) -> Iterator[DeviceMesh]:
         yield DeviceMesh(pin.first or 0, pin.devices)
     elif pin.first is not None:
         yield DeviceMesh(pin.first, 1)
+
+
+def _dtypes(request: PlanRequest) -> Iterator[Problem]:
+    """Roles in a number format that the engines lack."""
+    for name in dict.fromkeys(request.graph.role(call) for call in request.mesh_calls):
+        if text := lacking_dtype(request.engine, request.graph.models[name].dtype):
+            hint = f"set it to {' or '.join(request.engine.dtypes)}"
+            yield Problem(Where(path=f"$.models.{name}.dtype"), text, hint, "dtype")
 
 
 # --- pins -------------------------------------------------------------------------------------------------------------
@@ -73,7 +99,7 @@ def _stranger(request: PlanRequest, name: str, where: Where) -> Problem:
 
 
 def _pin(request: PlanRequest, name: str, pin: Pin, where: Where) -> Iterator[Problem]:
-    yield from _lacking(request, pin, where)
+    yield from _lacking(request, request.graph.calls[name], pin, where)
     yield from pin_problems(request, name, pin, where)
     if pin.devices is not None:
         fault = mesh_fault(DeviceMesh(pin.first or 0, pin.devices), request.cluster)
@@ -86,7 +112,7 @@ def _pin(request: PlanRequest, name: str, pin: Pin, where: Where) -> Iterator[Pr
         yield from _generate_pin(request, pin, where)
     elif pin.sharding == "fsdp" and request.engine.axes:
         yield from _sharded(pin, where)
-    if pin.residency == "offloaded" and request.engine.offload:
+    if pin.residency == "offloaded" and not lacking_offload(request.engine, request.graph.calls[name]):
         yield from _offloaded(request, name, _field(where, "residency"))
 
 
@@ -105,7 +131,7 @@ def _sharded(pin: Pin, where: Where) -> Iterator[Problem]:
 
 
 def _offloaded(request: PlanRequest, name: str, where: Where) -> Iterator[Problem]:
-    """Whose weights can't wait in the host's memory."""
+    """Problems of weights that can't wait in the host's memory."""
     call = request.graph.calls[name]
     other = next((n for n in train_calls(request, request.graph.role(name)) if n != name), "")
     if not request.constraints.offload:
@@ -119,13 +145,15 @@ def _offloaded(request: PlanRequest, name: str, where: Where) -> Iterator[Proble
         yield Problem(where, text, "leave residency out, or offload the train call", "pin")
 
 
-def _lacking(request: PlanRequest, pin: Pin, where: Where) -> Iterator[Problem]:
+def _lacking(request: PlanRequest, call: ModelCall, pin: Pin, where: Where) -> Iterator[Problem]:
     """Problems of what the engines can't do."""
+    generates = isinstance(call, Generate)
     for axis in FEATURES:
-        if text := lacking_axis(request.engine, axis, getattr(pin, axis) or 1):
-            hint = "use dp, and sharding: fsdp for models that don't fit; `realgraph plan --engine any` plans with it"
+        if text := lacking_axis(request.engine, axis, getattr(pin, axis) or 1, generates=generates):
+            instead = "use dp" if generates else "use dp, and sharding: fsdp for models that don't fit"
+            hint = f"{instead}; `realgraph plan --engine any` plans with it"
             yield Problem(_field(where, axis), text, hint, "pin")
-    if pin.residency == "offloaded" and (text := lacking_offload(request.engine)):
+    if pin.residency == "offloaded" and (text := lacking_offload(request.engine, call)):
         yield Problem(_field(where, "residency"), text, "leave residency out", "pin")
 
 
@@ -140,25 +168,27 @@ def _sizes(request: PlanRequest, name: str, pin: Pin, where: Where) -> Iterator[
     if first >= total:
         yield Problem(_field(where, "first"), f"device {first} is none of the cluster's, 0 to {total - 1}", "", "pin")
         return
-    yield from _product(request, pin, where)
+    yield from _product(request, name, pin, where)
     for axis, fault in shape_faults(request.model(name), pin.tp or 1, pin.pp or 1, pin.ep or 1):
-        yield Problem(_field(where, axis), fault, "", "pin")
+        yield Problem(_field(where, axis), fault, shape_fix(request.model(name), axis), "pin")
     samples, nodes = request.workload.n_samples, {group.devices_per_node for group in request.cluster.groups}
     if pin.dp is not None and pin.dp > samples:
         yield Problem(_field(where, "dp"), f"dp {pin.dp} is more than the {samples} samples of a step", "", "pin")
-    if pin.dp is not None and pin.dp % (pin.ep or 1):
-        text = f"ep {pin.ep} does not divide dp {pin.dp}: experts are spread over data-parallel ranks"
+    stage = pin.devices // (pin.pp or 1) if pin.devices else (pin.dp or 0) * (pin.tp or 1) * (pin.cp or 1)
+    if stage % (pin.ep or 1):
+        text = f"ep {pin.ep} does not divide the {stage} devices of a stage, over which experts are spread"
         yield Problem(_field(where, "ep"), text, "", "pin")
     if pin.tp is not None and not any(pin.tp >= size or size % pin.tp == 0 for size in nodes):
         text = f"tp {pin.tp} does not divide the {' or '.join(map(str, sorted(nodes)))} devices of a node"
         yield Problem(_field(where, "tp"), text, "", "pin")
 
 
-def _product(request: PlanRequest, pin: Pin, where: Where) -> Iterator[Problem]:
+def _product(request: PlanRequest, name: str, pin: Pin, where: Where) -> Iterator[Problem]:
     """The ranks that are set fill the mesh that is, or divide the devices of one that there may be."""
     axes = {axis: getattr(pin, axis) for axis in ("dp", "tp", "pp", "cp") if getattr(pin, axis) is not None}
     product, shown = math.prod(axes.values()), " x ".join(axes)
-    dp_only = pin.dp is not None and not request.engine.axes
+    generates = isinstance(request.graph.calls[name], Generate)
+    dp_only = pin.dp is not None and not request.engine.axes_of(generates=generates)
     if pin.devices is not None:
         if pin.devices % product or (dp_only and product != pin.devices):
             devices = f"{pin.devices} device{'s' * (pin.devices != 1)}"
@@ -166,26 +196,12 @@ def _product(request: PlanRequest, pin: Pin, where: Where) -> Iterator[Problem]:
             hint = "leave dp out, or set devices to the product" if pin.dp else "set devices to a multiple of that"
             yield Problem(_field(where, next(iter(axes))), text, hint, "pin")
         return
-    found = family(request.cluster, request.constraints.reserve).meshes if axes else ()
-    sizes = sorted({mesh.n_devices for mesh in found if pin.first in (None, mesh.first)})
+    known_meshes = family(request.cluster, request.constraints.reserve).meshes if axes else ()
+    sizes = sorted({mesh.n_devices for mesh in known_meshes if pin.first in (None, mesh.first)})
     if sizes and not any(size == product if dp_only else size % product == 0 for size in sizes):
         text = f"{shown} is {product}, which no mesh can hold: there are meshes of {', '.join(map(str, sizes))} devices"
         hint = "dp x tp x pp x cp is the number of a mesh's devices"
         yield Problem(_field(where, next(iter(axes))), text, hint, "pin")
-
-
-def shape_faults(model: ModelSpec, tp: int, pp: int, ep: int) -> Iterator[tuple[str, str]]:
-    """Axes by which a model can't be cut, each with why."""
-    if model.heads % tp:
-        yield "tp", f"tp {tp} does not divide {model.heads} attention heads"
-    elif model.kv_heads % tp and tp % model.kv_heads:
-        yield "tp", f"tp {tp} neither divides {model.kv_heads} KV heads nor is a multiple of them"
-    if pp > model.layers:
-        yield "pp", f"pp {pp} is more than the {model.layers} layers"
-    if ep > 1 and not model.experts:
-        yield "ep", f"ep {ep} spreads experts, of which the model has none"
-    elif ep > 1 and model.experts % ep:
-        yield "ep", f"ep {ep} does not divide {model.experts} experts"
 
 
 def _generate_pin(request: PlanRequest, pin: Pin, where: Where) -> Iterator[Problem]:

@@ -59,9 +59,9 @@ def free_floor(request: PlanRequest, free: Mapping[str, float]) -> float:
     if not names:
         return 0.0
     edges = graph_edges(request.graph, request.workload.staleness)
-    found = {Dependency(*edge) for edge in edges if edge[0] in names and edge[1] in names}
-    found |= {Dependency(name, name, 1) for name in names}
-    return period(EventGraph({name: free.get(name, 0.0) for name in names}, tuple(sorted(found)))).seconds
+    dependencies = {Dependency(*edge) for edge in edges if edge[0] in names and edge[1] in names}
+    dependencies |= {Dependency(name, name, 1) for name in names}
+    return period(EventGraph({name: free.get(name, 0.0) for name in names}, tuple(sorted(dependencies)))).seconds
 
 
 def readers(request: PlanRequest, role: str) -> tuple[str, ...]:

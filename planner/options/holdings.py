@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from realgraph.graphs.spec import Train
 from realgraph.planner.costs.memory.memory import Footprint
@@ -12,10 +13,11 @@ from realgraph.planner.options.calls import is_trained
 from realgraph.planner.options.couplings import train_calls
 from realgraph.planner.options.meshes import group_of
 from realgraph.planner.options.pricing import Holding, holding
-from realgraph.planner.plan.layout import Layout
+from realgraph.planner.plan.layout import Layout, Stages
 from realgraph.planner.plan.option import CallOption, Residency
 from realgraph.planner.plan.plan import Allocation
 from realgraph.planner.plan.residency import shares_trained_copy
+from realgraph.planner.plan.stages import stages_of
 from realgraph.planner.request.request import PlanRequest
 
 Allocations = Mapping[str, Allocation]
@@ -40,13 +42,13 @@ def group_for(request: PlanRequest, layout: Layout) -> Cluster:
 def candidate_of(request: PlanRequest, allocations: Allocations, call: str) -> CallOption:
     """The option of an allocation, as the search has it; whether it reads the trained copy in place follows from the
     layouts."""
-    found = allocations[call]
-    residency: Residency = "offloaded" if found.residency == "offloaded" else "resident"
+    allocation = allocations[call]
+    residency: Residency = "offloaded" if allocation.residency == "offloaded" else "resident"
     if reads_in_place(request, allocations, call):
         residency = "in_place"
     elif is_trained(request, request.graph.role(call)) and not isinstance(request.graph.calls[call], Train):
         residency = "reallocated"
-    return CallOption(**{**_chosen(found), "residency": residency})
+    return CallOption(**{**_chosen(allocation), "residency": residency})
 
 
 def allocation_of(candidate: CallOption) -> Allocation:
@@ -64,15 +66,48 @@ def reads_in_place(request: PlanRequest, allocations: Allocations, call: str) ->
     kind, trains = request.graph.calls[call], train_calls(request, request.graph.role(call))
     if isinstance(kind, Train) or not trains or trains[-1] not in allocations:
         return False
-    trained = allocations[trains[-1]]
-    if trained.residency == "offloaded":
-        return False
-    return shares_trained_copy(kind, allocations[call].layout, trained.layout)
+    return shares_trained_copy(kind, allocations[call], allocations[trains[-1]])
+
+
+def chunks_of(request: PlanRequest, allocations: Allocations, call: str) -> int:
+    """Chunks of a call's stages: its own, or those of the trained copy of its role under whose layout it runs."""
+    return _followed(request, allocations, call).chunks
+
+
+def balanced_for(request: PlanRequest, allocations: Allocations, call: str) -> Stages:
+    """The layers of a call's stages and chunks where nobody says them, () where it has one stage."""
+    layout = replace(allocations[call].layout, stages=())
+    if layout.pp == 1:
+        return ()
+    return stages_of(request.model(call), request.role(call).head, layout, chunks_of(request, allocations, call))
+
+
+def with_stages(request: PlanRequest, allocations: Allocations) -> dict[str, Allocation]:
+    """The allocations, each with the layers of its stages: as it says them, else as the trained copy of its role under
+    whose layout it runs, else balanced."""
+    staged = {}
+    for call, allocation in allocations.items():
+        layout = allocation.layout
+        stages: Stages = ()
+        if layout.pp > 1:
+            followed = _followed(request, allocations, call).layout
+            stages = layout.stages or followed.stages or balanced_for(request, allocations, call)
+        staged[call] = replace(allocation, layout=replace(layout, stages=stages))
+    return staged
+
+
+def _followed(request: PlanRequest, allocations: Allocations, call: str) -> Allocation:
+    """The allocation of the trained copy of a call's role where its layout is the call's but for stages, else its
+    own."""
+    own, trains = allocations[call], train_calls(request, request.graph.role(call))
+    trained = allocations.get(trains[-1]) if trains else None
+    alike = trained is not None and replace(trained.layout, stages=()) == replace(own.layout, stages=())
+    return trained if trained is not None and alike else own
 
 
 def held_copies(request: PlanRequest, allocations: Allocations) -> tuple[ResidentCopy, ...]:
     """Every copy that stays on devices or in host memory. Calls of a role with equal layouts share one."""
-    found: dict[tuple[object, ...], ResidentCopy] = {}
+    copies: dict[tuple[object, ...], ResidentCopy] = {}
     for call in request.mesh_calls:
         if call not in allocations:
             continue
@@ -81,14 +116,14 @@ def held_copies(request: PlanRequest, allocations: Allocations) -> tuple[Residen
         trained = isinstance(request.graph.calls[call], Train)
         own = holding(request, call, candidate, group_for(request, layout))
         key = (role, "trained") if trained or candidate.residency == "in_place" else (role, layout, candidate.residency)
-        if key in found:
-            held = found[key]
+        if key in copies:
+            held = copies[key]
             footprint = held.footprint if held.trained or not trained else own.resident
             host = max(held.host, own.host)
-            found[key] = ResidentCopy(role, held.layout, (*held.calls, call), held.trained or trained, footprint, host)
+            copies[key] = ResidentCopy(role, held.layout, (*held.calls, call), held.trained or trained, footprint, host)
         else:
-            found[key] = ResidentCopy(role, layout, (call,), trained, own.resident, own.host)
-    return tuple(found.values())
+            copies[key] = ResidentCopy(role, layout, (call,), trained, own.resident, own.host)
+    return tuple(copies.values())
 
 
 def active_of(request: PlanRequest, allocations: Allocations, call: str) -> Footprint:
@@ -136,13 +171,6 @@ def offloading(request: PlanRequest, allocations: Allocations) -> dict[int, int]
     nodes: dict[int, int] = {}
     for copy in held_copies(request, allocations):
         for device in copy.layout.mesh.devices if copy.host else ():
-            node = node_of(request.cluster, device)
+            node = request.cluster.node_of(device)
             nodes[node] = nodes.get(node, 0) + copy.host
     return nodes
-
-
-def node_of(cluster: Cluster, device: int) -> int:
-    """The node of a device, numbered through all groups."""
-    group = group_of(cluster, device)
-    before = sum(one.nodes for one in cluster.groups[:group])
-    return before + (device - cluster.first_of(group)) // cluster.groups[group].devices_per_node

@@ -29,19 +29,19 @@ def family(cluster: Cluster, reserved: int = 0, named: tuple[DeviceMesh, ...] = 
     named: sound meshes that the user speaks of; they belong to the family too, and no other place stands for theirs.
     Groups of nodes of different kinds never share a mesh: the slower kind would hold the faster one up in every layer.
     """
-    blocks, found = [], []
+    blocks, places = [], []
     for group, nodes in enumerate(cluster.groups):
         first = cluster.first_of(group)
         devices = min(nodes.n_devices, cluster.n_devices - reserved - first)
         if devices > 0:
             top = _group_tree(first, devices, nodes.devices_per_node)
             blocks.append(top)
-            found += [(mesh, group) for mesh in _meshes(top, nodes.devices_per_node)]
+            places += [(mesh, group) for mesh in _meshes(top, nodes.devices_per_node)]
     tree = blocks[0] if len(blocks) == 1 else _parent(blocks, symmetric=False)
-    known = {mesh for mesh, _ in found}
-    found += [(mesh, group_of(cluster, mesh.first)) for mesh in dict.fromkeys(named) if mesh not in known]
-    found.sort(key=lambda entry: (entry[0].n_devices, entry[0].first))
-    return Family(_marked(tree, named), tuple(mesh for mesh, _ in found), tuple(group for _, group in found))
+    known = {mesh for mesh, _ in places}
+    places += [(mesh, group_of(cluster, mesh.first)) for mesh in dict.fromkeys(named) if mesh not in known]
+    places.sort(key=lambda entry: (entry[0].n_devices, entry[0].first))
+    return Family(_marked(tree, named), tuple(mesh for mesh, _ in places), tuple(group for _, group in places))
 
 
 def mesh_fault(mesh: DeviceMesh, cluster: Cluster) -> str:

@@ -8,10 +8,8 @@ from msgspec.structs import replace
 
 from realgraph.graphs.spec import Generate
 from realgraph.planner.costs.compute.move import (
-    FIRST_HOST_CUT,
     Copies,
     copies_of,
-    device_bytes,
     fastest_transports,
     move_seconds,
     offload_seconds,
@@ -21,7 +19,7 @@ from realgraph.planner.costs.setting import Setting
 from realgraph.planner.options.pricing import PricedOption, factors_of
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.plan import TRANSPORTS, Transport
-from realgraph.planner.plan.problem import Floats, Ints, Move
+from realgraph.planner.plan.problem import Floats, Move
 from realgraph.planner.request.cost_table import PhaseFactor
 from realgraph.planner.request.request import PlanRequest
 
@@ -38,12 +36,14 @@ class Place(Struct, frozen=True, eq=False):
 
 def move_matrix(request: PlanRequest, target: str, source: Place, there: Place) -> Floats:
     """Seconds of [options of the source, options of the target]: 0 where nothing is to be moved."""
-    return corrected(request, move_seconds(_copies(request, target, source), _copies(request, target, there)), there)
+    copies = _copies(request, target, source), _copies(request, target, there)
+    return corrected(request, move_seconds(*copies, request.engine.transports), there)
 
 
 def transport_of(request: PlanRequest, target: str, source: Place, there: Place) -> Transport:
     """The transport of the weights of the source's only option to the target's only one."""
-    chosen = fastest_transports(_copies(request, target, source), _copies(request, target, there))[1]
+    copies = _copies(request, target, source), _copies(request, target, there)
+    chosen = fastest_transports(*copies, request.engine.transports)[1]
     return TRANSPORTS[int(chosen[0, 0])]
 
 
@@ -54,8 +54,8 @@ def corrected(request: PlanRequest, seconds: Floats, place: Place) -> Floats:
     """
     there = request.cluster.groups[place.group].kind
     speaks = not request.cluster.more or request.costs.kind in ("", there)
-    found = request.costs.phases.get("reallocate", PhaseFactor()) if speaks else PhaseFactor()
-    return np.where(seconds > 0, found.factor * seconds + found.constant_seconds, 0.0)
+    correction = request.costs.phases.get("reallocate", PhaseFactor()) if speaks else PhaseFactor()
+    return np.where(seconds > 0, correction.factor * seconds + correction.constant_seconds, 0.0)
 
 
 def _copies(request: PlanRequest, call: str, place: Place) -> Copies:
@@ -66,10 +66,8 @@ def _copies(request: PlanRequest, call: str, place: Place) -> Copies:
     cluster = request.cluster.groups[place.group]
     layouts = [replace(option.candidate.layout, mesh=place.mesh) for option in place.options]
     setting = Setting(request.model(call), request.role(call), layouts[0], cluster, factors_of(request, cluster))
-    found = copies_of(setting, layouts, request.cluster.first_of(place.group), _serves(request, call))
     away = np.array([option.candidate.residency == "offloaded" for option in place.options])
-    cut: Ints = np.where(away, FIRST_HOST_CUT + np.arange(len(away)), found.cut)
-    return replace(found, cut=cut)
+    return copies_of(setting, layouts, request.cluster.first_of(place.group), _serves(request, call), away)
 
 
 def _serves(request: PlanRequest, call: str) -> bool:
@@ -80,38 +78,21 @@ def _serves(request: PlanRequest, call: str) -> bool:
 def longest_moves(request: PlanRequest, call: str, place: Place) -> Floats:
     """Per option of a call that reads trained weights, seconds that no move to it exceeds.
 
-    From other nodes, or out of host memory; and where fewer devices train than receive, no faster than they can send.
+    From other nodes, or through host memory; and where fewer devices train than receive, no faster than they can send.
     """
-    cluster, model = request.cluster.groups[place.group], request.model(call)
-    params = model.n_params(request.role(call).head)
+    cluster, there = request.cluster.groups[place.group], _copies(request, call, place)
+    params = request.model(call).n_params(request.role(call).head)
     senders = max(1, int(STATE_BYTES * params / max(group.memory_bytes for group in request.cluster.groups)))
-    seconds, serves = np.zeros(len(place.options)), _serves(request, call)
-    for i, option in enumerate(place.options):
-        layout = replace(option.candidate.layout, mesh=place.mesh)
-        setting = Setting(model, request.role(call), layout, cluster, factors_of(request, cluster))
-        seconds[i] = reallocation_seconds(setting, serves)
-        if request.engine.offload:
-            seconds[i] += offload_seconds(cluster, device_bytes(setting, layout, serves), setting.costs)
-        if request.cluster.nodes > 1 or request.cluster.more:
-            seconds[i] += setting.element * params / senders / (cluster.nic_bytes_per_s * setting.costs.nic)
+    seconds = reallocation_seconds(there, cluster.nodes > 1)
+    links = "device" in request.engine.transports
+    if "train" in request.engine.offload or not links:
+        seconds = seconds + there.device_bytes[there.cut] / there.host
+    if request.cluster.nodes > 1 or request.cluster.more:
+        seconds = seconds + there.whole / senders / there.nic
+    if not links:
+        sent = there.whole / senders
+        seconds = seconds + max(offload_seconds(one, sent, factors_of(request, one)) for one in request.cluster.groups)
     return corrected(request, seconds, place)
-
-
-def held_seconds(request: PlanRequest, call: str, place: Place) -> Floats:
-    """Per option of a train call, seconds that a move may save because the copy lies on some of the target's nodes.
-
-    Infinite where every device holds the whole model, so that a copy on the same devices costs nothing.
-    """
-    cluster, model = request.cluster.groups[place.group], request.model(call)
-    found = _copies(request, call, place)
-    whole = found.device_bytes >= found.whole
-    setting = Setting(
-        model, request.role(call), place.options[0].candidate.layout, cluster, factors_of(request, cluster)
-    )
-    near = found.node_bytes / cluster.devices_per_node / (cluster.nic_bytes_per_s * setting.costs.nic)
-    if request.cluster.nodes == 1 and not request.cluster.more:
-        near = np.zeros(len(whole))
-    return np.where(whole, np.inf, corrected(request, near, place))
 
 
 class Moves:

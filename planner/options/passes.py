@@ -11,26 +11,25 @@ from msgspec.structs import replace
 from realgraph.graphs.errors import Problem, Where
 from realgraph.graphs.spec import Train
 from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.inputs.model_spec import Head, ModelSpec
 from realgraph.planner.options.calls import microbatches_of
 from realgraph.planner.options.couplings import train_calls
 from realgraph.planner.plan.layout import DeviceMesh, Layout, Recompute, Schedule
 from realgraph.planner.plan.option import PASSES, PLAIN, CallOption
+from realgraph.planner.plan.stages import stage_totals, stages_of
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
 
 ONE_DEVICE = DeviceMesh(0, 1)
 CHUNK_COUNTS = (8, 4, 2)  # groups of layers of an interleaved stage
+BALANCE_FIX = "set pp to 1, or leave the load_balance term out"
 NO_BACKWARD_TEXT = "recompute, schedule and chunks belong to train calls: this one has no backward pass"
 
 
 def passes_for(request: PlanRequest, call: str, plain: CallOption, cluster: Cluster) -> Iterator[CallOption]:
-    """All that a train call may choose from under a layout, in micro-batches of so many tokens.
-
-    The CPU engine repeats whole layers or nothing.
-    """
+    """All that a train call may choose from under a layout, in micro-batches of so many tokens."""
     support = request.engine
-    known: tuple[Recompute, ...] = ("none", "full") if cluster.is_cpu else ("none", "selective", "full")
-    ways = tuple(way for way in known if way in support.recompute)
+    ways = support.recompute
     if request.role(call).gradient_checkpointing:
         ways = ("full",)
     chunks = _chunks(request, call, plain, cluster) if "interleaved" in support.schedules else 0
@@ -45,8 +44,11 @@ def _chunks(request: PlanRequest, call: str, plain: CallOption, cluster: Cluster
 
     0 where a turn of micro-batches has more of them than there are samples, or stages have no two layers.
     """
-    layout, pinned = plain.layout, request.pins.get(call, Pin()).chunks
-    most = request.model(call).layers // layout.pp
+    layout, pin = plain.layout, request.pins.get(call, Pin())
+    if cluster.is_cpu and pin.schedule is None and pin.chunks is None:
+        return 0  # no formula tells schedules apart there
+    pinned = pin.chunks
+    most = _least_layers(request.model(call), request.role(call).head, layout)
     if layout.pp == 1 or most < 2 or shared_states(request, call):
         return 0
     kind = request.graph.calls[call]
@@ -66,12 +68,14 @@ def pin_problems(request: PlanRequest, call: str, pin: Pin, where: Where) -> Ite
         if any(getattr(pin, name) is not None for name in PASSES):
             yield Problem(where, NO_BACKWARD_TEXT, "leave them out", "pin")
         return
+    if fault := balance_fault(request, call, pin.pp or 1):
+        yield Problem(Where(where.file, path=f"{where.path}.pp"), fault, BALANCE_FIX, "pin")
     piped = pin.schedule not in (None, "1f1b") or (pin.chunks or 1) > 1
     schedule: Schedule = pin.schedule or ("interleaved" if piped else "1f1b")
     chunks = pin.chunks or (2 if schedule == "interleaved" else 1)
     stages = pin.pp or (min(2, request.model(call).layers) if piped else 1)
     asked = CallOption(Layout(ONE_DEVICE, pp=stages), 1, pin.recompute or "none", schedule, chunks)
-    fault = schedule_fault(asked, request.model(call).layers) or _shared_fault(request, call, asked)
+    fault = schedule_fault(asked, request.model(call), request.role(call).head) or _shared_fault(request, call, asked)
     if fault:
         yield Problem(where, fault, "leave schedule and chunks out", "pin")
     elif piped and asked.schedule not in request.engine.schedules:
@@ -90,11 +94,23 @@ def plan_problems(request: PlanRequest, call: str, candidate: CallOption, where:
         if candidate.passes != PLAIN:
             yield Problem(where, NO_BACKWARD_TEXT, "leave them out", "plan_passes")
         return
-    fault = schedule_fault(candidate, request.model(call).layers) or _shared_fault(request, call, candidate)
+    if fault := balance_fault(request, call, candidate.layout.pp):
+        yield Problem(Where(where.file, path=f"{where.path}.layout.pp"), fault, BALANCE_FIX, "plan_passes")
+    fault = schedule_fault(candidate, request.model(call), request.role(call).head) or _shared_fault(
+        request, call, candidate
+    )
     if fault:
         yield Problem(Where(where.file, path=f"{where.path}.schedule"), fault, "", "plan_passes")
     place = Where(where.file, path=f"{where.path}.recompute")
     yield from _recompute_problems(request, call, candidate.recompute, place)
+
+
+def balance_fault(request: PlanRequest, call: str, stages: int) -> str:
+    """Reason why a call's loss can't be computed in so many stages, '' where it can."""
+    kind = request.graph.calls[call]
+    if stages == 1 or not isinstance(kind, Train) or not kind.loss.balances_routes:
+        return ""
+    return f"router load balancing does not go with pipeline stages: it is of all layers at once, and pp is {stages}"
 
 
 def shared_states(request: PlanRequest, call: str) -> str:
@@ -110,9 +126,9 @@ def _shared_fault(request: PlanRequest, call: str, candidate: CallOption) -> str
     return f"interleaved stages hold other layers than {other!r}, which trains the same role, would find there"
 
 
-def schedule_fault(candidate: CallOption, layers: int) -> str:
-    """Reason why the stages of a model of so many layers can't work in this order, '' where they can."""
-    stages = candidate.layout.pp
+def schedule_fault(candidate: CallOption, model: ModelSpec, head: Head) -> str:
+    """Reason why the stages of a model can't work in this order, '' where they can."""
+    stages, layers = candidate.layout.pp, model.layers
     if candidate.schedule != "1f1b" and stages == 1:
         return f"schedule {candidate.schedule} needs pipeline stages: pp is 1"
     if candidate.schedule != "interleaved":
@@ -121,7 +137,13 @@ def schedule_fault(candidate: CallOption, layers: int) -> str:
         return "an interleaved stage has two chunks or more"
     if candidate.chunks * stages > layers:
         return f"{candidate.chunks} chunks in each of {stages} stages are more than the {layers} layers"
-    return ""
+    least = _least_layers(model, head, candidate.layout)
+    return f"{candidate.chunks} chunks are more than the {least} layers of a stage" if candidate.chunks > least else ""
+
+
+def _least_layers(model: ModelSpec, head: Head, layout: Layout) -> int:
+    """Layers of the stage that has the fewest: it has no more chunks. The head takes the place of some."""
+    return min(stage_totals(stages_of(model, head, layout)))
 
 
 def _recompute_problems(request: PlanRequest, call: str, recompute: Recompute, where: Where) -> Iterator[Problem]:
@@ -132,8 +154,6 @@ def _recompute_problems(request: PlanRequest, call: str, recompute: Recompute, w
             yield Problem(
                 where, f"recompute is {recompute}, but {setting} is true", f"set {setting} to false", "recompute"
             )
-    elif recompute == "full" and recompute not in request.engine.recompute:
-        yield Problem(where, f"recompute is full, but {setting} is false", f"set {setting} to true", "recompute")
     elif recompute not in request.engine.recompute:
-        text = f"{request.engine.name} compute whole layers again, or nothing: recompute can't be selective"
-        yield Problem(where, text, f"set it to none; or to full, with {setting}", "recompute")
+        text = f"recompute is {recompute}: {request.engine.name} know {', '.join(request.engine.recompute)} only"
+        yield Problem(where, text, "choose one of these", "recompute")

@@ -11,7 +11,7 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from realgraph.graphs.spec import Generate, Inference, ModelCall, ModelRole, Train
+from realgraph.graphs.spec import Generate, ModelRole, Train
 from realgraph.planner.costs.compute.move import offload_seconds
 from realgraph.planner.costs.generate.rollout import Stream, Variant, offered_variants, stream_of
 from realgraph.planner.costs.memory import memory
@@ -25,6 +25,7 @@ from realgraph.planner.options.calls import (
     generate_work,
     input_seconds,
     longest_part,
+    phase_of,
     running_sequences,
 )
 from realgraph.planner.options.meshes import group_of
@@ -73,19 +74,6 @@ class Timing(Struct, frozen=True):
     # where a paused stream's caches are told apart: `kept` for good, `given up` and computed anew at a price, or for
     # `training` on this mesh alone
     caches: Literal["", "kept", "given up", "training"] = ""
-
-
-def phase_of(call: ModelCall) -> Phase:
-    """The phase whose measured factor applies."""
-    match call:
-        case Train():
-            return "train"
-        case Inference():
-            return "inference"
-        case Generate():
-            return "generate"
-        case _:
-            raise ValueError("free calls have no phase")
 
 
 class Timed(Struct, frozen=True):
@@ -155,9 +143,10 @@ def _with_caches(nbytes: tuple[int, int, int], timing: Timing, in_place: bool) -
                 if in_place
                 else (resident + active, 0, 0)
             )
-        case "training" if not in_place:
-            return resident, active + ELSEWHERE_BYTES, shared + ELSEWHERE_BYTES
-        case _:
+        case "training":
+            elsewhere = 0 if in_place else ELSEWHERE_BYTES
+            return resident, active + elsewhere, shared + elsewhere
+        case "" | "given up":
             return nbytes
 
 
@@ -175,7 +164,7 @@ def copy_of(request: PlanRequest, call: str, layout: Layout, cluster: Cluster) -
     """Bytes of a call's own copy of its role's weights, and of optimizer states where it trains."""
     kind, model, role = request.graph.calls[call], request.model(call), request.role(call)
     if isinstance(kind, Train):
-        return _trained(model, role, layout, cluster.is_cpu)
+        return _trained(model, role, layout, (cluster.is_cpu, request.engine.distributed_optimizer))
     return _frozen(model, role, layout, isinstance(kind, Generate))
 
 
@@ -194,7 +183,7 @@ def _running(request: PlanRequest, call: str, candidate: CallOption) -> Footprin
     """Memory that a running call adds, its weights left aside."""
     model, role, layout, kind = request.model(call), request.role(call), candidate.layout, request.graph.calls[call]
     # activations are the same on all meshes
-    cut = Layout(ONE_DEVICE, tp=layout.tp, pp=layout.pp, ep=layout.ep, cp=layout.cp)
+    cut = Layout(ONE_DEVICE, tp=layout.tp, pp=layout.pp, ep=layout.ep, cp=layout.cp, stages=layout.stages)
     if isinstance(kind, Generate):
         return memory.generation(model, role, cut, candidate.tokens)
     tokens = max(candidate.tokens, longest_part(request, layout))
@@ -218,9 +207,11 @@ def _forward(model: ModelSpec, role: ModelRole, layout: Layout, tokens: int) -> 
 
 
 @lru_cache(maxsize=16384)
-def _trained(model: ModelSpec, role: ModelRole, layout: Layout, cpu: bool) -> Footprint:
-    """A trained copy's states; on CPUs the rescue copies lie in the same memory."""
-    states = memory.trained_copy(model, role, layout)
+def _trained(model: ModelSpec, role: ModelRole, layout: Layout, how: tuple[bool, bool]) -> Footprint:
+    """A trained copy's states; on CPUs the rescue copies lie in the same memory. how: on a CPU, by an engine with a
+    distributed optimizer."""
+    cpu, distributed = how
+    states = memory.trained_copy(model, role, layout, None if distributed else False)
     return states + memory.rescue_copies(model, role, layout) if cpu else states
 
 
@@ -252,11 +243,11 @@ def _stream_timings(
     work = generate_work(request, candidate)
     setting = _setting(request, call, candidate, cluster)
     free = offered_variants(setting, work, request.workload.staleness)
-    found: list[tuple[Literal["", "kept", "given up", "training"], tuple[Variant, ...]]] = [("", free)]
+    sorts: list[tuple[Literal["", "kept", "given up", "training"], tuple[Variant, ...]]] = [("", free)]
     if careful:
         paused = offered_variants(setting, work, request.workload.staleness, paused=True)
-        found = [("kept", free), ("given up", paused), ("training", free)]
-    for caches, variants in found:
+        sorts = [("kept", free), ("given up", paused), ("training", free)]
+    for caches, variants in sorts:
         for one in variants:
             yield Timing(one.seconds, one.latency_seconds, one.running, whole=one.latency_periods, caches=caches)
 
@@ -267,11 +258,11 @@ def candidate_stream(request: PlanRequest, call: str, candidate: CallOption, clu
     return stream_of(_setting(request, call, candidate, cluster), work)
 
 
-def stream_timing(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster, found: Variant) -> Timing:
+def stream_timing(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster, variant: Variant) -> Timing:
     """Timing of one stream of a generate call, as `options_of` prices its rows."""
     more = input_seconds(request, call, candidate.layout, cluster)
     more += offloading_seconds(request, call, candidate, cluster)
-    formula = Timing(found.seconds, found.latency_seconds, found.running, whole=found.latency_periods)
+    formula = Timing(variant.seconds, variant.latency_seconds, variant.running, whole=variant.latency_periods)
     return corrected(request, call, candidate, formula, more)
 
 
@@ -301,11 +292,11 @@ def corrected(request: PlanRequest, call: str, candidate: CallOption, timing: Ti
     if measured is not None:
         return Timing(measured[0], measured[0], timing.running, measured[1])
     phase = phase_of(request.graph.calls[call])
-    found = _measured_there(request, candidate.layout).phases.get(phase, PhaseFactor())
-    seconds = found.factor * (timing.seconds + more) + found.constant_seconds
+    factor = _measured_there(request, candidate.layout).phases.get(phase, PhaseFactor())
+    seconds = factor.factor * (timing.seconds + more) + factor.constant_seconds
     rest = timing.latency - timing.whole * timing.seconds
-    latency = timing.whole * seconds + found.factor * (rest + more) + found.constant_seconds
-    return Timing(seconds, latency, timing.running, found.error or DEFAULT_ERROR[phase], timing.whole)
+    latency = timing.whole * seconds + factor.factor * (rest + more) + factor.constant_seconds
+    return Timing(seconds, latency, timing.running, factor.error or DEFAULT_ERROR[phase], timing.whole)
 
 
 def is_measured(request: PlanRequest, call: str, candidate: CallOption) -> bool:
@@ -315,17 +306,17 @@ def is_measured(request: PlanRequest, call: str, candidate: CallOption) -> bool:
 
 def _measured(request: PlanRequest, call: str, candidate: CallOption) -> tuple[float, float] | None:
     """The measured seconds and error of exactly this call, None where there are none."""
-    for found in _measured_there(request, candidate.layout).calls:
-        same = found.call == call and _ran(found, candidate)
-        if same and (found.model, found.workload) == call_hashes(request, call):
-            return found.seconds, found.error
+    for measured in _measured_there(request, candidate.layout).calls:
+        same = measured.call == call and _ran(measured, candidate)
+        if same and (measured.model, measured.workload) == call_hashes(request, call):
+            return measured.seconds, measured.error
     return None
 
 
-def _ran(found: MeasuredCall, candidate: CallOption) -> bool:
+def _ran(measured: MeasuredCall, candidate: CallOption) -> bool:
     """True where what was measured ran as the candidate says."""
     now = {**candidate.settings, "devices": candidate.layout.mesh.n_devices}
-    return all(getattr(found, name) == now[name] for name in MEASURED_SETTINGS)
+    return all(getattr(measured, name) == now[name] for name in MEASURED_SETTINGS)
 
 
 def offloading_seconds(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> float:

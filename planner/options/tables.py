@@ -19,7 +19,7 @@ from realgraph.planner.options.choices import candidates
 from realgraph.planner.options.constraints import named_meshes
 from realgraph.planner.options.couplings import free_floor, moves_of, precedences, readers, ties_of, train_calls
 from realgraph.planner.options.meshes import Family, family
-from realgraph.planner.options.moves import Moves, Place, held_seconds, longest_moves
+from realgraph.planner.options.moves import Moves, Place, longest_moves
 from realgraph.planner.options.pricing import PricedOption, Timed, copy_of, options_of
 from realgraph.planner.options.pruning import TableRows, kept_rows
 from realgraph.planner.plan.layout import DeviceMesh
@@ -60,12 +60,12 @@ def problem_of(
     which the latencies of streams depend. careful: streams tell what becomes of their caches when they are paused; else
     every row is a bound. known: of other problems of the same request.
     """
-    found = family(request.cluster, request.constraints.reserve, named_meshes(request))
-    made = _Tables(request, found, whole, (least, careful), known or Known())
+    mesh_family = family(request.cluster, request.constraints.reserve, named_meshes(request))
+    made = _Tables(request, mesh_family, whole, (least, careful), known or Known())
     by_call = {call: made.on_meshes(call) for call in _readers_first(request)}
     wanted = sorted({mesh for numbers in by_call.values() for mesh in numbers})
     number = {mesh: i for i, mesh in enumerate(wanted)}
-    moves = Moves(request, [(found.meshes[mesh], found.groups[mesh]) for mesh in wanted])
+    moves = Moves(request, [(mesh_family.meshes[mesh], mesh_family.groups[mesh]) for mesh in wanted])
     tasks = []
     for call in request.mesh_calls:
         numbers = {number[mesh]: table for mesh, table in by_call[call].items()}
@@ -79,17 +79,17 @@ def problem_of(
         devices_per_node=per_node,
         memory=memory,
         host_memory=host,
-        meshes=tuple(found.meshes[mesh] for mesh in wanted),
+        meshes=tuple(mesh_family.meshes[mesh] for mesh in wanted),
         tables=tuple(option_table(options, made.layouts) for options in made.tables),
         tasks=tuple(tasks),
         precedences=precedences(request, free),
         moves=moves_of(request),
         move_seconds=moves.seconds,
-        tree=found.tree,
+        tree=mesh_family.tree,
         floor_seconds=free_floor(request, free),
         ties=tuple(ties_of(request)),
     )
-    return PreparedProblem(request, problem, tuple(made.tables), tuple(found.groups[mesh] for mesh in wanted))
+    return PreparedProblem(request, problem, tuple(made.tables), tuple(mesh_family.groups[mesh] for mesh in wanted))
 
 
 def _readers_first(request: PlanRequest) -> list[str]:
@@ -131,9 +131,9 @@ class _Tables:
     """Builds each (call, group, size) once. layouts: numbers of equal layouts, offloaded trained states apart."""
 
     def __init__(
-        self, request: PlanRequest, found: Family, whole: str, asked: tuple[float, bool], known: Known
+        self, request: PlanRequest, mesh_family: Family, whole: str, asked: tuple[float, bool], known: Known
     ) -> None:
-        self._request, self._family, self._whole, self._known = request, found, whole, known
+        self._request, self._family, self._whole, self._known = request, mesh_family, whole, known
         self._least, self._careful = asked
         self._made: dict[Key, int | None] = {}
         self.tables: list[tuple[PricedOption, ...]] = []
@@ -161,13 +161,13 @@ class _Tables:
         return self._made[key]
 
     def _options(self, call: str, group: int, size: int) -> tuple[PricedOption, ...]:
-        found = self._priced(call, group, size)
-        for option in found:
+        priced = self._priced(call, group, size)
+        for option in priced:
             self.layouts.setdefault(layout_key(option), len(self.layouts))
-        if not found:
+        if not priced:
             return ()
-        kept = kept_rows(self._rows(call, group, found))
-        options = tuple(found) if call == self._whole else tuple(found[i] for i in kept)
+        kept = kept_rows(self._rows(call, group, priced))
+        options = tuple(priced) if call == self._whole else tuple(priced[i] for i in kept)
         self._remember(call, group, size, options)
         return options
 
@@ -185,7 +185,7 @@ class _Tables:
                 (key, staleness, self._careful), Timed(careful=self._careful, room=room)
             )
             timed = replace(shared, least=self._least)
-        found = [
+        priced = [
             option
             for candidate in candidates(
                 request, call, mesh, cluster, lambda layout: copy_of(request, call, layout, cluster).total <= room
@@ -193,8 +193,8 @@ class _Tables:
             for option in options_of(request, call, candidate, cluster, timed)
         ]
         if not streams:
-            self._known.options[key] = found
-        return found
+            self._known.options[key] = priced
+        return priced
 
     def _rows(self, call: str, group: int, options: Sequence[PricedOption]) -> TableRows:
         """With what a row's layout means for other calls of its role, where there are any."""
@@ -213,7 +213,7 @@ class _Tables:
     def _train_rows(self, call: str, place: Place, table: OptionTable) -> TableRows:
         """The meaning of a train call's layouts for the calls that read the trained weights.
 
-        A copy that is read in place, or lies whole on each device, may save whole moves; any other what its nodes hold.
+        A copy may save whole moves: it may be read in place, or its devices may hold all the slices that others get.
         States in host memory may cost a whole move more.
         """
         request, spot = self._request, (place.group, place.mesh.n_devices)
@@ -225,14 +225,13 @@ class _Tables:
         if not names:
             return TableRows(table)
         most = sum(self._longest.get(name, 0.0) for name in names)
-        edge = held_seconds(request, call, place) * len(names)
+        edge = np.full(len(table), most)
         bonus, beside = np.zeros(len(table), dtype=np.int64), np.zeros(len(table), dtype=np.int64)
         for i, number in enumerate(table.layout):
             copies = [self._saved.get((name, *spot, int(number))) for name in names]
             shared = [one for one in copies if one is not None]
             bonus[i] = sum(nbytes for nbytes, _ in shared)
             beside[i] = max((nbytes for _, nbytes in shared), default=0)
-            edge[i] = most if shared else min(most, float(edge[i]))
         away = np.array([option.candidate.residency == "offloaded" for option in place.options])
         return TableRows(table, np.where(away, most, 0.0), edge, bonus, beside)
 

@@ -42,14 +42,14 @@ def refusals(text: str | bytes, error: msgspec.ValidationError, file: str) -> li
         raw = json.loads(text)
     except (ValueError, RecursionError) as broken:
         return [no_json(broken, file)]
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for name, kind in LISTS.items() if isinstance(raw, dict) else ():
         entries = raw.get(name)
         for i, entry in enumerate(entries if isinstance(entries, list) else ()):
-            found += _entry(entry, kind, (f"$.{name}[{i}]", file))
-    if not found:
-        found.append(_refusal(error, "$", (file, ProblemFile)))
-    return found
+            problems += _entry(entry, kind, (f"$.{name}[{i}]", file))
+    if not problems:
+        problems.append(_refusal(error, "$", (file, ProblemFile)))
+    return problems
 
 
 def no_json(error: Exception, file: str) -> Problem:
@@ -59,16 +59,16 @@ def no_json(error: Exception, file: str) -> Problem:
 
 def _entry(entry: object, kind: type[Struct], place: tuple[str, str]) -> list[Problem]:
     path, file = place
-    found: list[Problem] = []
+    problems: list[Problem] = []
     if kind is CallSpec and isinstance(entry, dict) and isinstance(entry.get("options"), list):
         for i, option in enumerate(entry["options"]):
-            found += _entry(option, OptionSpec, (f"{path}.options[{i}]", file))
-    if not found:
+            problems += _entry(option, OptionSpec, (f"{path}.options[{i}]", file))
+    if not problems:
         try:
             msgspec.convert(entry, kind)
         except msgspec.ValidationError as error:
-            found.append(_refusal(error, path, (file, kind)))
-    return found
+            problems.append(_refusal(error, path, (file, kind)))
+    return problems
 
 
 def _refusal(error: msgspec.ValidationError, base: str, about: tuple[str, type[Struct]]) -> Problem:
@@ -86,10 +86,10 @@ def _refusal(error: msgspec.ValidationError, base: str, about: tuple[str, type[S
 
 def problems_of(spec: ProblemFile, file: str) -> list[Problem]:
     """All mistakes beyond form."""
-    found = [*_sizes(spec), *_calls(spec), *_links(spec)]
-    if not found:
-        found += _circuits(spec)
-    return [Problem(Where(file, path=path), text, hint, "problem") for path, text, hint in found]
+    problems = [*_sizes(spec), *_calls(spec), *_links(spec)]
+    if not problems:
+        problems += _circuits(spec)
+    return [Problem(Where(file, path=path), text, hint, "problem") for path, text, hint in problems]
 
 
 def n_nodes(spec: ProblemFile) -> int:

@@ -56,9 +56,9 @@ def read_problem(text: str | bytes, file: str = "") -> FileProblem:
         raise ConfigError(refusals(text, error, file)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError([no_json(error, file)]) from error
-    found = problems_of(spec, file)
-    if found:
-        raise ConfigError(found)
+    problems = problems_of(spec, file)
+    if problems:
+        raise ConfigError(problems)
     return build_problem(spec)
 
 
@@ -104,12 +104,12 @@ class FileMoves:
     def _matrix(self, ends: tuple[str, str], rows: tuple[Ints, Ints], in_place: bool) -> Floats:
         given, (here, there) = self._seconds[ends], rows
         if given.ndim == 1:
-            found = np.broadcast_to(given[there], (len(here), len(there))).copy()
+            matrix = np.broadcast_to(given[there], (len(here), len(there))).copy()
         else:
-            found = given[np.ix_(here, there)]
+            matrix = given[np.ix_(here, there)]
         if in_place:
-            found[self._free[ends][np.ix_(here, there)]] = 0.0
-        return found
+            matrix[self._free[ends][np.ix_(here, there)]] = 0.0
+        return matrix
 
 
 def _free(entry: ReallocationSpec, columns: Mapping[str, OptionColumns]) -> npt.NDArray[np.bool_]:
@@ -185,11 +185,11 @@ def meshes_of(option: OptionSpec) -> tuple[DeviceMesh, ...]:
 
 
 def _by_mesh(call: CallSpec) -> dict[DeviceMesh, list[int]]:
-    found: dict[DeviceMesh, list[int]] = {}
+    rows: dict[DeviceMesh, list[int]] = {}
     for i, option in enumerate(call.options):
         for mesh in meshes_of(option):
-            found.setdefault(mesh, []).append(i)
-    return found
+            rows.setdefault(mesh, []).append(i)
+    return rows
 
 
 def _columns(call: CallSpec, layouts: dict[tuple[object, ...], int]) -> OptionColumns:
@@ -278,49 +278,49 @@ class NoAnswer(Struct, frozen=True):
     format: int = PROBLEM_FORMAT
 
 
-def solution_json(read: FileProblem, found: Solution | Unsolved, turns: Mapping[int, Iterable[Turn]]) -> str:
+def solution_json(read: FileProblem, outcome: Solution | Unsolved, turns: Mapping[int, Iterable[Turn]]) -> str:
     """The answer as indented JSON. turns: the order of calls on every device, `evaluate.orders`; empty for Unsolved."""
-    return msgspec.json.format(msgspec.json.encode(answer_of(read, found, turns)), indent=2).decode() + "\n"
+    return msgspec.json.format(msgspec.json.encode(answer_of(read, outcome, turns)), indent=2).decode() + "\n"
 
 
 def answer_of(
-    read: FileProblem, found: Solution | Unsolved, turns: Mapping[int, Iterable[Turn]]
+    read: FileProblem, outcome: Solution | Unsolved, turns: Mapping[int, Iterable[Turn]]
 ) -> ProblemAnswer | NoAnswer:
     """The answer as data."""
     name = read.spec.name
-    if isinstance(found, Unsolved):
-        return NoAnswer(found.proven, found.reason, found.bound, found.seconds, found.stopped, name=name)
+    if isinstance(outcome, Unsolved):
+        return NoAnswer(outcome.proven, outcome.reason, outcome.bound, outcome.seconds, outcome.stopped, name=name)
     return ProblemAnswer(
-        period=found.period,
-        bound=found.bound,
-        gap=found.gap if isfinite(found.gap) else None,
-        choices={call.name: _chosen(read, call, found) for call in read.spec.calls},
-        reallocation_seconds=_moved(read.problem, found),
-        starts=found.starts,
-        critical=found.critical,
+        period=outcome.period,
+        bound=outcome.bound,
+        gap=outcome.gap if isfinite(outcome.gap) else None,
+        choices={call.name: _chosen(read, call, outcome) for call in read.spec.calls},
+        reallocation_seconds=_moved(read.problem, outcome),
+        starts=outcome.starts,
+        critical=outcome.critical,
         orders=_orders(turns),
-        seconds=found.seconds,
-        stopped=found.stopped,
-        nodes=found.nodes,
+        seconds=outcome.seconds,
+        stopped=outcome.stopped,
+        nodes=outcome.nodes,
         name=name,
     )
 
 
-def _chosen(read: FileProblem, call: CallSpec, found: Solution) -> ChosenOption:
-    choice = found.choices[call.name]
+def _chosen(read: FileProblem, call: CallSpec, solution: Solution) -> ChosenOption:
+    choice = solution.choices[call.name]
     row = int(read.rows[call.name, choice.mesh][choice.option])
     option, mesh = call.options[row], read.problem.meshes[choice.mesh]
     ranks = (option.dp, option.tp, option.pp, option.ep, option.cp)
     return ChosenOption(row, (mesh.first, mesh.n_devices), option.seconds, *ranks, option.note)
 
 
-def _moved(problem: SearchProblem, found: Solution) -> dict[str, float]:
+def _moved(problem: SearchProblem, solution: Solution) -> dict[str, float]:
     """Call -> seconds of bringing its weights, where that takes time."""
     moved = {}
     for move in problem.moves:
-        source, target = found.choices[move.source], found.choices[move.target]
+        source, target = solution.choices[move.source], solution.choices[move.target]
         seconds = problem.move_seconds(move, source.mesh, target.mesh)[source.option, target.option]
-        if reallocation_node(move.target) in found.starts:
+        if reallocation_node(move.target) in solution.starts:
             moved[move.target] = float(seconds)
     return moved
 
@@ -329,9 +329,9 @@ def _orders(turns: Mapping[int, Iterable[Turn]]) -> tuple[DeviceOrder, ...]:
     """Devices of equal orders together, as runs of consecutive devices."""
     runs: dict[tuple[Turn, ...], list[tuple[int, int]]] = {}
     for device in sorted(turns):
-        found = runs.setdefault(tuple(turns[device]), [])
-        if found and sum(found[-1]) == device:
-            found[-1] = (found[-1][0], found[-1][1] + 1)
+        spans = runs.setdefault(tuple(turns[device]), [])
+        if spans and sum(spans[-1]) == device:
+            spans[-1] = (spans[-1][0], spans[-1][1] + 1)
         else:
-            found.append((device, 1))
+            spans.append((device, 1))
     return tuple(DeviceOrder(tuple(devices), order) for order, devices in runs.items())

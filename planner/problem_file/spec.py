@@ -112,6 +112,6 @@ class ProblemFile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
 
 def problem_schema() -> dict[str, Any]:
-    """JSON Schema of a problem file."""
-    found = msgspec.json.schema(ProblemFile)
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A planning problem", **found}
+    """JSON Schema of a problem file; `realgraph schema` writes it."""
+    schema = msgspec.json.schema(ProblemFile)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A planning problem", **schema}

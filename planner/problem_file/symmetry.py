@@ -1,4 +1,4 @@
-"""Which devices of a planning problem can be exchanged: proven from its numbers, as no problem file says so.
+"""Devices of a planning problem that can be exchanged: proven from its numbers, as no problem file says so.
 
 Two neighbouring blocks of devices can be exchanged where each mesh goes over into a mesh with the same table for every
 task, devices and nodes have the same memory, and every move takes as long as before.
@@ -106,7 +106,7 @@ def _move_numbers(problem: SearchProblem, rows: Mapping[tuple[str, int], Ints], 
     """[meshes, meshes]: equal numbers for equal matrices; each different pair of rows is looked at once."""
     tasks = {task.name: task for task in problem.tasks}
     sources, targets = sorted(tasks[move.source].tables), sorted(tasks[move.target].tables)
-    found = np.full((len(problem.meshes), len(problem.meshes)), -1, np.int64)
+    numbers = np.full((len(problem.meshes), len(problem.meshes)), -1, np.int64)
     pairs: dict[tuple[bytes, bytes, bool], int] = {}
     matrices: dict[bytes, int] = {}
     there = {target: rows[move.target, target].tobytes() for target in targets}
@@ -117,5 +117,5 @@ def _move_numbers(problem: SearchProblem, rows: Mapping[tuple[str, int], Ints], 
             if pair not in pairs:
                 matrix = problem.move_seconds(move, source, target)
                 pairs[pair] = matrices.setdefault(matrix.tobytes(), len(matrices))
-            found[source, target] = pairs[pair]
-    return found
+            numbers[source, target] = pairs[pair]
+    return numbers

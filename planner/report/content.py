@@ -134,7 +134,7 @@ def report_of(
     events = events_of(request, plan)
     tasks = tasks_of(request.graph, plan, events)
     shown = timeline(tasks, plan.period_seconds, plan.bottleneck, request.cluster.n_devices)
-    found = bottleneck_of(plan, events, shown)
+    bottleneck = bottleneck_of(plan, events, shown)
     return Report(
         title=title,
         facts=facts,
@@ -145,8 +145,8 @@ def report_of(
         rows=tuple(_rows(request, plan, slacks(events, plan.period_seconds))),
         timeline=shown,
         memory=memory_bars(request, plan),
-        bottleneck=found,
-        error=error_of(request.graph, plan, found),
+        bottleneck=bottleneck,
+        error=error_of(request.graph, plan, bottleneck),
         findings=findings,
     )
 
@@ -183,15 +183,15 @@ def bottleneck_of(plan: Plan, events: EventGraph, shown: Timeline) -> Bottleneck
     return Bottleneck(sentence, call, circuit, distance, load, devices)
 
 
-def error_of(graph: Graph, plan: Plan, found: Bottleneck) -> float:
+def error_of(graph: Graph, plan: Plan, bottleneck: Bottleneck) -> float:
     """Relative error of the seconds on the critical circuit: calls of one kind err together, kinds independently of
     each other."""
     off: dict[Kind, float] = {}
-    for name, seconds in found.circuit:
+    for name, seconds in bottleneck.circuit:
         if name in plan.allocations:
             kind = kind_of(graph, name)
             off[kind] = off.get(kind, 0.0) + seconds * plan.allocations[name].error
-    total = sum(seconds for _, seconds in found.circuit)
+    total = sum(seconds for _, seconds in bottleneck.circuit)
     return sqrt(sum(one**2 for one in off.values())) / total if total > 0 else 0.0
 
 

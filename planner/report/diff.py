@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from realgraph.planner.feasibility.validate import HASHED
 from realgraph.planner.plan.option import CHOSEN, TOKENS
@@ -15,7 +16,7 @@ from realgraph.planner.report.format import (
     seconds_text,
     words,
 )
-from realgraph.planner.report.text import TRANSPORT_WORDS
+from realgraph.planner.report.text import TRANSPORT_WORDS, layers_text
 
 SAME_FRACTION = 0.005  # of seconds or bytes: below it two predictions are told as equal
 
@@ -73,8 +74,12 @@ def _moved(plan: Plan) -> dict[str, None]:
 
 
 def _allocation(name: str, old: Allocation, new: Allocation) -> Iterator[PlanChange]:
-    if old.layout != new.layout:
+    if replace(old.layout, stages=()) != replace(new.layout, stages=()):
         yield PlanChange(name, "layout", layout_text(old.layout), layout_text(new.layout))
+    elif old.layout.stages and new.layout.stages:
+        before, after = layers_text(old.layout.stages), layers_text(new.layout.stages)
+        if before != after:
+            yield PlanChange(name, "stages", before, after)
     if _batches(old) != _batches(new):
         yield PlanChange(name, "micro-batches", _batches(old), _batches(new))
     for what in (name for name in CHOSEN if name not in TOKENS):

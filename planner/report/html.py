@@ -39,6 +39,7 @@ from realgraph.planner.report.text import (
     moves_text,
     pipelines_text,
     predicted_text,
+    table_legend,
     weights_text,
 )
 
@@ -79,17 +80,17 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
 
 def _tiles(report: Report) -> Iterator[tuple[str, str]]:
     """The few numbers that matter most, and what they are."""
-    plan, found = report.plan, report.findings
+    plan, findings = report.plan, report.findings
     yield seconds_text(plan.period_seconds), f"period: seconds a step, {predicted_text(report)}"
     yield rate_text(report.samples_per_second), "samples a second"
     yield gap_text(plan.gap), f"proven gap; lower bound {seconds_text(plan.lower_bound_seconds)}"
     busiest = report.bottleneck.devices
     yield percent_text(report.bottleneck.load), f"load of device{'s' * (not busiest.isdigit())} {busiest}"
-    slower = [other for other in found.comparisons if other.period_seconds]
+    slower = [other for other in findings.comparisons if other.period_seconds]
     if slower and slower[0].period_seconds:
         yield change_text(slower[0].period_seconds / plan.period_seconds), f"period of the {slower[0].name} plan"
-    if found.price is not None:
-        yield dollars_text(found.price.per_run), f"a run of {found.price.steps:,} steps"
+    if findings.price is not None:
+        yield dollars_text(findings.price.per_run), f"a run of {findings.price.steps:,} steps"
 
 
 def _tile(value: str, label: str) -> str:
@@ -97,7 +98,7 @@ def _tile(value: str, label: str) -> str:
 
 
 def _sections(report: Report) -> Iterator[str]:
-    found = report.findings
+    findings = report.findings
     if report.bottleneck.circuit:
         yield _section("What bounds the period", _bottleneck(report))
     if any(lane.bars for lane in report.timeline.lanes):
@@ -108,17 +109,17 @@ def _sections(report: Report) -> Iterator[str]:
     yield _section("Allocation", _allocation(report))
     if any(bar.parts for bar in report.memory):
         yield _section("Memory at the worst moment", _memory(report))
-    if found.comparisons:
+    if findings.comparisons:
         yield _section("Beside it, at the same costs", _comparisons(report))
-    if found.hints:
-        rows = [_hint(hint) for hint in sorted(found.hints, key=lambda hint: -hint.gain)]
+    if findings.hints:
+        rows = [_hint(hint) for hint in sorted(findings.hints, key=lambda hint: -hint.gain)]
         yield _section("What if", _table(("change", "period", "samples/s"), rows))
-    if any(size.period_seconds for size in found.sweep):
+    if any(size.period_seconds for size in findings.sweep):
         yield _section("Cluster sizes", _sizes(report))
-    if found.measured:
+    if findings.measured:
         legend = _legend([("other", "predicted"), ("generate", "measured: median of the run's steps")])
-        yield _section("Predicted against measured", f'<div class="wide">{pairs_svg(found.measured)}</div>{legend}')
-    remarks = [*found.notes, *found.doubts]
+        yield _section("Predicted against measured", f'<div class="wide">{pairs_svg(findings.measured)}</div>{legend}')
+    remarks = [*findings.notes, *findings.doubts]
     if remarks:
         items = "".join(f"<li>{escape(remark)}</li>" for remark in remarks)
         yield _section("Notes and doubts", f'<ul class="plain">{items}</ul>')
@@ -142,12 +143,14 @@ def _section(title: str, body: str) -> str:
 
 
 def _bottleneck(report: Report) -> str:
-    found = report.bottleneck
+    bottleneck = report.bottleneck
     arrow = '<li class="to" aria-hidden="true">&#8594;</li>'
-    nodes = arrow.join(f"<li>{escape(name)} <b>{seconds_text(seconds)}</b></li>" for name, seconds in found.circuit)
-    spans = "again, one step later" if found.steps == 1 else f"again, {found.steps} steps later"
-    again = f'{arrow}<li class="to">{escape(found.circuit[0][0])} {spans}</li>'
-    return f'<p class="why">{escape(found.sentence)}.</p><ol class="circuit">{nodes}{again}</ol>'
+    nodes = arrow.join(
+        f"<li>{escape(name)} <b>{seconds_text(seconds)}</b></li>" for name, seconds in bottleneck.circuit
+    )
+    spans = "again, one step later" if bottleneck.steps == 1 else f"again, {bottleneck.steps} steps later"
+    again = f'{arrow}<li class="to">{escape(bottleneck.circuit[0][0])} {spans}</li>'
+    return f'<p class="why">{escape(bottleneck.sentence)}.</p><ol class="circuit">{nodes}{again}</ol>'
 
 
 def _allocation(report: Report) -> str:
@@ -155,9 +158,8 @@ def _allocation(report: Report) -> str:
     heads = ("call", "on the cluster", "on devices", "/".join(axes), "weights", "micro-batches")
     rows = [_allocation_row(row, report, axes) for row in report.rows]
     table = _table((*heads, "seconds", "share", "slack", "memory", "most of it"), rows)
-    return table + "".join(
-        f'<p class="note">{escape(line)}.</p>' for line in (*_moves(report), "; ".join(_words(report)))
-    )
+    legend = "; ".join((*table_legend(report), "slack: what a call may take longer before the period grows"))
+    return table + "".join(f'<p class="note">{escape(line)}.</p>' for line in (*_moves(report), legend))
 
 
 def _moves(report: Report) -> Iterator[str]:
@@ -169,16 +171,6 @@ def _moves(report: Report) -> Iterator[str]:
         yield f"New weights: {weights}"
     if inputs:
         yield f"To bring what calls read, of their seconds: {inputs}"
-
-
-def _words(report: Report) -> Iterator[str]:
-    """The meaning of the table's heads and cells."""
-    yield "Bold calls are on the critical circuit; slack is how much longer the others may take before the period grows"
-    yield "micro-batches are those of a rank and optimizer step, x tokens at most"
-    if any(row.kind == "generate" for row in report.rows):
-        yield "of a generate call: sequences at once in tokens of KV cache"
-    if any(row.allocation.residency == "reallocated" for row in report.rows):
-        yield "a copy is refreshed from the trained weights every step"
 
 
 def _allocation_row(row: CallRow, report: Report, axes: Sequence[str]) -> tuple[str, ...]:
@@ -237,11 +229,11 @@ def _change(ratio: float, text: str) -> str:
 
 
 def _sizes(report: Report) -> str:
-    found = report.findings
-    reached = cheapest(found.sweep, found.target_seconds)
-    least = min((size.period_seconds * size.devices for size in found.sweep if size.period_seconds), default=0.0)
+    findings = report.findings
+    reached = cheapest(findings.sweep, findings.target_seconds)
+    least = min((size.period_seconds * size.devices for size in findings.sweep if size.period_seconds), default=0.0)
     rows = []
-    for size in sorted(found.sweep, key=lambda size: size.devices):
+    for size in sorted(findings.sweep, key=lambda size: size.devices):
         mark = "the least that reaches the target" if size is reached else size.note
         if size.period_seconds:
             area = size.period_seconds * size.devices
@@ -250,7 +242,7 @@ def _sizes(report: Report) -> str:
         else:
             numbers = ("no plan", "", "", "")
         rows.append((f"{size.devices:,}", *numbers, mark))
-    curve = f'<div class="wide">{scaling_svg(found.sweep, found.target_seconds)}</div>'
+    curve = f'<div class="wide">{scaling_svg(findings.sweep, findings.target_seconds)}</div>'
     legend = _legend([("generate", "period"), ("other", "dotted: lower bound")])
     return curve + legend + _table(("devices", "period", "bound", "device seconds", "efficiency", ""), rows)
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.graphs.graph import Graph
-from realgraph.graphs.spec import Generate, Inference
+from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Train
 from realgraph.planner.plan.events import Dependency, EventGraph
 from realgraph.planner.plan.plan import Plan, reallocation_node
 from realgraph.planner.plan.residency import reallocations
@@ -66,14 +66,13 @@ def tasks_of(graph: Graph, plan: Plan, events: EventGraph) -> tuple[DrawnTask, .
 
     Starts are the plan's own where it has them all, else the earliest that its event graph allows.
     """
-    layouts = {name: allocation.layout for name, allocation in plan.allocations.items()}
-    moved = reallocations(graph, layouts)
+    moved = reallocations(graph, plan.allocations)
     starts = plan.starts
     if not starts.keys() >= plan.allocations.keys():
         starts = earliest_starts(events, plan.period_seconds)
     tasks: list[DrawnTask] = []
     for name in (name for name in graph.calls if name in plan.allocations):
-        own = frozenset(layouts[name].mesh.devices)
+        own = frozenset(plan.allocations[name].layout.mesh.devices)
         node = reallocation_node(name)
         seconds = events.seconds.get(node, 0.0)
         if name in moved and seconds > 0 and node in starts:
@@ -90,8 +89,10 @@ def kind_of(graph: Graph, call: str) -> Kind:
             return "generate"
         case Inference():
             return "inference"
-        case _:
+        case Train():
             return "train"
+        case Function() | Advantage():
+            raise AssertionError(f"{call} holds no mesh")
 
 
 def timeline(tasks: tuple[DrawnTask, ...], period: float, critical: Collection[str], n_devices: int) -> Timeline:

@@ -132,11 +132,11 @@ def shades(bars: Sequence[MemoryBar]) -> dict[tuple[str, str], str]:
     most: dict[tuple[str, str], int] = {}
     for part in (part for bar in bars for part in bar.parts):
         most[part.kind, part.label] = max(part.nbytes, most.get((part.kind, part.label), 0))
-    found: dict[tuple[str, str], str] = {}
+    classes: dict[tuple[str, str], str] = {}
     for kind, letter, count in (("resident", "r", RESIDENT), ("active", "a", ACTIVE)):
         ranked = sorted((key for key in most if key[0] == kind), key=lambda key: -most[key])
-        found |= {key: f"{letter}{min(rank, count)}" for rank, key in enumerate(ranked)}
-    return found
+        classes |= {key: f"{letter}{min(rank, count)}" for rank, key in enumerate(ranked)}
+    return classes
 
 
 def _stack(bar: MemoryBar, top: float, scale: float, colours: Mapping[tuple[str, str], str]) -> Iterator[str]:
@@ -229,10 +229,10 @@ def log_ticks(low: float, high: float) -> tuple[float, ...]:
     """Round numbers between the two: as few to a power of ten as give at least four, where that can be."""
     powers = [10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
     for factors in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
-        found = tuple(factor * power for power in powers for factor in factors if low <= factor * power <= high)
-        if len(found) >= 4:
-            return found
-    return found
+        numbers = tuple(factor * power for power in powers for factor in factors if low <= factor * power <= high)
+        if len(numbers) >= 4:
+            return numbers
+    return numbers
 
 
 def pairs_svg(calls: Sequence[MeasuredSeconds]) -> str:

@@ -1,13 +1,14 @@
 """Short texts about a plan that the terminal and the page share."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from realgraph.planner.plan.layout import Recompute, Schedule
+from realgraph.planner.plan.layout import Recompute, Schedule, Stages
 from realgraph.planner.plan.option import CallOption
 from realgraph.planner.plan.plan import Plan, Transport
 from realgraph.planner.plan.problem import Limits
+from realgraph.planner.plan.stages import stage_totals
 from realgraph.planner.report.content import CallRow, PlannedSize, Report
-from realgraph.planner.report.format import gap_text, percent_text, seconds_text
+from realgraph.planner.report.format import counted, gap_text, percent_text, seconds_text
 
 TRANSPORT_WORDS: dict[Transport, str] = {
     "in_place": "in place",
@@ -67,12 +68,20 @@ def option_text(option: CallOption) -> str:
 
 
 def pipelines_text(rows: Sequence[CallRow]) -> str:
-    """The order of pipeline stages of each train call that has some: `train_actor interleaved x8`."""
+    """Order and layers of each train call's pipeline stages: `train_actor 1F1B (20 layers a stage)`."""
     return ", ".join(
-        f"{row.call} {' '.join(passes_text('none', found.schedule, found.chunks)) or '1F1B'}"
-        for row, found in ((row, row.allocation) for row in rows if row.kind == "train")
-        if found.layout.pp > 1
+        f"{row.call} {' '.join(passes_text('none', allocation.schedule, allocation.chunks)) or '1F1B'}"
+        + (f" ({layers_text(allocation.layout.stages)})" if allocation.layout.stages else "")
+        for row, allocation in ((row, row.allocation) for row in rows if row.kind == "train")
+        if allocation.layout.pp > 1
     )
+
+
+def layers_text(stages: Stages) -> str:
+    """Layers of each stage: `20 layers a stage`, `layers 10+10+11+9`."""
+    totals = stage_totals(stages)
+    even = len(set(totals)) == 1
+    return f"{counted(totals[0], 'layer')} a stage" if even else f"layers {'+'.join(map(str, totals))}"
 
 
 def batches_text(row: CallRow) -> str:
@@ -82,6 +91,16 @@ def batches_text(row: CallRow) -> str:
     if row.kind == "generate":
         return f"{allocation.running:,} in {tokens}" if allocation.running else f"KV {tokens}"
     return f"{allocation.microbatches:,} x {tokens}" if allocation.microbatches else tokens
+
+
+def table_legend(report: Report) -> Iterator[str]:
+    """The meaning of what the allocation table shows."""
+    yield "bold: on the critical circuit"
+    yield "micro-batches: of a rank and optimizer step, x tokens at most"
+    if any(row.kind == "generate" for row in report.rows):
+        yield "of a generate call: sequences at once in KV-cache tokens"
+    if any(row.allocation.residency == "reallocated" for row in report.rows):
+        yield "copy: refreshed from the trained weights every step"
 
 
 def moves_text(plan: Plan) -> str:

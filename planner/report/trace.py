@@ -4,9 +4,12 @@ Reallocations are joined to their calls by flow arrows; the memory at each group
 Source: Trace Event Format (Google), "JSON Object Format"; times in microseconds.
 """
 
+from itertools import chain
+
 import msgspec
 
 from realgraph.planner.plan.plan import REALLOCATION
+from realgraph.planner.plan.stages import layer_ranges
 from realgraph.planner.report.content import Report
 from realgraph.planner.report.format import devices_text
 from realgraph.planner.report.schedule import Bar
@@ -43,6 +46,8 @@ def _slice(bar: Bar, row: int, report: Report) -> Event:
     if allocation is not None:
         layout = allocation.layout
         arguments |= {"dp": layout.dp, "tp": layout.tp, "pp": layout.pp, "peak_bytes": allocation.peak_bytes}
+        if layout.stages:
+            arguments["layers"] = [devices_text(chain(*ranges)) for ranges in layer_ranges(layout.stages)]
     if bar.kind == "reallocate":
         call = bar.task.removeprefix(REALLOCATION)
         arguments["transport"] = report.plan.reallocation_transport.get(call, "device")

@@ -8,16 +8,25 @@ from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.yaml.files import read_file
 from realgraph.planner.inputs.devices import EfficiencyFactors
 from realgraph.planner.plan.layout import Recompute, Schedule
 
-COSTS_FORMAT = 2
+COSTS_FORMAT = 3
+OLDEST_FORMAT = 2  # that is read: without rates of gathers, scatters, exchanges and messages, which it has as `link`
 COSTS_FILE = "costs.json"  # in a run directory
 MOST_VALUE = 1e6  # a factor, or the seconds of a call: more is a slip of the pen
-FRACTIONS = ("elementwise", "optimizer")  # factors that may be 0, but not next to it
+FRACTIONS = (
+    "elementwise",
+    "optimizer",
+    "gather",
+    "scatter",
+    "exchange",
+    "p2p",
+)  # factors that may be 0, but not next to it
 Phase = Literal["train", "inference", "generate", "reallocate"]
 
 
@@ -91,10 +100,11 @@ def load_costs(path: Path, where: Where | None = None) -> CostTable:
         raise ConfigError([Problem(place, text, "", "costs")]) from error
     try:
         head = msgspec.json.decode(content, type=_Head)
-        if head.format != COSTS_FORMAT:
-            text = f"{file} has format {head.format}; this version reads format {COSTS_FORMAT}"
+        if not OLDEST_FORMAT <= head.format <= COSTS_FORMAT:
+            known = f"formats {OLDEST_FORMAT} to {COSTS_FORMAT}"
+            text = f"{file} has format {head.format}; this version reads {known}"
             raise ConfigError([Problem(place, text, "make it again with `realgraph profile`, or a run", "costs")])
-        table = msgspec.json.decode(content, type=CostTable)
+        table = replace(msgspec.json.decode(content, type=CostTable), format=COSTS_FORMAT)
         slow = [name for name in FRACTIONS if table.factors and 0 < getattr(table.factors, name) < 1 / MOST_VALUE]
         if slow:
             raise msgspec.ValidationError(f"expected 0, or at least {1 / MOST_VALUE:g} - at `$.factors.{slow[0]}`")

@@ -3,11 +3,15 @@
 A new engine, or a new ability of one, is an edit here; what it is worth is `planner/costs`' business.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 from msgspec import Struct
 
+from realgraph.planner.costs.memory.terms import DType
 from realgraph.planner.plan.layout import Recompute, Schedule
+from realgraph.planner.plan.plan import Transport
+from realgraph.planner.request.cost_table import Phase
 
 Axis = Literal["tp", "pp", "ep", "cp"]
 
@@ -16,34 +20,44 @@ class EngineSupport(Struct, frozen=True):
     """The abilities of the engines of one kind. Data parallelism, whole weights and FSDP2 every engine has."""
 
     name: str = "the engines of this version"  # in messages
-    axes: tuple[Axis, ...] = ()  # of parallelism, besides dp
-    offload: bool = False  # weights and optimizer states may wait in the host's memory
+    axes: tuple[Axis, ...] = ()  # of parallelism, besides dp, of calls that train or infer
+    generate_axes: tuple[Axis, ...] = ()  # of calls that generate
+    # kinds of calls whose weights and optimizer states may wait in the host's memory between two of them
+    offload: tuple[Phase, ...] = ("train", "inference")
+    # masters and moments of a layout that cuts the model lie cut over its data-parallel copies (ZeRO-1), not in each
+    distributed_optimizer: bool = False
     drops_copies: bool = False  # a copy of trained weights may be given up after its call, and brought again
-    recompute: tuple[Recompute, ...] = ("none",)  # what a plan may choose; the role's own setting may say `full`
+    dtypes: tuple[DType, ...] = ("float32", "bfloat16", "float16", "float64")  # of weights and activations
+    # of trained weights to a copy of a call's own; a call that reads the trained copy in place needs none
+    transports: tuple[Transport, ...] = ("device",)
+    recompute: tuple[Recompute, ...] = ("none", "selective", "full")  # what a plan may choose
     schedules: tuple[Schedule, ...] = ("1f1b",)  # of pipeline stages
-    paged_cache: bool = False  # sequences take what they have now; else places for whole samples
-    max_running: int = 128  # sequences that decode at once on a GPU
-    max_running_cpu: int = 256
+    max_running: int = 1024  # sequences that decode at once on one replica
 
-    def running(self, *, cpu: bool) -> int:
-        """Sequences that decode at once on one replica."""
-        return self.max_running_cpu if cpu else self.max_running
+    def axes_of(self, *, generates: bool) -> tuple[Axis, ...]:
+        """The axes of parallelism, besides dp, of a call."""
+        return self.generate_axes if generates else self.axes
 
 
-TORCH = EngineSupport()
+TORCH = EngineSupport(axes=("tp", "pp", "ep", "cp"), generate_axes=("tp",), schedules=("1f1b", "interleaved"))
 EVERY = EngineSupport(
     name="some engine",
     axes=("tp", "pp", "ep", "cp"),
-    offload=True,
+    generate_axes=("tp", "pp", "ep", "cp"),
+    offload=("train", "inference", "generate"),
+    distributed_optimizer=True,
     drops_copies=True,
-    recompute=("none", "selective", "full"),
+    transports=("device", "host"),
     schedules=("1f1b", "interleaved"),
-    paged_cache=True,
-    max_running=1024,
-    max_running_cpu=1024,
 )  # the whole space of plans: what engines of several systems can do together
 TORCH_KIND = "torch"
 SUPPORT: dict[str, EngineSupport] = {TORCH_KIND: TORCH}  # kind -> support, of the engines that this version has
+
+
+def axes_text(axes: Sequence[Axis]) -> str:
+    """`dp, tp and cp`: these axes and dp."""
+    *names, last = ("dp", *axes)
+    return f"{', '.join(names)} and {last}" if names else last
 
 
 def installed() -> EngineSupport:

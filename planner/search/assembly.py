@@ -7,7 +7,15 @@ from msgspec.structs import replace
 from realgraph.planner.options.calls import free_seconds, input_seconds, microbatches_of
 from realgraph.planner.options.choices import CONTEXT_TOKENS
 from realgraph.planner.options.couplings import moves_of
-from realgraph.planner.options.holdings import allocation_of, candidate_of, group_for, host_of, peak_of, reads_in_place
+from realgraph.planner.options.holdings import (
+    allocation_of,
+    candidate_of,
+    group_for,
+    host_of,
+    peak_of,
+    reads_in_place,
+    with_stages,
+)
 from realgraph.planner.options.meshes import group_of
 from realgraph.planner.options.moves import Place, move_matrix, transport_of
 from realgraph.planner.options.pricing import PricedOption, options_of
@@ -27,6 +35,7 @@ def plan_of(prepared: PreparedProblem, solution: Solution) -> Plan:
     chosen = {name: option_of(prepared, name, choice) for name, choice in solution.choices.items()}
     meshes = {name: problem.meshes[choice.mesh] for name, choice in solution.choices.items()}
     partial = {name: _allocation(request, name, chosen[name], meshes[name]) for name in request.mesh_calls}
+    partial = with_stages(request, partial)
     moved = {
         move.target: move_seconds_of(prepared, move.target, solution.choices)
         for move in problem.moves
@@ -92,7 +101,10 @@ def scope_of(prepared: PreparedProblem) -> str:
     request, problem = prepared.request, prepared.problem
     rows = sum(len(table) for table in problem.tables)
     context = f"cp from {CONTEXT_TOKENS:,} tokens of a sample a rank on"
-    axes = ", ".join(context if axis == "cp" else axis for axis in ("dp", *request.engine.axes))
+    shown = {"cp": context}
+    if request.cluster.is_cpu:
+        shown |= {axis: f"{axis} where it is pinned" for axis in request.engine.axes}
+    axes = ", ".join(shown.get(axis, axis) for axis in ("dp", *request.engine.axes))
     free = f"{axes}, recomputation and pipeline schedules"
     what = free if request.engine.axes else "dp only, as this version's engines run"
     meshes = len(problem.meshes)
@@ -124,9 +136,9 @@ def _allocation(request: PlanRequest, call: str, option: PricedOption, mesh: Dev
 
 def _completed(request: PlanRequest, allocations: Mapping[str, Allocation], call: str) -> Allocation:
     """With what depends on the other allocations: memory, and whether a copy of its own is refreshed."""
-    found, held = allocations[call], peak_of(request, allocations, call)[1]
+    allocation, held = allocations[call], peak_of(request, allocations, call)[1]
     return replace(
-        found,
+        allocation,
         residency=allocation_of(candidate_of(request, allocations, call)).residency,
         peak_bytes=held.total,
         worst_term=held.worst,
@@ -144,6 +156,7 @@ def repriced(request: PlanRequest, plan: Plan) -> Plan:
     know less.
     """
     keeps = bool(plan.hashes.costs) and not hashes(request).costs
+    plan = replace(plan, allocations=with_stages(request, plan.allocations))
     partial = {}
     for name, old in plan.allocations.items():
         candidate = candidate_of(request, plan.allocations, name)
@@ -163,8 +176,10 @@ def repriced(request: PlanRequest, plan: Plan) -> Plan:
     if not keeps:
         priced = steady_state(request, replace(priced, starts={}))
         priced = replace(priced, hashes=replace(plan.hashes, costs=hashes(request).costs))
-    found = period(events_of(request, priced))
-    timed = replace(priced, period_seconds=found.seconds, bottleneck=found.circuit, stopped="", search_seconds=0.0)
+    critical = period(events_of(request, priced))
+    timed = replace(
+        priced, period_seconds=critical.seconds, bottleneck=critical.circuit, stopped="", search_seconds=0.0
+    )
     started = replace(timed, starts=starts_of(request, timed))
     return replace(started, latency_seconds=step_latency(started))
 
@@ -173,14 +188,14 @@ def _priced(request: PlanRequest, call: str, plan: Plan) -> PricedOption:
     """The option that an allocation says; of a batch as a whole and streams of several levels, the one it runs as."""
     allocation = plan.allocations[call]
     candidate = candidate_of(request, plan.allocations, call)
-    found = tuple(options_of(request, call, candidate, group_for(request, candidate.layout)))
-    assert found, f"{call} passed validation and fits an empty device"
+    priced_options = tuple(options_of(request, call, candidate, group_for(request, candidate.layout)))
+    assert priced_options, f"{call} passed validation and fits an empty device"
     streams = allocation.latency_seconds > allocation.seconds
 
     def far(option: PricedOption) -> tuple[bool, int]:
         return ((option.latency > option.seconds) != streams, abs(option.running - allocation.running))
 
-    return min(found, key=far)
+    return min(priced_options, key=far)
 
 
 def _moved(request: PlanRequest, allocations: Mapping[str, Allocation]) -> dict[str, float]:
@@ -196,13 +211,13 @@ def _moved(request: PlanRequest, allocations: Mapping[str, Allocation]) -> dict[
 
 def transports_of(request: PlanRequest, allocations: Mapping[str, Allocation]) -> dict[str, Transport]:
     """call -> how trained weights get to what it reads, of every call that reads them without training."""
-    found: dict[str, Transport] = {}
+    transports: dict[str, Transport] = {}
     for move in moves_of(request):
-        found[move.target] = "in_place"
+        transports[move.target] = "in_place"
         if not reads_in_place(request, allocations, move.target):
             source, target = (_place(request, allocations, call) for call in (move.source, move.target))
-            found[move.target] = transport_of(request, move.target, source, target)
-    return found
+            transports[move.target] = transport_of(request, move.target, source, target)
+    return transports
 
 
 def _place(request: PlanRequest, allocations: Mapping[str, Allocation], call: str) -> Place:

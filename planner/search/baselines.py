@@ -14,14 +14,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.planner.options.tables import PreparedProblem
-from realgraph.planner.plan.problem import Choice, Limits, Schedule, SearchProblem, Solution
+from realgraph.planner.plan.problem import Choice, Limits, Schedule, SearchProblem, Solution, Unsolved
 from realgraph.planner.search.assembly import plan_of
 from realgraph.planner.search.streams import streams
-from realgraph.planner.search.symmetric import LayoutShape, shaped_choices
+from realgraph.planner.search.symmetric import LayoutShape, shaped_plan
 from realgraph.planner.search.whole_problem import whole_problem
 from realgraph.planner.solve import heuristics
 from realgraph.planner.solve.heuristics import one_mesh, together
-from realgraph.planner.solve.solver import evaluate, solve
+from realgraph.planner.solve.solver import solve
 
 RULE_LIMITS = Limits(gap=0.002, seconds=5.0)
 NODE_RANKS = 8  # of tensor parallelism, where nodes have as many devices
@@ -49,23 +49,25 @@ class Baseline(Struct, frozen=True):
 
 def baselines_of(prepared: PreparedProblem, limits: Limits = RULE_LIMITS) -> Baselines:
     """All rules on a request's problem: the symmetric ones on every option there is, the others on the search's own."""
-    found = {name: _in_steady_state(where, baseline) for name, where, baseline in _rules(prepared, limits)}
-    return Baselines(**found)
+    baselines = {name: _in_steady_state(where, baseline) for name, where, baseline in _rules(prepared, limits)}
+    return Baselines(**baselines)
 
 
 def rule_solutions(prepared: PreparedProblem, limits: Limits = RULE_LIMITS) -> list[tuple[PreparedProblem, Solution]]:
     """Every rule's plan, as the search's answers are: what they prove is nothing."""
     quick = replace(limits, gap=RULE_LIMITS.gap, seconds=min(limits.seconds, RULE_LIMITS.seconds))
-    return [(where, _unproven(found)) for _, where, found in _rules(prepared, quick) if found is not None]
+    return [(where, _unproven(baseline)) for _, where, baseline in _rules(prepared, quick) if baseline is not None]
 
 
-def best_of_rules(prepared: PreparedProblem, found: Solution) -> tuple[PreparedProblem, Solution]:
+def best_of_rules(prepared: PreparedProblem, solution: Solution) -> tuple[PreparedProblem, Solution]:
     """The plan of a search that had no time to end, or the plan of a rule where that is faster."""
     others = rule_solutions(prepared)
-    where, best = min(others, key=lambda other: other[1].period, default=(prepared, found))
-    if best.period >= found.period:
-        return prepared, found
-    return where, replace(best, bound=found.bound, stopped=found.stopped, seconds=found.seconds, nodes=found.nodes)
+    where, best = min(others, key=lambda other: other[1].period, default=(prepared, solution))
+    if best.period >= solution.period:
+        return prepared, solution
+    return where, replace(
+        best, bound=solution.bound, stopped=solution.stopped, seconds=solution.seconds, nodes=solution.nodes
+    )
 
 
 def _rules(prepared: PreparedProblem, limits: Limits) -> Iterator[tuple[str, PreparedProblem, "Baseline | None"]]:
@@ -75,32 +77,36 @@ def _rules(prepared: PreparedProblem, limits: Limits) -> Iterator[tuple[str, Pre
     everything = whole_problem(prepared)
     if everything is not None:
         whole, shapes = everything.prepared, everything.shapes
-        yield "symmetric", whole, symmetric(whole.problem, shapes)
-        yield "megatron", whole, megatron(whole.problem, shapes)
+        yield "symmetric", whole, symmetric(whole.problem, shapes, limits)
+        yield "megatron", whole, megatron(whole.problem, shapes, limits)
 
 
-def _in_steady_state(prepared: PreparedProblem, found: "Baseline | None") -> "Baseline | None":
+def _in_steady_state(prepared: PreparedProblem, baseline: "Baseline | None") -> "Baseline | None":
     """With the period that a plan's stream of generation comes to; on the tables it is a bound of that."""
-    if found is None or not streams(prepared.request):
-        return found
-    period = plan_of(prepared, _unproven(found)).period_seconds
-    return replace(found, schedule=replace(found.schedule, period=period))
+    if baseline is None or not streams(prepared.request):
+        return baseline
+    period = plan_of(prepared, _unproven(baseline)).period_seconds
+    return replace(baseline, schedule=replace(baseline.schedule, period=period))
 
 
-def _unproven(found: "Baseline") -> Solution:
-    schedule = found.schedule
-    return Solution(found.choices, schedule.period, 0.0, schedule.starts, schedule.critical, "exhausted", 0.0, 0)
+def _unproven(baseline: "Baseline") -> Solution:
+    schedule = baseline.schedule
+    return Solution(baseline.choices, schedule.period, 0.0, schedule.starts, schedule.critical, "exhausted", 0.0, 0)
 
 
-def symmetric(problem: SearchProblem, shapes: Mapping[int, LayoutShape]) -> Baseline | None:
+def symmetric(
+    problem: SearchProblem, shapes: Mapping[int, LayoutShape], limits: Limits = RULE_LIMITS
+) -> Baseline | None:
     """None where no such plan fits, or no mesh has all tasks. shapes: of every layout number.
 
     Tables from which slower options were left out may lack the best symmetric plan: see `whole_problem`.
     """
-    return _timed(problem, shaped_choices(problem, shapes))
+    return _baseline(shaped_plan(problem, shapes, limits))
 
 
-def megatron(problem: SearchProblem, shapes: Mapping[int, LayoutShape]) -> Baseline | None:
+def megatron(
+    problem: SearchProblem, shapes: Mapping[int, LayoutShape], limits: Limits = RULE_LIMITS
+) -> Baseline | None:
     """None where it doesn't fit however many stages there are."""
     mesh = one_mesh(problem)
     if mesh is None:
@@ -109,26 +115,26 @@ def megatron(problem: SearchProblem, shapes: Mapping[int, LayoutShape]) -> Basel
     for task in problem.tasks:
         layouts = problem.tables[task.tables[mesh]].layout
         offered[task.role] &= {shapes[int(number)] for number in layouts}
-    plain = {role: {s for s in found if s.cp == 1 and s.ep == _experts(found)} for role, found in offered.items()}
-    wide = {role: max((s.tp for s in found if s.tp <= NODE_RANKS), default=0) for role, found in plain.items()}
-    stages = sorted({s.pp for found in plain.values() for s in found})
+    plain = {role: {s for s in own if s.cp == 1 and s.ep == _experts(own)} for role, own in offered.items()}
+    wide = {role: max((s.tp for s in own if s.tp <= NODE_RANKS), default=0) for role, own in plain.items()}
+    stages = sorted({s.pp for own in plain.values() for s in own})
     for most in stages:
-        wanted = {role: _deepest(found, wide[role], most) for role, found in plain.items()}
-        found = shaped_choices(problem, shapes, wanted)
-        if found is not None:
-            return _timed(problem, found)
+        wanted = {role: _deepest(own, wide[role], most) for role, own in plain.items()}
+        solution = shaped_plan(problem, shapes, limits, wanted)
+        if solution is not None:
+            return _baseline(solution)
     return None
 
 
-def _deepest(found: Iterable[LayoutShape], tp: int, most: int) -> set[LayoutShape]:
+def _deepest(shapes: Iterable[LayoutShape], tp: int, most: int) -> set[LayoutShape]:
     """The shapes with this tensor parallelism with the most stages up to `most`."""
-    stages = max((shape.pp for shape in found if shape.tp == tp and shape.pp <= most), default=0)
-    return {shape for shape in found if (shape.tp, shape.pp) == (tp, stages)}
+    stages = max((shape.pp for shape in shapes if shape.tp == tp and shape.pp <= most), default=0)
+    return {shape for shape in shapes if (shape.tp, shape.pp) == (tp, stages)}
 
 
-def _experts(found: Iterable[LayoutShape]) -> int:
+def _experts(shapes: Iterable[LayoutShape]) -> int:
     """The most expert parallelism on offer: experts are spread before anything else is."""
-    return max((shape.ep for shape in found if shape.cp == 1), default=1)
+    return max((shape.ep for shape in shapes if shape.cp == 1), default=1)
 
 
 def colocated(problem: SearchProblem, limits: Limits = RULE_LIMITS) -> Baseline | None:
@@ -146,14 +152,10 @@ def _at(problem: SearchProblem, places: Mapping[str, int] | None, limits: Limits
     if places is None or any(places[task.name] not in task.tables for task in problem.tasks):
         return None
     tasks = tuple(replace(task, tables={places[task.name]: task.tables[places[task.name]]}) for task in problem.tasks)
-    found = solve(replace(problem, tasks=tasks, tree=None), limits)
-    return Baseline(found.choices, _schedule(problem, found)) if isinstance(found, Solution) else None
+    return _baseline(solve(replace(problem, tasks=tasks, tree=None), limits))
 
 
-def _schedule(problem: SearchProblem, found: Solution) -> Schedule:
-    return Schedule(found.period, found.starts, found.critical)
-
-
-def _timed(problem: SearchProblem, choices: dict[str, Choice] | None) -> Baseline | None:
-    schedule = None if choices is None else evaluate(problem, choices)
-    return None if choices is None or schedule is None else Baseline(choices, schedule)
+def _baseline(outcome: Solution | Unsolved | None) -> Baseline | None:
+    if not isinstance(outcome, Solution):
+        return None
+    return Baseline(outcome.choices, Schedule(outcome.period, outcome.starts, outcome.critical))

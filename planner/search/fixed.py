@@ -6,7 +6,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from realgraph.graphs.spec import Train
-from realgraph.planner.options.holdings import candidate_of
+from realgraph.planner.options.holdings import balanced_for, candidate_of
 from realgraph.planner.options.pricing import PricedOption
 from realgraph.planner.options.tables import PreparedProblem
 from realgraph.planner.plan.option import PASSES, CallOption
@@ -41,18 +41,20 @@ def _pin(request: PlanRequest, plan: Plan, call: str) -> Pin:
 
 def choices_of(prepared: PreparedProblem, plan: Plan) -> dict[str, Choice] | None:
     """The numbers of the plan's meshes and options in a problem; None where one of them is not in it."""
-    found: dict[str, Choice] = {}
+    choices: dict[str, Choice] = {}
     for task in prepared.problem.tasks:
         allocation = plan.allocations[task.name]
         candidate = candidate_of(prepared.request, plan.allocations, task.name)
         if candidate.residency == "in_place" and prepared.request.engine.drops_copies:
             candidate = replace(candidate, residency="reallocated")  # one row for both: see `shared`
+        if candidate.layout.stages == balanced_for(prepared.request, plan.allocations, task.name):
+            candidate = replace(candidate, layout=replace(candidate.layout, stages=()))  # as options have them
         for mesh, table in task.tables.items():
             if prepared.problem.meshes[mesh] == allocation.layout.mesh:
                 rows = list(_matching(prepared.options[table], candidate, allocation))
                 if rows:
-                    found[task.name] = Choice(mesh, min(rows)[1])
-    return found if len(found) == len(prepared.problem.tasks) else None
+                    choices[task.name] = Choice(mesh, min(rows)[1])
+    return choices if len(choices) == len(prepared.problem.tasks) else None
 
 
 def _matching(

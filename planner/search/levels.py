@@ -44,10 +44,10 @@ class Level(Struct, frozen=True):
 
 def levels_up_to(staleness: int) -> tuple[int, ...]:
     """The levels that are searched, the largest first."""
-    found = list(range(min(staleness, EVERY_LEVEL_STEPS) + 1))
-    while found[-1] + max(1, found[-1] // 2) <= staleness and found[-1] >= EVERY_LEVEL_STEPS:
-        found.append(found[-1] + found[-1] // 2)
-    return tuple(reversed(found))
+    levels = list(range(min(staleness, EVERY_LEVEL_STEPS) + 1))
+    while levels[-1] + max(1, levels[-1] // 2) <= staleness and levels[-1] >= EVERY_LEVEL_STEPS:
+        levels.append(levels[-1] + levels[-1] // 2)
+    return tuple(reversed(levels))
 
 
 def best_level(request: PlanRequest, limits: Limits, known: Known, levels: Sequence[int]) -> Level:
@@ -59,13 +59,13 @@ def best_level(request: PlanRequest, limits: Limits, known: Known, levels: Seque
     for level in levels:
         left = replace(limits, seconds=max(0.0, limits.seconds - seconds))
         period = float("inf") if best is None else best.plan.period_seconds
-        found = _level(problem_of(at_staleness(request, level), known=known), left, known, period)
-        seconds, nodes = seconds + found.seconds, nodes + found.nodes
-        if found.stopped != "proven":
-            stopped = found.stopped
-        bounds.append(found.bound)
-        if found.best is not None and found.best.plan.period_seconds < period:
-            best = found.best
+        searched = _level(problem_of(at_staleness(request, level), known=known), left, known, period)
+        seconds, nodes = seconds + searched.seconds, nodes + searched.nodes
+        if searched.stopped != "proven":
+            stopped = searched.stopped
+        bounds.append(searched.bound)
+        if searched.best is not None and searched.best.plan.period_seconds < period:
+            best = searched.best
     return Level(best, min(bounds), stopped, seconds, nodes)
 
 
@@ -73,15 +73,15 @@ def _level(prepared: PreparedProblem, limits: Limits, known: Known, known_period
     """known_period: of a plan of another level; where the bound passes it, nothing better is left."""
     if not all(task.tables for task in prepared.problem.tasks):
         return Level(None, float("inf"), "proven", 0.0, 0)
-    found = solve(prepared.problem, _until_worse(limits, known_period))
-    if isinstance(found, Unsolved):
-        bound = float("inf") if found.proven else found.bound
-        return Level(None, bound, found.stopped, found.seconds, 0)
-    if found.bound >= known_period:
-        return Level(None, found.bound, "proven", found.seconds, found.nodes)
-    first = Found(prepared, found, plan_of(prepared, found))
+    solution = solve(prepared.problem, _until_worse(limits, known_period))
+    if isinstance(solution, Unsolved):
+        bound = float("inf") if solution.proven else solution.bound
+        return Level(None, bound, solution.stopped, solution.seconds, 0)
+    if solution.bound >= known_period:
+        return Level(None, solution.bound, "proven", solution.seconds, solution.nodes)
+    first = Found(prepared, solution, plan_of(prepared, solution))
     if not streams(prepared.request):
-        return Level(first, found.bound, found.stopped, found.seconds, found.nodes)
+        return Level(first, solution.bound, solution.stopped, solution.seconds, solution.nodes)
     return _of_streams(first, limits, known, known_period)
 
 
@@ -114,20 +114,20 @@ def _again(first: Found, tables: tuple[float, bool], limits: Limits, known: Know
     """Searched on tables for a least period, careful or not; None where time did not last."""
     least, careful = tables
     prepared = problem_of(first.prepared.request, least=least, careful=careful, known=known)
-    found = solve(prepared.problem, limits)
-    if not isinstance(found, Solution) or found.stopped != "proven":
+    solution = solve(prepared.problem, limits)
+    if not isinstance(solution, Solution) or solution.stopped != "proven":
         return None
-    return Found(prepared, found, plan_of(prepared, found))
+    return Found(prepared, solution, plan_of(prepared, solution))
 
 
 def _best(tried: Sequence[Found]) -> Found:
     """The fastest; of equals the first."""
-    return min(tried, key=lambda found: found.plan.period_seconds)
+    return min(tried, key=lambda attempt: attempt.plan.period_seconds)
 
 
 def _left(limits: Limits, tried: Sequence[Found]) -> Limits:
     """Limits of what is left of the time."""
-    spent = sum(found.solution.seconds for found in tried)
+    spent = sum(attempt.solution.seconds for attempt in tried)
     return replace(limits, seconds=max(0.0, limits.seconds - spent))
 
 

@@ -45,28 +45,28 @@ def solved(
     prepared = problem_of(request)
     if not all(task.tables for task in prepared.problem.tasks):
         raise infeasible(request, limits)
-    found = solve(prepared.problem, limits)
-    if not isinstance(found, Solution):
-        raise infeasible(request, limits) if found.proven else unfinished(found)
-    if found.stopped == "time limit":
-        return best_of_rules(prepared, found)
-    return prepared, found
+    solution = solve(prepared.problem, limits)
+    if not isinstance(solution, Solution):
+        raise infeasible(request, limits) if solution.proven else unfinished(solution)
+    if solution.stopped == "time limit":
+        return best_of_rules(prepared, solution)
+    return prepared, solution
 
 
 def _leveled(request: PlanRequest, limits: Limits, levels: Sequence[int]) -> tuple[PreparedProblem, Solution]:
     """The best plan of these levels of staleness."""
-    found = best_level(request, limits, Known(), levels)
-    if found.best is None:
-        if found.stopped == "proven":
+    level = best_level(request, limits, Known(), levels)
+    if level.best is None:
+        if level.stopped == "proven":
             raise infeasible(request, limits)
-        raise unfinished(Unsolved(False, "no plan was found in time", found.stopped, found.seconds, found.bound))
-    plan, stopped = found.best.plan, found.stopped
-    if stopped == "proven" and plan.period_seconds > found.bound * (1 + max(RETRIED_GAP, limits.gap)):
+        raise unfinished(Unsolved(False, "no plan was found in time", level.stopped, level.seconds, level.bound))
+    plan, stopped = level.best.plan, level.stopped
+    if stopped == "proven" and plan.period_seconds > level.bound * (1 + max(RETRIED_GAP, limits.gap)):
         stopped = "exhausted"  # of the plan's own period, which the tables of streams only bound
     solution = replace(
-        found.best.solution, bound=found.bound, stopped=stopped, seconds=found.seconds, nodes=found.nodes
+        level.best.solution, bound=level.bound, stopped=stopped, seconds=level.seconds, nodes=level.nodes
     )
-    return found.best.prepared, solution
+    return level.best.prepared, solution
 
 
 def reprice(request: PlanRequest, plan: Plan) -> Plan:

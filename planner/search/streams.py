@@ -5,6 +5,7 @@ their seconds and the rest of the mesh's calls add up to the period. With fewer 
 the staleness bound, which counts that, makes the period longer than the mesh needs: see `costs/generate/rollout.py`.
 """
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -67,7 +68,8 @@ def streams(request: PlanRequest) -> bool:
 def steady_state(request: PlanRequest, plan: Plan) -> Plan:
     """The plan with the seconds and the latency that its stream of generation finds, and the period that follows.
 
-    As it is where nothing streams, or where the call itself was measured.
+    As it is where nothing streams, where the call itself was measured, and where no stream keeps to the staleness and
+    the order of calls: generation then takes turns with them, as the search has it.
     """
     calls = request.graph.calls
     call = next((name for name in plan.allocations if isinstance(calls[name], Generate)), "")
@@ -79,14 +81,16 @@ def steady_state(request: PlanRequest, plan: Plan) -> Plan:
     begun = _labelled(plan, call, -plan.allocations[call].ahead)
     flow = _flow(request, begun, call)
     point = _steady_point(flow)
-    if not keeps_caches(request, plan, call):
+    if math.isfinite(point.period) and not keeps_caches(request, plan, call):
         anew = variant_of(flow.stream, point.between, paused=True).pause_seconds
         if _blocks(request, _with_point(begun, call, point), call, anew) > 1:
             point = _steady_point(replace(flow, paused=True))
-    found = _labelled(_with_point(begun, call, point), call, point.timing.whole)
+    if not math.isfinite(point.period):
+        return plan
+    steady = _labelled(_with_point(begun, call, point), call, point.timing.whole)
     if not plan.allocations[call].ahead:  # its turns are still counted by what is begun
-        found = _counted(request, found, call)
-    return replace(found, starts=starts_of(request, found)) if plan.starts else found
+        steady = _counted(request, steady, call)
+    return replace(steady, starts=starts_of(request, steady)) if plan.starts else steady
 
 
 def keeps_caches(request: PlanRequest, plan: Plan, call: str) -> bool:
@@ -138,9 +142,9 @@ def _counted(request: PlanRequest, plan: Plan, call: str) -> Plan:
             )
             for device, order in plan.orders.items()
         }
-        found = replace(plan, orders=orders)
-        if empty_circuit(liveness_graph(request.graph, found)) is None:
-            return found
+        counted = replace(plan, orders=orders)
+        if empty_circuit(liveness_graph(request.graph, counted)) is None:
+            return counted
     return plan
 
 
@@ -235,11 +239,11 @@ def _point(flow: _Flow, between: float) -> _Point:
     timing = stream_timing(flow.request, flow.call, flow.candidate, flow.cluster, variant)
     events = _streamed(flow, timing)
     try:
-        found = period(events).seconds
+        period_seconds = period(events).seconds
     except ValueError:  # a batch would take longer than the staleness bound has periods: more tokens between updates
-        found = float("inf")
+        period_seconds = float("inf")
     load = max(sum(events.seconds.get(name, 0.0) for name in names) for names in flow.turns)
-    return _Point(between, timing, found, load >= found * DECIDING_FRACTION)
+    return _Point(between, timing, period_seconds, load >= period_seconds * DECIDING_FRACTION)
 
 
 def _streamed(flow: _Flow, timing: Timing) -> EventGraph:

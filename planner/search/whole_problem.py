@@ -32,7 +32,7 @@ def whole_problem(prepared: PreparedProblem) -> WholeProblem | None:
     cluster = request.cluster.groups[group]
     moves = Moves(request, [(mesh, group)])
     layouts: dict[tuple[object, ...], int] = {}
-    found: list[tuple[PricedOption, ...]] = []
+    offered: list[tuple[PricedOption, ...]] = []
     tasks = []
     for task in problem.tasks:
         timed = Timed()
@@ -44,20 +44,20 @@ def whole_problem(prepared: PreparedProblem) -> WholeProblem | None:
         for option in options:
             layouts.setdefault(layout_key(option), len(layouts))
         moves.add(task.name, {0: options})
-        tasks.append(replace(task, tables={0: len(found)}))
-        found.append(options)
+        tasks.append(replace(task, tables={0: len(offered)}))
+        offered.append(options)
     shapes = {
         layouts[layout_key(option)]: LayoutShape(layout.tp, layout.pp, layout.ep, layout.cp)
-        for options in found
+        for options in offered
         for option in options
         for layout in (option.candidate.layout,)
     }
     whole = replace(
         problem,
         meshes=(mesh,),
-        tables=tuple(option_table(options, layouts) for options in found),
+        tables=tuple(option_table(options, layouts) for options in offered),
         tasks=tuple(tasks),
         move_seconds=moves.seconds,
         tree=None,
     )
-    return WholeProblem(PreparedProblem(request, whole, tuple(found), (group,)), shapes)
+    return WholeProblem(PreparedProblem(request, whole, tuple(offered), (group,)), shapes)

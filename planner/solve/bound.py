@@ -13,25 +13,11 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import Struct
 
+from realgraph.planner.solve.kernels.ascent import BoundRows, climb
 from realgraph.planner.solve.kernels.compiled import Floats, Ints, Mask
 from realgraph.planner.solve.kernels.instance import Instance
 
 MOST_CLIQUES = 96
-PATIENCE_STEPS, LEAST_SCALE = 10, 0.01  # of the ascent: steps without gain before they are halved, and how often
-
-
-class BoundRows(Struct, frozen=True, eq=False):
-    """The options of all tasks side by side, and the rows that bound a period. Each array has one entry per option."""
-
-    task: Ints
-    table: Ints
-    seconds: Floats
-    area: Floats  # seconds x share of the devices
-    resident: Floats  # share of all memory
-    active: Floats
-    begin: Ints  # [tasks]: where a task's options begin
-    inside: Floats  # [cliques, tasks]: 1 in Q
-    beside: Floats  # [cliques, tasks]: 1 in E
 
 
 class Multipliers(Struct, frozen=True, eq=False):
@@ -45,20 +31,20 @@ class Multipliers(Struct, frozen=True, eq=False):
 def cliques_of(exclusive: Ints) -> list[tuple[int, ...]]:
     """Sets of tasks that never overlap, the empty one too: all where they are few, else small and maximal ones."""
     n = len(exclusive)
-    found: list[tuple[int, ...]] = [()]
+    cliques: list[tuple[int, ...]] = [()]
     level: list[tuple[int, ...]] = [()]
-    while level and len(found) < 4 * MOST_CLIQUES:
+    while level and len(cliques) < 4 * MOST_CLIQUES:
         level = [
             (*clique, i)
             for clique in level
             for i in range((clique[-1] + 1) if clique else 0, n)
             if all(exclusive[i, j] for j in clique)
         ]
-        found += level
-    if len(found) <= MOST_CLIQUES:
-        return found
-    maximal = [c for c in found if not any(all(exclusive[i, j] for j in c) for i in range(n) if i not in c)]
-    return (maximal + [c for c in found if c not in set(maximal)])[:MOST_CLIQUES]
+        cliques += level
+    if len(cliques) <= MOST_CLIQUES:
+        return cliques
+    maximal = [c for c in cliques if not any(all(exclusive[i, j] for j in c) for i in range(n) if i not in c)]
+    return (maximal + [c for c in cliques if c not in set(maximal)])[:MOST_CLIQUES]
 
 
 def rows_of(instance: Instance, allowed: Mask, period: float) -> BoundRows | None:
@@ -116,69 +102,20 @@ def _copies(instance: Instance, task: int) -> int:
 def reduced_costs(rows: BoundRows, cliques: Floats, memory: Floats) -> Floats:
     """The reduced cost of each option, under multipliers."""
     inside, beside = cliques @ rows.inside, cliques @ rows.beside
-    found: Floats = (
+    costs: Floats = (
         rows.seconds * inside[rows.task]
         + rows.area * beside[rows.task]
         + rows.resident * memory.sum()
         + rows.active * memory[rows.task]
     )
-    return found
+    return costs
 
 
 def ascend(rows: BoundRows, start: Multipliers, target: float, steps: int) -> Multipliers:
-    """Better multipliers by projected subgradients with Polyak's steps towards `target`, which ends the ascent.
-
-    Each step goes half the way of the one before as well, which keeps it from swinging (Camerini, Fratta and Maffioli
-    1975).
-    """
-    best = start
-    cliques, memory = start.cliques, start.memory
-    along, above = np.zeros_like(cliques), np.zeros_like(memory)
-    scale, stale = 1.0, 0
-    scaled = max(target, 1e-9)  # multipliers of memory are in units of it
-    for _ in range(steps):
-        value = reduced_costs(rows, cliques, memory)
-        least = _argmin(value, rows.begin)
-        bound = float(value[least].sum() - memory.sum())
-        stale = 0 if bound > best.bound + 1e-4 * scaled else stale + 1
-        if bound > best.bound:
-            best = Multipliers(cliques, memory, bound)
-        if bound > target:
-            break
-        if stale > PATIENCE_STEPS:
-            scale, stale = scale / 2, 0
-            if scale < LEAST_SCALE:
-                break
-            cliques, memory = best.cliques, best.memory
-            along, above = np.zeros_like(cliques), np.zeros_like(memory)
-            continue
-        clique_rows = rows.inside @ rows.seconds[least] + rows.beside @ rows.area[least]
-        memory_rows = (rows.resident[least].sum() + rows.active[least] - 1.0) * scaled
-        memory_rows[(memory <= 0) & (memory_rows < 0)] = 0.0
-        along = clique_rows - cliques @ clique_rows + along / 2
-        above = memory_rows + above / 2
-        norm = float(along @ along + above @ above)
-        if norm <= 1e-18:
-            break
-        length = scale * max(target - bound, 1e-3 * scaled) / norm
-        cliques = _on_simplex(cliques + length * along)
-        memory = np.maximum(0.0, memory + length * above * scaled)
-    return best
-
-
-def _argmin(values: Floats, begin: Ints) -> Ints:
-    """The place of each task's cheapest option."""
-    ends = np.append(begin[1:], len(values))
-    return np.array([a + int(np.argmin(values[a:b])) for a, b in zip(begin, ends, strict=True)], np.int64)
-
-
-def _on_simplex(values: Floats) -> Floats:
-    """The nearest point whose entries are at least 0 and sum to 1 (Duchi et al. 2008)."""
-    falling = np.sort(values)[::-1]
-    excess = (np.cumsum(falling) - 1.0) / np.arange(1, len(values) + 1)
-    theta = excess[np.flatnonzero(falling > excess)[-1]]
-    nearest: Floats = np.maximum(0.0, values - theta)
-    return nearest
+    """Better multipliers, by at most so many steps; the ascent ends where they prove more than the target."""
+    cliques, memory = start.cliques.copy(), start.memory.copy()
+    bound = climb(rows, cliques, memory, start.bound, target, steps)
+    return Multipliers(cliques, memory, bound)
 
 
 def first_multipliers(rows: BoundRows) -> Multipliers:
@@ -215,6 +152,12 @@ def cost_tables(instance: Instance, rows: BoundRows, sets: Sequence[Multipliers]
 def conditioned(rows: BoundRows, task: int, table: int) -> BoundRows:
     """The rows with the task on meshes of one table alone."""
     keep = (rows.task != task) | (rows.table == table)
-    fields = {name: getattr(rows, name)[keep] for name in ("task", "table", "seconds", "area", "resident", "active")}
-    begin = np.searchsorted(fields["task"], np.arange(len(rows.begin)))
-    return BoundRows(**fields, begin=begin.astype(np.int64), inside=rows.inside, beside=rows.beside)
+    return rows._replace(
+        task=rows.task[keep],
+        table=rows.table[keep],
+        seconds=rows.seconds[keep],
+        area=rows.area[keep],
+        resident=rows.resident[keep],
+        active=rows.active[keep],
+        begin=np.searchsorted(rows.task[keep], np.arange(len(rows.begin))).astype(np.int64),
+    )

@@ -55,10 +55,10 @@ def _split(problem: SearchProblem, whole: int, work: tuple[float, float]) -> tup
     all_of = problem.meshes[whole]
     share = work[0] / sum(work) if sum(work) > 0 else 0.5
     number = {mesh: i for i, mesh in enumerate(problem.meshes)}
-    best, found = float("inf"), (whole, whole)
+    best, pair = float("inf"), (whole, whole)
     for i, mesh in enumerate(problem.meshes):
         rest = number.get(DeviceMesh(mesh.first + mesh.n_devices, all_of.n_devices - mesh.n_devices))
         off = abs(mesh.n_devices / all_of.n_devices - share)
         if mesh.first == all_of.first and rest is not None and off < best:
-            best, found = off, (i, rest)
-    return found
+            best, pair = off, (i, rest)
+    return pair

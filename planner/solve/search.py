@@ -106,13 +106,13 @@ class Search:
         if self.best is None:
             reason = "no choice of meshes and options fits" if stopped == "proven" else "no plan was found in time"
             return Unsolved(stopped == "proven", reason, stopped, seconds, self.bound)
-        found = self.best.schedule
+        best_schedule = self.best.schedule
         return Solution(
             choices=self.best.choices,
-            period=found.period,
-            bound=min(self.bound, found.period),
-            starts=found.starts,
-            critical=found.critical,
+            period=best_schedule.period,
+            bound=min(self.bound, best_schedule.period),
+            starts=best_schedule.starts,
+            critical=best_schedule.critical,
             stopped=stopped,
             seconds=seconds,
             nodes=self.nodes,
@@ -153,13 +153,13 @@ class Search:
 
     def _heuristics(self) -> list[list[int]]:
         """Places that people choose by hand, as far as all tasks may lie there."""
-        leader, found = self.instance.leader.tolist(), []
+        leader, placements = self.instance.leader.tolist(), []
         for places in (together(self.problem), real_heuristic(self.problem)):
             meshes = [] if places is None else [places[task.name] for task in self.problem.tasks]
             allowed = all(self.everywhere[task, mesh] for task, mesh in enumerate(meshes))
             if meshes and allowed and all(meshes[leader[i]] == mesh for i, mesh in enumerate(meshes)):
-                found.append(meshes)
-        return found
+                placements.append(meshes)
+        return placements
 
     def _limit(self, tolerance: float | None) -> float:
         """The period that is asked for."""
@@ -186,9 +186,9 @@ class Search:
             since = since + self._effort() - before if self.best is best else 0
             if since > patience and self.best is not None:
                 gain = max(1e-3, (tolerance or 0.0) / 100)  # the way to a plan of this pass may lead over slower ones
-                found = self._neighbourhoods(self._space(self._limit(gain), closely=False) or space, gain, patience)
+                improved = self._neighbourhoods(self._space(self._limit(gain), closely=False) or space, gain, patience)
                 self._take(space)
-                patience, since = least if found else 2 * patience, 0
+                patience, since = least if improved else 2 * patience, 0
             best = self.best
         for meshes in self.put_off:
             self._leaf(meshes, tolerance, sys.maxsize)
@@ -314,8 +314,8 @@ class Search:
     def _matrix(self, move: int, source: int, target: int) -> Floats:
         key = (move, source, target)
         if key not in self.matrices:
-            found = self.problem.move_seconds(self.problem.moves[move], source, target)
-            self.matrices[key] = np.ascontiguousarray(found, np.float64)
+            seconds = self.problem.move_seconds(self.problem.moves[move], source, target)
+            self.matrices[key] = np.ascontiguousarray(seconds, np.float64)
         return self.matrices[key]
 
     def _learn_moves(self) -> None:
@@ -377,9 +377,11 @@ class Search:
             for task, mesh, option in zip(self.problem.tasks, self.needs.mesh, self.needs.option, strict=True)
         }
         assert fits(self.problem, choices) and ties_hold(self.problem, choices), "the search and the rules disagree"
-        found = schedule(self.problem, precedence_graph(self.problem, choices))
-        if found is None or (self.best is not None and found.period >= self.best.schedule.period * (1 - LEAST_GAIN)):
+        scheduled = schedule(self.problem, precedence_graph(self.problem, choices))
+        if scheduled is None or (
+            self.best is not None and scheduled.period >= self.best.schedule.period * (1 - LEAST_GAIN)
+        ):
             return False
-        self.best = Incumbent(choices, found)
-        self.limits.progress(found.period, min(self.bound, found.period))
+        self.best = Incumbent(choices, scheduled)
+        self.limits.progress(scheduled.period, min(self.bound, scheduled.period))
         return True

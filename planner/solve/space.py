@@ -7,7 +7,6 @@ from msgspec import Struct
 
 from realgraph.planner.plan.problem import SearchProblem
 from realgraph.planner.solve.bound import (
-    BoundRows,
     Multipliers,
     ascend,
     conditioned,
@@ -16,6 +15,7 @@ from realgraph.planner.solve.bound import (
     first_multipliers,
     rows_of,
 )
+from realgraph.planner.solve.kernels.ascent import BoundRows
 from realgraph.planner.solve.kernels.compiled import Ints, Mask
 from realgraph.planner.solve.kernels.instance import Instance
 from realgraph.planner.solve.kernels.meshes import ReducedCosts
@@ -56,8 +56,8 @@ def space_of(
         return limit, None
     bound, sets = best.bound, [start, best]
     if look_up is not None and not few:
-        more, found = _by_table(rows, best, limit, look_up)
-        bound, sets = max(bound, more), sets + found
+        more, table_sets = _by_table(rows, best, limit, look_up)
+        bound, sets = max(bound, more), sets + table_sets
     if bound > limit:
         return limit, None
     space = _pruned(problem, instance, rows, sets, everywhere, limit)
@@ -74,9 +74,11 @@ def _by_table(
         look_up()
         tables = np.unique(rows.table[rows.task == task])
         if len(tables) > 1:
-            found = [_conditioned(conditioned(rows, task, int(table)), best, limit, rank < longest) for table in tables]
-            bound = max(bound, min(one.bound for one in found))
-            sets += found
+            table_sets = [
+                _conditioned(conditioned(rows, task, int(table)), best, limit, rank < longest) for table in tables
+            ]
+            bound = max(bound, min(one.bound for one in table_sets))
+            sets += table_sets
     return bound, sets
 
 
@@ -92,9 +94,9 @@ def _pruned(
     problem: SearchProblem, instance: Instance, rows: BoundRows, sets: list[Multipliers], everywhere: Mask, limit: float
 ) -> Space | None:
     """The meshes whose tables no set of multipliers forbids; None where a task has none."""
-    found = cost_tables(instance, rows, sets)
-    total = found.free.sum(axis=1) - found.spent
-    excess = (total[:, None, None] - found.free[:, :, None] + found.table - limit).max(axis=0)
+    costs = cost_tables(instance, rows, sets)
+    total = costs.free.sum(axis=1) - costs.spent
+    excess = (total[:, None, None] - costs.free[:, :, None] + costs.table - limit).max(axis=0)
     allowed = everywhere.copy()
     for task in range(len(problem.tasks)):
         over = np.flatnonzero(excess[task] > 1e-9 * limit)
@@ -102,8 +104,8 @@ def _pruned(
     allowed = shared(instance, allowed)
     if not allowed.any(axis=1).all():
         return None
-    table = np.ascontiguousarray(found.table.transpose(1, 2, 0))
-    reduced_costs = ReducedCosts(table, np.ascontiguousarray(found.free.T), found.spent, np.zeros(len(sets)))
+    table = np.ascontiguousarray(costs.table.transpose(1, 2, 0))
+    reduced_costs = ReducedCosts(table, np.ascontiguousarray(costs.free.T), costs.spent, np.zeros(len(sets)))
     return Space(allowed, tree_of(problem, allowed) or no_tree(), reduced_costs)
 
 

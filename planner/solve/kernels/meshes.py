@@ -32,7 +32,7 @@ class Walk(NamedTuple):
 
     order: Ints  # [tasks], in which they get a mesh
     mesh: Ints  # [tasks], -1 for none
-    found: Ints  # [tasks, meshes]: places of each depth, the most promising first
+    ranked: Ints  # [tasks, meshes]: places of each depth, the most promising first
     score: Floats  # [meshes]: scratch
     many: Ints  # [tasks]: how many places; -1 where they weren't looked for yet
     at: Ints  # [tasks]: the next one
@@ -60,7 +60,7 @@ def new_walk(tasks: int, meshes: int) -> Walk:
     return Walk(
         order=np.arange(tasks),
         mesh=np.full(tasks, -1, np.int64),
-        found=np.zeros((tasks, meshes), np.int64),
+        ranked=np.zeros((tasks, meshes), np.int64),
         score=np.zeros(meshes),
         many=np.full(tasks, -1, np.int64),
         at=np.zeros(tasks, np.int64),
@@ -135,7 +135,7 @@ def advance(
         if budget <= 0:
             return PAUSED
         budget -= 1
-        walk.mesh[task] = walk.found[depth, walk.at[depth]]
+        walk.mesh[task] = walk.ranked[depth, walk.at[depth]]
         moves.missing[0] = 0
         verdict = judge(instance, walk, needs, lists, moves, net, limit)
         if verdict == UNKNOWN:
@@ -155,28 +155,28 @@ def advance(
 def _rank(
     instance: Instance, tree: Tree, allowed: Mask, reduced_costs: ReducedCosts, walk: Walk, task: int, limit: float
 ) -> int:
-    """Fills walk.found with the task's places that reduced costs allow, the most promising first, and says how many."""
-    found = walk.found[walk.depth[0]]
+    """Fills walk.ranked with the task's places that reduced costs allow, the most promising first; says how many."""
+    ranked = walk.ranked[walk.depth[0]]
     leader = instance.leader[task]
     if leader != task and walk.mesh[leader] >= 0:
-        found[0] = walk.mesh[leader]
-        count = 1 if allowed[task, found[0]] else 0
+        ranked[0] = walk.mesh[leader]
+        count = 1 if allowed[task, ranked[0]] else 0
     else:
-        count = places(instance, tree, allowed, task, walk.mesh, walk.places[task] == 1, found)
+        count = places(instance, tree, allowed, task, walk.mesh, walk.places[task] == 1, ranked)
     kept = 0
     _sum_others(instance, reduced_costs, walk.mesh, task)
     for c in range(count):
-        if not _in_rank(instance, walk.mesh, task, int(found[c])):
+        if not _in_rank(instance, walk.mesh, task, int(ranked[c])):
             continue
-        excess = _excess(reduced_costs, task, int(instance.tables[task, found[c]]), limit)
+        excess = _excess(reduced_costs, task, int(instance.tables[task, ranked[c]]), limit)
         if excess <= 0:
-            mesh, at = found[c], kept
+            mesh, at = ranked[c], kept
             while at > 0 and walk.score[at - 1] > excess:
                 walk.score[at] = walk.score[at - 1]
-                found[at] = found[at - 1]
+                ranked[at] = ranked[at - 1]
                 at -= 1
             walk.score[at] = excess
-            found[at] = mesh
+            ranked[at] = mesh
             kept += 1
     return kept
 

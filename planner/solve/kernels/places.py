@@ -69,7 +69,7 @@ def _branch(block: DeviceBlock, left: dict[tuple[int, int], int]) -> _Branch | N
     """The block with all meshes under it, which are taken out of `left`; None where there is none."""
     made = _Branch(block)
     made.mesh = left.pop((block.first, block.n_devices), -1)
-    found = [_branch(child, left) for child in block.children]
+    branches = [_branch(child, left) for child in block.children]
     for start in range(len(block.children)):
         size = block.children[start].n_devices
         for end in range(start + 1, len(block.children)):
@@ -77,9 +77,9 @@ def _branch(block: DeviceBlock, left: dict[tuple[int, int], int]) -> _Branch | N
             mesh = left.pop((block.children[start].first, size), -1)
             if mesh >= 0:
                 made.runs.append((mesh, start, end + 1 - start))
-    kept = [branch for branch in found if branch is not None]
+    kept = [branch for branch in branches if branch is not None]
     if kept or made.runs:
-        made.children = [branch or _Branch(child) for branch, child in zip(found, block.children, strict=True)]
+        made.children = [branch or _Branch(child) for branch, child in zip(branches, block.children, strict=True)]
     return made if made.mesh >= 0 or made.children else None
 
 
@@ -160,8 +160,8 @@ def no_tree() -> Tree:
 
 
 @compiled
-def places(instance: Instance, tree: Tree, allowed: Mask, task: int, mesh: Ints, single: bool, found: Ints) -> int:
-    """Fills `found` with meshes that `task` may take, and says how many; `mesh` has the places so far, -1 for none.
+def places(instance: Instance, tree: Tree, allowed: Mask, task: int, mesh: Ints, single: bool, meshes: Ints) -> int:
+    """Fills `meshes` with meshes that `task` may take, and says how many; `mesh` has the places so far, -1 for none.
 
     single: the task has one mesh only, which may lie anywhere.
     """
@@ -169,7 +169,7 @@ def places(instance: Instance, tree: Tree, allowed: Mask, task: int, mesh: Ints,
     if len(tree.first) == 0 or single:
         for m in range(allowed.shape[1]):
             if allowed[task, m]:
-                found[count] = m
+                meshes[count] = m
                 count += 1
         return count
     stack = tree.stack
@@ -178,7 +178,7 @@ def places(instance: Instance, tree: Tree, allowed: Mask, task: int, mesh: Ints,
         top -= 1
         block = stack[top]
         if tree.mesh[block] >= 0 and allowed[task, tree.mesh[block]]:
-            found[count] = tree.mesh[block]
+            meshes[count] = tree.mesh[block]
             count += 1
         begin, end = int(tree.child[block]), int(tree.child[block + 1])
         if begin == end:
@@ -187,7 +187,7 @@ def places(instance: Instance, tree: Tree, allowed: Mask, task: int, mesh: Ints,
         for r in range(tree.run[block], tree.run[block + 1]):
             other = end - begin - tree.run_length[r] - tree.run_from[r]
             if allowed[task, tree.run_mesh[r]] and not (mirrored and other < tree.run_from[r]):
-                found[count] = tree.run_mesh[r]
+                meshes[count] = tree.run_mesh[r]
                 count += 1
         for child in range(end - 1, begin - 1, -1):
             if mirrored and end - 1 - (child - begin) < child:
