@@ -1,0 +1,155 @@
+"""The box of each Hugging Face tensor that a device holds. Knows names, shapes and ranks; no torch, device or layout.
+
+Tensor parallelism cuts vocabularies by rows, attention by heads and MLPs by width; norms, routers, value and score
+heads lie whole on every rank. KV heads fewer than the ranks are copied: rank r computes with head r x KV heads // tp.
+Biases of `o_proj` and `down_proj` lie whole on every rank and are added once, behind the sum over the ranks. Experts
+are whole and spread over the expert-parallel ranks, balanced and in order; with one such rank each is cut by width like
+an MLP. The cuts over ranks need not be even.
+"""
+
+import math
+import re
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from realgraph.planner.inputs.model_spec import Head, ModelSpec, shape_faults
+
+EMBEDDING, NORM, LM_HEAD, SCORE = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "score.weight"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+_ATTENTION = re.compile(r"self_attn\.([qkvo])_proj\.(weight|bias)")
+_MLP = re.compile(r"mlp\.(?:shared_expert\.)?(gate|up|down)_proj\.(weight|bias)")
+_WHOLE = re.compile(
+    r"self_attn\.[qk]_norm\.weight|(?:input|(?:pre|post)_feedforward|post_attention)_layernorm\.weight"
+    r"|(?:mlp|block_sparse_moe)\.gate\.weight|mlp\.shared_expert_gate\.weight"
+)
+
+
+class Box(NamedTuple):
+    """A part of one tensor: its first element and its extent in each dim."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index of the box in its tensor."""
+        return tuple(slice(first, first + size) for first, size in zip(self.start, self.shape, strict=True))
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """The part that both boxes of one tensor hold; None where there is none."""
+        start = tuple(map(max, self.start, other.start))
+        ends = (min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True))
+        shape = tuple(end - first for first, end in zip(start, ends, strict=True))
+        return Box(start, shape) if all(size > 0 for size in shape) else None
+
+    def within(self, outer: "Box") -> "Box":
+        """The box as seen from the first element of `outer`, which holds it."""
+        return Box(tuple(mine - first for mine, first in zip(self.start, outer.start, strict=True)), self.shape)
+
+
+class Shard(Struct, frozen=True):
+    """The place of a device among those that hold one copy of a model."""
+
+    layers: tuple[int, ...]  # global numbers, of all chunks of its stage
+    first: bool = True  # the stage begins with the embedding
+    last: bool = True  # the stage ends with the final norm and the head
+    tp_rank: int = 0
+    tp: int = 1
+    ep_rank: int = 0
+    ep: int = 1
+
+
+def is_expert(name: str) -> bool:
+    """True for a tensor of one routed expert."""
+    layer = _LAYER.fullmatch(name)
+    return layer is not None and _EXPERT.fullmatch(layer[2]) is not None
+
+
+def split(n: int, ranks: int, rank: int) -> tuple[int, int]:
+    """(start, size) of a rank's part of n: parts lie in order of ranks, and the first n % ranks are one longer."""
+    size, longer = divmod(n, ranks)
+    return rank * size + min(rank, longer), size + (rank < longer)
+
+
+def rows(shape: tuple[int, ...], ranks: int, rank: int) -> Box | None:
+    """The rows of a tensor that FSDP2 leaves on a rank: equal parts, of which the last are shorter or none."""
+    each = math.ceil(shape[0] / ranks)
+    size = min(each, shape[0] - rank * each)
+    return _slab(shape, 0, rank * each, size) if size > 0 else None
+
+
+def cut(model: ModelSpec, head: Head, name: str, shape: tuple[int, ...], shard: Shard) -> Box | None:
+    """The box of the parameter `name` (whole: `shape`) that a device holds; None where it holds nothing of it.
+
+    name: as in a checkpoint that names each expert; see `heads.parameter_name`. A tied embedding lies on the first
+    stage, and where the role has a language model's head on the last one too. Raises ValueError for a name that this
+    model and head don't have, and for a cut that is impossible.
+    """
+    for _, fault in shape_faults(model, shard.tp, 1, shard.ep):
+        raise ValueError(fault)
+    if not shard.layers:
+        raise ValueError("a stage without layers holds no part of a model")
+    layer = _LAYER.fullmatch(name)
+    if layer is None:
+        return _outside(model, head, name, shape, shard)
+    if int(layer[1]) >= model.layers:
+        raise ValueError(f"the tensor {name!r} is of a layer that the model, with {model.layers} layers, does not have")
+    part = _in_layer(model, layer[2], shape, shard)
+    if part is None:
+        raise ValueError(f"no rule says how to cut the tensor {name!r}")
+    dim, start, size = part
+    return _slab(shape, dim, start, size) if size and int(layer[1]) in shard.layers else None
+
+
+def _outside(model: ModelSpec, head: Head, name: str, shape: tuple[int, ...], shard: Shard) -> Box | None:
+    """The box of a tensor that belongs to no layer."""
+    tied = model.tied and head == "lm"
+    if name == EMBEDDING:
+        here = shard.first or (shard.last and tied)
+    elif name == NORM or (name == (LM_HEAD if head == "lm" else SCORE) and not tied):
+        here = shard.last
+    else:
+        raise ValueError(f"no rule says how to cut the tensor {name!r} under the head {head!r}")
+    rows = name in (EMBEDDING, LM_HEAD)
+    start, size = split(shape[0], shard.tp, shard.tp_rank) if rows else (0, shape[0])
+    return _slab(shape, 0, start, size) if here and size else None
+
+
+def _in_layer(model: ModelSpec, name: str, shape: tuple[int, ...], shard: Shard) -> tuple[int, int, int] | None:
+    """(dim, start, size) of what a rank of the stage holds of a layer's tensor; None for a name without a rule."""
+    if _WHOLE.fullmatch(name):
+        return 0, 0, shape[0]
+    if match := _ATTENTION.fullmatch(name):
+        if match[1] == "o":
+            return (1, *_heads(model.heads, shape[1], shard)) if match[2] == "weight" else (0, 0, shape[0])
+        return 0, *_heads(model.heads if match[1] == "q" else model.kv_heads, shape[0], shard)
+    if match := _MLP.fullmatch(name):
+        if match[1] != "down":
+            return 0, *split(shape[0], shard.tp, shard.tp_rank)
+        return (1, *split(shape[1], shard.tp, shard.tp_rank)) if match[2] == "weight" else (0, 0, shape[0])
+    match = _EXPERT.fullmatch(name)
+    if match is None or int(match[1]) >= model.experts:
+        return None
+    if shard.ep == 1:
+        dim = 1 if match[2] in ("down_proj", "w2") else 0
+        return dim, *split(shape[dim], shard.tp, shard.tp_rank)
+    first, count = split(model.experts, shard.ep, shard.ep_rank)
+    return 0, 0, shape[0] if first <= int(match[1]) < first + count else 0
+
+
+def _heads(heads: int, rows: int, shard: Shard) -> tuple[int, int]:
+    """(start, size) in rows of the whole heads that a rank computes with; ranks beyond the heads share them."""
+    width = rows // heads
+    return shard.tp_rank * heads // shard.tp * width, max(1, heads // shard.tp) * width
+
+
+def _slab(shape: tuple[int, ...], dim: int, start: int, size: int) -> Box:
+    """The box that cuts one dim and holds all of the others."""
+    first = tuple(start if i == dim else 0 for i in range(len(shape)))
+    return Box(first, tuple(size if i == dim else n for i, n in enumerate(shape)))

@@ -1,0 +1,93 @@
+"""Runs whose calls are tensor- or context-parallel: the numbers of one device, checkpoints, resume, streams, lost
+workers."""
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.broken_runs import Broken, own
+from tests.layout_runs import STEPS, LayoutRun, check_numbers, check_resume
+from tests.runs import BASE, GRPO, finish, home, records, write_run
+
+__all__ = ["home", "own"]
+
+ROLLOUT = {"rollout": {"devices": 2}}
+BOTH = {"devices": 2, "tp": 2}
+FOUR = {"devices": 4, "dp": 2, "tp": 2}
+SHARED = {"devices": 2, "cp": 2, "max_tokens_per_microbatch": 24}  # few samples at once: some are cut
+MIXED = {"devices": 4, "dp": 2, "cp": 2, "max_tokens_per_microbatch": 24}
+PPO_CALLS = ("train_actor", "train_critic", "ref_logp", "values")
+RUNS = [
+    LayoutRun("grpo_tp", "grpo", 2, {"train": BOTH, **ROLLOUT}),
+    LayoutRun("grpo_saving", "grpo", 2, {"train": {**BOTH, "recompute": "full", "residency": "offloaded"}, **ROLLOUT}),
+    LayoutRun("grpo_apart", "grpo", 4, {"train": {"first": 0, **BOTH}, "rollout": {"first": 2, "devices": 2}}),
+    LayoutRun("grpo_all_tp", "grpo", 2, {"train": BOTH, "rollout": BOTH}),
+    LayoutRun("grpo_all_dp_tp", "grpo", 4, {"train": FOUR, "rollout": FOUR}),
+    LayoutRun("grpo_to_tp", "grpo", 4, {"train": {"first": 0, "devices": 2, "tp": 1}, "rollout": {"first": 2, **BOTH}}),
+    LayoutRun("ppo_tp", "ppo", 2, {**dict.fromkeys(PPO_CALLS, BOTH), **ROLLOUT}),
+    LayoutRun("ppo_dp_tp", "ppo", 4, {**dict.fromkeys(PPO_CALLS, FOUR), "train_critic": {**FOUR, "sharding": "fsdp"}}),
+    LayoutRun("sft_dp_tp", "sft", 4, {"train": FOUR}),
+    LayoutRun("grpo_cp", "grpo", 2, {"train": SHARED, **ROLLOUT}),
+    LayoutRun(
+        "ppo_dp_cp", "ppo", 4, {**dict.fromkeys(PPO_CALLS, MIXED), "train_critic": {**MIXED, "sharding": "fsdp"}}
+    ),
+    LayoutRun("sft_cp_tp", "sft", 4, {"train": {"devices": 4, "cp": 2, "tp": 2, "max_tokens_per_microbatch": 24}}),
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_a_run_whose_calls_are_cut_has_the_numbers_of_one_device(home: Path, run: LayoutRun) -> None:
+    check_numbers(home, run)
+
+
+@pytest.mark.parametrize(
+    "run", [run for run in RUNS if run.name in ("grpo_tp", "ppo_dp_tp", "grpo_cp")], ids=lambda run: run.name
+)
+def test_a_run_whose_calls_are_cut_goes_on_as_if_it_had_not_stopped(home: Path, tmp_path: Path, run: LayoutRun) -> None:
+    check_resume(home, tmp_path / "moved", run)
+
+
+MOVED = {"train": {"first": 0, "devices": 2, "tp": 1}, "rollout": {"first": 2, **BOTH}}
+LATE: dict[str, Any] = {
+    "staleness": 1,
+    "steps": STEPS,
+    "batch": {"max_new_tokens": 48},
+    "eval": {"every": 1, "data": {**BASE["data"], "path": "test.jsonl"}, "limit": 10},
+}
+
+
+LATE_RUNS: dict[str, dict[str, Any]] = {
+    "late": {"train": BOTH, "rollout": BOTH},
+    "late_to_dp": {"train": BOTH, "rollout": {"devices": 2}},
+    "late_apart": MOVED,
+}
+
+
+@pytest.mark.parametrize("name", LATE_RUNS)
+def test_a_stream_of_a_tensor_parallel_replica_gives_way_and_goes_on(home: Path, name: str) -> None:
+    """Training, evaluations and new weights come while samples are made, and both sides agree about the model."""
+    n_devices = 4 if name == "late_apart" else 2
+    machine = {"cluster": {"devices": n_devices}, "allocation": LATE_RUNS[name]}
+    folder = finish(home, "run", str(write_run(home, f"tensor_{name}", GRPO, LATE, machine)), name=f"tensor_{name}")
+    plan = json.loads((folder.folder / "plan.json").read_text())["allocations"]
+    assert plan["rollout"]["layout"]["tp"] == LATE_RUNS[name]["rollout"].get("tp", 1)
+    assert [record["step"] for record in records(folder.folder, "eval")] == list(range(STEPS + 1))
+    steps = [record["metrics"] for record in records(folder.folder)]
+    assert max(step["staleness/max"] for step in steps) >= 1
+    gaps = [value for step in steps for name, value in step.items() if name.endswith("update_gap")]
+    assert gaps
+    assert max(gaps) < 1e-4
+    assert all(step["train/logprob_gap"] < 1e-4 for step in steps[:1])
+
+
+def test_a_killed_follower_of_a_replica_is_named(own: Path) -> None:
+    run = Broken(own, {"allocation": {"train": BOTH, "rollout": BOTH}})
+    run.at_step(2)
+    os.kill(run.running.workers()[1], signal.SIGKILL)
+    error = run.error()
+    assert re.search(r"worker 1 was lost (while it ran|between).*: was killed by SIGKILL", error), error
