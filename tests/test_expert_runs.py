@@ -1,0 +1,105 @@
+"""Runs of a mixture of experts that lie on several workers: the numbers of one device, checkpoints, resume."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.runs import GRPO, finish, home, numbers, write_run
+
+__all__ = ["home"]
+
+STEPS = 4
+SAVED: dict[str, Any] = {"steps": STEPS, "checkpoint": {"every": 2, "keep": 9}, "models": {"actor": {"path": "moe"}}}
+BALANCED = {"calls": {"train": {"loss": {"terms": {"balance": {"kind": "load_balance", "coef": 0.0}}}}}}
+EP2 = {"devices": 2, "dp": 2, "ep": 2}
+# how many devices there are, and how they are used
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "apart": (4, {"train": {"first": 0, **EP2}, "rollout": {"first": 2, "devices": 2}}),
+    "ep4_tp2": (4, {"train": {"devices": 4, "dp": 2, "tp": 2, "ep": 4}}),
+}
+BUSY = ("running", "waiting")  # how many sequences decode at once depends on the clock
+# differences of rounding alone; over the first micro-batch of each rank; a common beginning in a micro-batch counts
+# once; of each micro-batch
+NOT_ALIKE = (*BUSY, "logprob_gap", "entropy", "load_imbalance", "load_balance")
+TOLERANCE = 2e-3  # of float32, after steps that amplify rounding
+
+_done: dict[str, Path] = {}
+
+
+def write_mixture(home: Path) -> None:
+    """The home's model as a mixture of experts."""
+    dense = AutoConfig.from_pretrained(home / "model").to_dict()
+    names = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"]
+    names += ["max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range"]
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    config = AutoConfig.for_model("qwen3_moe", **{name: dense[name] for name in names}, **experts)
+    shutil.copytree(home / "model", home / "moe", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(home / "moe")
+
+
+def ran(home: Path, name: str) -> Path:
+    """The directory of a run that has ended well; each is run once, when it is first asked for."""
+    if not (home / "moe").is_dir():
+        write_mixture(home)
+    if name not in _done:
+        n_devices, allocation = RUNS[name]
+        machine = {"cluster": {"devices": n_devices}, "allocation": allocation}
+        file = write_run(home, f"experts_{name}", GRPO, SAVED, BALANCED, machine)
+        finish(home, "run", str(file), name=f"experts_{name}")
+        _done[name] = home / f"experts_{name}"
+    return _done[name]
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "one"])
+def test_a_run_with_experts_apart_has_the_numbers_of_one_device(home: Path, name: str) -> None:
+    plan = json.loads((ran(home, name) / "plan.json").read_text())["allocations"]
+    assert plan["train"]["layout"]["ep"] == RUNS[name][1]["train"]["ep"]
+    ours, theirs = numbers(ran(home, name)), numbers(ran(home, "one"))
+    assert ours.keys() == theirs.keys() == set(range(STEPS))
+    for step, expected in theirs.items():
+        assert ours[step].keys() == expected.keys()
+        assert expected["train/load_imbalance"] >= 1
+        assert "train/balance_loss" in expected
+        for metric, value in expected.items():
+            if not metric.endswith(NOT_ALIKE):
+                assert ours[step][metric] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), (step, metric)
+    saved = [
+        AutoModelForCausalLM.from_pretrained(weights_of(ran(home, run)), experts_implementation="eager")
+        for run in (name, "one")
+    ]
+    tokens = torch.arange(3, 11)[None]
+    with torch.no_grad():
+        logits, expected_logits = (model(tokens).logits for model in saved)
+    torch.testing.assert_close(logits, expected_logits, rtol=TOLERANCE, atol=5 * TOLERANCE)
+
+
+def weights_of(run: Path) -> Path:
+    """The folder of the last checkpoint's actor."""
+    (found,) = (run / f"checkpoints/step-{STEPS:06d}").rglob("model.safetensors")
+    return found.parent
+
+
+def test_a_run_with_experts_apart_goes_on_as_if_it_had_not_stopped(home: Path, tmp_path: Path) -> None:
+    whole = ran(home, "apart")
+    folder = tmp_path / "moved"
+    shutil.copytree(whole, folder, symlinks=True)
+    shutil.rmtree(folder / f"checkpoints/step-{STEPS:06d}")
+    (folder / "metrics.jsonl").unlink()
+    finish(home, "run", "--resume", str(folder), name=whole.name)
+    ours, theirs = numbers(folder), numbers(whole)
+    assert ours.keys() == set(range(2, STEPS))
+    for step in ours:
+        for metric, value in ours[step].items():
+            if not metric.endswith(BUSY):
+                assert value == pytest.approx(theirs[step][metric], rel=1e-12), (step, metric)
+    last = f"checkpoints/step-{STEPS:06d}"
+    for file in (path.relative_to(whole) for path in (whole / last).rglob("*.safetensors")):
+        assert (folder / file).read_bytes() == (whole / file).read_bytes(), file
