@@ -1,8 +1,9 @@
 """Process groups of a run's workers, and the sums and shards made over them. Knows no loss and no optimizer.
 
-Worker 0 opens a file that nobody else's processes can read; all workers join one default group through it and then make
-the sub-group of every mesh in one order. CPU tensors travel by gloo over the loopback interface, GPU tensors by NCCL.
-Once the groups stand, gloo's ports answer nobody. Every collective has a deadline.
+Worker 0 opens a file that nobody else's processes can read; all workers join one default group through it. The groups
+of every layout (its whole mesh, and each axis) are counted by all in one order, and made by their members alone. CPU
+tensors travel by gloo over the loopback interface, GPU tensors by NCCL. Once the groups stand, gloo's ports answer
+nobody. Every collective has a deadline.
 """
 
 import os
@@ -10,7 +11,7 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -24,11 +25,16 @@ from torch.distributed import DistError, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from realgraph.planner.plan.layout import DeviceMesh
+from realgraph.planner.plan.axes import MeshAxis, expert_copies, expert_groups, groups_of
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.parallel.ports import listening_sockets, refuse_connections
 from realgraph.runtime.processes.environment import set_for_library
 
 FLAT_BYTES = 1 << 28  # of one all-reduce: larger buffers go in pieces, so that a backend's copy stays small
+# the groups of engines: along an axis, and of all that hold the same part of the weights and sum their gradients
+_AXES: tuple[tuple[MeshAxis, ...], ...] = (("dp",), ("cp",), ("tp",), ("pp",), ("cp", "dp"))
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames both
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class CollectiveError(RuntimeError):
@@ -83,7 +89,8 @@ def reach_store(address: str, n_workers: int, timeout_seconds: float) -> Store:
 
 
 class Ranks:
-    """The data-parallel ranks of one mesh, seen from one of them. One alone does nothing, and needs no group."""
+    """The workers of one group, seen from one of them: of a mesh, or along one axis of a layout. One alone does
+    nothing, and needs no group."""
 
     def __init__(self, device: torch.device, group: ProcessGroup | None = None, name: str = "one rank") -> None:
         self.device = device
@@ -94,10 +101,17 @@ class Ranks:
 
     def add(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place; a large flat tensor goes in pieces."""
+        return self._reduce(tensor, dist.ReduceOp.SUM)
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """The largest of every rank's, entry by entry, in place."""
+        return self._reduce(tensor, dist.ReduceOp.MAX)
+
+    def _reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self.group is not None:
             flat = tensor.view(-1)
             for piece in torch.split(flat, max(1, FLAT_BYTES // flat.element_size())):
-                self._guard("all-reduce", partial(dist.all_reduce, piece, group=self.group))
+                self._guard("all-reduce", partial(dist.all_reduce, piece, op=operation, group=self.group))
         return tensor
 
     def collect(self, values: Tensor) -> Tensor:
@@ -107,6 +121,48 @@ class Ranks:
         rows = [torch.empty_like(values) for _ in range(self.size)]
         self._guard("all-gather", partial(dist.all_gather, rows, values, group=self.group))
         return torch.stack(rows)
+
+    def gather_rows(self, own: Tensor) -> Tensor:
+        """[n, ...] of every rank -> [ranks x n, ...], in the order of the ranks."""
+        if self.group is None:
+            return own
+        rows = own.new_empty((self.size * own.shape[0], *own.shape[1:]))
+        self._guard("all-gather", partial(_ALL_GATHER, rows, own.contiguous(), group=self.group))
+        return rows
+
+    def scatter_rows(self, rows: Tensor) -> Tensor:
+        """[ranks x n, ...] of every rank -> [n, ...]: this rank's rows of their sum."""
+        if self.group is None:
+            return rows
+        own = rows.new_empty((rows.shape[0] // self.size, *rows.shape[1:]))
+        self._guard("reduce-scatter", partial(_REDUCE_SCATTER, own, rows.contiguous(), group=self.group))
+        return own
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """The tensor of rank `source` on every rank, in place."""
+        if self.group is not None:
+            self._guard("broadcast", partial(dist.broadcast, tensor, group=self.group, group_src=source))
+        return tensor
+
+    def swap(self, own: Tensor, peer: int) -> Tensor:
+        """The tensor of rank `peer`, which calls this alike with one of this shape and gets this rank's."""
+        other = torch.empty_like(own)
+        if self.group is None or peer == self.rank:
+            return other.copy_(own)
+        both = [dist.P2POp(dist.isend, own, group=self.group, group_peer=peer)]
+        both.append(dist.P2POp(dist.irecv, other, group=self.group, group_peer=peer))
+        self._guard("exchange", lambda: [work.wait() for work in dist.batch_isend_irecv(both)])
+        return other
+
+    def exchange_rows(self, rows: Tensor, out: Sequence[int], into: Sequence[int]) -> Tensor:
+        """[sum of out, ...] -> [sum of into, ...]: the first `out[0]` rows go to rank 0, and so on; `into[r]` rows come
+        from rank r, in the order of the ranks. out and into may be 0 here and there."""
+        if self.group is None:
+            return rows
+        came = rows.new_empty((sum(into), *rows.shape[1:]))
+        call = partial(dist.all_to_all_single, came, rows.contiguous(), list(into), list(out), group=self.group)
+        self._guard("all-to-all", call)
+        return came
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -125,13 +181,52 @@ class Ranks:
             raise CollectiveError(f"{what} over {self.name} failed: {error}") from error
 
 
-class Collectives:
-    """All process groups of one worker: the default one, and one for each mesh."""
+@dataclass(frozen=True)
+class LayoutRanks:
+    """The workers of one layout, seen from one of them: all of the mesh, those along each axis, and `copies`, the dp x
+    cp workers with the same part of the weights, who sum gradients and shard by FSDP."""
 
-    def __init__(self, member: Member, store: Store | None, meshes: Iterable[DeviceMesh], *, one_host: bool) -> None:
-        """Collective: every worker passes the same `meshes` (any order). With one worker there is no store to need."""
+    mesh: Ranks
+    dp: Ranks
+    cp: Ranks
+    tp: Ranks
+    pp: Ranks  # the stages
+    copies: Ranks
+    ep: Ranks  # over which whole experts are spread
+    expert_copies: Ranks  # of one stage that hold the same experts, where they are spread
+    session: Ranks  # those of tp, for messages between threads that generate
+
+    @classmethod
+    def alone(cls, device: torch.device) -> "LayoutRanks":
+        """One worker without peers."""
+        one = Ranks(device)
+        return cls(one, one, one, one, one, one, one, one, Ranks(torch.device("cpu")))
+
+    @property
+    def device(self) -> torch.device:
+        """This worker's."""
+        return self.mesh.device
+
+    @property
+    def leads(self) -> bool:
+        """True on the one worker that speaks for the whole mesh."""
+        return self.heads and self.dp.rank == 0
+
+    @property
+    def heads(self) -> bool:
+        """True on the head worker of a data-parallel rank (`axes.head_worker`), which speaks for it: of the last stage,
+        where outputs and losses are, those with another part of the tokens or the layers know the same."""
+        return self.tp.rank == self.cp.rank == 0 and self.pp.rank == self.pp.size - 1
+
+
+class Collectives:
+    """All process groups of one worker: the default one, and for each layout that of its mesh and of its axes."""
+
+    def __init__(self, member: Member, store: Store | None, layouts: Iterable[Layout], *, one_host: bool) -> None:
+        """Collective: every worker passes the same `layouts` (any order). With one worker there is no store to need."""
         self.member = member
-        self._groups: dict[DeviceMesh, Ranks] = {}
+        self._groups: dict[tuple[int, ...], Ranks] = {}
+        self._sessions: dict[tuple[int, ...], Ranks] = {}
         if member.n_workers == 1:
             return
         assert store is not None, "more than one worker needs a store"
@@ -141,51 +236,127 @@ class Collectives:
         deadline = timedelta(seconds=member.timeout_seconds)
         open_before = listening_sockets()
         backend = "cpu:gloo,cuda:nccl" if member.device.type == "cuda" else "gloo"
+        everybody = tuple(range(member.n_workers))
+        _arrive(store, everybody, member.worker)
         try:
             dist.init_process_group(
                 backend, store=store, rank=member.worker, world_size=member.n_workers, timeout=deadline
             )
-            for mesh in sorted(set(meshes)):
-                self._open(mesh, backend, deadline)
         except DistError as error:
-            raise CollectiveError(f"the {member.n_workers} workers could not form their group: {error}") from error
+            raise _unformed(store, everybody, error) from error
+        layouts = tuple(layouts)
+        for workers in sorted(_groups_of(layouts)):
+            self._open(store, workers, backend, deadline)
+        for workers in sorted({w for layout in layouts for w in groups_of(layout, "tp") if len(w) > 1}):
+            group = dist.new_group(list(workers), timeout=deadline, backend="gloo")
+            if member.worker in workers:
+                assert isinstance(group, ProcessGroup)
+                self._sessions[workers] = Ranks(torch.device("cpu"), group, _named(workers))
         refuse_connections(listening_sockets() - open_before)
 
-    def _open(self, mesh: DeviceMesh, backend: str, deadline: timedelta) -> None:
-        if mesh.n_devices == 1:
-            return
-        if mesh.n_devices == self.member.n_workers:
-            group = dist.group.WORLD
+    def _open(self, store: Store, workers: tuple[int, ...], backend: str, deadline: timedelta) -> None:
+        """Make one group, or count one of others: torch names groups by how many it was told of (its
+        `use_local_synchronization` by how many it has made, which differs between the members)."""
+        is_member = self.member.worker in workers
+        if len(workers) == self.member.n_workers:
+            group: Any = dist.group.WORLD
         else:
-            group = dist.new_group(list(mesh.devices), timeout=deadline, backend=backend)
-        if self.member.worker in mesh.devices and isinstance(group, ProcessGroup):
-            name = f"workers {mesh.first} to {mesh.first + mesh.n_devices - 1}"
-            self._groups[mesh] = Ranks(self.member.device, group, name)
+            if is_member:
+                _arrive(store, workers, self.member.worker)
+            try:
+                group = dist.new_group(list(workers), timeout=deadline, backend=backend)
+            except DistError as error:
+                raise _unformed(store, workers, error) from error
+        if is_member:
+            assert isinstance(group, ProcessGroup)
+            self._groups[workers] = Ranks(self.member.device, group, _named(workers))
 
     def ranks(self, mesh: DeviceMesh) -> Ranks:
-        """The ranks of a mesh that this worker belongs to. Raises KeyError for a mesh that was not announced."""
-        if mesh.n_devices == 1:
-            return Ranks(self.member.device)
-        return self._groups[mesh]
+        """The workers of a mesh that this one belongs to. Raises KeyError for a mesh that was not announced."""
+        return self._of(tuple(mesh.devices))
+
+    def of_layout(self, layout: Layout) -> LayoutRanks:
+        """A layout's workers along every axis. Raises KeyError for one that was not announced, or lies elsewhere."""
+        worker = self.member.worker
+        if worker not in layout.mesh.devices:
+            raise KeyError(layout)
+        dp, cp, tp, pp, copies, ep, expert_copies = (self._own(groups) for groups in _axis_groups(layout))
+        along = (self._of(dp), self._of(cp), self._of(tp), self._of(pp), self._of(copies))
+        experts = (self._of(ep), self._of(expert_copies))
+        session = self._sessions.get(tp, Ranks(torch.device("cpu")))
+        return LayoutRanks(self.ranks(layout.mesh), *along, *experts, session)
+
+    def _own(self, groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+        """The one of the groups that this worker is in."""
+        return next(group for group in groups if self.member.worker in group)
+
+    def _of(self, workers: tuple[int, ...]) -> Ranks:
+        return Ranks(self.member.device) if len(workers) == 1 else self._groups[workers]
 
     def close(self) -> None:
         """Leave all groups; not collective."""
         self._groups.clear()
+        self._sessions.clear()
         if self.member.n_workers > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
 
-def shard(model: nn.Module, layers: Iterable[nn.Module], ranks: Ranks, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+def _groups_of(layouts: Iterable[Layout]) -> set[tuple[int, ...]]:
+    """Every group of at least two workers that these layouts need."""
+    keys = set()
+    for layout in layouts:
+        keys.add(tuple(layout.mesh.devices))
+        for groups in _axis_groups(layout):
+            keys.update(groups)
+    return {workers for workers in keys if len(workers) > 1}
+
+
+def _axis_groups(layout: Layout) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """The groups of each kind, in the order of the fields of `LayoutRanks` behind its mesh."""
+    along = tuple(groups_of(layout, *axes) for axes in _AXES)
+    return (*along, expert_groups(layout), expert_copies(layout))
+
+
+def _named(workers: Sequence[int]) -> str:
+    if (len(workers) > 2 and list(workers) == list(range(workers[0], workers[-1] + 1))) or len(workers) == 2:
+        between = "to" if workers[-1] - workers[0] == len(workers) - 1 else "and"
+        return f"workers {workers[0]} {between} {workers[-1]}"
+    return f"workers {', '.join(map(str, workers))}"
+
+
+def _mark(workers: Sequence[int], worker: int) -> str:
+    return f"realgraph/{'-'.join(map(str, workers))}/{worker}"
+
+
+def _arrive(store: Store, workers: Sequence[int], worker: int) -> None:
+    """Leave word that this worker has come to make a group."""
+    store.set(_mark(workers, worker), "here")
+
+
+def _unformed(store: Store, workers: Sequence[int], error: Exception) -> CollectiveError:
+    """The error of a group that was not made, with the workers that never came."""
+    missing = [worker for worker in workers if not store.check([_mark(workers, worker)])]
+    who = f"; never came: worker {', '.join(map(str, missing))}" if missing else ""
+    return CollectiveError(f"{_named(workers)} could not form their group{who}: {error}")
+
+
+def shard(
+    model: nn.Module,
+    layers: Iterable[nn.Module],
+    ranks: Ranks,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    left_out: set[nn.Parameter] | None = None,
+) -> None:
     """Cut the parameters over the ranks by FSDP2, a group per layer and one for the rest.
 
     dtypes: of computation, and of the sharded parameters and the sums of gradients. Gradients are summed, not averaged:
-    losses carry global denominators.
+    losses carry global denominators. left_out: parameters that stay as they are.
     """
     compute, master = dtypes
     policy = MixedPrecisionPolicy(param_dtype=None if compute == master else compute, reduce_dtype=master)
     mesh = ranks.mesh()
     for part in (*layers, model):
-        sharded = fully_shard(part, mesh=mesh, mp_policy=policy)
+        sharded = fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=left_out)
         assert isinstance(sharded, FSDPModule)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,215 @@
+"""One worker's part in the messages of a reallocation: what it holds is packed and sent, what comes is handed out.
+
+All messages of a round are on their way at once, and every worker goes through them in the same order. Beside what it
+holds, a worker has one bucket of what it sends and one of what it receives; where a run has several hosts, also what
+has come to a host and is still to be handed on there. On CPUs they travel by gloo, between GPUs by NCCL.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from realgraph.planner.inputs.model_spec import Head, ModelSpec
+from realgraph.planner.plan.axes import coordinates_of, expert_copies, expert_rank
+from realgraph.planner.plan.layout import Layout
+from realgraph.planner.plan.stages import layer_ranges, stages_of
+from realgraph.runtime.parallel.cuts import Box, Shard, cut, is_expert, rows
+from realgraph.runtime.parallel.groups import CollectiveError, Member
+from realgraph.runtime.parallel.routes import Holdings, Message, Piece, cut_to, rounds
+
+BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}  # by kind of device
+
+
+class WeightPart(NamedTuple):
+    """A part of a weight, and where in it."""
+
+    name: str  # of Hugging Face
+    box: Box
+    values: Tensor  # of the box's shape
+
+
+class Reallocation(NamedTuple):
+    """The messages of a reallocation, alike on all workers."""
+
+    rounds: tuple[tuple[Message, ...], ...]
+    wants: Holdings
+    dtype: torch.dtype  # of elements as they travel
+    bucket_bytes: int
+
+
+class WorkerParts(NamedTuple):
+    """A worker's own: its number, its device, and what it holds and wants of the tensors."""
+
+    worker: int
+    device: torch.device
+    holds: Mapping[str, WeightPart]
+    wants: Mapping[str, Box]
+
+
+def reallocation(
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    between: tuple[Layout, Layout],
+    member: Member,
+    model: tuple[ModelSpec, Head] | None = None,
+) -> Reallocation:
+    """The messages from the first layout to the second. shapes: of the whole tensors, by name. model: where tensor
+    pipeline or expert parallelism cuts it."""
+    in_order = dict(sorted(shapes.items()))  # as on every other worker
+    held, wanted = (layout_boxes(in_order, layout, model) for layout in between)
+    bucket = BUCKET_BYTES[member.device.type]
+    hosts = [0] * member.n_workers  # a run has one host
+    return Reallocation(rounds(held, wanted, hosts, dtype.itemsize, bucket), wanted, dtype, bucket)
+
+
+def layout_boxes(
+    shapes: Mapping[str, tuple[int, ...]], layout: Layout, model: tuple[ModelSpec, Head] | None
+) -> dict[int, dict[str, Box]]:
+    """The boxes that each device of a layout holds: the piece of its stage and tensor-parallel rank, and FSDP's rows of
+    it, which are cut over the dp x cp workers that hold the same piece."""
+    boxes: dict[int, dict[str, Box]] = {}
+    for device in layout.mesh.devices:
+        held = {name: _box(name, shape, (layout, device), model) for name, shape in shapes.items()}
+        boxes[device] = {name: box for name, box in held.items() if box is not None}
+    return boxes
+
+
+def _box(
+    name: str, shape: tuple[int, ...], place: tuple[Layout, int], model: tuple[ModelSpec, Head] | None
+) -> Box | None:
+    """The box of one tensor on one device of a layout; None where it has nothing of it."""
+    layout = place[0]
+    piece: Box | None = Box((0,) * len(shape), shape)
+    if layout.tp > 1 or layout.pp > 1 or layout.ep > 1:
+        assert model is not None, "heads, widths, layers and experts say how a model is cut"
+        piece = cut(*model, name, shape, _shard(model, *place))
+    if piece is None or layout.sharding != "fsdp":
+        return piece
+    own = rows(piece.shape, *_shards(name, *place))
+    return own and Box((own.start[0] + piece.start[0], *piece.start[1:]), own.shape)
+
+
+@lru_cache(maxsize=1 << 10)
+def _shard(model: tuple[ModelSpec, Head], layout: Layout, device: int) -> Shard:
+    """The place of a device among those that hold one copy."""
+    at = coordinates_of(layout, device)
+    chunks = layer_ranges(stages_of(*model, layout))[at.pp]
+    layers = tuple(number for chunk in chunks for number in chunk)
+    ends = (at.pp == 0, at.pp == layout.pp - 1)
+    return Shard(layers, *ends, at.tp, layout.tp, expert_rank(layout, device), layout.ep)
+
+
+def _shards(name: str, layout: Layout, device: int) -> tuple[int, int]:
+    """The ranks over which FSDP shards a tensor, and this device's among them."""
+    if layout.ep > 1 and is_expert(name):
+        copies = next(group for group in expert_copies(layout) if device in group)
+        return len(copies), copies.index(device)
+    at = coordinates_of(layout, device)
+    return layout.dp * layout.cp, at.dp * layout.cp + at.cp
+
+
+def exchange(moves: Reallocation, place: WorkerParts) -> Iterator[WeightPart]:
+    """Send what others lack, and yield what this worker wants: from its own parts and from those of others.
+
+    Collective over all senders and receivers. A yielded part is good until the next is asked for. Raises
+    CollectiveError with the worker that is gone or far behind.
+    """
+    own = [*_own(place, moves.bucket_bytes // moves.dtype.itemsize)]
+    to_cast = max((part.box.numel for part in own if part.values.dtype != moves.dtype), default=0)
+    out = [[m for m in messages if m.sender == place.worker] for messages in moves.rounds]
+    into = [[m for m in messages if place.worker in m.receivers] for messages in moves.rounds]
+    sizes = (_most(out), max(_most(into), to_cast))
+    buffers = _Buffers(*(torch.empty(size, dtype=moves.dtype, device=place.device) for size in sizes))
+    for name, box, values in own:
+        same = values.dtype == moves.dtype
+        yield WeightPart(name, box, values if same else buffers.into[: box.numel].view(box.shape).copy_(values))
+    sends = {piece for messages in out for message in messages for piece in message.pieces}
+    passing: dict[Piece, Tensor] = {}  # what has come and is to be handed on
+    for messages in moves.rounds:
+        for message, flat in _round(messages, place, buffers, passing):
+            split = torch.split(flat, [piece.numel for piece in message.pieces])
+            for piece, those in zip(message.pieces, split, strict=True):
+                if piece in sends:
+                    passing[piece] = those.clone()
+                for name, one in zip(piece.tensors, those.view(-1, *piece.box.shape), strict=True):
+                    yield WeightPart(name, piece.box, one)
+
+
+def _own(place: WorkerParts, most: int) -> Iterator[WeightPart]:
+    """All that this worker both wants and holds, as it is, in parts of at most `most` elements."""
+    for name, box in place.wants.items():
+        held = place.holds.get(name)
+        common = held.box.intersect(box) if held is not None else None
+        if held is not None and common is not None:
+            for part in cut_to(common, most):
+                yield WeightPart(name, part, _values(held, part))
+
+
+class _Buffers(NamedTuple):
+    """Memory of every round: as many elements as the fullest one takes. `into` is also where own parts are cast."""
+
+    out: Tensor
+    into: Tensor
+
+
+def _most(by_round: Sequence[Sequence[Message]]) -> int:
+    """Elements of the fullest round."""
+    return max((sum(message.numel for message in messages) for messages in by_round), default=0)
+
+
+def _round(
+    messages: Sequence[Message], place: WorkerParts, buffers: _Buffers, passing: dict[Piece, Tensor]
+) -> list[tuple[Message, Tensor]]:
+    """Send and receive this worker's messages of a round; those that came, each as one flat tensor."""
+    waits: list[tuple[int, dist.Work | None]] = []
+    arrived: list[tuple[Message, Tensor]] = []
+    n_out = n_into = 0
+    for message in messages:
+        if message.sender == place.worker:
+            flat = buffers.out[n_out : n_out + message.numel]
+            n_out += message.numel
+            _pack(message, flat, place, passing)
+            for receiver in message.receivers:
+                with _naming(receiver):
+                    waits.append((receiver, dist.isend(flat, receiver)))
+        elif place.worker in message.receivers:
+            flat = buffers.into[n_into : n_into + message.numel]
+            n_into += message.numel
+            with _naming(message.sender):
+                waits.append((message.sender, dist.irecv(flat, message.sender)))
+            arrived.append((message, flat))
+    for peer, work in waits:
+        assert work is not None, "the default group has all workers"
+        with _naming(peer):
+            work.wait()
+    return arrived
+
+
+@contextmanager
+def _naming(peer: int) -> Iterator[None]:
+    """Turn what gloo and NCCL raise into an error with the worker at the other end."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveError(f"weights to or from worker {peer} did not arrive: {error}") from error
+
+
+def _pack(message: Message, flat: Tensor, place: WorkerParts, passing: dict[Piece, Tensor]) -> None:
+    """Fill the message from what this worker holds, cast, or hands on."""
+    room = torch.split(flat, [piece.numel for piece in message.pieces])
+    for piece, into in zip(message.pieces, room, strict=True):
+        if piece in passing:
+            into.copy_(passing.pop(piece))
+            continue
+        for name, one in zip(piece.tensors, into.view(-1, *piece.box.shape), strict=True):
+            one.copy_(_values(place.holds[name], piece.box))
+
+
+def _values(held: WeightPart, box: Box) -> Tensor:
+    assert held.box.intersect(box) == box, f"{held.name} at {held.box} does not hold {box}"
+    return held.values[box.within(held.box).slices]

@@ -1,0 +1,238 @@
+"""Messages of a reallocation: which part of which tensor goes from which worker to which, and in which order.
+
+Every worker derives the same rounds from the same boxes, so that nothing is agreed on over the wire. Bytes are the
+least there can be: a worker receives what it lacks once, and each element comes to a host once, where the worker that
+took it in hands it on. Knows no torch, dtype or layout.
+"""
+
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise, product, zip_longest
+from typing import NamedTuple
+
+from realgraph.runtime.parallel.cuts import Box
+
+PIECES_PER_BUCKET = 4  # at least: small ones fill it better and balance senders, and take longer to plan and to pack
+FULL = 7 / 8  # of a bucket: what is left of it waits for no further piece
+WINDOW = 16  # rounds, up to a worker's last one, that a further piece may go into
+
+Holdings = Mapping[int, Mapping[str, Box]]  # worker -> tensor -> the box of it that lies there
+_Pattern = tuple[tuple[tuple[int, Box], ...], tuple[tuple[int, Box], ...]]  # (worker, box) of source and target
+
+
+class Piece(NamedTuple):
+    """The same box of some tensors."""
+
+    tensors: tuple[str, ...]
+    box: Box
+
+    @property
+    def numel(self) -> int:
+        return len(self.tensors) * self.box.numel
+
+
+class Message(NamedTuple):
+    """Pieces that go as one flat buffer, one behind the other, from a worker to each of the receivers."""
+
+    sender: int
+    receivers: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(piece.numel for piece in self.pieces)
+
+
+class Cell(NamedTuple):
+    """A part of a tensor that workers hold, and lack, as a whole."""
+
+    box: Box
+    holders: tuple[int, ...]
+    lacking: tuple[int, ...]
+
+
+class Gap(ValueError):
+    """A part of a tensor lies on no worker that sends."""
+
+
+def rounds(
+    source: Holdings, target: Holdings, hosts: Sequence[int], element_bytes: int, bucket_bytes: int
+) -> tuple[tuple[Message, ...], ...]:
+    """The messages that fill every box of `target` from those of `source`, in rounds.
+
+    hosts: the host of each worker. element_bytes: of an element as it is sent, in the target's dtype. In a round a
+    worker receives `bucket_bytes` at most, and packs as many at most; what it hands on has come in a round before.
+    Raises Gap where no worker holds what one lacks.
+    """
+    most = bucket_bytes // element_bytes
+    if most < 1:
+        raise ValueError(f"a bucket of {bucket_bytes} bytes holds no element of {element_bytes}")
+    timetable = _Timetable(most)
+    sent: defaultdict[int, int] = defaultdict(int)
+    cells = [(tensors, cell) for tensors, found in cells_by_tensors(source, target) for cell in found]
+    for in_turn in zip_longest(*(_pieces(*each, most) for each in cells)):  # so that all holders send at a time
+        for (_, cell), piece in zip(cells, in_turn, strict=True):
+            if piece is not None:
+                for hops in _hops(cell, hosts, sent, piece.numel):
+                    timetable.add(piece, hops)
+    return timetable.rounds()
+
+
+# --- cells ------------------------------------------------------------------------------------------------------------
+
+
+def cells_by_tensors(source: Holdings, target: Holdings) -> Iterator[tuple[tuple[str, ...], tuple[Cell, ...]]]:
+    """Tensors of the target that lie in equal boxes on all workers, and the cells of one of them."""
+    holders, alike = _by_tensor(source), defaultdict[_Pattern, list[str]](list)
+    for tensor, boxes in _by_tensor(target).items():
+        alike[tuple(holders.get(tensor, ())), tuple(boxes)].append(tensor)
+    for pattern, tensors in alike.items():
+        try:
+            yield tuple(tensors), tuple(_cells(*pattern))
+        except Gap as error:
+            raise Gap(f"no worker holds {error} of {tensors[0]!r}") from None
+
+
+def _by_tensor(holdings: Holdings) -> dict[str, list[tuple[int, Box]]]:
+    """tensor -> (worker, box) in the order of workers; tensors in the order in which the first of those holds them."""
+    holders: dict[str, list[tuple[int, Box]]] = {}
+    for worker in sorted(holdings):
+        for tensor, box in holdings[worker].items():
+            holders.setdefault(tensor, []).append((worker, box))
+    return holders
+
+
+def _cells(source: Iterable[tuple[int, Box]], target: Iterable[tuple[int, Box]]) -> Iterator[Cell]:
+    """The cells, between the edges of all boxes, that a worker of the target lacks. Raises Gap with a cell's place."""
+    holding, wanting = _by_box(source), _by_box(target)
+    n_dims = len(next(iter(wanting)).start)
+    edges = [sorted({edge for box in (*holding, *wanting) for edge in _ends(box, dim)}) for dim in range(n_dims)]
+    holders, wanted = _covered(holding, edges), _covered(wanting, edges)
+    for place in sorted(wanted):
+        here = holders.get(place, ())
+        lacking = tuple(sorted(set(wanted[place]).difference(here)))
+        if not lacking:
+            continue
+        start = tuple(edges[dim][i] for dim, i in enumerate(place))
+        ends = tuple(edges[dim][i + 1] for dim, i in enumerate(place))
+        if not here:
+            raise Gap(f"[{', '.join(f'{first}:{end}' for first, end in zip(start, ends, strict=True))}]")
+        shape = tuple(end - first for first, end in zip(start, ends, strict=True))
+        yield Cell(Box(start, shape), tuple(sorted(here)), lacking)
+
+
+def _by_box(boxes: Iterable[tuple[int, Box]]) -> dict[Box, list[int]]:
+    workers: dict[Box, list[int]] = {}
+    for worker, box in boxes:
+        workers.setdefault(box, []).append(worker)
+    return workers
+
+
+def _ends(box: Box, dim: int) -> tuple[int, int]:
+    return box.start[dim], box.start[dim] + box.shape[dim]
+
+
+def _covered(boxes: Mapping[Box, Sequence[int]], edges: Sequence[Sequence[int]]) -> dict[tuple[int, ...], list[int]]:
+    """Place of a cell (index between the edges of each dim) -> the workers whose boxes cover it."""
+    sizes: dict[tuple[int, ...], list[int]] = {}
+    for box, workers in boxes.items():
+        spans = (
+            range(bisect_left(edges[dim], first), bisect_left(edges[dim], end))
+            for dim in range(len(edges))
+            for first, end in (_ends(box, dim),)
+        )
+        for place in product(*spans):
+            sizes.setdefault(place, []).extend(workers)
+    return sizes
+
+
+def _pieces(tensors: Sequence[str], cell: Cell, most: int) -> Iterator[Piece]:
+    """The cell of all tensors, in pieces that leave room for others in a bucket; one for each holder, if it can be."""
+    size = max(1, most // PIECES_PER_BUCKET)
+    together = max(1, min(size // cell.box.numel, math.ceil(len(tensors) / len(cell.holders))))
+    for box in cut_to(cell.box, size):
+        for i in range(0, len(tensors), together):
+            yield Piece(tuple(tensors[i : i + together]), box)
+
+
+def cut_to(box: Box, most: int) -> Iterator[Box]:
+    """The box in parts of at most `most` elements: rows together where they fit, else each cut in the dims behind."""
+    if box.numel <= most:
+        yield box
+        return
+    dim = next(i for i, n in enumerate(box.shape) if n > 1)
+    rows = max(1, most * box.shape[dim] // box.numel)
+    bounds = [*range(0, box.shape[dim], rows), box.shape[dim]]
+    for first, end in pairwise(bounds):
+        start = (*box.start[:dim], box.start[dim] + first, *box.start[dim + 1 :])
+        yield from cut_to(Box(start, (*box.shape[:dim], end - first, *box.shape[dim + 1 :])), most)
+
+
+# --- who sends, and when ----------------------------------------------------------------------------------------------
+
+_Hop = tuple[int, tuple[int, ...]]  # sender, receivers
+_End = tuple[int, bool]  # a worker, True where it sends
+
+
+def _hops(cell: Cell, hosts: Sequence[int], sent: defaultdict[int, int], numel: int) -> Iterator[tuple[_Hop, ...]]:
+    """The way of a piece of a cell to all that lack it: hops in a row, for each sender or host one chain.
+
+    The sender is the least loaded of those that have the piece: on the receivers' host where there are such, else
+    anywhere, for one receiver, which hands it on. `sent`, elements by worker, counts along.
+    """
+    by_host: dict[int, list[int]] = {}
+    for worker in cell.lacking:
+        by_host.setdefault(hosts[worker], []).append(worker)
+    for host, lacking in by_host.items():
+        near = [worker for worker in cell.holders if hosts[worker] == host]
+        if near:
+            receivers: dict[int, list[int]] = {}
+            for worker in lacking:
+                sender = min(near, key=sent.__getitem__)
+                sent[sender] += numel
+                receivers.setdefault(sender, []).append(worker)
+            for sender, those in receivers.items():
+                yield ((sender, tuple(those)),)
+            continue
+        sender, first = min(cell.holders, key=sent.__getitem__), min(lacking, key=sent.__getitem__)
+        rest = tuple(worker for worker in lacking if worker != first)
+        sent[sender] += numel
+        sent[first] += numel * len(rest)
+        yield ((sender, (first,)), (first, rest)) if rest else ((sender, (first,)),)
+
+
+class _Timetable:
+    """Rounds as they fill: each hop into the first that has room for it at both ends."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most  # elements that a worker receives, and sends, in a round
+        self._rounds: list[dict[_Hop, list[Piece]]] = []
+        self._used: defaultdict[_End, list[int]] = defaultdict(list)  # elements in each round
+        self._open: defaultdict[_End, int] = defaultdict(int)  # the first round that is worth a look
+
+    def add(self, piece: Piece, hops: Sequence[_Hop]) -> None:
+        """Put a piece's hops into rounds, each behind the one before."""
+        number, room = 0, self._most - piece.numel
+        for sender, receivers in hops:
+            ends = [(sender, True), *((receiver, False) for receiver in receivers)]
+            number = max(number, *(self._open[end] for end in ends))
+            uses = [self._used[end] for end in ends]
+            while any(number < len(used) and used[number] > room for used in uses):
+                number += 1
+            for end, used in zip(ends, uses, strict=True):
+                used.extend([0] * (number + 1 - len(used)))
+                used[number] += piece.numel
+                first = max(self._open[end], len(used) - WINDOW)
+                while first < len(used) and used[first] > FULL * self._most:
+                    first += 1
+                self._open[end] = first
+            self._rounds.extend({} for _ in range(number + 1 - len(self._rounds)))
+            self._rounds[number].setdefault((sender, receivers), []).append(piece)
+            number += 1
+
+    def rounds(self) -> tuple[tuple[Message, ...], ...]:
+        return tuple(
+            tuple(Message(*hop, tuple(pieces)) for hop, pieces in sorted(each.items())) for each in self._rounds
+        )

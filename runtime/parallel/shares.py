@@ -1,0 +1,40 @@
+"""The part of every tensor that each of its holders writes: all elements once, the holders with about as many each.
+
+A pure function of the boxes that lie on the workers, so that all know their shares without a message. Knows no torch,
+no layout and no file.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from realgraph.runtime.parallel.cuts import Box
+from realgraph.runtime.parallel.routes import Cell, Holdings, cells_by_tensors, cut_to
+
+DIVIDED = 1 << 16  # elements: a part with fewer has one writer
+
+Shares = Mapping[int, Mapping[str, tuple[Box, ...]]]  # worker -> tensor -> the boxes that it writes
+_FILES = -1  # the receiver, beside the workers
+
+
+def shares(held: Holdings, shapes: Mapping[str, tuple[int, ...]]) -> Shares:
+    """Each worker's boxes of the tensors, of those that it holds. shapes: of the whole tensors.
+
+    Raises Gap with a part that no worker holds.
+    """
+    wanted = {_FILES: {name: Box((0,) * len(shape), shape) for name, shape in shapes.items()}}
+    found: dict[int, dict[str, list[Box]]] = {worker: {} for worker in held}
+    written: defaultdict[int, int] = defaultdict(int)  # elements, by worker
+    for tensors, cells in cells_by_tensors(held, wanted):
+        parts = [(cell.holders, part) for cell in cells for part in _parts(cell)]
+        for tensor in tensors:
+            for holders, part in parts:
+                writer = min(holders, key=written.__getitem__)
+                written[writer] += part.numel
+                found[writer].setdefault(tensor, []).append(part)
+    return {worker: {name: tuple(boxes) for name, boxes in mine.items()} for worker, mine in found.items()}
+
+
+def _parts(cell: Cell) -> Iterator[Box]:
+    """A large cell in one part for each of its holders, about; a small one whole."""
+    return cut_to(cell.box, max(DIVIDED, math.ceil(cell.box.numel / len(cell.holders))))
