@@ -18,7 +18,7 @@ from realgraph.graphs.errors import ConfigError
 from realgraph.planner.inputs.detect import Probe
 from realgraph.run import resume
 from realgraph.run.costs_record import CostsFile, Planned
-from realgraph.run.resume import CHANGEABLE, prepare_resume, resumed
+from realgraph.run.resume import CHANGEABLE, ResumeOptions, prepare_resume, resumed
 from realgraph.run.running import PreparedRun, claim
 from realgraph.runtime.data.data import DataSet, tokenizer_source
 from realgraph.runtime.data.tokenize import load_tokenizer
@@ -124,7 +124,7 @@ def test_what_can_not_be_resumed_says_why(whole: Path, tmp_path: Path) -> None:
         prepare_resume(folder, [])
     job = (folder / "job.json").read_text()
     (folder / "job.json").write_text(re.sub(r'("format": )\d', r"\g<1>2", job))
-    with pytest.raises(ConfigError, match="plan has format 2; this version reads format 5"):
+    with pytest.raises(ConfigError, match="plan has format 2; this version reads format 6"):
         prepare_resume(folder, [])
     (folder / "job.json").write_text("{")
     with pytest.raises(ConfigError, match="the run can't be read"):
@@ -220,7 +220,7 @@ def test_data_that_have_changed_are_refused_with_the_file(whole: Path, tmp_path:
         assert problem.where.path == f"$.{place}.path"
         assert f"{file} has changed since the run began: it has other bytes" in problem.text
         assert "put the file back, or go on with it as it is now: --new-data" in problem.hint
-        prepare_resume(folder, [], new_data=True)
+        prepare_resume(folder, [], ResumeOptions(new_data=True))
         if name == "test.jsonl":
             prepare_resume(folder, [f"eval.data.path={tmp_path}/home/train.jsonl"])
         file.write_text(content + content.splitlines(keepends=True)[0])
@@ -268,7 +268,7 @@ def test_no_damage_to_a_file_of_a_run_gives_a_traceback(whole: Path, tmp_path: P
 
 
 def outcome_of(folder: Path, file: Path, content: bytes) -> str:
-    """What resuming says of a damaged file, up to the start of the workers."""
+    """The outcome of resuming with a damaged file, up to the start of the workers."""
     before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     file.write_bytes(content)
     try:
@@ -285,7 +285,7 @@ def outcome_of(folder: Path, file: Path, content: bytes) -> str:
 
 
 def check_rows(prepared: PreparedRun) -> None:
-    """What a run does with its directory and its first rows before workers start."""
+    """Do what a run does with its directory and its first rows before workers start."""
     folder, job = prepared.folder, prepared.job
     DataSet(job.data, {key.name: key.type for key in job.graph.inputs}, load_tokenizer(*tokenizer_source(job.graph)))
     costs = CostsFile(Planned(job.name, prepared.request, job.plan), folder.costs)

@@ -1,11 +1,17 @@
-"""Tensors on disk: safetensors written as a stream, synced, and read back by name. Knows no model and no optimizer.
+"""Tensors on disk: safetensors written by several processes at once, each its parts, and read back by name.
 
-The safetensors package holds a whole file in memory and hides a full disk behind an error of its own; this writer holds
-one tensor, and a failed write is an OSError. Format: 8 bytes little-endian header length, a JSON header with
-dtype, shape and offsets of each tensor, then the bytes (github.com/huggingface/safetensors).
+The whole file is known before a byte of it is written: its header follows from the tensors' names, dtypes and shapes,
+and with it the place of every element. So each writer puts its parts where they belong and syncs what it wrote; they
+need no word of each other, and no part is ever larger in memory than a bucket. A failed write is an OSError that says
+which file. Knows no model and no optimizer.
+
+Format: 8 bytes little-endian header length, a JSON header with dtype, shape and offsets of each tensor, then the bytes
+(github.com/huggingface/safetensors).
 """
 
+import ctypes
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,9 +22,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+
+from realgraph.runtime.parallel.cuts import Box
+from realgraph.runtime.parallel.exchange import WeightPart
+from realgraph.runtime.parallel.routes import cut_to
 
 SHARD_BYTES = 5 * 10**9  # of one file, as transformers writes them
+BUCKET_BYTES = 16 << 20  # of a part that is cast, brought to the host, or read at a time
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -40,10 +50,7 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        n = self.dtype.itemsize
-        for size in self.shape:
-            n *= size
-        return n
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -55,57 +62,141 @@ class CheckpointTarget:
     shard_bytes: int = SHARD_BYTES
 
 
-def write(target: CheckpointTarget, entries: Sequence[TensorEntry], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write `tensors`, which come in the order of `entries`. Raises OSError where the disk refuses."""
-    shards = _shards(entries, target.shard_bytes)
-    names = _file_names(target.stem, len(shards))
-    source = iter(tensors)
-    for name, shard in zip(names, shards, strict=True):
-        _write_file(target.folder / name, shard, source)
-    if len(shards) > 1:
-        where = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+@dataclass(frozen=True)
+class TensorFile:
+    """A safetensors file as it will be. starts: the place of each tensor's first byte in the file."""
+
+    name: str
+    header: bytes  # with its length
+    starts: Mapping[str, int]
+    nbytes: int
+
+
+def write_parts(
+    target: CheckpointTarget, entries: Sequence[TensorEntry], parts: Iterable[WeightPart], *, leads: bool
+) -> None:
+    """Write this process's parts of the tensors `entries`, in any order, cast to their dtypes, and sync them.
+
+    All writers pass the same target and entries, and their parts together are all there is of the tensors. One of them
+    leads: it writes what the files have besides. Raises OSError where the disk refuses.
+    """
+    files = _tensor_files(target, entries)
+    with ExitStack() as stack:
+        opened = {file.name: _Opened(target.folder / file.name, file, stack) for file in files}
+        if leads:
+            for file in opened.values():
+                file.lead()
+        places = {name: opened[file.name] for file in files for name in file.starts}
+        by_name = {entry.name: entry for entry in entries}
+        for part in parts:
+            places[part.name].write(by_name[part.name], part)
+        for file in opened.values():
+            file.sync()
+    if leads and len(files) > 1:
+        where = {name: file.name for file in files for name in file.starts}
         index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": where}
         write_json(target.folder / f"{target.stem}.safetensors.index.json", index)
 
 
-def _shards(entries: Sequence[TensorEntry], limit: int) -> list[list[TensorEntry]]:
+class _Opened:
+    """A file that this process writes to, made where it is not there; opened at the first byte."""
+
+    def __init__(self, path: Path, file: TensorFile, stack: ExitStack) -> None:
+        self._path, self._file, self._stack = path, file, stack
+        self._handle = -1
+
+    def lead(self) -> None:
+        """Write the header."""
+        with naming(self._path):
+            _write_at(self._open(), memoryview(self._file.header), 0)
+
+    def write(self, entry: TensorEntry, part: WeightPart) -> None:
+        """Write a part of a tensor, a bucket at a time."""
+        with naming(self._path):
+            handle, start, size = self._open(), self._file.starts[entry.name], entry.dtype.itemsize
+            for box in _in_buckets(part.box, size):
+                values = part.values[box.within(part.box).slices]
+                own = values.detach().to("cpu", entry.dtype).contiguous()
+                # numpy would pin the storage's size for good, and offloaded states give theirs back
+                data = memoryview((ctypes.c_char * own.nbytes).from_address(own.data_ptr()))
+                run, firsts = _runs(entry.shape, box)
+                for i, first in enumerate(firsts):
+                    _write_at(handle, data[i * run * size : (i + 1) * run * size], start + first * size)
+
+    def sync(self) -> None:
+        """Make durable what this process wrote."""
+        if self._handle >= 0:
+            with naming(self._path):
+                os.fsync(self._handle)
+
+    def _open(self) -> int:
+        if self._handle < 0:
+            self._handle = os.open(str(self._path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._stack.callback(os.close, self._handle)
+            os.ftruncate(self._handle, self._file.nbytes)  # whoever comes first makes room; to the others it is so
+        return self._handle
+
+
+def _in_buckets(box: Box, element_bytes: int) -> Iterator[Box]:
+    if box.numel:
+        yield from cut_to(box, BUCKET_BYTES // element_bytes)
+
+
+def _runs(shape: tuple[int, ...], box: Box) -> tuple[int, Iterator[int]]:
+    """The box of a tensor as runs of elements that lie in a row: their length, and the first element of each."""
+    dim = len(shape)
+    while dim and box.shape[dim - 1] == shape[dim - 1]:
+        dim -= 1
+    outer, inside = max(0, dim - 1), math.prod(shape[dim:])  # dims behind `dim` are whole; runs are along `outer`
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    base = sum(first * stride for first, stride in zip(box.start, strides, strict=True))
+    run = (box.shape[outer] if dim else 1) * inside
+
+    def firsts(i: int, at: int) -> Iterator[int]:
+        if i == outer:
+            yield at
+            return
+        for row in range(box.shape[i]):
+            yield from firsts(i + 1, at + row * strides[i])
+
+    return run, firsts(0, base)
+
+
+def _write_at(handle: int, data: memoryview, offset: int) -> None:
+    """Write all of `data`. Raises OSError."""
+    while data:
+        n = os.pwrite(handle, data, offset)
+        data, offset = data[n:], offset + n
+
+
+def _tensor_files(target: CheckpointTarget, entries: Sequence[TensorEntry]) -> list[TensorFile]:
+    """The files that hold the tensors, in order."""
     shards: list[list[TensorEntry]] = [[]]
     size = 0
     for entry in entries:
-        if shards[-1] and size + entry.nbytes > limit:
+        if shards[-1] and size + entry.nbytes > target.shard_bytes:
             shards.append([])
             size = 0
         shards[-1].append(entry)
         size += entry.nbytes
-    return shards
-
-
-def _file_names(stem: str, n: int) -> list[str]:
+    n, stem = len(shards), target.stem
     if n == 1:
-        return [f"{stem}.safetensors"]
-    return [f"{stem}-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
+        return [_tensor_file(f"{stem}.safetensors", shards[0])]
+    return [_tensor_file(f"{stem}-{i + 1:05d}-of-{n:05d}.safetensors", shard) for i, shard in enumerate(shards)]
 
 
-def _write_file(path: Path, entries: Sequence[TensorEntry], tensors: Iterator[tuple[str, Tensor]]) -> None:
+def _tensor_file(name: str, entries: Sequence[TensorEntry]) -> TensorFile:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
+    offsets, end = {}, 0
     for entry in entries:
-        ends = [offset, offset + entry.nbytes]
-        header[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": ends}
-        offset = ends[1]
+        offsets[entry.name], end = end, end + entry.nbytes
+        place = [offsets[entry.name], end]
+        header[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with naming(path), path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for entry in entries:
-            name, tensor = next(tensors)
-            if name != entry.name or tuple(tensor.shape) != entry.shape or tensor.dtype != entry.dtype:
-                raise ValueError(f"expected {entry}, got {name} {tuple(tensor.shape)} {tensor.dtype}")
-            if tensor.numel():
-                file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
+    first = 8 + len(text)
+    starts = {tensor: first + offset for tensor, offset in offsets.items()}
+    return TensorFile(name, len(text).to_bytes(8, "little") + text, starts, first + end)
 
 
 @contextmanager
@@ -128,6 +219,12 @@ def open_tensors(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
         raise UnreadableTensors(f"{file}: {error}") from error
+
+
+def read_part(view: Any, part: WeightPart) -> None:
+    """Fill a part of a tensor from its slice (`safe_open(...).get_slice`), cast, a bucket at a time."""
+    for box in _in_buckets(part.box, part.values.element_size()):
+        part.values[box.within(part.box).slices].copy_(view[box.slices] if box.shape else view[...])
 
 
 class Reader:
@@ -153,11 +250,9 @@ class Reader:
     def names(self) -> frozenset[str]:
         return frozenset(self._where)
 
-    def part(self, name: str, where: tuple[slice, ...]) -> Tensor:
-        """A slice of a tensor. Raises KeyError."""
-        view = self._where[name].get_slice(name)
-        tensor: Tensor = view[where] if where else view[...]
-        return tensor
+    def read(self, name: str, part: WeightPart) -> None:
+        """Fill the values of `part` from the tensor `name`. Raises KeyError."""
+        read_part(self._where[name].get_slice(name), part)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -174,12 +269,3 @@ def copy_file(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
         with target.open("rb+") as file:
             os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

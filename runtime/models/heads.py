@@ -1,4 +1,4 @@
-"""Which network a role's head needs and what it is called on disk. Knows transformers' classes, no file and no engine.
+"""The network that a role's head needs, and its name on disk. Knows transformers' classes, no file and no engine.
 
 Convention: a value or a score head is `score`, one bias-free linear layer hidden -> 1 on the final hidden state, as in
 transformers' `<Model>ForSequenceClassification` with one label: AutoModelForSequenceClassification reads a saved critic
@@ -18,7 +18,9 @@ SUPPORTED = {
     "llama": "Llama",
     "qwen2": "Qwen2, Qwen2.5",
     "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE",
     "mistral": "Mistral",
+    "mixtral": "Mixtral",
     "gemma": "Gemma",
     "gemma2": "Gemma 2",
     "gemma3_text": "Gemma 3 (text)",

@@ -7,6 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from realgraph.runtime.parallel.groups import Ranks
+from realgraph.runtime.parallel.tensor.logprobs import cut_logprobs
+from realgraph.runtime.parallel.tensor.pieces import Span
+
 CPU_CHUNK_BYTES = 1 << 26  # of one chunk's float32 logits: about what a cache likes
 GPU_CHUNK_BYTES = 1 << 29  # large enough to keep a GPU busy at a vocabulary of 150,000
 
@@ -16,7 +20,8 @@ class Readout:
     """The settings by which hidden states become a distribution.
 
     project: [n, hidden] -> [n, vocabulary] in the model's dtype. softcap: of the logits (Gemma 2). temperature divides
-    the logits after it. entropy: `no`, `detached` (a metric), or with `gradient`.
+    the logits after it. entropy: `no`, `detached` (a metric), or with `gradient`. cut: where ranks share the
+    vocabulary, the part whose logits this rank's `project` gives; `vocabulary` is then the largest of the parts.
     """
 
     project: Callable[[Tensor], Tensor]
@@ -25,6 +30,7 @@ class Readout:
     softcap: float | None = None
     entropy: str = "no"
     chunk_bytes: int | None = None  # of float32 logits; default by device
+    cut: tuple[Span, Ranks] | None = None
 
 
 def token_logprobs(hidden: Tensor, targets: Tensor, readout: Readout) -> tuple[Tensor, Tensor | None]:
@@ -60,6 +66,10 @@ def _chunk(hidden: Tensor, targets: Tensor, readout: Readout) -> tuple[Tensor, T
         logits = torch.tanh(logits / readout.softcap) * readout.softcap
     if readout.temperature != 1.0:
         logits = logits / readout.temperature
+    if readout.cut is not None:
+        logprobs, entropy = cut_logprobs(logits, targets, *readout.cut)
+        kept = None if readout.entropy == "no" else entropy if readout.entropy == "gradient" else entropy.detach()
+        return logprobs, kept
     normaliser = logits.logsumexp(-1)
     logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
     if readout.entropy == "no":

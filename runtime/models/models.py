@@ -4,13 +4,14 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 from realgraph.graphs.errors import in_words
 from realgraph.graphs.spec import ModelRole
@@ -22,8 +23,17 @@ from realgraph.runtime.batch import Outputs, Packed
 from realgraph.runtime.cpu.train import lean_hidden, lean_trains
 from realgraph.runtime.models.heads import HEAD, Head, network_class, prepare
 from realgraph.runtime.models.logprobs import Readout, token_logprobs
-from realgraph.runtime.models.weights import own_part, read_config, read_into, refuse, resolve
+from realgraph.runtime.models.weights import own_part, read_config, read_into, refuse, resolve, whole_shapes
+from realgraph.runtime.parallel.context.segments import Asked, ContextSegments
+from realgraph.runtime.parallel.cuts import EMBEDDING
+from realgraph.runtime.parallel.experts.block import name_experts
+from realgraph.runtime.parallel.experts.routing import record_of
+from realgraph.runtime.parallel.groups import Ranks
+from realgraph.runtime.parallel.pipeline.stage import Chunk, layers_of, through, tie
+from realgraph.runtime.parallel.tensor.network import edges_of
+from realgraph.runtime.parallel.tensor.pieces import cut_of
 
+AnySegments = Segments | ContextSegments
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -38,21 +48,35 @@ class Wants:
 
     output: log-probabilities of the tokens, values before them, or a score per sample. temperature divides the logits.
     entropy: `no`, `detached`, or with `gradient`. where: [T] bool, the tokens whose log-probability counts (None: all);
-    the others' are 0 and cost nothing in the head.
+    the others' are 0 and cost nothing in the head. balance: of the loads of experts, too.
     """
 
     output: str = "logprobs"
     temperature: float = 1.0
     entropy: str = "no"
     where: Tensor | None = None
+    balance: bool = False
     chunk_bytes: int | None = None  # of the head's logits; default by device
+
+
+class Row(NamedTuple):
+    """The input of a pass. tokens, positions: [T] int64. chunk: the layers that it goes through, None: all. arrived:
+    the hidden states from the chunk before, None in the first."""
+
+    tokens: Tensor
+    positions: Tensor
+    chunk: Chunk | None = None
+    arrived: Tensor | None = None
 
 
 class PackedModel(nn.Module):
     """A transformers model run on packed batches. `network` keeps its own names and may be shared with a generator.
 
-    head: which output it has. source: the folder it came from (None for random weights without one).
+    head: which output it has. source: the folder it came from (None for random weights without one). context: the
+    ranks that share each batch, where there are several.
     """
+
+    context: Ranks | None = None
 
     def __init__(self, network: nn.Module, head: Head = "lm", source: Path | None = None) -> None:
         super().__init__()
@@ -67,11 +91,17 @@ class PackedModel(nn.Module):
         return self.network.config
 
     def run(self, batch: Packed, wants: Wants) -> Outputs:
-        """One forward pass over all samples of `batch` (at least one), which lies on the model's device."""
+        """One forward pass over all samples of `batch` (at least one), which lies on the model's device. Ranks that
+        share batches pass the same one, and all get the outputs of it all."""
+        outputs = self(batch.tokens, batch.positions(), self.segments(batch, wants), wants)
+        return Outputs(**outputs)
+
+    def segments(self, batch: Packed, wants: Wants) -> AnySegments:
+        """The samples of a batch as `forward` takes them: this rank's part, where ranks share batches."""
+        if self.context is not None:
+            return ContextSegments(batch.lengths, self.context, batch.tokens.device)
         shared = share_prefixes(batch, _needed(batch, wants)) if self._shares(batch.tokens.device) else None
-        segments = Segments(batch.lengths, batch.tokens.device, shared)
-        found = self(batch.tokens, batch.positions(), segments, wants)
-        return Outputs(**found)
+        return Segments(batch.lengths, batch.tokens.device, shared)
 
     def _shares(self, device: torch.device) -> bool:
         """True where common beginnings are computed once. On a GPU the variable-length kernels, which know no shared
@@ -79,58 +109,120 @@ class PackedModel(nn.Module):
         to float32, where a sum of gradients differs from their parts."""
         return device.type == "cpu" and next(self.network.parameters()).dtype != torch.float64
 
-    def forward(self, tokens: Tensor, positions: Tensor, segments: Segments, wants: Wants) -> dict[str, Tensor]:
-        """tokens, positions: [T] int64. Returns the fields of `Outputs`, as a dict so that FSDP sees the tensors."""
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: AnySegments,
+        wants: Wants,
+        chunk: Chunk | None = None,
+        arrived: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """See `Row`. Returns the fields of `Outputs`, as a dict so that FSDP sees the tensors; of a chunk that is not
+        the last, in place of the head's, `hidden`: the states for the next one."""
         if self.config._attn_implementation != PACKED:
             self.config._attn_implementation = PACKED  # a generator that shares the network may have left its own
-        place = None if segments.shared is None else segments.shared.place
+        row = Row(tokens, positions, chunk, arrived)
+        record = record_of(self.network) if torch.is_grad_enabled() else None
+        if record is None:
+            return self._outputs(row, segments, wants)
+        idle = isinstance(segments, ContextSegments) and segments.idle
+        record.begin(idle=idle)
+        outputs = self._outputs(row, segments, wants)
+        record.end()
+        sharers = (cut_of(self.network).ranks, *([] if self.context is None else [self.context]))
+        balance = {"balance": record.balance(sharers)} if wants.balance else {}
+        return {**outputs, "expert_load": record.load(), **balance}
+
+    def _outputs(self, row: Row, segments: AnySegments, wants: Wants) -> dict[str, Tensor]:
+        """The head's fields of `forward`, or `hidden`."""
+        if row.chunk is not None and not row.chunk.last:
+            return {"hidden": self._backbone(_run_part(row, segments), segments)}
         if wants.output == "logprobs":
-            return self._logprobs((tokens, positions), segments, wants)
+            return self._logprobs(row, segments, wants)
         if wants.output == "scores":
-            last = segments.offsets[1:].long() - 1
-            at = last if place is None else place[last]
-            return {"scores": self._scalars(self._states((tokens, positions), segments, at))}
-        every = torch.arange(segments.n_tokens, device=tokens.device) if place is None else place
-        states = self._scalars(self._states((tokens, positions), segments, every))
+            return {"scores": self._scalars(row, segments, segments.offsets[1:].long() - 1)}
+        every = torch.arange(segments.n_tokens, device=row.tokens.device)
+        states = self._scalars(row, segments, every)
         # the hidden state at t - 1 is the state before token t
         return {"values": torch.roll(states, 1).index_fill(0, segments.offsets[:-1].long(), 0.0)}
 
-    def _states(self, row: tuple[Tensor, Tensor], segments: Segments, at: Tensor) -> Tensor:
+    def _states(self, row: Row, segments: AnySegments, at: Tensor) -> Tensor:
         """[n, hidden]: the final hidden states of the run tokens `at` ([n] int64, in any order, repeated or not).
-        row: tokens and positions, [T] each."""
-        tokens, positions = row if segments.shared is None else (x[segments.shared.kept] for x in row)
-        if tokens.device.type == "cpu" and lean_trains(self.network):
+        Where the vocabulary is cut, each rank's gradient is a part of theirs."""
+        run = _run_part(row, segments)
+        if run.tokens.device.type == "cpu" and lean_trains(self.network):
             rows, place = torch.unique(at, return_inverse=True)
-            return lean_hidden(self.network.model, tokens, positions, segments, rows).index_select(0, place)
+            model, part = self.network.model, None
+            if run.chunk is not None and run.arrived is not None:
+                part = layers_of(model, run.chunk), run.arrived
+            return lean_hidden(model, (run.tokens, run.positions), segments, rows, part).index_select(0, place)
+        hidden, edges = self._backbone(run, segments), edges_of(self.network)
+        return hidden[at] if edges is None else edges.enter(hidden[None])[0][at]
+
+    def _backbone(self, run: Row, segments: AnySegments) -> Tensor:
+        """[U, hidden] of the run tokens behind all layers, or behind those of a chunk; where tensor parallelism cuts
+        the rows, of this rank's."""
+        edges = edges_of(self.network)
+        if edges is not None:
+            edges.begin(segments.n_rows)
+        if run.chunk is not None:
+            return through(self.network, run.chunk, (run.tokens, run.positions, run.arrived), segments)
         hidden: Tensor = self.network.model(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False, segments=segments
+            input_ids=run.tokens[None], position_ids=run.positions[None], use_cache=False, segments=segments
         ).last_hidden_state[0]
-        return hidden[at]
+        return hidden
 
-    def _scalars(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] -> [n], in at least float32."""
-        value: Tensor = self.network.score(hidden).squeeze(-1)
-        return value.to(torch.promote_types(value.dtype, torch.float32))
+    def _scalars(self, row: Row, segments: AnySegments, at: Tensor) -> Tensor:
+        """[n], in at least float32: the value or score head's outputs at the packed positions `at` ([n] int64)."""
+        edges, (rows, asked) = edges_of(self.network), _asked(segments, at)
+        if edges is None:
+            value: Tensor = self.network.score(self._states(row, segments, rows)).squeeze(-1)
+        else:  # each rank its own rows: a number of each is less to send than its state
+            hidden = self._backbone(_run_part(row, segments), segments)
+            value = edges.gather(self.network.score(hidden).squeeze(-1))[rows]
+        value = value.to(torch.promote_types(value.dtype, torch.float32))
+        return value if asked is None else asked.join(value)
 
-    def _logprobs(self, row: tuple[Tensor, Tensor], segments: Segments, wants: Wants) -> dict[str, Tensor]:
-        tokens = row[0]
+    def _logprobs(self, row: Row, segments: AnySegments, wants: Wants) -> dict[str, Tensor]:
+        tokens = row.tokens
         counted = torch.ones_like(tokens, dtype=torch.bool) if wants.where is None else wants.where.clone()
         counted[segments.offsets[:-1].long()] = False  # the first token of a sample follows nothing
         about = counted.nonzero().squeeze(-1)
+        pieces, tp = cut_of(self.network).by_name.get(EMBEDDING), cut_of(self.network).ranks
         readout = Readout(
             self.network.lm_head,
-            self.config.vocab_size,
+            self.config.vocab_size if pieces is None else max(size for _, size in pieces.spans),
             wants.temperature,
             getattr(self.config, "final_logit_softcapping", None),
             wants.entropy,
             wants.chunk_bytes,
+            None if pieces is None else (pieces.spans[tp.rank], tp),
         )
-        before = about - 1 if segments.shared is None else segments.shared.place[about - 1]
-        logprobs, entropy = token_logprobs(self._states(row, segments, before), tokens[about], readout)
-        found = {"logprobs": logprobs.new_zeros(tokens.shape).index_put((about,), logprobs)}
+        before, asked = _asked(segments, about - 1)
+        targets = tokens[about if asked is None else about[asked.which]]
+        logprobs, entropy = token_logprobs(self._states(row, segments, before), targets, readout)
+        if asked is not None:
+            logprobs, entropy = asked.join(logprobs), None if entropy is None else asked.join(entropy)
+        outputs = {"logprobs": logprobs.new_zeros(tokens.shape).index_put((about,), logprobs)}
         if entropy is not None:
-            found["entropy"] = entropy.new_zeros(tokens.shape).index_put((about,), entropy)
-        return found
+            outputs["entropy"] = entropy.new_zeros(tokens.shape).index_put((about,), entropy)
+        return outputs
+
+
+def _run_part(row: Row, segments: AnySegments) -> Row:
+    """Tokens and positions of those that are run."""
+    run = segments.run
+    return row if run is None else row._replace(tokens=row.tokens[run], positions=row.positions[run])
+
+
+def _asked(segments: AnySegments, at: Tensor) -> tuple[Tensor, Asked | None]:
+    """The run tokens at the packed positions `at` ([n] int64): all of them, or those of this rank and the way of their
+    results to the others."""
+    if isinstance(segments, ContextSegments):
+        asked = segments.asked(at)
+        return asked.rows, asked
+    return at if segments.shared is None else segments.shared.place[at], None
 
 
 def _needed(batch: Packed, wants: Wants) -> list[int]:
@@ -210,6 +302,7 @@ def empty_network(config: Any, head: Head, dtype: torch.dtype) -> nn.Module:
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # "initialising on meta is a no-op": that is the point
         network: nn.Module = network_class(config, head)(config)
+        name_experts(network)
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype)
     return network
@@ -219,7 +312,7 @@ def materialise(model: PackedModel, device: torch.device) -> None:
     """Give parameters bare storage on `device`, tied ones shared, and fill the buffers (RoPE, Gemma's scale)."""
     model.to_empty(device=device)
     if not isinstance(model, FSDPModule):
-        model.network.tie_weights()
+        tie(model.network)
     _fill_buffers(model.network)
 
 
@@ -233,13 +326,17 @@ def _fill_buffers(network: Any) -> None:
             network._init_weights(module)  # RoPE's frequencies, from the config
 
 
-def network_over(role: ModelRole, folder: Path, tensors: Mapping[str, Tensor]) -> nn.Module:
+def network_over(
+    role: ModelRole, folder: Path, tensors: Mapping[str, Tensor], cut: Callable[[nn.Module], None]
+) -> nn.Module:
     """A network in evaluation mode whose parameters are these very tensors, by name; only its buffers are its own.
 
-    folder: of its config.json. Raises KeyError for a name that the network does not have.
+    folder: of its config.json. cut: cuts the network, still without storage, as the tensors are. Raises KeyError for a
+    name that the network does not have.
     """
     first = next(iter(tensors.values()))
     network: Any = empty_network(parse_config(folder), role.head, first.dtype)
+    cut(network)
     modules = dict(network.named_modules())
     for name, tensor in tensors.items():
         place, _, last = name.rpartition(".")
@@ -250,8 +347,8 @@ def network_over(role: ModelRole, folder: Path, tensors: Mapping[str, Tensor]) -
             module._buffers[name] = torch.empty_like(buffer, device=first.device)
     _fill_buffers(network)
     assert not any(parameter.is_meta for parameter in network.parameters()), "a parameter was not given"
-    found: nn.Module = network.eval()
-    return found
+    evaluated: nn.Module = network.eval()
+    return evaluated
 
 
 def initialise(model: PackedModel, seed: int) -> None:
@@ -261,14 +358,15 @@ def initialise(model: PackedModel, seed: int) -> None:
         torch.manual_seed(seed)
         for module in whole.modules():
             whole._init_weights(module)
-    fill(model, dict(whole.named_parameters()))
+    fill(model, revert_weight_conversion(whole, dict(whole.named_parameters())))
 
 
 def fill(model: PackedModel, tensors: dict[str, Tensor]) -> None:
     """Copy full tensors into the parameters (of a shard: its part). Raises ValueError for a wrong set of names."""
     parameters = dict(model.network.named_parameters())
-    if parameters.keys() != tensors.keys():
-        raise ValueError(f"other weights than the model's: {sorted(parameters.keys() ^ tensors.keys())[:3]}")
+    names = whole_shapes(model.network).keys()
+    if names != tensors.keys():
+        raise ValueError(f"other weights than the model's: {sorted(names ^ tensors.keys())[:3]}")
     for name, parameter in parameters.items():
-        local, part = own_part(parameter)
+        local, part = own_part(parameter, name, cut_of(model.network))
         local.copy_(tensors[name].detach()[part])

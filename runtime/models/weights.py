@@ -16,9 +16,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.runtime.data import hub
-from realgraph.runtime.engine import Weights, WeightSpec
-from realgraph.runtime.models.checkpoint_files import UnreadableTensors, open_tensors
+from realgraph.runtime.engine import Parts, Weights, WeightSpec
+from realgraph.runtime.models.checkpoint_files import UnreadableTensors, open_tensors, read_part
 from realgraph.runtime.models.heads import HEAD, SUPPORTED, Head, parameter_name
+from realgraph.runtime.parallel.cuts import Box
+from realgraph.runtime.parallel.exchange import WeightPart
+from realgraph.runtime.parallel.pipeline.stage import stage_of
+from realgraph.runtime.parallel.tensor.pieces import TensorCut, cut_of, shard_of
 
 COPIED = (  # beside the weights, what a saved model needs to be used; copied from its source where it is there
     "generation_config.json",
@@ -106,26 +110,35 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     raise refuse(folder, "the folder has a config.json but no model.safetensors", hint)
 
 
-def own_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """A parameter's local storage, and which part of the full tensor it holds."""
+def own_part(parameter: Tensor, name: str, cut: TensorCut) -> tuple[Tensor, tuple[slice, ...]]:
+    """A parameter's local storage, and which part of the whole tensor it holds."""
+    shape, offset = tuple(parameter.shape), (0,) * parameter.ndim
     if isinstance(parameter, DTensor):
         shape, offset = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements
         )
-        local = parameter._local_tensor.detach()
-        return local, tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
-    return parameter.detach(), tuple(slice(0, n) for n in parameter.shape)
+    inner = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+    return shard_of(parameter), cut.place(name, inner)
+
+
+def whole_shapes(network: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter before anything was cut, by its name; of all stages."""
+    stage = stage_of(network)
+    if stage is not None:
+        return dict(stage.shapes)
+    cut = cut_of(network)
+    return {name: cut.shape(name, tuple(parameter.shape)) for name, parameter in network.named_parameters()}
 
 
 def read_into(network: nn.Module, folder: Path, head: Head) -> tuple[str, ...]:
-    """Fill the parameters from the safetensors of `folder`, cast, a tensor (of a shard: its part) at a time.
+    """Fill the parameters (of a shard: its part) from the safetensors of `folder`, cast, a bucket at a time.
 
     Returns the names that the checkpoint did not have: at most the value or score head. Raises ConfigError where a
     tensor is missing, unknown, or of another shape.
     """
-    parameters = dict(network.named_parameters())
-    tied = "lm_head.weight" not in parameters
-    left = set(parameters)
+    held, shapes = held_parts(network), whole_shapes(network)
+    tied = "lm_head.weight" not in shapes
+    left = set(held)
     with ExitStack() as stack:
         for file in weight_files(folder):
             try:
@@ -136,16 +149,15 @@ def read_into(network: nn.Module, folder: Path, head: Head) -> tuple[str, ...]:
                 name = parameter_name(stored, head, tied)
                 if name is None:
                     continue
-                if name not in parameters:
+                if name not in shapes:
                     raise refuse(file, f"tensor {stored!r} has no place in {type(network).__name__}")
+                if name not in held:
+                    continue  # of another stage
                 view = source.get_slice(stored)
                 shape = tuple(view.get_shape())
-                if shape != tuple(parameters[name].shape):
-                    expected = tuple(parameters[name].shape)
-                    raise refuse(file, f"tensor {stored!r} has shape {shape}, the config asks for {expected}")
-                local, part = own_part(parameters[name])
-                if local.numel():
-                    local.copy_(view[part])
+                if shape != shapes[name]:
+                    raise refuse(file, f"tensor {stored!r} has shape {shape}, the config asks for {shapes[name]}")
+                read_part(view, held[name])
                 left.discard(name)
     missing = sorted(left - {HEAD})
     if missing:
@@ -156,40 +168,70 @@ def read_into(network: nn.Module, folder: Path, head: Head) -> tuple[str, ...]:
 
 def weight_specs(network: nn.Module, dtype: torch.dtype | None = None) -> tuple[WeightSpec, ...]:
     """The specs of what `full_tensors` gives, without the tensors."""
-    return tuple(
-        WeightSpec(name, tuple(parameter.shape), dtype or parameter.dtype)
-        for name, parameter in network.named_parameters()
-    )
+    kept = next(network.parameters()).dtype
+    return tuple(WeightSpec(name, shape, dtype or kept) for name, shape in whole_shapes(network).items())
+
+
+def held_parts(network: nn.Module, tensors: Mapping[str, Tensor] | None = None) -> dict[str, WeightPart]:
+    """The part of every parameter that lies here, as it is, by its Hugging Face name; of sharded ones perhaps empty.
+
+    tensors: such as lie like the parameters of these names (masters, moments), instead of them.
+    """
+    parts, cut = {}, cut_of(network)
+    for name, parameter in network.named_parameters():
+        local, part = own_part(parameter, name, cut)
+        values = local if tensors is None else tensors[name]
+        parts[name] = WeightPart(name, Box(tuple(one.start for one in part), tuple(local.shape)), values)
+    return parts
+
+
+def whole(weights: Weights) -> Parts:
+    """Weights as parts that are whole."""
+    for name, tensor in weights:
+        yield WeightPart(name, Box((0,) * tensor.ndim, tuple(tensor.shape)), tensor.detach())
 
 
 @torch.no_grad()
 def take_weights(
     network: nn.Module,
-    weights: Weights,
+    parts: Parts,
     change: Callable[[Tensor, Tensor], object],
     targets: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Change every parameter (of a shard: its part; or the tensor of `targets` that stands for it) by the weight of its
-    name: change(own, new). Raises ValueError for another set of names or shapes; weights before it have been taken."""
-    parameters = dict(network.named_parameters())
-    left = set(parameters)
-    for name, tensor in weights:
-        if name not in left:
-            raise ValueError(f"weight {name!r} is unknown or came twice")
-        if tensor.shape != parameters[name].shape:
-            raise ValueError(f"weight {name!r} is {tuple(tensor.shape)}, not {tuple(parameters[name].shape)}")
-        own, part = own_part(parameters[name])
-        change(own if targets is None else targets[name], tensor[part])
-        left.discard(name)
-    if left:
-        raise ValueError(f"weights are missing: {sorted(left)[:3]}")
+    """Change every parameter (of a shard: its part; or the tensor of `targets` that stands for it) by the parts of its
+    name that come: change(own, new). Raises ValueError where a part has no place in the network, and where parts are
+    missing or came twice; those before have been taken."""
+    shapes, held = whole_shapes(network), held_parts(network)
+    left = {name: own.box.numel for name, own in held.items()}
+    for name, box, values in parts:
+        if name not in shapes:
+            raise ValueError(f"weight {name!r} is unknown")
+        if len(box.shape) != len(shapes[name]) or box.intersect(Box((0,) * len(box.shape), shapes[name])) != box:
+            raise ValueError(f"weight {name!r} is {box.shape} at {box.start}, not in {shapes[name]}")
+        common = box.intersect(held[name].box) if name in held else None
+        if common is not None:
+            own = held[name].values if targets is None else targets[name]
+            change(own[common.within(held[name].box).slices], values[common.within(box).slices])
+            left[name] -= common.numel
+    if wrong := sorted(name for name, numel in left.items() if numel):
+        raise ValueError(f"weights are missing, or came twice: {wrong[:3]}")
 
 
 def full_tensors(network: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """Every parameter whole, by its Hugging Face name and in a fixed order, cast to `dtype` (None: as it is).
 
-    Collective where the parameters are sharded: every rank has to go through it to the end.
+    Collective where the parameters are sharded or cut: every rank has to go through it to the end.
     """
-    for name, parameter in network.named_parameters():
-        tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        yield name, tensor.detach() if dtype is None else tensor.detach().to(dtype)
+    parameters, cut, stage = dict(network.named_parameters()), cut_of(network), stage_of(network)
+    kept = next(iter(parameters.values())).dtype
+    for name in whole_shapes(network):
+        tensor = None
+        if name in parameters:
+            parameter = parameters[name]
+            piece = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            tensor = cut.whole(name, piece.detach())
+            tensor = tensor if dtype is None else tensor.to(dtype)
+        if stage is not None:
+            tensor = stage.everywhere(name, tensor, dtype or kept)
+        assert tensor is not None, "only stages lack parameters"
+        yield name, tensor

@@ -219,9 +219,9 @@ class _Reader:
         self._given = (self._given | wanted) - retired
         for start in range(0, len(new), _MAX_DESCRIPTORS):
             some = new[start : start + _MAX_DESCRIPTORS]
-            found = [arena.descriptor(segment) for segment in some]  # live: we hold a block of each
-            sizes = tuple((segment, nbytes) for segment, (_, nbytes) in zip(some, found, strict=True))
-            _send(self._connection, NewSegments(sizes), [fd for fd, _ in found])
+            descriptors = [arena.descriptor(segment) for segment in some]  # live: we hold a block of each
+            sizes = tuple((segment, nbytes) for segment, (_, nbytes) in zip(some, descriptors, strict=True))
+            _send(self._connection, NewSegments(sizes), [fd for fd, _ in descriptors])
         if retired:
             _send(self._connection, NewSegments((), tuple(sorted(retired))))
 
@@ -317,10 +317,10 @@ class LocalChannel:
     def _bytes(self, extent: Extent) -> Bytes:
         if extent.nbytes == 0:
             return np.empty(0, dtype=np.uint8)
-        found = self._mapped[extent.segment][extent.offset : extent.offset + extent.nbytes]
-        if found.nbytes != extent.nbytes:
+        view = self._mapped[extent.segment][extent.offset : extent.offset + extent.nbytes]
+        if view.nbytes != extent.nbytes:
             raise ValueError(f"{extent} lies outside its segment")
-        return found
+        return view
 
     def _views(self, extents: Sequence[Extent]) -> list[Tensor]:
         loan = _Loan()

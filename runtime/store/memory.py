@@ -57,14 +57,14 @@ def map_bytes(fd: int, nbytes: int, *, writable: bool) -> Bytes:
 
 @dataclass
 class Segment:
-    """A mapped piece of memory. free: per order k, the offsets of free blocks of 2^k bytes; orders: their bit mask."""
+    """A mapped piece of memory."""
 
     id: int
     fd: int
     nbytes: int
     data: Bytes
-    free: list[set[int]] = field(default_factory=list)
-    orders: int = 0
+    free: list[set[int]] = field(default_factory=list)  # offsets of the free blocks of 2^k bytes, for each order k
+    orders: int = 0  # bit k: `free[k]` holds any
     n_live: int = 0
 
     def give(self, offset: int, order: int) -> None:
@@ -81,13 +81,13 @@ class Segment:
         larger = self.orders >> order
         if not larger:
             return None
-        found = order + (larger & -larger).bit_length() - 1
-        offset = next(iter(self.free[found]))
-        self._remove(offset, found)
-        while found > order:
-            found -= 1
-            self.free[found].add(offset + (1 << found))
-            self.orders |= 1 << found
+        free_order = order + (larger & -larger).bit_length() - 1
+        offset = next(iter(self.free[free_order]))
+        self._remove(offset, free_order)
+        while free_order > order:
+            free_order -= 1
+            self.free[free_order].add(offset + (1 << free_order))
+            self.orders |= 1 << free_order
         return offset
 
     def _remove(self, offset: int, order: int) -> None:
@@ -164,8 +164,8 @@ class Arena:
     def descriptor(self, segment: int) -> tuple[int, int]:
         """File descriptor and size in bytes of a segment that holds a live block."""
         with self._lock:
-            found = self._segments[segment]
-            return found.fd, found.nbytes
+            shared_memory = self._segments[segment]
+            return shared_memory.fd, shared_memory.nbytes
 
     def close(self) -> None:
         """Close all descriptors. Arrays that are still in use stay valid; nothing can be allocated any more."""

@@ -1,0 +1,82 @@
+"""`realgraph run --resume` under another plan: on other devices and layouts a run has the numbers of one device."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from realgraph.commands.run import RunOptions, open_run
+from realgraph.graphs.errors import ConfigError
+from realgraph.run.resume import ResumeOptions, prepare_resume
+from tests.runs import GRPO, finish, home, numbers, records, write_run
+
+__all__ = ["home"]
+
+# The layout of each step but the first, which one device makes: devices, dp, tp, sharding.
+LAYOUTS = [(2, 1, 2, "replicated"), (2, 2, 1, "fsdp"), (4, 2, 2, "replicated"), (1, 1, 1, "replicated")]
+STEPS = len(LAYOUTS) + 1
+TOLERANCE = 2e-3  # of float32, after steps that amplify rounding
+NOT_ALIKE = ("running", "waiting", "logprob_gap", "entropy")  # by the clock, of rounding alone, of a rank's own share
+
+
+def overrides(devices: int, dp: int, tp: int, sharding: str) -> list[str]:
+    train = {"first": 0, "devices": devices, "dp": dp, "tp": tp, "sharding": sharding}
+    pins = [f"allocation.train.{name}={value}" for name, value in train.items()]
+    return [f"cluster.devices={devices}", f"allocation.rollout.devices={devices}", *pins]
+
+
+@pytest.fixture(scope="module")
+def whole(home: Path) -> Path:
+    """A run of one device that nothing interrupts."""
+    one = {"cluster": {"devices": 1}, "steps": STEPS, "checkpoint": {"every": 1, "keep": 9}}
+    finish(home, "run", str(write_run(home, "replan_whole", GRPO, one)), name="replan_whole")
+    return home / "replan_whole"
+
+
+def begun(whole: Path, target: Path) -> Path:
+    """A copy of the run as it was after its first step."""
+    shutil.copytree(whole, target, symlinks=True)
+    for path in (target / "checkpoints").glob("step-??????"):
+        if path.name != "step-000001":
+            shutil.rmtree(path)
+    (target / "metrics.jsonl").unlink()
+    return target
+
+
+def test_each_step_under_another_plan_has_the_numbers_of_one_run(whole: Path, tmp_path: Path) -> None:
+    folder = begun(whole, tmp_path / "moved")
+    for step, layout in enumerate(LAYOUTS, start=1):
+        changes = [*overrides(*layout), f"steps={step + 1}"]
+        how = ["--replan"]
+        if step % 2 == 0:  # by a plan that was made before
+            finish(whole.parent, "plan", str(folder / "config.yaml"), *changes, "--out", str(tmp_path / "plan.json"))
+            how = ["--plan", str(tmp_path / "plan.json")]
+        finish(whole.parent, "run", "--resume", str(folder), *how, *changes, name=whole.name)
+        plan = json.loads((folder / "plan.json").read_text())["allocations"]["train"]["layout"]
+        assert (plan["dp"], plan["tp"], plan["sharding"]) == layout[1:]
+        assert records(folder, "start")[-1]["first_step"] == step
+    found, expected = numbers(folder), numbers(whole)
+    assert found.keys() == set(range(1, STEPS))
+    for step in found:
+        assert found[step].keys() == expected[step].keys()
+        for name, value in expected[step].items():
+            if not name.endswith(NOT_ALIKE):
+                assert found[step][name] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), (step, name)
+    states = [json.loads((one / f"checkpoints/step-{STEPS:06d}/state.json").read_text()) for one in (whole, folder)]
+    assert states[0] == states[1]  # data, versions and counters
+
+
+def test_what_another_plan_can_not_change_is_refused(whole: Path, tmp_path: Path) -> None:
+    folder, replan = begun(whole, tmp_path / "run"), ResumeOptions(replan=True)
+    with pytest.raises(ConfigError, match="can't change `params`"):
+        prepare_resume(folder, ["params.lr=1"], replan)
+    other = shutil.copytree(whole.parent / "model", tmp_path / "other")
+    with pytest.raises(ConfigError, match="can't change `graph`"):
+        prepare_resume(folder, [f"models.actor.path={other}"], replan)
+    with pytest.raises(ConfigError, match=r"can't change `cluster`(.|\n)*--replan, or --plan PLAN"):
+        prepare_resume(folder, ["cluster.memory_gb=3"])
+    with pytest.raises(ConfigError, match="was made for another cluster"):
+        prepare_resume(folder, ["cluster.devices=2"], ResumeOptions(plan_file=folder / "plan.json"))
+    with pytest.raises(ConfigError, match=r"--replan is for a resumed run(.|\n)*--resume DIR"):
+        open_run(folder / "config.yaml", (), RunOptions(replan=True)).__enter__()
