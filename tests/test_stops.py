@@ -1,4 +1,4 @@
-"""What ends a sample: the model's ends of sequence, the template's turn end, tokens and texts that a call asks for."""
+"""Ends of samples: the model's ends of sequence, the template's turn end, tokens and texts that a call asks for."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from realgraph.graphs.errors import ConfigError, Where
 from realgraph.graphs.spec import Generate
 from realgraph.runtime.data.stops import Stops, asked_stops, end_tokens, model_ends, stops_of
 from realgraph.runtime.engine import Request
-from realgraph.runtime.generate.engine import TorchRolloutEngine
+from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 from realgraph.runtime.job.job import DataSpec
 from tests import tiny
 from tests.data_sets import CHATML, INST, PLAIN, make_tokenizer
@@ -87,7 +87,7 @@ def test_a_special_token_among_the_stops_ends_what_is_generated() -> None:
     with torch.no_grad():
         module.lm_head.weight[3] = module.lm_head.weight.norm(dim=-1).max() * 0.1  # <|im_end|>: now and then
     stops = asked_stops(("<|im_end|>",), PLAIN, AT)
-    engine = TorchRolloutEngine(module, decode=lambda tokens: PLAIN.decode(tokens, skip_special_tokens=True))
+    engine = ContinuousBatch(module, decode=lambda tokens: PLAIN.decode(tokens, skip_special_tokens=True))
     requests = [
         Request(i, (5, 6, 7), 60, seed=i, stop_tokens=stops.tokens, stop_strings=stops.strings) for i in range(40)
     ]

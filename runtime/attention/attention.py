@@ -5,7 +5,7 @@ keyword of the model's forward down to the kernel, so that two threads can run t
 """
 
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -61,7 +61,7 @@ def packed_attention(
     `segments` (required), `scaling`, `sliding_window` (tokens seen, the own included) and `softcap` (Gemma 2). Dropout
     is left out: a policy's log-probabilities have to be those that its rollout saw.
     """
-    segments: Segments | None = options.get("segments")
+    segments: Segments | PartOfRow | None = options.get("segments")
     if segments is None:
         raise ValueError("packed attention was called without `segments`: run the model through PackedModel")
     if segments.n_rows != query.shape[2]:
@@ -71,17 +71,33 @@ def packed_attention(
     if window is not None and window >= segments.longest:
         window = None
     rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))  # [T, heads, dim]
-    if query.is_cuda and segments.shared is None and query.dtype in (torch.float16, torch.bfloat16):
-        kernel = _varlen_kernel(softcap is not None, query.shape[-1], query.device.index or 0)
-        if kernel == "torch":
-            return _torch_varlen(rows, segments, scaling, window)[None], None
-        if kernel == "flash":
-            return _flash_varlen(rows, segments, scaling, (window, softcap))[None], None
-    return bucketed(rows, segments, scaling, (window, softcap))[None], None
+    return attend(rows, segments, scaling, (window, softcap))[None], None
 
 
 Rows = tuple[Tensor, Tensor, Tensor]
 Shape = tuple[int | None, float | None]  # sliding window, softcap
+
+
+class PartOfRow(Protocol):
+    """The part of a packed row that one of several ranks computes. longest: tokens of the row's longest sample."""
+
+    longest: int
+    n_rows: int
+
+    def attend(self, rows: Rows, scaling: float, shape: Shape) -> Tensor:
+        """As `attend` of this module, for the part."""
+        ...
+
+
+def attend(rows: Rows, segments: Segments | PartOfRow, scaling: float, shape: Shape) -> Tensor:
+    """[T, heads, dim]: causal attention inside each sample. rows: [T, heads, dim] and twice [T, kv_heads, dim]."""
+    if not isinstance(segments, Segments):
+        return segments.attend(rows, scaling, shape)
+    out = None
+    if segments.shared is None:
+        same = (segments.offsets, segments.longest)
+        out = variable_length(rows, Ragged(*same, *same), scaling, shape)
+    return bucketed(rows, segments, scaling, shape) if out is None else out
 
 
 def bucketed(rows: Rows, segments: Segments, scaling: float, shape: Shape) -> Tensor:
@@ -95,7 +111,7 @@ def bucketed(rows: Rows, segments: Segments, scaling: float, shape: Shape) -> Te
     split = (torch.split(x, sizes) for x in (query, key, value))
     for (n_rows, width), seen, *parts in zip(segments.buckets, segments.visible(shape[0]), *split, strict=True):
         q, k, v = (x.view(n_rows, width, *x.shape[1:]).transpose(1, 2) for x in parts)
-        out = _rectangle((q, _repeat(k, q.shape[1]), _repeat(v, q.shape[1])), scaling, shape, seen)
+        out = rectangle((q, k, v), scaling, shape, seen)
         pieces.append(out.transpose(1, 2).reshape(n_rows * width, q.shape[1], v.shape[-1]))
     joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     if segments.back is None:
@@ -111,12 +127,12 @@ def _repeat(x: Tensor, heads: int) -> Tensor:
     return x[:, :, None].expand(n, kv_heads, heads // kv_heads, width, dim).reshape(n, heads, width, dim)
 
 
-def _rectangle(rows: Rows, scaling: float, shape: Shape, seen: Tensor | None) -> Tensor:
-    """Attention of [B, heads, L, dim]: causal, where a window no shorter than L changes nothing, or under the mask
-    `seen` [B, 1, L, L]."""
-    query, key, value = rows
+def rectangle(rows: Rows, scaling: float, shape: Shape, seen: Tensor | None) -> Tensor:
+    """Attention of [B, heads, L, dim] over keys and values [B, kv_heads, L, dim]: causal, where a window no shorter
+    than L changes nothing. Or under the mask `seen` [B or 1, 1, L, K] over K keys, in which a window is."""
     window, softcap = shape
-    width = query.shape[2]
+    query, width = rows[0], rows[0].shape[2]
+    key, value = (_repeat(x, query.shape[1]) for x in rows[1:])
     if seen is None and window is not None and window < width:
         seen = _band(width, window, query.device)
     if softcap is None:
@@ -125,8 +141,8 @@ def _rectangle(rows: Rows, scaling: float, shape: Shape, seen: Tensor | None) ->
         return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling)
     if seen is None:
         seen = _band(width, width, query.device)
-    n = max(1, MAX_SCORE_ENTRIES // (query.shape[1] * width * width))
-    seen = seen.expand(len(query), 1, width, width)
+    n = max(1, MAX_SCORE_ENTRIES // (query.shape[1] * width * key.shape[2]))
+    seen = seen.expand(len(query), 1, width, key.shape[2])
     pieces = [
         _softcapped(q, k, v, (scaling, softcap, mask))
         for q, k, v, mask in zip(*(torch.split(x, n) for x in (query, key, value, seen)), strict=True)
@@ -150,9 +166,31 @@ def _softcapped(query: Tensor, key: Tensor, value: Tensor, how: tuple[float, flo
     return weights @ value
 
 
+class Ragged(NamedTuple):
+    """Queries and keys of N runs of rows, the queries of each the last of its keys: offsets [N + 1] int32, and the
+    longest run."""
+
+    queries: Tensor
+    longest_queries: int
+    keys: Tensor
+    longest_keys: int
+
+
+def variable_length(rows: Rows, ragged: Ragged, scaling: float, shape: Shape) -> Tensor | None:
+    """[T, heads, dim] by a variable-length kernel, which aligns its causal mask to the last query and the last key;
+    None where this device has none for these rows."""
+    query, (window, softcap) = rows[0], shape
+    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    kernel = _varlen_kernel(softcap is not None, query.shape[-1], query.device.index or 0)
+    if kernel == "torch":
+        return _torch_varlen(rows, ragged, scaling, window)
+    return _flash_varlen(rows, ragged, scaling, shape) if kernel == "flash" else None
+
+
 @lru_cache
 def _varlen_kernel(softcap: bool, dim: int, device: int) -> str:
-    """Which variable-length flash kernel serves on this GPU: `torch`, `flash` (the flash-attn package) or none ('')."""
+    """The variable-length flash kernel that this GPU has: `torch`, `flash` (the flash-attn package) or none ('')."""
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0) or dim > 256 or dim % 8:
         return ""
     if not softcap:
@@ -164,7 +202,7 @@ def _varlen_kernel(softcap: bool, dim: int, device: int) -> str:
     return "flash"
 
 
-def _torch_varlen(rows: Rows, segments: Segments, scaling: float, window: int | None) -> Tensor:
+def _torch_varlen(rows: Rows, ragged: Ragged, scaling: float, window: int | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # needs no GPU to import, but only GPUs have the kernel
 
     query, key, value = (x.contiguous() for x in rows)
@@ -172,10 +210,10 @@ def _torch_varlen(rows: Rows, segments: Segments, scaling: float, window: int | 
         query,
         key,
         value,
-        segments.offsets,
-        segments.offsets,
-        segments.longest,
-        segments.longest,
+        ragged.queries,
+        ragged.keys,
+        ragged.longest_queries,
+        ragged.longest_keys,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=key.shape[1] != query.shape[1],
@@ -184,16 +222,16 @@ def _torch_varlen(rows: Rows, segments: Segments, scaling: float, window: int | 
     return out
 
 
-def _flash_varlen(rows: Rows, segments: Segments, scaling: float, shape: Shape) -> Tensor:
+def _flash_varlen(rows: Rows, ragged: Ragged, scaling: float, shape: Shape) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
     window, softcap = shape
     out: Tensor = flash_attn_varlen_func(
         *(x.contiguous() for x in rows),
-        segments.offsets,
-        segments.offsets,
-        segments.longest,
-        segments.longest,
+        ragged.queries,
+        ragged.keys,
+        ragged.longest_queries,
+        ragged.longest_keys,
         softmax_scale=scaling,
         causal=True,
         window_size=(-1 if window is None else window - 1, 0),

@@ -79,6 +79,11 @@ class Segments:
         """Tokens that are run: fewer than `n_tokens` where some are shared or not needed."""
         return self.n_tokens if self.shared is None else len(self.shared.kept)
 
+    @property
+    def run(self) -> Tensor | None:
+        """[n_rows] int64, the packed positions of the tokens that are run; None where that is all, in order."""
+        return None if self.shared is None else self.shared.kept
+
     def visible(self, window: int | None) -> tuple[Tensor | None, ...]:
         """Masks of the rectangles: of each whose rows are trees [rows, 1, width, width] bool, whether a query sees a
         key; else None. window: tokens seen at most, the own included."""
@@ -153,23 +158,23 @@ def _trees(needed: Ints, place: Ints, groups: Ints, n_run: int) -> _Slots | None
     """A row for each group, with every token of its samples once; None where no group shares anything."""
     _, group = np.unique(groups, return_inverse=True)
     keys = np.repeat(group, needed) * n_run + place
-    found, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-    if len(found) == len(keys):
+    distinct, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    if len(distinct) == len(keys):
         return None
-    sizes = np.bincount(found // n_run, minlength=int(group.max()) + 1)
+    sizes = np.bincount(distinct // n_run, minlength=int(group.max()) + 1)
     shapes, taken, slot_of, bucket_of = _rectangles(sizes)
-    fill, back, again = _laid(found % n_run, taken, slot_of, n_run)
+    fill, back, again = _laid(distinct % n_run, taken, slot_of, n_run)
     slots = _Slots(shapes, fill, back, again)
     if _scores(slots) > MAX_TREE_SCORE_ENTRIES:
         return slots  # too much to be of use, and to be made
     depth = (_tokens(np.zeros(len(needed), np.int64), needed))[first]  # of each token in its samples
     # every token with each that it follows, itself included: those stand before it in its sample
     n_seen = depth + 1
-    query = np.repeat(np.arange(len(found)), n_seen)
+    query = np.repeat(np.arange(len(distinct)), n_seen)
     ago = _tokens(np.zeros(len(n_seen), np.int64), n_seen)
     key = inverse[first[query] - ago]
     ends = np.cumsum([rows * width for rows, width in shapes])
-    of = bucket_of[(found // n_run)[query]]
+    of = bucket_of[(distinct // n_run)[query]]
     masks = []
     for number, (rows, width) in enumerate(shapes):
         q, k, steps = (x[of == number] for x in (slot_of[query], slot_of[key], ago))

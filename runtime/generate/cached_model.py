@@ -1,10 +1,11 @@
-"""A transformers causal language model over a key-value cache: forward passes by slot. Knows no request.
+"""A transformers causal language model over a key-value cache: forward passes by pages. Knows no request.
 
 The module may belong to a train engine: its attention function and training flags are ours only inside `borrowed`.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,44 +13,56 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from realgraph.runtime.attention.kv_cache import (
-    CACHED_ATTENTION,
-    Alike,
-    DecodePass,
-    KVCache,
-    PrefillPass,
-    cache_shape,
-    register_attention,
-)
+from realgraph.runtime.attention.kv_cache import KVCache, cache_shape
+from realgraph.runtime.attention.passes import CACHED_ATTENTION, Alike, DecodePass, PrefillPass, register_attention
 from realgraph.runtime.cpu.decode import LeanDecoder, lean_applies
+from realgraph.runtime.generate.cut_sampling import CutVocabulary
 from realgraph.runtime.generate.decode_graph import DecodeGraphs, decode_logits
+from realgraph.runtime.generate.sampling import SamplingSettings, draw
+from realgraph.runtime.parallel.cuts import EMBEDDING
+from realgraph.runtime.parallel.experts.routing import record_of
+from realgraph.runtime.parallel.tensor.network import edges_of
+from realgraph.runtime.parallel.tensor.pieces import cut_of
 
-_MIN_SEGMENT_SLOTS = 16  # slots that share a segment at least
+_MIN_SEGMENT_ROWS = 16  # sequences that share a segment at least
 _SEGMENT_BYTES = 150_000  # reading this much costs about as much as one more attention call (CPU, 14 GB/s and 10 us)
+_GATHERED_BYTES = {"cpu": 1 << 20, "cuda": 1 << 28}  # of one segment's keys and values: what a core's cache holds
 
 
-def segments(lengths: NDArray[np.int64], spare: int) -> list[tuple[int, int, int]]:
-    """Cut slots 0 ... n into runs (first, end, longest length), so that short rows read little.
+def segments(lengths: NDArray[np.int64], spare: int, most: int) -> list[tuple[int, int, int]]:
+    """Cut sequences 0 ... n into runs (first, end, longest length), so that short rows read little.
 
-    lengths: [n], tokens each slot's attention reads. A run grows while that reads at most `spare` more tokens than
-    apart. Covers every slot once, in order.
+    lengths: [n], tokens each sequence's attention reads. A run grows while that reads at most `spare` more tokens than
+    apart, and at most `most` in all. Covers every sequence once, in order.
     """
     runs: list[tuple[int, int, int]] = []
-    for low in range(0, len(lengths), _MIN_SEGMENT_SLOTS):
-        high = min(low + _MIN_SEGMENT_SLOTS, len(lengths))
+    for low in range(0, len(lengths), _MIN_SEGMENT_ROWS):
+        high = min(low + _MIN_SEGMENT_ROWS, len(lengths))
         longest = int(lengths[low:high].max())
         if runs:
             first, _, other = runs[-1]
-            together = max(longest, other)
-            if (high - first) * together <= (low - first) * other + (high - low) * longest + spare:
-                runs[-1] = (first, high, together)
+            together = (high - first) * max(longest, other)
+            if together <= min(most, (low - first) * other + (high - low) * longest + spare):
+                runs[-1] = (first, high, max(longest, other))
                 continue
         runs.append((low, high, longest))
     return runs
 
 
+def rectangles(n: int, length: int, most: int) -> list[tuple[int, int, int]]:
+    """Cut sequences 0 ... n, all read to one length, into runs of at most `most` tokens, or of one sequence."""
+    rows = max(1, most // length)
+    return [(low, min(low + rows, n), length) for low in range(0, n, rows)]
+
+
+def _cut_vocabulary(module: nn.Module) -> CutVocabulary | None:
+    """The cut of the logits over tensor-parallel ranks."""
+    cut = cut_of(module)
+    return CutVocabulary(cut.ranks, cut.by_name[EMBEDDING].spans) if cut.by_name else None
+
+
 class CachedModel:
-    """The module, its cache and, on a GPU, the graphs of its decode steps.
+    """The module (under tensor parallelism this rank's part), its cache and, on a GPU, the graphs of its decode steps.
 
     Raises ValueError for a model with attention other than causal, full or sliding.
     """
@@ -58,21 +71,30 @@ class CachedModel:
         register_attention()
         config = module.config
         assert isinstance(config, PretrainedConfig)
+        network: Any = module
         weight = next(module.parameters())
         self.device = weight.device
         self.max_length: int = config.max_position_embeddings
         self.vocabulary: int = config.vocab_size
-        self.cache = KVCache(cache_shape(config, weight.dtype, weight.device))
+        self.cache = KVCache(cache_shape(config, len(network.model.layers[0].self_attn.k_proj.weight), weight))
+        self._edges, self._cut = edges_of(module), _cut_vocabulary(module)
         self.module = module
         self._config = config
         self.modules = list(module.modules())
-        # dynamic rotary tables look at the positions on the host, which no graph can do
+        # dynamic rotary tables look at the positions on the host, experts at their loads, which no graph can do
         rope = str(getattr(config, "rope_parameters", ""))
-        replay = cuda_graphs and self.device.type == "cuda" and "dynamic" not in rope and "longrope" not in rope
-        self._graphs = DecodeGraphs(module, self.cache) if replay else None
-        self._lean = self._lean_decoder()
+        on_host = "dynamic" in rope or "longrope" in rope or record_of(module) is not None
+        replay = cuda_graphs and self.device.type == "cuda" and not on_host
         shape = self.cache.shape
-        self._spare_tokens = _SEGMENT_BYTES * shape.layers // shape.bytes_per_token
+        per_token = shape.bytes_per_token // shape.layers
+        self._spare_tokens, self._most_tokens = (
+            n // per_token for n in (_SEGMENT_BYTES, _GATHERED_BYTES[self.device.type])
+        )
+        self._graphs = DecodeGraphs(module, self.cache, self._runs) if replay else None
+        self._lean = self._lean_decoder()
+
+    def _runs(self, n: int, length: int) -> list[tuple[int, int, int]]:
+        return rectangles(n, length, self._most_tokens)
 
     def _lean_decoder(self) -> LeanDecoder | None:
         return LeanDecoder(self.module) if self.device.type == "cpu" and lean_applies(self.module) else None
@@ -83,6 +105,8 @@ class CachedModel:
         attention = self._config._attn_implementation
         training = [module for module in self.modules if module.training]
         self._config._attn_implementation = CACHED_ATTENTION
+        if self._edges is not None:
+            self._edges.begin_plain()
         for module in training:
             module.training = False
         try:
@@ -92,6 +116,10 @@ class CachedModel:
             self._config._attn_implementation = attention
             for module in training:
                 module.training = True
+
+    def draw(self, logits: Tensor, settings: SamplingSettings, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """A token per row of logits that `prefill` and `decode` gave; see `sampling.draw`. On every rank the same."""
+        return draw(logits, settings, positions) if self._cut is None else self._cut.draw(logits, settings, positions)
 
     def weights_changed(self) -> None:
         """To be called after every change of weights, in place or not."""
@@ -110,13 +138,15 @@ class CachedModel:
         """`prefill` gives logits; it may change with the weights."""
         return self._lean is not None
 
-    def prefill(self, slots: Sequence[int], starts: Sequence[int], rows: Sequence[Sequence[int]]) -> Tensor | None:
-        """Store the keys and values of tokens `rows[i]` from position `starts[i]` on of slot `slots[i]`. Returns the
+    def prefill(
+        self, pages: Sequence[Sequence[int]], starts: Sequence[int], rows: Sequence[Sequence[int]]
+    ) -> Tensor | None:
+        """Store the keys and values of tokens `rows[i]` from position `starts[i]` on in `pages[i]`. Returns the
         logits [n, V] after the last token of each row, where `prefill_returns_logits`."""
         counts = [len(row) for row in rows]
         widest = max(counts)
         tokens = torch.tensor([[*row, *[row[-1]] * (widest - len(row))] for row in rows], device=self.device)
-        rollout_pass = PrefillPass(self.cache, slots, starts, counts)
+        rollout_pass = PrefillPass(self.cache, pages, starts, counts)
         if self._lean is not None:
             last = torch.tensor([i * widest + count - 1 for i, count in enumerate(counts)], device=self.device)
             return self._lean.logits(tokens, rollout_pass.positions, rollout_pass, last)
@@ -131,18 +161,23 @@ class CachedModel:
         return None
 
     def decode(
-        self, tokens: NDArray[np.int64], positions: NDArray[np.int64], states: NDArray[np.int64] | None = None
+        self,
+        tokens: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        tables: NDArray[np.int64],
+        states: NDArray[np.int64] | None = None,
     ) -> Tensor:
-        """Logits [n, V] after the newest tokens [n], at positions [n], of slots 0 to n - 1; their keys are stored.
-        states: [n], equal where slots hold equal tokens, which are then computed once where the walk can."""
+        """Logits [n, V] after the newest tokens [n], at positions [n], of n sequences with pages `tables` [n, m]; their
+        keys are stored. states: [n], equal where sequences hold equal tokens, which are then computed once where the
+        walk can."""
         if self._graphs is not None:
-            return self._graphs.logits(tokens.tolist(), positions.tolist())
-        on_device = torch.from_numpy(positions).to(self.device)
+            return self._graphs.logits(tokens, positions, tables)
+        on_device, pages = torch.from_numpy(positions).to(self.device), torch.from_numpy(tables).to(self.device)
         if self.device.type == "cpu":
-            runs = segments(positions + 1, self._spare_tokens)
+            runs = segments(positions + 1, self._spare_tokens, self._most_tokens)
         else:
-            runs = [(0, len(positions), int(positions.max()) + 1)]
-        rollout_pass = DecodePass(self.cache, on_device, runs)
+            runs = self._runs(len(positions), int(positions.max()) + 1)
+        rollout_pass = DecodePass(self.cache, pages, on_device, runs)
         newest = torch.from_numpy(tokens).to(self.device)
         if self._lean is not None:
             if states is None or (alike := Alike.of(states)) is None:

@@ -4,14 +4,18 @@ A graph holds addresses: it is dropped when the cache is reallocated or the weig
 need no new capture.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from realgraph.runtime.attention.kv_cache import DecodePass, KVCache
+from realgraph.runtime.attention.kv_cache import KVCache
+from realgraph.runtime.attention.pages import PAGE_TOKENS
+from realgraph.runtime.attention.passes import DecodePass
 
 _WARMUP_STEPS = 2  # before capture: lets cuBLAS and the allocator settle, as torch.cuda.graph asks for
 _SMALLEST_LENGTH = 64
@@ -25,34 +29,38 @@ def decode_logits(module: nn.Module, tokens: Tensor, positions: Tensor, rollout_
     return logits[:, -1]
 
 
-def bucket(n: int, most: int) -> int:
-    """The smallest power of two that is at least n, cut at `most`."""
-    return min(1 << (n - 1).bit_length(), most)
+def bucket(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
 
 
 @dataclass
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    tokens: Tensor  # [bucket] int64, on the device
-    positions: Tensor  # [bucket] int64
-    logits: Tensor  # [slots of the cache, V], the first `bucket` rows written
+    state: Tensor  # [bucket, 2 + pages] int64, on the device: token, position and pages of each sequence
+    logits: Tensor  # [at least bucket, V], the first `bucket` rows written
+
+
+Runs = Callable[[int, int], list[tuple[int, int, int]]]
 
 
 class DecodeGraphs:
-    """Decode steps by (slots, length), both rounded up to powers of two; each captured when first needed.
+    """Decode steps by (sequences, length), both rounded up to powers of two; each captured when first needed.
 
-    Rows beyond the live ones write to position 0 of their own dead slots and are cut off. All graphs share one memory
-    pool and one buffer of logits: they run one after the other, and their result is used before the next runs.
+    Rows beyond the live ones have position 0 of page 0, the cache's bin, and are cut off. All graphs share one memory
+    pool, and those of about one size a buffer of logits: they run one after the other, and their result is used before
+    the next runs. runs: the segments of a step of so many sequences, all read to one length.
     """
 
-    def __init__(self, module: nn.Module, cache: KVCache) -> None:
+    def __init__(self, module: nn.Module, cache: KVCache, runs: Runs) -> None:
         self._module = module
         self._cache = cache
+        self._runs = runs
         self._captured: dict[tuple[int, int], _Captured] = {}
         self._epoch = cache.epoch
         self._addresses: tuple[int, ...] = ()
         self._pool: Any = None  # the handle's type has no public name
-        self._logits: Tensor | None = None  # [slots of the cache, V]
+        self._logits: Tensor | None = None  # of the largest step so far
 
     def drop(self) -> None:
         """Forget every graph."""
@@ -66,34 +74,31 @@ class DecodeGraphs:
             self.drop()
             self._addresses = addresses
 
-    def logits(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Logits [n, V] after `tokens` at `positions` of slots 0 to n - 1; overwritten by the next call."""
+    def logits(self, tokens: NDArray[np.int64], positions: NDArray[np.int64], tables: NDArray[np.int64]) -> Tensor:
+        """Logits [n, V] after `tokens` at `positions` of n sequences with pages `tables` [n, m]; overwritten by the
+        next call."""
         if self._epoch != self._cache.epoch:
             self.drop()
             self._epoch = self._cache.epoch
-        n, length = len(tokens), max(positions) + 1
-        key = bucket(n, self._cache.slots), bucket(max(length, _SMALLEST_LENGTH), self._cache.length)
+        n, length = len(tokens), int(positions.max()) + 1
+        key = bucket(n), bucket(max(length, _SMALLEST_LENGTH))
         captured = self._captured.get(key)
         if captured is None:
             captured = self._captured[key] = self._capture(*key)
-        state = torch.tensor([tokens, positions], dtype=torch.int64)
-        captured.tokens[:n] = state[0].to(captured.tokens.device, non_blocking=True)
-        captured.positions[:n] = state[1].to(captured.tokens.device, non_blocking=True)
-        captured.positions[n:] = 0
+        state = np.zeros(captured.state.shape, np.int64)
+        width = min(tables.shape[1], key[1] // PAGE_TOKENS)
+        state[:n, 0], state[:n, 1], state[:n, 2 : 2 + width] = tokens, positions, tables[:, :width]
+        captured.state.copy_(torch.from_numpy(state), non_blocking=True)
         captured.graph.replay()
         return captured.logits[:n]
 
-    def _capture(self, slots: int, length: int) -> _Captured:
-        """Record one step. Warm-up and capture write to position 0 of slots whose true keys must survive: it is put
-        back afterwards."""
-        device = self._cache.shape.device
-        tokens = torch.zeros(slots, dtype=torch.int64, device=device)
-        positions = torch.zeros(slots, dtype=torch.int64, device=device)
-        firsts = [layer[:, :slots, :, 0].clone() for layer in self._cache.layers]
+    def _capture(self, rows: int, length: int) -> _Captured:
+        """Record one step. Warm-up and capture write to the cache's bin."""
+        state = torch.zeros(rows, 2 + length // PAGE_TOKENS, dtype=torch.int64, device=self._cache.shape.device)
 
         def step() -> Tensor:
-            rollout_pass = DecodePass(self._cache, positions, ((0, slots, length),))
-            return decode_logits(self._module, tokens, positions, rollout_pass)
+            rollout_pass = DecodePass(self._cache, state[:, 2:], state[:, 1], self._runs(rows, length))
+            return decode_logits(self._module, state[:, 0], state[:, 1], rollout_pass)
 
         self._warm_up(step)
         logits = self._logits
@@ -102,18 +107,16 @@ class DecodeGraphs:
         try:
             # thread_local: another thread of the worker may copy tensors meanwhile
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                logits[:slots] = step()
+                logits[:rows] = step()
         except RuntimeError as error:
             raise RuntimeError(
                 f"the decode step of {type(self._module).__name__} can't be captured as a CUDA graph"
                 f" (switch it off by cuda_graphs=False): {error}"
             ) from error
-        for layer, first in zip(self._cache.layers, firsts, strict=True):
-            layer[:, :slots, :, 0] = first
-        return _Captured(graph, tokens, positions, logits)
+        return _Captured(graph, state, logits)
 
     def _warm_up(self, step: Callable[[], Tensor]) -> None:
-        """Run `step` on a side stream, as capture does; make what the graphs share where it is missing."""
+        """Run `step` on a side stream, as capture does; make what the graphs share where it is missing or too small."""
         device = self._cache.shape.device
         side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(device))
@@ -122,6 +125,7 @@ class DecodeGraphs:
                 step()
             logits = step()
         torch.cuda.current_stream(device).wait_stream(side)
-        if self._logits is None:
+        if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-            self._logits = logits.new_empty((self._cache.slots, logits.shape[-1]))
+        if self._logits is None or len(self._logits) < len(logits):
+            self._logits = torch.empty_like(logits)

@@ -16,6 +16,7 @@ from realgraph.runtime.store.assemble import Assembler
 from realgraph.runtime.wire.protocol import Generated, Mean, Sample
 
 PROMPT_VERSION = -1  # of tokens that no policy sampled
+TAKE_SECONDS = 60.0  # of one wait; where the engine has failed it ends at once
 
 
 class StaleWeightsError(Exception):
@@ -110,17 +111,13 @@ class Rollouts:
         self._mask_unfinished = mask_unfinished
         self._reported = 0.0  # when the last groups ended: reports do not overlap
 
-    @property
-    def idle(self) -> bool:
-        return self.engine.idle
-
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """Run other requests to their end at once; the groups in flight wait meanwhile, and go on with their tokens."""
         done: list[Completion] = []
         with self.engine.set_aside():
             self.engine.submit(requests)
-            while not self.engine.idle:
-                done += self.engine.step()
+            while len(done) < len(requests):
+                done += self.engine.take(TAKE_SECONDS)
         return done
 
     def submit(
@@ -143,10 +140,10 @@ class Rollouts:
                 first = group * self.sampling.n
                 self.engine.abort(range(first, first + self.sampling.n))
 
-    def step(self, worker: int) -> Generated | None:
-        """One decode step; the groups that it completed, their keys in the store, or None."""
+    def collect(self, worker: int) -> Generated | None:
+        """The groups that what the engine has finished completes, their keys in the store; None for no group."""
         done: list[int] = []
-        for completion in self.engine.step():
+        for completion in self.engine.take(0.0):
             group = self._groups[completion.id // self.sampling.n]
             group.completions[completion.id] = completion
             if len(group.completions) == self.sampling.n:
@@ -156,11 +153,13 @@ class Rollouts:
         started = max(self._reported, min(self._groups[group].started for group in done))
         samples = self._store([self._groups.pop(group) for group in sorted(done)])
         new_tokens = float(sum(sample.n_new_tokens for sample in samples))
-        n = float(len(samples))
+        n, load = float(len(samples)), self.engine.status()
         metrics = {
             "new_tokens": Mean(new_tokens, n),
             "prompt_tokens": Mean(float(sum(s.n_tokens for s in samples)) - new_tokens, n),
             "finished": Mean(float(sum(s.finished for s in samples)), n),
+            "running": Mean(float(load.running), 1.0),
+            "waiting": Mean(float(load.waiting), 1.0),
         }
         self._reported = time.time()
         return Generated(

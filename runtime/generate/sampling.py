@@ -103,11 +103,10 @@ class SettingsTable:
         self._streams[slot] = stream(request.seed)
         self._view = None
 
-    def move(self, to: Sequence[int], source: Sequence[int]) -> None:
-        """Slots `to` take over what slots `source` held before, all at once."""
-        into, start = np.array(to), np.array(source)
+    def arrange(self, order: NDArray[np.int64]) -> None:
+        """Slot i takes over what slot `order[i]` held, all at once."""
         for column in (self._temperature, self._top_p, self._top_k, self._streams):
-            column[into] = column[start]
+            column[: len(order)] = column[order]
         self._view = None
 
     def view(self, n: int) -> SamplingSettings:
@@ -128,7 +127,7 @@ class SettingsTable:
 
 
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Set to -inf what top-k and then top-p cut away: [n, V] float32 in and out; top_k [n] int64, top_p [n] float32.
+    """Set to -inf what top-k and then top-p cut away: [n, V] in and out; top_k [n] int64, top_p [n] float32.
 
     top-k keeps the k largest (0: all; of equal logits the lower token first); top-p keeps, of the distribution that is
     left, the smallest set of most likely tokens whose probability reaches p, never fewer than one.
@@ -146,11 +145,12 @@ def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def distribution(logits: Tensor, settings: SamplingSettings) -> Tensor:
-    """Log-probabilities [n, V] float32 that a row is drawn from; rows at temperature 0 come back as at temperature 1.
+    """Log-probabilities [n, V], in at least float32, that a row is drawn from; rows at temperature 0 come back as at
+    temperature 1.
 
     Raises nothing: rows with NaN stay NaN, and the caller sees them in the drawn log-probability.
     """
-    logits = logits.float()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if settings.scaled:
         temperature = torch.where(settings.temperature > 0, settings.temperature, 1.0)[:, None]
         # shifted first: a small temperature would overflow large logits
@@ -178,8 +178,8 @@ def _draw(logits: Tensor, settings: SamplingSettings, positions: Tensor) -> tupl
 def draw(logits: Tensor, settings: SamplingSettings, positions: Tensor) -> tuple[Tensor, Tensor]:
     """One token per row and its log-probability under the distribution it was drawn from.
 
-    logits: [n, V], any float type (the maths is float32, the inverse of the cumulated probabilities float64);
-    positions: [n] int64, of the tokens to draw. Returns tokens [n] int64 and log-probabilities [n] float32, in nats.
+    logits: [n, V], any float type (the maths is at least float32, the inverse of the cumulated probabilities float64);
+    positions: [n] int64, of the tokens to draw. Returns tokens [n] int64 and log-probabilities [n], in nats.
     Temperature 0 takes the likeliest token (of equal ones the first), with log-probability 0. NaN logits give NaN.
     """
     n, vocabulary = logits.shape

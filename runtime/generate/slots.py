@@ -1,13 +1,16 @@
-"""The contents of a generation engine's slots, and what each is to hold after some have ended. Knows no cache."""
+"""The sequences of a generation engine, and the running ones as the columns that a decode step reads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from realgraph.runtime.attention.pages import PAGE_TOKENS
 from realgraph.runtime.engine import Completion, Decode, Request
+from realgraph.runtime.generate.sampling import SamplingSettings, SettingsTable
 
 
 @dataclass(eq=False, slots=True)
@@ -18,6 +21,7 @@ class RunningSequence:
     tokens: list[int]  # prompt, then what was drawn
     key: int  # hash of the prompt, once computed
     cached: int = 0  # tokens with valid keys, from the first on
+    pages: list[int] = field(default_factory=list)  # of the cache, as far as its tokens go
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
@@ -36,28 +40,77 @@ class RunningSequence:
 
 @dataclass
 class PrefillLogits:
-    """Logits [*, V] that prefills returned, one after the other, and the row of each slot among them."""
+    """Logits [*, V] that prefills returned, one after the other, and among them the row of each request, by its id."""
 
     logits: list[Tensor] = field(default_factory=list)
     at: dict[int, int] = field(default_factory=dict)
 
 
-def fill_gaps(lengths: NDArray[np.int64], gaps: Sequence[int], block: int | None) -> list[int]:
-    """For each slot, the slot whose sequence it is to hold; the first n - len(gaps) entries are what is left.
+class Slots:
+    """By slot, the live ones first: the newest token, its position, the pages, the sampling settings, and a number that
+    is equal where all tokens are."""
 
-    lengths: [n], of the sequences by slot; it is changed as they move. With a block the longer stay before the shorter,
-    block by block: a gap takes the longest sequence of the next block, whose gap takes from the block after it. Without
-    one a gap takes the last sequence.
-    """
-    end = len(lengths)
-    held = list(range(end))
-    for slot in sorted(gaps, reverse=True):
-        gap = slot
-        end -= 1
-        while gap < end:
-            source = end if block is None else min((gap // block + 1) * block, end)
-            if block is not None and source < end:
-                source += int(lengths[source : min(source + block, end + 1)].argmax())
-            held[gap], lengths[gap] = held[source], lengths[source]
-            gap = source
-    return held
+    def __init__(self, most: int, device: torch.device) -> None:
+        self._most, self._device = most, device
+        self.newest: NDArray[np.int64] = np.zeros(most, np.int64)
+        self.position: NDArray[np.int64] = np.zeros(most, np.int64)
+        self.state: NDArray[np.int64] = np.zeros(most, np.int64)
+        self._settings = SettingsTable(most, device)
+        self._pages: NDArray[np.int64] = np.zeros((most, 1), np.int64)
+
+    def put(self, slot: int, sequence: RunningSequence, state: int) -> None:
+        """Give `slot` to a sequence with pages. state: any number that those of equal tokens have, and no other."""
+        self._settings.put(slot, sequence.request)
+        self.newest[slot], self.position[slot] = sequence.tokens[-1], len(sequence.tokens) - 1
+        self.state[slot] = state
+        self._widen(len(sequence.pages))
+        self._pages[slot] = 0
+        self._pages[slot, : len(sequence.pages)] = sequence.pages
+
+    def add_page(self, slot: int, number: int, page: int) -> None:
+        """The page for tokens `number` x PAGE_TOKENS onwards."""
+        self._widen(number + 1)
+        self._pages[slot, number] = page
+
+    def at_page_start(self, n: int) -> list[int]:
+        """Those of the first n slots whose newest token is the first of a page."""
+        found: list[int] = np.flatnonzero(self.position[:n] % PAGE_TOKENS == 0).tolist()
+        return found
+
+    def advance(self, tokens: Sequence[int], vocabulary: int) -> None:
+        """Take in the tokens [n] that were drawn for the first n slots."""
+        n = len(tokens)
+        # numbered anew from 0, so that they never grow
+        self.state[:n] = np.unique(self.state[:n] * vocabulary + tokens, return_inverse=True)[1]
+        self.newest[:n] = tokens
+        self.position[:n] += 1
+
+    def longest_first(self, slots: Sequence[int]) -> list[int]:
+        """These slots in order of length, so that rows of like lengths lie side by side."""
+        chosen = np.array(slots, np.int64)
+        order: list[int] = chosen[np.argsort(-self.position[chosen], kind="stable")].tolist()
+        return order
+
+    def arrange(self, order: Sequence[int]) -> None:
+        """Slot i takes over what slot `order[i]` held, all at once."""
+        source = np.array(order, np.int64)
+        for column in (self.newest, self.position, self.state, self._pages):
+            column[: len(order)] = column[source]
+        self._settings.arrange(source)
+
+    def pages(self, n: int) -> NDArray[np.int64]:
+        """The pages [n, m] of the first n slots, as far as the longest goes; 0 beyond a sequence's own."""
+        return self._pages[:n, : int(self.position[:n].max()) // PAGE_TOKENS + 1]
+
+    def settings(self, n: int) -> SamplingSettings:
+        """Settings to draw with for the first n slots."""
+        return self._settings.view(n)
+
+    def next_positions(self, n: int) -> Tensor:
+        """Positions [n] of the tokens that are drawn next, on the device."""
+        return torch.from_numpy(self.position[:n] + 1).to(self._device)
+
+    def _widen(self, pages: int) -> None:
+        wide = self._pages.shape[1]
+        if pages > wide:
+            self._pages = np.pad(self._pages, ((0, 0), (0, max(pages, 2 * wide) - wide)))

@@ -1,0 +1,99 @@
+"""Prefills of the running sequences: which tokens of which in one forward pass, and what samples of a prompt share.
+
+The first sequence of each prompt goes ahead; others of that prompt take what it stored, by page: a page that both hold
+is there already, another is copied. A sequence that lost its cache (new weights, no memory) is prefilled as a longer
+prompt. Where a walk's prefill returns logits (`CachedModel.prefill_returns_logits`), it takes in the newest token, too,
+so that the first draw of all samples of a prompt needs no decode step; another prefills up to it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from realgraph.runtime.attention.pages import PAGE_TOKENS, pages_for
+from realgraph.runtime.generate.cached_model import CachedModel
+from realgraph.runtime.generate.slots import PrefillLogits, RunningSequence
+
+
+def shared_pages(request_tokens: int) -> int:
+    """Pages of a prompt of so many tokens that its samples can share: they are full, and hold no sample's newest."""
+    return (request_tokens - 1) // PAGE_TOKENS
+
+
+class Prefill:
+    """Prefills over one model's cache; budget: tokens of one forward pass, padding included."""
+
+    def __init__(self, model: CachedModel, budget: int) -> None:
+        self._model, self._budget = model, budget
+
+    def logits(self, running: Sequence[RunningSequence], ready: int) -> Tensor | None:
+        """Bring every sequence to where it can decode; the first `ready` are there.
+
+        Returns the logits [k, V] of the others, where prefills return them, else None.
+        """
+        pending = running[ready:]
+        if not pending:
+            return None
+        donors = {s.key: s for s in running if s.cached >= len(s.request.prompt) - 1}
+        leaders, followers = [], []
+        for sequence in pending:
+            sequence.cached = min(sequence.cached, len(sequence.tokens) - 1)
+            donor = donors.setdefault(sequence.key, sequence)
+            if not sequence.cached and donor is not sequence and donor.request.prompt == sequence.request.prompt:
+                followers.append((sequence, donor))
+            else:
+                leaders.append(sequence)
+        found = PrefillLogits()
+        self._forward(leaders, found)
+        self._take_over(followers, found)
+        self._forward([s for s, _ in followers if s.request.id not in found.at], found)
+        if not self._model.prefill_returns_logits:
+            return None
+        return torch.cat(found.logits)[[found.at[s.request.id] for s in pending]]
+
+    def _take_over(self, followers: Sequence[tuple[RunningSequence, RunningSequence]], found: PrefillLogits) -> None:
+        """Give each follower what its donor stored of their prompt, or of all tokens where they are equal."""
+        copies: dict[int, int] = {}  # page: from which
+        for sequence, donor in followers:
+            most = min(len(sequence.request.prompt), len(sequence.tokens) - 1)
+            if donor.request.id in found.at and donor.tokens == sequence.tokens:
+                found.at[sequence.request.id], most = found.at[donor.request.id], len(sequence.tokens)
+            sequence.cached = min(most, donor.cached)
+            n = pages_for(sequence.cached)
+            pairs = zip(sequence.pages[:n], donor.pages[:n], strict=True)
+            copies |= {own: others for own, others in pairs if own != others}
+        if copies:
+            self._model.cache.copy(list(copies), list(copies.values()))
+
+    def _missing(self, sequence: RunningSequence) -> int:
+        """Tokens to prefill before the sequence can decode, or has its logits."""
+        return len(sequence.tokens) - sequence.cached - (not self._model.prefill_returns_logits)
+
+    def _forward(self, sequences: Sequence[RunningSequence], found: PrefillLogits) -> None:
+        """Prefill these: batches of similar length, long ones in chunks, never over the budget at once."""
+        pending = [s for s in sequences if self._missing(s)]
+        while pending:
+            # fresh ones first: a batch of them needs no mask and reads no cache
+            pending.sort(key=lambda s: (s.cached > 0, -self._missing(s)))
+            fresh = not pending[0].cached
+            width = min(self._missing(pending[0]), self._budget)
+            batch = []
+            for sequence in pending[: max(1, self._budget // width)]:
+                if (not sequence.cached) != fresh or self._missing(sequence) * 4 < width * 3 - 32:
+                    break
+                batch.append(sequence)
+            self._forward_batch(batch, width, found)
+            pending = [s for s in pending if self._missing(s)]
+
+    def _forward_batch(self, sequences: Sequence[RunningSequence], width: int, found: PrefillLogits) -> None:
+        starts = [s.cached for s in sequences]
+        rows = [s.tokens[s.cached :][: min(self._missing(s), width)] for s in sequences]
+        for sequence, row in zip(sequences, rows, strict=True):
+            sequence.cached += len(row)
+        logits = self._model.prefill([s.pages for s in sequences], starts, rows)
+        if logits is not None:
+            first = sum(map(len, found.logits))
+            # of a chunk: until the next one
+            found.at |= {sequence.request.id: first + i for i, sequence in enumerate(sequences)}
+            found.logits.append(logits)

@@ -1,0 +1,173 @@
+"""Replicas of several workers generate together: the samples of one process, whatever their callers do meanwhile."""
+
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from realgraph.graphs.spec import ModelRole
+from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.runtime.engine import Completion, OwnWeights, Request, RolloutLimits
+from realgraph.runtime.generate.continuous_batch import ContinuousBatch
+from realgraph.runtime.generate.cut_sampling import CutVocabulary
+from realgraph.runtime.generate.opening import open_rollout
+from realgraph.runtime.generate.sampling import SamplingSettings, draw
+from realgraph.runtime.models.models import DTYPES, Start, build
+from realgraph.runtime.models.weights import whole
+from realgraph.runtime.parallel.groups import LayoutRanks, Ranks
+from tests import tiny
+from tests.ranks import RankProcesses, joined
+from tests.rollouts import assert_exact, requests, run
+
+CPU = torch.device("cpu")
+TP4 = Layout(DeviceMesh(0, 4), tp=4)
+DP2_TP2 = Layout(DeviceMesh(0, 4), dp=2, tp=2)
+LIMITS = RolloutLimits(max_running=6, max_cache_tokens=240, prefill_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankProcesses]:
+    processes = RankProcesses(4, [TP4, DP2_TP2])
+    yield processes
+    processes.close()
+
+
+def wanted_of(seed: int) -> list[Request]:
+    """Some greedy, some of a cut distribution, most of the whole one."""
+    made = requests(random.Random(seed), 12, longest=24, groups_of=3)
+    changes: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9}, {"temperature": 0.7}]
+    return [replace(request, **changes[request.id % 4]) for request in made]
+
+
+def generate_together(ranks: LayoutRanks, folder: Path, layout: Layout, role: ModelRole, seed: int) -> Any:
+    """On the head: the samples, the second half after a change of weights. The others pause now and then."""
+    groups, rng, told = joined[0].of_layout(layout), random.Random(seed + ranks.mesh.rank), threading.Event()
+    engine = open_rollout(role, OwnWeights(str(folder), CPU), LIMITS, lambda tokens: "", told.set, groups)
+    wanted = wanted_of(seed)
+    done: dict[int, Completion] = {}
+    for part in (wanted[:6], wanted[6:]):
+        if groups.heads:
+            engine.submit([replace(part[0], id=99, seed=1), *part])
+            engine.abort([99])
+            with engine.set_aside():
+                engine.submit(part[:2])
+                assert engine.take(30.0)
+            while not {request.id for request in part} <= done.keys():
+                done |= {completion.id: completion for completion in engine.take(30.0)}
+                engine.pause()
+                engine.resume()
+            engine.pause()
+            engine.dismiss()
+        else:
+            for _ in range(rng.randint(0, 9)):
+                engine.pause()
+                engine.resume()
+            engine.pause()
+            engine.follow()
+        ranks.mesh.barrier()
+        other = build(role, str(folder), Start(CPU, seed=3))
+        engine.prepare(whole(other.network.named_parameters()))
+        engine.switch(engine.version + 1)
+        engine.resume()
+    engine.pause()
+    ranks.mesh.barrier()
+    assert engine.close(10.0)
+    return done
+
+
+@pytest.mark.parametrize("layout", [TP4, DP2_TP2], ids=["tp4", "dp2_tp2"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma2"])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_replica_draws_what_one_process_draws(
+    four: RankProcesses, tmp_path: Path, layout: Layout, kind: str, dtype: str
+) -> None:
+    """tp4 over 2 KV heads and 61 tokens; behaviour log-probabilities are those of a full forward."""
+    folder, role = tiny.save(tmp_path / kind, kind), ModelRole(path="x", dtype=dtype)  # type: ignore[arg-type]
+    found = [one for one in four.run(generate_together, folder, layout, role, 7) if one]
+    assert len(found) == layout.dp
+    wanted = wanted_of(7)
+    for part, start in ((wanted[:6], Start(CPU)), (wanted[6:], Start(CPU, seed=3))):
+        module = build(role, str(folder), start).network
+        expected = run(ContinuousBatch(module, LIMITS), part)
+        plain = tiny.network(kind, 0).to(DTYPES[role.dtype])
+        plain.load_state_dict(module.state_dict())
+        for done in found:
+            for request in part:
+                if dtype == "float64":
+                    assert done[request.id].tokens == expected[request.id].tokens
+                    assert done[request.id].logprobs == pytest.approx(expected[request.id].logprobs, abs=1e-6)
+                if request.temperature and not request.top_k:
+                    assert_exact(plain, request, done[request.id])
+
+
+class Together(Ranks):
+    """Ranks of one process: a collective adds or gathers over threads that meet in it."""
+
+    def __init__(self, rank: int, size: int, meeting: threading.Barrier, table: list[Tensor]) -> None:
+        super().__init__(CPU)
+        self.rank, self.size, self._meeting, self._table = rank, size, meeting, table
+
+    def gather_rows(self, own: Tensor) -> Tensor:
+        """[n, ...] of every rank -> [ranks x n, ...]"""
+        self._meeting.wait(20)
+        self._table[self.rank] = own
+        self._meeting.wait(20)
+        return torch.cat(self._table)
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """The sum of every rank's."""
+        return self.gather_rows(tensor[None]).sum(0)
+
+
+def drawn_together(
+    logits: Tensor, sizes: Sequence[int], how: tuple[SamplingSettings, Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Draws of ranks that have so many columns each."""
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    spans = tuple((end - size, size) for end, size in zip(ends, sizes, strict=True))
+    meeting, table = threading.Barrier(len(sizes)), [torch.zeros(0)] * len(sizes)
+    results: list[tuple[Tensor, Tensor]] = [(torch.zeros(0), torch.zeros(0))] * len(sizes)
+
+    def one(rank: int) -> None:
+        start, size = spans[rank]
+        cut = CutVocabulary(Together(rank, len(sizes), meeting, table), spans)
+        results[rank] = cut.draw(logits[:, start : start + size], *how)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(sizes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**30), st.lists(st.integers(0, 9), min_size=1, max_size=4), st.booleans(), st.booleans())
+def test_a_cut_vocabulary_is_drawn_from_as_if_it_were_whole(
+    seed: int, sizes: list[int], greedy: bool, truncated: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [*sizes, 4]
+    n = 5
+    logits = torch.randn(n, sum(sizes), generator=generator, dtype=torch.float64) * 3
+    logits[0] = logits[0].round()  # equal ones
+    temperature = torch.tensor([1.0, 0.3, 0.0 if greedy else 1.0, 2.0, 1.0])
+    top_k = torch.tensor([0, 3, 0, 2, 0]) if truncated else torch.zeros(n, dtype=torch.int64)
+    streams = torch.randint(-(2**62), 2**62, (n,), generator=generator)
+    how = SamplingSettings(temperature, torch.ones(n), top_k, streams, True, greedy, truncated)
+    positions = torch.arange(n)
+    tokens, logprobs = draw(logits, how, positions)
+    for found, values in drawn_together(logits, sizes, (how, positions)):
+        assert found.tolist() == tokens.tolist()
+        assert values.tolist() == pytest.approx(logprobs.tolist(), abs=1e-12)
+    logits[3, -1] = torch.nan
+    for _, values in drawn_together(logits, sizes, (how, positions)):
+        assert values.isnan().tolist() == [False, False, False, True, False]
