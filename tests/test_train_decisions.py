@@ -1,4 +1,4 @@
-"""What the train engine decides: which tokens count, when it refuses to train, what a wrong use is told."""
+"""Decisions of the train engine: which tokens count, when it refuses to train, what a wrong use is told."""
 
 import math
 from dataclasses import replace
@@ -25,6 +25,7 @@ from realgraph.graphs.maths import (
 )
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.engine import LogprobGap, NumericsError
+from realgraph.runtime.models.weights import whole
 from realgraph.runtime.train.engine import TorchTrainEngine
 from realgraph.runtime.wire.protocol import Mean
 from tests import tiny
@@ -100,7 +101,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_overdue_tokens_have_no_part_in_any_loss_over_samples(folder: Path, name: str) -> None:
-    """Of a loss of pairs, a pair is left out whole: half of a sample has no score and no preference."""
+    """A loss of pairs leaves a pair out whole: half of a sample has no score and no preference."""
     head, loss = LOSSES[name]
     batch = tiny.batch(tiny.lengths(6, 30, 0), group_size=2)
     old = torch.tensor([False, True, False, False, True, True])[batch.sample_index()]
@@ -125,12 +126,12 @@ def test_a_batch_without_a_token_that_counts_takes_no_optimizer_step(folder: Pat
     batch = tiny.batch(tiny.lengths(6, 30, 0), group_size=2)
     one.train(call(loss), [versions_of(batch, torch.zeros(batch.n_tokens))])
     assert one.adam is not None
-    before, moment = weights_of(one), one.adam.moment(0, "exp_avg").clone()
+    before, moment = weights_of(one), one.adam.moments_of("exp_avg")[0].clone()
     one.version = 3
     overdue = versions_of(batch, torch.ones(batch.n_tokens))
     metrics = one.train(call(loss), [overdue, overdue])
     assert same(before, weights_of(one))
-    assert torch.equal(moment, one.adam.moment(0, "exp_avg"))
+    assert torch.equal(moment, one.adam.moments_of("exp_avg")[0])
     assert (one.version, one.optimizer_steps) == (4, 1)
     assert (metrics["overdue"].value, metrics["empty_steps"].value, metrics["optimizer_steps"].value) == (1, 2, 0)
     young = versions_of(batch, torch.full((batch.n_tokens,), 4))
@@ -171,7 +172,7 @@ def test_weights_that_are_not_finite_name_the_sample(folder: Path) -> None:
     tokens = torch.where(batch.tokens == 7, 8, batch.tokens)
     tokens[12] = 7
     poisoned = ((n, t.index_fill(0, torch.tensor([7]), math.nan) if "embed" in n else t) for n, t in one.weights())
-    one.load_weights(iter(list(poisoned)), 0)
+    one.load_weights(whole(iter(list(poisoned))), 0)
     with pytest.raises(NumericsError) as caught:
         one.train(call(), [replace(batch, tokens=tokens)])
     assert caught.value.samples  # the head is tied to the embedding: every sample is hit, each is named
@@ -212,4 +213,4 @@ def test_wrong_uses_are_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="missing"):
         frozen.load_weights(iter([]), 1)
     with pytest.raises(ValueError, match="unknown"):
-        frozen.load_weights(iter([("x", torch.zeros(1))]), 1)
+        frozen.load_weights(whole(iter([("x", torch.zeros(1))])), 1)

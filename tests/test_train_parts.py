@@ -1,16 +1,23 @@
 """Schedules, the loss scale, and tensors on disk: the train engine's parts that need no model."""
 
 import random
-from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from realgraph.graphs.spec import Optimizer
-from realgraph.runtime.models.checkpoint_files import CheckpointTarget, Reader, TensorEntry, write
+from realgraph.runtime.models import checkpoint_files
+from realgraph.runtime.models.checkpoint_files import CheckpointTarget, Reader, TensorEntry, write_parts
+from realgraph.runtime.parallel.cuts import Box, split
+from realgraph.runtime.parallel.exchange import WeightPart
+from realgraph.runtime.parallel.routes import Gap
+from realgraph.runtime.parallel.shares import shares
 from realgraph.runtime.train.optimizer import LossScale, lr_factor
 
 
@@ -19,8 +26,8 @@ from realgraph.runtime.train.optimizer import LossScale, lr_factor
 def test_schedules_rise_then_fall_and_end_at_the_fraction(schedule: Any, seed: int) -> None:
     rng = random.Random(seed)
     total, warmup, final = rng.randint(2, 50), rng.randint(0, 5), rng.random()
-    settings = Optimizer(schedule=schedule, warmup_steps=warmup, final_lr_fraction=final)
-    factors = [lr_factor(step, settings, total + warmup) for step in range(total + warmup + 3)]
+    chosen = Optimizer(schedule=schedule, warmup_steps=warmup, final_lr_fraction=final)
+    factors = [lr_factor(step, chosen, total + warmup) for step in range(total + warmup + 3)]
     assert all(0 < factor <= 1 for factor in factors)
     assert factors[: warmup + 1] == sorted(factors[: warmup + 1])
     assert factors[warmup:] == sorted(factors[warmup:], reverse=True)
@@ -36,10 +43,10 @@ def test_after_the_warm_up_schedules_are_those_of_transformers(schedule: Any, to
     from transformers import get_scheduler
 
     theirs: Any = get_scheduler(schedule, torch.optim.SGD([torch.zeros(1)], lr=1.0), warmup, total)
-    settings = Optimizer(schedule=schedule, warmup_steps=warmup)
+    chosen = Optimizer(schedule=schedule, warmup_steps=warmup)
     for step in range(warmup, total):
         (factor,) = (theirs.lr_lambdas[0](step),)
-        assert lr_factor(step, settings, total) == pytest.approx(factor, abs=1e-12)
+        assert lr_factor(step, chosen, total) == pytest.approx(factor, abs=1e-12)
         assert factor > 0
 
 
@@ -53,19 +60,81 @@ def test_good_steps_double_the_scale() -> None:
     assert not LossScale().overflowed()
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_files_give_back_what_was_written(tmp_path: Path, seed: int) -> None:
-    rng = random.Random(seed)
+@st.composite
+def held(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], dict[int, dict[str, Box]]]:
+    """Tensors by their shapes, and the boxes of a grid of each that workers hold: every part on one at least."""
+    sizes = st.lists(st.integers(1, 6), max_size=3).map(tuple)
+    shapes = {f"t{i}": shape for i, shape in enumerate(draw(st.lists(sizes, min_size=1, max_size=6)))}
+    workers = draw(st.integers(1, 5))
+    found: dict[int, dict[str, Box]] = {worker: {} for worker in range(workers)}
+    for name, shape in shapes.items():
+        parts = [Box((0,) * len(shape), shape)]
+        if shape:
+            dim = draw(st.integers(0, len(shape) - 1))
+            cuts = range(draw(st.integers(1, min(workers, shape[dim]))))
+            spans = [split(shape[dim], len(cuts), i) for i in cuts]
+            first, size = parts[0]
+            parts = [Box((*first[:dim], at, *first[dim + 1 :]), (*size[:dim], n, *size[dim + 1 :])) for at, n in spans]
+        for worker, i in enumerate(draw(st.permutations(range(workers)))):
+            if i < len(parts) or draw(st.booleans()):
+                found[worker][name] = parts[i % len(parts)]
+    return shapes, found
+
+
+@settings(max_examples=60, deadline=None)
+@given(held(), st.sampled_from([100, 10**9]), st.sampled_from([16, 64, 10**6]), st.randoms(use_true_random=False))
+def test_writers_of_parts_write_the_files_of_one_writer(
+    case: tuple[dict[str, tuple[int, ...]], dict[int, dict[str, Box]]], limit: int, bucket: int, rng: random.Random
+) -> None:
+    """In any order, a bucket at a time, each element once; the safetensors package reads what they wrote."""
+    shapes, boxes = case
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool]
-    tensors: Sequence[tuple[str, Tensor]] = [
-        (f"t{i}", torch.randn([rng.randint(0, 5) for _ in range(rng.randint(0, 3))]).to(rng.choice(dtypes)))
-        for i in range(12)
-    ]
-    entries = [TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
-    write(CheckpointTarget(tmp_path, "x", rng.choice([100, 10**9])), entries, tensors)
-    with Reader(tmp_path, "x") as reader:
-        assert reader.names == {name for name, _ in tensors}
-        for name, tensor in tensors:
-            found = reader.part(name, tuple(slice(0, n) for n in tensor.shape))
-            assert torch.equal(found, tensor)
-            assert found.dtype == tensor.dtype
+    full = {name: torch.randn(shape).to(rng.choice(dtypes)) for name, shape in shapes.items()}
+    entries = [TensorEntry(name, tensor.dtype, shapes[name]) for name, tensor in full.items()]
+    entries.append(TensorEntry("empty", torch.float32, (0, 3)))
+    mine = shares(boxes, shapes)
+    assert sum(box.numel for share in mine.values() for own in share.values() for box in own) == sum(
+        tensor.numel() for tensor in full.values()
+    )
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_files, "BUCKET_BYTES", bucket)
+        sizes, put = [0], checkpoint_files._write_at
+
+        def noted(handle: int, data: memoryview, offset: int) -> None:
+            sizes.append(len(data) if offset else 0)  # the header comes first
+            put(handle, data, offset)
+
+        patch.setattr(checkpoint_files, "_write_at", noted)
+        several, one = Path(folder) / "several", Path(folder) / "one"
+        several.mkdir()
+        one.mkdir()
+        for worker in rng.sample(sorted(mine), len(mine)):
+            own = [(name, box) for name, found in mine[worker].items() for box in found]
+            assert all(boxes[worker][name].intersect(box) == box for name, box in own)
+            parts = [WeightPart(name, box, full[name][box.slices]) for name, box in rng.sample(own, len(own))]
+            write_parts(CheckpointTarget(several, "x", limit), entries, parts, leads=worker == 0)
+        whole = [WeightPart(name, Box((0,) * t.ndim, tuple(t.shape)), t) for name, t in full.items()]
+        write_parts(CheckpointTarget(one, "x", limit), entries, whole, leads=True)
+        assert {f.name: f.read_bytes() for f in several.iterdir()} == {f.name: f.read_bytes() for f in one.iterdir()}
+        assert max(sizes) <= bucket
+        theirs = [load_file(file) for file in several.glob("*.safetensors")]
+        assert {name for file in theirs for name in file} == {*full, "empty"}
+        assert all(torch.equal(tensor, full[name]) for file in theirs for name, tensor in file.items() if name in full)
+        with Reader(several, "x") as reader:
+            for worker, held_there in boxes.items():
+                for name, box in held_there.items():
+                    values = torch.empty(box.shape, dtype=full[name].dtype)
+                    reader.read(name, WeightPart(name, box, values))
+                    assert torch.equal(values, full[name][box.slices]), worker
+
+
+def test_copies_share_the_writing_and_a_part_that_nobody_has_is_named() -> None:
+    shapes = {"large": (1024, 512), "small": (7,), "other": (512, 1024)}
+    whole = {name: Box((0,) * len(shape), shape) for name, shape in shapes.items()}
+    found = shares(dict.fromkeys(range(3), whole), shapes)
+    written = [sum(box.numel for boxes in mine.values() for box in boxes) for mine in found.values()]
+    assert sum(written) == 1024 * 512 * 2 + 7
+    assert max(written) - min(written) <= 2 * 1024
+    cut = Box((0, 0), (1024, 100))
+    with pytest.raises(Gap, match=r"no worker holds \[0:1024, 100:512\] of 'large'"):
+        shares({0: {**whole, "large": cut}, 1: {"large": cut}}, shapes)

@@ -20,6 +20,7 @@ from realgraph.graphs.maths import (
     Distill,
     Entropy,
     Ignore,
+    LoadBalance,
     NoClip,
     OffPolicy,
     PolicyGradient,
@@ -305,3 +306,12 @@ def _mean_over(values: Tensor) -> tuple[Tensor, Tensor]:
     """Total and weight over all entries, float64, detached."""
     values = values.detach().double()
     return values.sum(), values.new_tensor(float(len(values)))
+
+
+def load_balance(term: LoadBalance, view: View) -> tuple[Tensor, Stats]:
+    """coef x the balance of this batch's forward pass, at every token alike. Raises ValueError without one."""
+    balance = view.outputs.balance
+    if balance is None:
+        raise ValueError("a load_balance term takes a mixture of experts, and the model has none")
+    losses = (term.coef * balance).expand(view.batch.n_tokens)
+    return losses, {"load_balance": view.mean(balance.expand(view.batch.n_tokens))}

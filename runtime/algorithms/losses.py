@@ -19,6 +19,7 @@ from realgraph.graphs.maths import (
     CrossEntropy,
     Distill,
     Entropy,
+    LoadBalance,
     Loss,
     PairMean,
     PairwiseScore,
@@ -46,6 +47,7 @@ class LossNeeds:
     entropy: bool = False
     values: bool = False
     scores: bool = False
+    balance: bool = False  # of the loads of experts
     proximal: bool = False  # log-probabilities from before the batch's first step
 
 
@@ -53,7 +55,11 @@ def needs(loss: Loss) -> LossNeeds:
     """The outputs that `loss` needs; an `apply` term gets log-probabilities unless it reads other outputs."""
     terms = loss.terms.values()
     outputs = {output for term in terms for output in term.outputs}
-    return LossNeeds(**{name: name in outputs for name in OUTPUTS}, proximal=any(term.needs_proximal for term in terms))
+    return LossNeeds(
+        **{name: name in outputs for name in OUTPUTS},
+        balance=loss.balances_routes,
+        proximal=any(term.needs_proximal for term in terms),
+    )
 
 
 def denominator(loss: Loss, batch: Packed) -> Tensor:
@@ -127,6 +133,8 @@ def _term(name: str, term: Term, view: View, functions: Mapping[str, LossFunctio
             return loss_terms.pairwise_score(view)
         case Distill():
             return loss_terms.distill(term, view)
+        case LoadBalance():
+            return loss_terms.load_balance(term, view)
         case ApplyTerm(fn=fn):
             if fn not in functions:
                 raise ValueError(f"term {name!r}: the function {fn!r} was not loaded")

@@ -1,31 +1,42 @@
-"""The torch engine behind `TrainEngine`: one role on one data-parallel rank. Owns its model, optimizer and version.
+"""The torch engine behind `TrainEngine`: one role on one worker. Owns its model, optimizer and version.
 
-Every decision that ends a step (a loss that is not finite, a log-probability gap) is taken on numbers that all ranks
-share, so that they stop together; the passes themselves are `train_passes`.
+Every decision that ends a step (a loss that is not finite, a log-probability gap) is taken on numbers that all workers
+of the mesh share, so that they stop together; the passes themselves are `train_passes`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import ModelRole, Train
-from realgraph.planner.plan.layout import Layout
-from realgraph.planner.request.engine_support import TORCH, Axis
+from realgraph.planner.inputs.model_spec import spec_from_config
+from realgraph.planner.plan.layout import Layout, Recompute, Stages
+from realgraph.planner.plan.stages import stages_fault, stages_of
+from realgraph.planner.request.engine_support import TORCH, Axis, axes_text
 from realgraph.runtime.algorithms import losses
 from realgraph.runtime.batch import Packed
-from realgraph.runtime.engine import SharedWeights, TrainSettings, Weights, WeightSpec, check_gap
+from realgraph.runtime.engine import Parts, SharedWeights, TrainSettings, Weights, WeightSpec, check_gap
 from realgraph.runtime.models.models import DTYPES, PackedModel, Start, Wants, build
 from realgraph.runtime.models.train_state import Counters
-from realgraph.runtime.models.weights import full_tensors, take_weights, weight_specs
-from realgraph.runtime.parallel.groups import Ranks, shard
+from realgraph.runtime.models.weights import full_tensors, take_weights, weight_specs, whole_shapes
+from realgraph.runtime.parallel.exchange import WeightPart
+from realgraph.runtime.parallel.experts.block import join_experts, shard_experts
+from realgraph.runtime.parallel.experts.routing import load_metrics, record_of
+from realgraph.runtime.parallel.groups import LayoutRanks, shard
+from realgraph.runtime.parallel.pipeline.stage import cut_stages
+from realgraph.runtime.parallel.tensor.network import cut_network
+from realgraph.runtime.parallel.tensor.pieces import cut_of, shard_of
 from realgraph.runtime.train import files as train_files
-from realgraph.runtime.train.files import Contents, HostSnapshot
+from realgraph.runtime.train.files import HostSnapshot
 from realgraph.runtime.train.optimizer import Adam, LossScale, Masters, lr_factor
 from realgraph.runtime.train.passes import Aim, ModelPasses, PassTotals, StepShare, numerics_error
+from realgraph.runtime.train.recompute import recomputing
 from realgraph.runtime.wire.protocol import Mean, Metric
 
 FIRST_LOSS_SCALE = 2.0**16  # of float16 losses
@@ -34,11 +45,14 @@ FIRST_LOSS_SCALE = 2.0**16  # of float16 losses
 class TorchTrainEngine:
     """Implements `engine.TrainEngine`. Frozen roles (no optimizer) infer, and take weights or averages of them.
 
-    Metrics of `train`: each rank returns its share, and shares merge (`protocol.merge`) to the truth; what all ranks
-    know alike (loss, grad_norm, lr, optimizer_steps) comes from rank 0 alone.
+    Metrics of `train`: each data-parallel rank's head worker returns the rank's share, and shares merge
+    (`protocol.merge`) to the truth; what all workers know alike (loss, grad_norm, lr, optimizer_steps) comes from one
+    alone.
     """
 
-    def __init__(self, role: ModelRole, model: PackedModel, ranks: Ranks, settings: TrainSettings) -> None:
+    def __init__(
+        self, role: ModelRole, model: PackedModel, layout: Layout, ranks: LayoutRanks, settings: TrainSettings
+    ) -> None:
         self.version = 0
         self.role = role
         self.model = model
@@ -47,7 +61,8 @@ class TorchTrainEngine:
         self.optimizer_steps = 0
         self.gate_passed = False
         self.passes = ModelPasses(role, model, ranks, settings)
-        self.sharded = self.passes.sharded
+        # no worker has all of it
+        self.divided = self.passes.sharded or bool(cut_of(model.network).by_name) or self.passes.pipe is not None
         self.dtype = DTYPES[role.dtype]
         self.masters: Masters | None = None
         self.adam: Adam | None = None
@@ -60,9 +75,8 @@ class TorchTrainEngine:
             self.adam = Adam(self.masters, settings.optimizer)
             if self.dtype == torch.float16:
                 self.scale = LossScale(FIRST_LOSS_SCALE, dynamic=True)
-            if role.gradient_checkpointing:
-                how = {"use_reentrant": False, "preserve_rng_state": False}
-                model.network.activation_checkpointing_enable(how)
+        place = layout, layout.mesh.first + ranks.mesh.rank
+        self.contents = train_files.contents_of(model, place, self.dtype, self.masters, self.adam)
 
     def inference(self, batch: Packed, output: Literal["logprobs", "values", "scores"], temperature: float) -> Tensor:
         """[T] for logprobs and values, [N] for scores; float32, on the CPU, in the batch's order."""
@@ -70,24 +84,28 @@ class TorchTrainEngine:
 
     # --- training -----------------------------------------------------------------------------------------------------
 
-    def train(self, call: Train, minibatches: Sequence[Packed]) -> dict[str, Metric]:
+    def train(
+        self, call: Train, minibatches: Sequence[Packed], recompute: Recompute | None = None
+    ) -> dict[str, Metric]:
         """One optimizer step a mini-batch; those of all epochs come at once. Raises NumericsError or LogprobGap before
-        the step that is to blame.
+        the step that is to blame. recompute: in the backward passes; None: as the role says.
 
         Besides the loss's own metrics: loss, grad_norm, lr, optimizer_steps, n_tokens (of the batch), skipped (share of
         samples left out as idle), overdue (share of sampled tokens over the age bound), logprob_gap (at the first
         mini-batch, before its step), empty_steps (optimizer steps that were not taken, as nothing had a part in their
-        loss; only where there are any), entropy (over the first micro-batch of each step, on each rank) and, in
-        float16, loss_scale.
+        loss; only where there are any), entropy (over the first micro-batch of each step, on each rank), of experts
+        load_imbalance and router_entropy (over all tokens of a step, a common beginning that is computed once counted
+        once; see `load_metrics`) and, in float16, loss_scale.
         """
         parts = self.passes.parts(call.loss, minibatches, self.version)
         if losses.needs(call.loss).proximal and len(parts) > 1:
             parts = self.passes.with_proximal(parts, call.temperature)
         tally = PassTotals()
-        for step, part in enumerate(parts):
-            tally.add(self._step(call, part, first=step == 0))
+        with recomputing(self.model.network, recompute or ("full" if self.role.gradient_checkpointing else "none")):
+            for step, part in enumerate(parts):
+                tally.add(self._step(call, part, first=step == 0))
         self.version += 1
-        return {**tally.metrics, **self._counts(parts, call.epochs)}
+        return {**tally.metrics, **self._counts(parts, call.epochs)} if self.ranks.heads else {}
 
     def _step(self, call: Train, part: StepShare, *, first: bool) -> dict[str, Metric]:
         """One optimizer step. In float16 an overflow halves the loss scale and does the passes again."""
@@ -95,15 +113,17 @@ class TorchTrainEngine:
         if adam is None or self.settings.optimizer is None:
             raise ValueError("this engine's role is frozen: it was opened without an optimizer")
         if part.empty:
-            lead = 1.0 if self.ranks.rank == 0 else 0.0
+            lead = 1.0 if self.ranks.leads else 0.0
             return {"loss": Mean(0.0, lead), "grad_norm": Mean(0.0, lead)}
         while True:
             aim = Aim(call, self.scale.value, self.version if first else None)
             tally = self.passes.accumulate(aim, part, adam.masters)
             gap = tally.gap
-            sums = self.ranks.add(torch.tensor([tally.loss, gap.total, gap.weight], dtype=torch.float64))
+            told = torch.tensor([tally.loss, gap.total, gap.weight], dtype=torch.float64)
+            own = told if self.ranks.heads else torch.zeros_like(told)  # what all of a data-parallel rank know alike
+            sums = self.ranks.mesh.add(torch.cat([own, tally.expert_load]))
             loss = sums[0]
-            self._gate(call, Mean(*sums[1:].tolist()))
+            self._gate(call, Mean(*sums[1:3].tolist()))
             norm = self.passes.reduce(adam.masters, 1.0 / self.scale.value)
             if bool(loss.isfinite()) and bool(norm.isfinite()):
                 break
@@ -117,8 +137,10 @@ class TorchTrainEngine:
         adam.step(lr)
         self.optimizer_steps += 1
         self.scale.succeeded()
-        if self.ranks.rank == 0:
-            tally.add({"loss": Mean(float(loss)), "grad_norm": Mean(float(norm)), "lr": Mean(lr)})
+        if self.ranks.leads:
+            known = {"loss": float(loss), "grad_norm": float(norm), "lr": lr}
+            known |= load_metrics(sums[3:], record_of(self.model.network))
+            tally.add({name: Mean(value) for name, value in known.items()})
         return tally.metrics
 
     def _gate(self, call: Train, gap: Mean) -> None:
@@ -138,7 +160,7 @@ class TorchTrainEngine:
 
     def _counts(self, parts: Sequence[StepShare], epochs: int) -> dict[str, Metric]:
         """This rank's share of what is known without a pass."""
-        lead = 1.0 if self.ranks.rank == 0 else 0.0
+        lead = 1.0 if self.ranks.leads else 0.0
         n_tokens, n_samples, n_sampled, n_fresh = (
             sum(column) for column in zip(*(p.sizes for p in parts), strict=True)
         )
@@ -174,7 +196,7 @@ class TorchTrainEngine:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def weights(self) -> Weights:
-        """Full tensors of the role's dtype by their Hugging Face names, in a fixed order. Collective where sharded."""
+        """Full tensors of the role's dtype by their Hugging Face names, in a fixed order. Collective where divided."""
         return full_tensors(self.model.network, self.dtype)
 
     def weight_specs(self) -> tuple[WeightSpec, ...]:
@@ -183,38 +205,65 @@ class TorchTrainEngine:
 
     def shared_weights(self) -> SharedWeights:
         """See TrainEngine. Everything here changes parameters in place, so that who shares them sees each change."""
-        if self.sharded or self.model.source is None:
+        if self.passes.sharded or self.model.source is None:
             raise ValueError("sharded weights, or such of no folder, can't be read in place")
         named = self.model.network.named_parameters()
         return SharedWeights(self.model.source, {name: parameter.detach() for name, parameter in named})
 
-    def load_weights(self, weights: Weights, version: int) -> None:
-        """Take weights in place; moments stay. Raises ValueError for another set of names or shapes."""
-        take_weights(self.model.network, weights, lambda own, new: own.copy_(new))
+    @contextmanager
+    def held_parts(self) -> Iterator[Mapping[str, WeightPart]]:
+        """See TrainEngine."""
+        yield self.contents.weights
+
+    def load_weights(self, parts: Parts, version: int) -> None:
+        """Take weights in place; moments stay. Raises ValueError for parts that are missing or have no place."""
+        self._reshard()
+        take_weights(self.model.network, parts, lambda own, new: own.copy_(new))
         if self.masters is not None:
             self.masters.refresh()
         self.version = version
 
-    def average_weights(self, weights: Weights, rate: float, version: int) -> None:
+    def average_weights(self, parts: Parts, rate: float, version: int) -> None:
         """Move weights towards others: own + rate x (other - own), in the masters' precision (a reference's EMA)."""
         if self.masters is None:
             raise ValueError("this role was opened without `ema_rate`")
         masters = dict(zip(self.masters.names, self.masters.tensors, strict=True))
-        take_weights(self.model.network, weights, lambda own, new: own.lerp_(new.to(own), rate), masters)
+        self._reshard()
+        take_weights(self.model.network, parts, lambda own, new: own.lerp_(new.to(own), rate), masters)
         self.masters.publish()
         self.version = version
 
-    def save(self, folder: Path) -> None:
-        """Write `folder` as `train_files` says; collective, rank 0 writes. Raises OSError on all ranks."""
-        train_files.save(self._contents(), self._counters(), folder)
+    def state_tensors(self) -> list[Tensor]:
+        """This rank's part of the weights, masters and moments: all tensors that outlive a call."""
+        self._reshard()
+        own = [shard_of(parameter) for parameter in self.model.network.parameters()]
+        if self.masters is not None:
+            own += self.masters.tensors
+        if self.adam is not None:
+            own += self.adam.moments()
+        return own
 
-    def snapshot(self) -> HostSnapshot | None:
-        """A copy of the state in host memory; None where the layout shards it, so that one rank can't have it whole."""
-        return None if self.passes.sharded else train_files.snapshot(self._contents(), self._counters())
+    def scratch_tensors(self) -> list[Tensor]:
+        """Tensors that are written anew in each call: gradients."""
+        return [self.masters.flat] if self.masters is not None else []
+
+    def _reshard(self) -> None:
+        """Free what a forward pass has left gathered: FSDP2 keeps the outermost parameters for a backward pass."""
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()
+
+    def save(self, folder: Path) -> None:
+        """Write this worker's share of `folder`, as `train_files` says. Raises OSError."""
+        train_files.save(self.contents, self._counters(), folder)
+
+    def snapshot(self) -> HostSnapshot:
+        """See TrainEngine."""
+        return train_files.snapshot(self.contents, self._counters())
 
     def load(self, folder: Path) -> None:
         """Take back what `save` wrote, bit for bit, under any layout."""
-        counters = train_files.load(self._contents(), folder)
+        self._reshard()
+        counters = train_files.load(self.contents, folder)
         self.version, self.optimizer_steps = counters.version, counters.optimizer_steps
         self.scale.value, self.scale.good_steps = counters.loss_scale, counters.good_steps
         self.gate_passed = self.gate_passed or counters.gate_passed
@@ -222,9 +271,6 @@ class TorchTrainEngine:
     def _counters(self) -> Counters:
         scale = self.scale
         return Counters(self.version, self.optimizer_steps, scale.value, scale.good_steps, self.gate_passed)
-
-    def _contents(self) -> Contents:
-        return Contents(self.model, self.ranks, self.dtype, self.masters, self.adam)
 
 
 def master_dtype(role: ModelRole) -> torch.dtype:
@@ -235,29 +281,54 @@ def master_dtype(role: ModelRole) -> torch.dtype:
     return torch.float64 if role.dtype == "float64" else torch.float32
 
 
-def open_engine(role: ModelRole, path: str, layout: Layout, ranks: Ranks, settings: TrainSettings) -> TorchTrainEngine:
-    """Build a role's model from `path`, shard it by `layout`, and put an engine round it. Collective over `ranks`.
+def open_engine(
+    role: ModelRole, path: str, layout: Layout, ranks: LayoutRanks, settings: TrainSettings
+) -> TorchTrainEngine:
+    """Build a role's model from `path`, cut and shard it by `layout`, and put an engine round it. Collective.
 
-    Raises ConfigError for what this engine can't do (`check_layout`) and for files it can't take (`models.build`).
+    Raises ConfigError for what this engine can't do (`check_support`) and for files it can't take (`models.build`).
     """
-    check_layout(layout)
+    check_support(role, layout)
     master = master_dtype(role)
-    fsdp = layout.sharding == "fsdp" and ranks.size > 1
+    fsdp = layout.sharding == "fsdp" and ranks.copies.size > 1
     has_masters = settings.optimizer is not None or role.ema_rate is not None
 
     def cut_up(model: PackedModel) -> None:
-        compute = DTYPES[role.dtype]
-        shard(model, model.network.model.layers, ranks, (compute, master if has_masters else compute))
+        shapes = whole_shapes(model.network)
+        if ranks.tp.size > 1 or ranks.ep.size > 1:
+            cut_network(model.network, model.head, ranks.tp, ranks.ep)
+            join_experts(model.network, ranks.ep)
+        if ranks.pp.size > 1:
+            cut_stages(model.network, layer_stages(model, layout), ranks.pp, shapes)
+        if fsdp:
+            compute = DTYPES[role.dtype]
+            dtypes = (compute, master if has_masters else compute)
+            left_out = shard_experts(model.network, ranks.expert_copies, dtypes)
+            shard(model, model.network.model.layers, ranks.copies, dtypes, left_out)
 
     dtype = master if fsdp and has_masters else None
-    start = Start(ranks.device, dtype, shard=cut_up if fsdp else None)
-    return TorchTrainEngine(role, build(role, path, start), ranks, settings)
+    model = build(role, path, Start(ranks.device, dtype, shard=cut_up))
+    model.context = ranks.cp if ranks.cp.size > 1 else None
+    return TorchTrainEngine(role, model, layout, ranks, settings)
 
 
-def check_layout(layout: Layout) -> None:
-    """Raises ConfigError for axes of parallelism that this engine does not have."""
+def layer_stages(model: PackedModel, layout: Layout) -> Stages:
+    """The layers of each stage and chunk of a layout. Raises ConfigError for stages that the model can't lie on."""
+    spec = spec_from_config(model.config.to_dict(), Where())
+    stages = stages_of(spec, model.head, layout)
+    if fault := stages_fault(stages, spec.layers, layout.pp, len(stages[0])):
+        raise ConfigError([Problem(Where(path="$.layout.stages"), fault, "take the stages of the plan", "layout")])
+    return stages
+
+
+def check_support(role: ModelRole, layout: Layout) -> None:
+    """Raises ConfigError for axes of parallelism and for dtypes that this engine does not have."""
+    if role.dtype not in TORCH.dtypes:
+        text = f"the train engine does not compute in {role.dtype}"
+        raise ConfigError([Problem(Where(path="$.models"), text, f"set dtype to {' or '.join(TORCH.dtypes)}", "dtype")])
     axes: tuple[Axis, ...] = ("tp", "pp", "ep", "cp")
     for axis in axes:
         if getattr(layout, axis) != 1 and axis not in TORCH.axes:
-            text = f"the train engine has data parallelism only; the layout asks for {axis} = {getattr(layout, axis)}"
+            asked = f"the layout asks for {axis} = {getattr(layout, axis)}"
+            text = f"the train engine has {axes_text(TORCH.axes)} only; {asked}"
             raise ConfigError([Problem(Where(path=f"$.layout.{axis}"), text, f"set {axis} to 1", "layout")])

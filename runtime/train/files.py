@@ -4,32 +4,38 @@
     optimizer*.safetensors    exp_avg.<name>, exp_avg_sq.<name>; master.<name> where masters are wider than the model
     train_state.json          counters
 
-Everything is whole tensors by name, so that what one layout wrote another one loads. Making a folder appear at once is
-the caller's part (write beside, then rename); every file is synced here.
+Everything is whole tensors by name, so that what one layout wrote another one loads. Each worker of the layout reads
+its own parts and writes its share of them, without a word of the others. Making a folder appear at once, when all have
+written, is the caller's part (write beside, then rename); every file is synced here.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
 
+from realgraph.graphs.errors import Where
+from realgraph.planner.inputs.model_spec import spec_from_config
+from realgraph.planner.plan.layout import Layout
+from realgraph.runtime.engine import LostPart, WeightSpec
+from realgraph.runtime.job.run_folder import fsync_path
 from realgraph.runtime.models.checkpoint_files import (
     CheckpointTarget,
     Reader,
     TensorEntry,
     copy_file,
-    sync_folder,
-    write,
     write_json,
+    write_parts,
 )
 from realgraph.runtime.models.models import PackedModel
 from realgraph.runtime.models.train_state import STATE, Counters, read_counters
-from realgraph.runtime.models.weights import COPIED, full_tensors, read_into
-from realgraph.runtime.parallel.groups import CollectiveError, Ranks
+from realgraph.runtime.models.weights import COPIED, held_parts, read_into, weight_specs
+from realgraph.runtime.parallel.cuts import Box
+from realgraph.runtime.parallel.exchange import WeightPart, layout_boxes
+from realgraph.runtime.parallel.routes import Gap
+from realgraph.runtime.parallel.shares import Shares, shares
 from realgraph.runtime.train.optimizer import MOMENT_NAMES, Adam, Masters
 
 OPTIMIZER = "optimizer"
@@ -37,103 +43,139 @@ OPTIMIZER = "optimizer"
 
 @dataclass(frozen=True)
 class Contents:
-    """The tensors of one engine. dtype: of the saved weights, the role's."""
+    """The state of one engine on one worker: its parts of all tensors, live. They stay where they are, whatever an
+    engine's passes gather, so that any thread may read them while nothing trains.
+
+    specs: of the whole model, in the order of its files, with the dtype that is saved. weights: by name. states: those
+    that are saved beside the weights, by their kind and by the weights' names.
+    """
 
     model: PackedModel
-    ranks: Ranks
-    dtype: torch.dtype
+    layout: Layout
+    worker: int
+    specs: Sequence[WeightSpec]
+    weights: Mapping[str, WeightPart]
+    states: Mapping[str, Mapping[str, WeightPart]]
     masters: Masters | None
     adam: Adam | None
+    _shares: dict[tuple[int, ...], Shares] = field(default_factory=dict)  # by writers
 
     @property
-    def wide(self) -> bool:
-        """True where the masters hold more than the saved weights do."""
-        return self.masters is not None and self.masters.dtype != self.dtype
+    def dtype(self) -> torch.dtype:
+        """The dtype of the saved weights, the role's."""
+        return self.specs[0].dtype
+
+    @property
+    def parts(self) -> list[tuple[str, WeightPart]]:
+        """All of it: the kind of state, '' for weights, and the part."""
+        return [(kind, part) for kind, held in {"": self.weights, **self.states}.items() for part in held.values()]
+
+    def share(self, writers: Sequence[int]) -> Mapping[str, Sequence[Box]]:
+        """The boxes of each weight that this worker writes, where of the layout's workers only `writers` are left.
+
+        Raises LostPart for a part that none of them has.
+        """
+        chosen = tuple(sorted(set(writers).intersection(self.layout.mesh.devices)))
+        if chosen not in self._shares:
+            shapes = {spec.name: spec.shape for spec in self.specs}
+            model = (spec_from_config(self.model.config.to_dict(), Where()), self.model.head)
+            held = layout_boxes(shapes, self.layout, model)
+            try:
+                self._shares[chosen] = shares({worker: held[worker] for worker in chosen}, shapes)
+            except Gap as error:
+                raise LostPart(str(error)) from None
+        return self._shares[chosen][self.worker]
 
 
-class PeerWriteError(OSError, CollectiveError):
-    """The rank that writes could not: its own error says why."""
+def contents_of(
+    model: PackedModel, place: tuple[Layout, int], dtype: torch.dtype, masters: Masters | None, adam: Adam | None
+) -> Contents:
+    """The state of an engine that was just opened. place: its layout and its worker. dtype: of the saved weights."""
+    network = model.network
+    states = {}
+    if masters is not None:
+        kinds = {moment: adam.moments_of(moment) for moment in MOMENT_NAMES} if adam is not None else {}
+        if masters.dtype != dtype:  # they hold more than the saved weights do
+            kinds["master"] = masters.tensors
+        states = {
+            kind: held_parts(network, dict(zip(masters.names, tensors, strict=True))) for kind, tensors in kinds.items()
+        }
+    return Contents(model, *place, weight_specs(network, dtype), held_parts(network), states, masters, adam)
 
 
 def save(contents: Contents, counters: Counters, folder: Path) -> None:
-    """Write a checkpoint; collective. Rank 0 writes; where it can't, every rank raises OSError."""
-    steps: list[tuple[Iterable[Any], Callable[[Iterator[Any]], None]]] = [
-        (full_tensors(contents.model.network, contents.dtype), lambda found: _write_model(contents, found, folder))
-    ]
-    if contents.adam is not None or contents.wide:
-        entries = _state_entries(contents)
-        steps.append(
-            (_state_tensors(contents), lambda found: write(CheckpointTarget(folder, OPTIMIZER), entries, found))
-        )
-    problem: OSError | None = None
-    for tensors, task in steps:
-        problem = _drain(tensors, task if contents.ranks.rank == 0 and problem is None else None) or problem
-    if contents.ranks.rank == 0 and problem is None:
-        try:
-            write_json(folder / STATE, msgspec.to_builtins(counters))
-            sync_folder(folder)
-        except OSError as error:
-            problem = error
-    failed = contents.ranks.add(torch.tensor([float(problem is not None)]))
-    if problem is not None:
-        raise problem
-    if failed.item():
-        raise PeerWriteError(f"rank 0 could not write {folder}")
+    """Write this worker's share of a checkpoint; all workers of the layout do. Raises OSError."""
+    _write(contents, counters, contents.parts, (folder, contents.layout.mesh.devices))
 
 
 @dataclass(frozen=True)
 class HostSnapshot:
-    """A whole trained state in host memory, apart from the engine's own: what a rescue writes after a failure."""
+    """One worker's part of a trained state in host memory, apart from the engine's own: what a rescue writes after a
+    failure."""
 
     contents: Contents
     counters: Counters
-    weights: tuple[tuple[str, Tensor], ...]
-    state: tuple[tuple[str, Tensor], ...]
+    parts: Sequence[tuple[str, WeightPart]]
 
     @property
     def version(self) -> int:
+        """See Snapshot."""
         return self.counters.version
 
-    def write(self, folder: Path) -> None:
-        """Write what `save` would have written. From any thread; not collective. Raises OSError."""
-        _write_model(self.contents, iter(self.weights), folder)
-        if self.state:
-            write(CheckpointTarget(folder, OPTIMIZER), _state_entries(self.contents), iter(self.state))
-        write_json(folder / STATE, msgspec.to_builtins(self.counters))
-        sync_folder(folder)
+    def write(self, folder: Path, writers: Sequence[int]) -> None:
+        """See Snapshot."""
+        _write(self.contents, self.counters, self.parts, (folder, writers))
 
 
 @torch.no_grad()
 def snapshot(contents: Contents, counters: Counters) -> HostSnapshot:
-    """Copy the state of an engine whose layout does not shard."""
-    has_state = contents.adam is not None or contents.wide
-    weights = full_tensors(contents.model.network, contents.dtype)
-    state = _state_tensors(contents) if has_state else iter(())
-    copy = [tuple((name, tensor.detach().to("cpu", copy=True)) for name, tensor in part) for part in (weights, state)]
-    return HostSnapshot(contents, counters, copy[0], copy[1])
+    """Copy an engine's state, in the dtypes in which it is saved."""
+    parts = [
+        (kind, part._replace(values=part.values.detach().to("cpu", None if kind else contents.dtype, copy=True)))
+        for kind, part in contents.parts
+    ]
+    return HostSnapshot(contents, counters, parts)
 
 
-def _drain(tensors: Iterable[Any], task: Callable[[Iterator[Any]], None] | None) -> OSError | None:
-    """Run `task` over the tensors and go through what it leaves: gathering them is collective."""
-    source = iter(tensors)
-    problem: OSError | None = None
-    if task is not None:
-        try:
-            task(source)
-        except OSError as error:
-            problem = error
-    for _ in source:
-        pass
-    return problem
-
-
-def _write_model(contents: Contents, tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:
-    """The Hugging Face part of a checkpoint."""
+@torch.no_grad()
+def _write(
+    contents: Contents, counters: Counters, parts: Sequence[tuple[str, WeightPart]], to: tuple[Path, Sequence[int]]
+) -> None:
+    """Write this worker's share of `parts`, all that it holds. to: the folder, and the workers that are left."""
+    folder, writers = to
+    share = contents.share(writers)
+    leads = contents.worker == min(set(writers).intersection(contents.layout.mesh.devices))
     folder.mkdir(parents=True, exist_ok=True)
+    dtypes = {kind: next(iter(held.values())).values.dtype for kind, held in contents.states.items()}
+    stems = {"model": {"": contents.dtype}, **({OPTIMIZER: dtypes} if dtypes else {})}
+    for stem, kinds in stems.items():
+        entries = [
+            TensorEntry(_saved_name(kind, spec.name), dtype, spec.shape)
+            for kind, dtype in kinds.items()
+            for spec in contents.specs
+        ]
+        own = _chosen((each for each in parts if each[0] in kinds), share)
+        write_parts(CheckpointTarget(folder, stem), entries, own, leads=leads)
+    if leads:
+        _write_rest(contents, counters, folder)
+    fsync_path(folder)
+
+
+def _saved_name(kind: str, name: str) -> str:
+    """The name of a state of the weight `name` in the files; kind '' is the weight itself."""
+    return f"{kind}.{name}" if kind else name
+
+
+def _chosen(parts: Iterable[tuple[str, WeightPart]], share: Mapping[str, Sequence[Box]]) -> Iterator[WeightPart]:
+    """The boxes of the parts that are in the share, by their names in the files."""
+    for kind, part in parts:
+        for box in share.get(part.name, ()):
+            yield WeightPart(_saved_name(kind, part.name), box, part.values[box.within(part.box).slices])
+
+
+def _write_rest(contents: Contents, counters: Counters, folder: Path) -> None:
+    """Write the files of a checkpoint that hold no tensors."""
     model = contents.model
-    named = model.network.named_parameters()
-    entries = [TensorEntry(name, contents.dtype, tuple(parameter.shape)) for name, parameter in named]
-    write(CheckpointTarget(folder, "model"), entries, tensors)
     config = model.config.to_diff_dict()
     config["dtype"] = str(contents.dtype).removeprefix("torch.")
     write_json(folder / "config.json", config)
@@ -141,35 +183,12 @@ def _write_model(contents: Contents, tensors: Iterator[tuple[str, Tensor]], fold
         for name in COPIED:
             if (model.source / name).is_file():
                 copy_file(model.source / name, folder / name)
-
-
-def _state_entries(contents: Contents) -> Sequence[TensorEntry]:
-    masters = contents.masters
-    assert masters is not None
-    prefixes = (*(MOMENT_NAMES if contents.adam else ()), *(("master",) if contents.wide else ()))
-    return [
-        TensorEntry(f"{prefix}.{name}", masters.dtype, tuple(parameter.shape))
-        for prefix in prefixes
-        for name, parameter in zip(masters.names, masters.parameters, strict=True)
-    ]
-
-
-def _state_tensors(contents: Contents) -> Iterator[tuple[str, Tensor]]:
-    """In the order of `_state_entries`; collective where sharded."""
-    masters, adam = contents.masters, contents.adam
-    assert masters is not None
-    for moment in MOMENT_NAMES if adam is not None else ():
-        for i, name in enumerate(masters.names):
-            assert adam is not None
-            yield f"{moment}.{name}", masters.whole(i, adam.moment(i, moment))
-    if contents.wide:
-        for i, name in enumerate(masters.names):
-            yield f"master.{name}", masters.whole(i, masters.tensors[i])
+    write_json(folder / STATE, msgspec.to_builtins(counters))
 
 
 @torch.no_grad()
 def load(contents: Contents, folder: Path) -> Counters:
-    """Read a checkpoint into an engine of any layout; every rank reads its own part.
+    """Read a checkpoint into an engine of any layout; every rank reads its own parts.
 
     Raises FileNotFoundError, or ValueError for one of another format or without the optimizer state that is needed.
     """
@@ -179,19 +198,16 @@ def load(contents: Contents, folder: Path) -> Counters:
     if masters is None:
         return counters
     masters.refresh()
-    if adam is None and not contents.wide:
+    if not contents.states:
         return counters
     with Reader(folder, OPTIMIZER) as reader:
-        for i, name in enumerate(masters.names):
-            part = masters.part(i)
-            needed = [f"{prefix}.{name}" for prefix in (MOMENT_NAMES if adam else ())]
-            needed += [f"master.{name}"] if contents.wide else []
-            if not reader.names.issuperset(needed):
-                raise ValueError(f"{folder} lacks {sorted(set(needed) - reader.names)[0]!r}: was it another dtype?")
-            if adam is not None:
-                moments = {moment: reader.part(f"{moment}.{name}", part) for moment in MOMENT_NAMES}
-                adam.restore(i, moments, counters.optimizer_steps)
-            if contents.wide:
-                masters.tensors[i].copy_(reader.part(f"master.{name}", part))
+        for kind, parts in contents.states.items():
+            for name, part in parts.items():
+                saved = _saved_name(kind, name)
+                if saved not in reader.names:
+                    raise ValueError(f"{folder} lacks {saved!r}: was it another dtype?")
+                reader.read(saved, part)
+    if adam is not None:
+        adam.set_steps(counters.optimizer_steps)
     masters.publish()
     return counters

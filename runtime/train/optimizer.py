@@ -2,13 +2,16 @@
 
 import math
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from realgraph.graphs.spec import Optimizer
-from realgraph.runtime.models.weights import own_part
+from realgraph.runtime.parallel.pipeline.stage import stage_of
+from realgraph.runtime.parallel.tensor.pieces import cut_of, shard_of
 
 MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 
@@ -25,8 +28,10 @@ class Masters:
         self.dtype = dtype
         self.names = list(named)
         self.parameters = list(named.values())
+        self.cut = cut_of(model)
+        self.stage = stage_of(model)
         self.sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters)
-        self._own = [own_part(parameter)[0] for parameter in self.parameters]
+        self._own = [shard_of(parameter) for parameter in self.parameters]
         self.separate = any(own.dtype != dtype for own in self._own)
         self.tensors = [own.to(dtype, copy=True) for own in self._own] if self.separate else self._own
         self.flat = torch.zeros(0, dtype=dtype)
@@ -56,10 +61,43 @@ class Masters:
         if not self.separate and not self.sharded:
             return
         for parameter, grad in zip(self.parameters, self._grads, strict=True):
-            found = parameter.grad
-            if found is not None:
-                grad.add_(found._local_tensor if isinstance(found, DTensor) else found)
+            fresh = parameter.grad
+            if fresh is not None:
+                grad.add_(fresh._local_tensor if isinstance(fresh, DTensor) else fresh)
                 parameter.grad = None
+
+    @torch.no_grad()
+    def sum_copies(self) -> None:
+        """Sum the gradients of what several tensor-parallel ranks, or two stages, hold; once a step, after all passes.
+        Collective."""
+        grads = dict(zip(self.names, self._grads, strict=True))
+        if self.cut.by_name:
+            self.cut.sum_copies(grads)
+        if self.stage is not None:
+            self.stage.sum_tied(grads)
+
+    def counted(self) -> list[Tensor]:
+        """The gradients, flat, that this rank counts where all ranks that share a copy of the model count each once;
+        none of experts that are spread."""
+        cut, stage = self.cut, self.stage
+        if not cut.by_name and stage is None:
+            return [self.flat]
+        return [
+            grad.view(-1)
+            for name, grad in zip(self.names, self._grads, strict=True)
+            if name not in cut.apart and cut.owns(name) and (stage is None or stage.owns(name))
+        ]
+
+    def runs(self, *, apart: bool) -> list[Tensor]:
+        """The flat gradients of neighbouring parameters, of experts that are spread or of all others."""
+        if not self.cut.apart:
+            return [] if apart else [self.flat]
+        kinds = [name in self.cut.apart for name in self.names]
+        sizes = [
+            sum(grad.numel() for _, grad in run)
+            for _, run in groupby(zip(kinds, self._grads, strict=True), itemgetter(0))
+        ]
+        return [run for i, run in enumerate(torch.split(self.flat, sizes)) if (i % 2 == 0) == (apart == kinds[0])]
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -76,10 +114,11 @@ class Masters:
                 master.copy_(own)
 
     def whole(self, index: int, local: Tensor) -> Tensor:
-        """The full tensor of what this rank holds `local` of, laid out as parameter `index`. Collective if sharded."""
-        parameter = self.parameters[index]
+        """The full tensor of what this rank holds `local` of, laid out as parameter `index`. Collective if sharded or
+        cut."""
+        parameter, name = self.parameters[index], self.names[index]
         if not isinstance(parameter, DTensor):
-            return local
+            return self.cut.whole(name, local)
         spread = DTensor.from_local(
             local,
             parameter.device_mesh,
@@ -88,11 +127,7 @@ class Masters:
             shape=parameter.shape,
             stride=parameter.stride(),
         )
-        return spread.full_tensor()
-
-    def part(self, index: int) -> tuple[slice, ...]:
-        """Which part of the full tensor of parameter `index` this rank holds."""
-        return own_part(self.parameters[index])[1]
+        return self.cut.whole(name, spread.full_tensor())
 
 
 class Adam:
@@ -109,6 +144,9 @@ class Adam:
             weight_decay=settings.weight_decay,
             fused=True,
         )
+        for master in masters.tensors:
+            steps = torch.zeros((), dtype=torch.float32, device=master.device)
+            self._adam.state[master] = {"step": steps, **{name: torch.zeros_like(master) for name in MOMENT_NAMES}}
 
     def step(self, lr: float) -> None:
         """One update from the gradients in the flat buffer."""
@@ -117,19 +155,18 @@ class Adam:
         self._adam.step()
         self.masters.publish()
 
-    def moment(self, index: int, name: str) -> Tensor:
-        """A moment of parameter `index`, this rank's part; zeros before the first step."""
-        master = self.masters.tensors[index]
-        state = self._adam.state[master]
-        return state[name] if state else torch.zeros_like(master)
+    def moments(self) -> list[Tensor]:
+        """All moments, this rank's part."""
+        return [moment for name in MOMENT_NAMES for moment in self.moments_of(name)]
 
-    def restore(self, index: int, moments: dict[str, Tensor], steps: int) -> None:
-        """Set the moments (this rank's part) and the step count of parameter `index`."""
-        master = self.masters.tensors[index]
-        state = self._adam.state[master]
-        state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=master.device)
-        for name in MOMENT_NAMES:
-            state[name] = moments[name].to(master, copy=True)
+    def moments_of(self, name: str) -> list[Tensor]:
+        """This rank's part of one moment of every parameter, in the masters' order."""
+        return [self._adam.state[master][name] for master in self.masters.tensors]
+
+    def set_steps(self, steps: int) -> None:
+        """The steps that the moments, which were given other values, come from."""
+        for master in self.masters.tensors:
+            self._adam.state[master]["step"].fill_(steps)
 
 
 def lr_factor(step: int, settings: Optimizer, total_steps: int) -> float:

@@ -1,7 +1,10 @@
 """Forward and backward passes of one role on one rank: cuts, denominators, accumulation, reduction. Takes no decision.
 
-Losses carry global denominators, so gradients only ever add: over micro-batches here, over ranks in one flat all-reduce
-(replicated) or in FSDP's reduce-scatter.
+Losses carry global denominators, so gradients only ever add: over micro-batches here, over data-parallel and
+context-parallel ranks in one flat all-reduce (replicated) or in FSDP's reduce-scatter. Tensor-parallel and
+context-parallel ranks make the same passes over the same samples, and know the same losses; of pipeline stages the last
+one alone has outputs and losses. The plan's tokens of a micro-batch are those of a device: a context-parallel group
+takes as many times more at once.
 """
 
 import math
@@ -12,16 +15,20 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS, VERSIONS
 from realgraph.graphs.maths import Loss
 from realgraph.graphs.spec import ModelRole, Train
 from realgraph.runtime.algorithms import losses
 from realgraph.runtime.batch import Outputs, Packed
 from realgraph.runtime.engine import NumericsError, TrainSettings
-from realgraph.runtime.models.models import PackedModel, Wants
-from realgraph.runtime.parallel.groups import Ranks
+from realgraph.runtime.models.models import DTYPES, PackedModel, Wants
+from realgraph.runtime.parallel.experts.routing import record_of
+from realgraph.runtime.parallel.groups import LayoutRanks
+from realgraph.runtime.parallel.pipeline.stage import stage_of
 from realgraph.runtime.train.microbatch import cut, idle, rejoin, units
 from realgraph.runtime.train.optimizer import Masters
+from realgraph.runtime.train.staged import Judged, PackedMicroBatch, StagedModel
 from realgraph.runtime.wire.protocol import Mean, Metric, merge
 
 PROXIMAL_LOGPROBS = "proximal_logprobs"
@@ -54,17 +61,19 @@ class StepShare:
 
 @dataclass
 class PassTotals:
-    """The sums of one optimizer step's passes on this rank. blamed: samples with outputs that are not finite."""
+    """The sums of one optimizer step's passes on this rank. expert_load: [n] float64, see `RoutingRecord.load`; empty
+    for a model without experts. blamed: samples with outputs that are not finite."""
 
     loss: float = 0.0
+    expert_load: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
     metrics: dict[str, Metric] = field(default_factory=dict)
     blamed: tuple[int, ...] = ()
 
     @property
     def gap(self) -> Mean:
         """Between generator and trainer, of the tokens seen here."""
-        found = self.metrics.get("logprob_gap")
-        return found if isinstance(found, Mean) else Mean(0.0, 0.0)
+        gap = self.metrics.get("logprob_gap")
+        return gap if isinstance(gap, Mean) else Mean(0.0, 0.0)
 
     def add(self, metrics: Mapping[str, Metric]) -> None:
         """Merge metrics."""
@@ -90,12 +99,20 @@ class Aim:
 class ModelPasses:
     """A role's model on one rank, with its ranks and, where it is trained, its masters."""
 
-    def __init__(self, role: ModelRole, model: PackedModel, ranks: Ranks, settings: TrainSettings) -> None:
+    def __init__(self, role: ModelRole, model: PackedModel, ranks: LayoutRanks, settings: TrainSettings) -> None:
         self.role = role
         self.model = model
         self.ranks = ranks
         self.settings = settings
         self.sharded = isinstance(model, FSDPModule)
+        # data-parallel ranks make equal numbers of passes: each pass of one has collectives with the others
+        self.in_step = self.sharded or bool(ranks.tp.size * ranks.cp.size % ranks.ep.size)
+        limit = settings.max_tokens_per_microbatch
+        self._most_tokens = None if limit is None else limit * ranks.cp.size  # of a micro-batch
+        self.dtype = DTYPES[role.dtype]
+        stage = stage_of(model.network)
+        self.pipe = None if stage is None else stage.pipe
+        self.staged = None if stage is None else StagedModel(model, stage, self.dtype)
 
     @torch.no_grad()
     def inference(self, batch: Packed, wants: Wants) -> Tensor:
@@ -103,22 +120,35 @@ class ModelPasses:
 
         wants.where: [T] of the whole batch, or None.
         """
-        cuts = cut(batch, self.settings.max_tokens_per_microbatch)
-        n_passes = int(self.ranks.collect(torch.tensor([len(cuts)])).max()) if self.sharded else len(cuts)
-        values = []
+        cuts = cut(batch, self._most_tokens)
+        n_passes = int(self.ranks.dp.collect(torch.tensor([len(cuts)])).max()) if self.in_step else len(cuts)
         whole = batch if wants.where is None else replace(batch, mask=wants.where)
-        for samples in cuts:
-            part = whole.select(samples).to(self.ranks.device)
-            outputs = self.model.run(part, replace(wants, where=None if wants.where is None else part.mask))
-            values.append(_of(outputs, wants.output))
-        for _ in range(n_passes - len(cuts)):
-            self.model.run(self._dummy(), replace(wants, where=None))
-        if not values:
+        work = [self._microbatch(whole.select(samples), wants) for samples in cuts]
+        work += [PackedMicroBatch(self._dummy(), replace(wants, where=None), dummy=True)] * (n_passes - len(cuts))
+        found = self._outputs(work)
+        if not cuts:
             return torch.zeros(0, device=self.ranks.device)
-        return torch.cat(rejoin(cuts, values, None if wants.output == "scores" else batch.lengths))
+        values = [_of(outputs, wants.output) for outputs in found[: len(cuts)]]
+        if values:
+            joined = torch.cat(rejoin(cuts, values, None if wants.output == "scores" else batch.lengths))
+        else:
+            n, wide = batch.n_samples if wants.output == "scores" else batch.n_tokens, torch.float32
+            joined = torch.empty(n, dtype=torch.promote_types(self.dtype, wide), device=self.ranks.device)
+        return self.ranks.pp.broadcast(joined, self.ranks.pp.size - 1)
+
+    def _outputs(self, work: Sequence[PackedMicroBatch]) -> list[Outputs]:
+        """The outputs of all micro-batches; none on stages before the last."""
+        if self.staged is not None:
+            return self.staged.infer(work)
+        return [self.model.run(one.batch, one.wants) for one in work]
+
+    def _microbatch(self, batch: Packed, wants: Wants) -> PackedMicroBatch:
+        """On the device; of an output that is wanted of some tokens only, of those that the mask has."""
+        batch = batch.to(self.ranks.device)
+        return PackedMicroBatch(batch, wants if wants.where is None else replace(wants, where=batch.mask))
 
     def _dummy(self) -> Packed:
-        """Two tokens of no weight: a pass that only keeps a sharded model's collectives in step."""
+        """Two tokens of no weight: a pass that only keeps the collectives of data-parallel ranks in step."""
         zeros = torch.zeros(2, dtype=torch.int64, device=self.ranks.device)
         return Packed(zeros, (2,), zeros.bool())
 
@@ -128,7 +158,7 @@ class ModelPasses:
             raise ValueError("train was called without a mini-batch")
         drafts = [self._draft(loss, batch, version) for batch in minibatches]
         shares = [(float(draft.denominator), draft.n_counted, float(draft.n_passes)) for draft in drafts]
-        told = self.ranks.collect(torch.tensor(shares, dtype=torch.float64)).view(-1, len(drafts), 3)
+        told = self.ranks.dp.collect(torch.tensor(shares, dtype=torch.float64)).view(-1, len(drafts), 3)
         denominators, counted, passes = (
             told[:, :, 0].sum(0),
             told[:, :, 1].sum(0),
@@ -139,7 +169,7 @@ class ModelPasses:
                 draft,
                 denominator=denominators[i].to(self.ranks.device),
                 n_counted=float(counted[i]),
-                n_passes=int(passes[i]) if self.sharded else draft.n_passes,
+                n_passes=int(passes[i]) if self.in_step else draft.n_passes,
             )
             for i, draft in enumerate(drafts)
         ]
@@ -152,12 +182,13 @@ class ModelPasses:
         if self.settings.skip_idle and busy:
             busy = (~idle(loss, fresh)).nonzero().squeeze(-1).tolist()
         work = fresh if len(busy) == fresh.n_samples else fresh.select(busy)
-        cuts = cut(work, self.settings.max_tokens_per_microbatch, loss.needs_whole_groups)
+        cuts = cut(work, self._most_tokens, loss.needs_whole_groups)
         n_sampled, n_fresh = int(batch.mask.sum()), int(fresh.mask.sum())
         sizes = (batch.n_tokens, fresh.n_samples, n_sampled, n_fresh)
         left_out = float(share - losses.denominator(loss, work)) if work is not fresh else 0.0
         n_counted = fresh.n_samples if losses.needs(loss).scores else n_fresh
-        return StepShare(work, cuts, len(cuts), share, sizes, float(n_counted), left_out)
+        n_passes = len(cuts) if self.pipe is None else self.pipe.rounded(len(cuts))
+        return StepShare(work, cuts, n_passes, share, sizes, float(n_counted), left_out)
 
     def _fresh(self, loss: Loss, batch: Packed, version: int) -> Packed:
         """The batch without what is over the age bound: its tokens masked, or in a loss that compares whole samples of
@@ -190,45 +221,70 @@ class ModelPasses:
         )
         logprobs = self.inference(joined, Wants("logprobs", temperature, where=joined.mask))
         pieces = dict(zip(first, torch.split(logprobs, list(joined.lengths)), strict=True))
-        found = []
+        filled = []
         for i, part in enumerate(parts):
             own = [pieces[_identity(part.batch, i, at)] for at in range(part.batch.n_samples)]
             proximal = torch.cat([logprobs[:0], *own]).to(part.batch.tokens.device)
             keys = {**part.batch.token_keys, PROXIMAL_LOGPROBS: proximal}
-            found.append(replace(part, batch=replace(part.batch, token_keys=keys)))
-        return found
+            filled.append(replace(part, batch=replace(part.batch, token_keys=keys)))
+        return filled
 
     def accumulate(self, aim: Aim, part: StepShare, masters: Masters) -> PassTotals:
         """Forward and backward passes over this rank's micro-batches; gradients add up in the masters."""
-        tally = PassTotals()
+        record = record_of(self.model.network)
+        tally = PassTotals(expert_load=torch.zeros(record.n_numbers if record else 0, dtype=torch.float64))
         if part.idle:
             tally.add({f"{name}_loss": Mean(0.0, part.idle) for name in aim.call.loss.terms})
-        wants = self._wants(aim.call)
         masters.zero()
-        if self.role.gradient_checkpointing:
-            self.model.train()  # transformers recomputes layers in training mode only; it changes nothing else here
-        for at, samples in enumerate(part.cuts):
-            if at == 1 and wants.entropy == "detached":
-                wants = replace(wants, entropy="no")  # the first micro-batch is sample enough for a metric
-            batch = part.batch.select(samples).to(self.ranks.device)
-            outputs = self.model.run(batch, replace(wants, where=batch.mask))
+
+        def judge(one: PackedMicroBatch, outputs: Outputs) -> Judged:
+            if one.dummy:
+                return Judged(_of(outputs, one.wants.output).sum() * 0, lambda: None)
             loss, metrics = losses.evaluate(
-                aim.call.loss, batch, outputs, part.denominator, functions=self.settings.functions
+                aim.call.loss, one.batch, outputs, part.denominator, functions=self.settings.functions
             )
-            torch.autograd.backward(loss * aim.loss_scale)
+
+            def note() -> None:
+                tally.take(float(loss.detach()), one.batch, outputs)
+                tally.add({name: mean for name, mean in metrics.items() if name != "loss"})
+                tally.add(_observed(one.batch, outputs, aim.gap_version))
+
+            return Judged(loss * aim.loss_scale, note)
+
+        def note_load(one: PackedMicroBatch, load: Tensor | None) -> None:
+            if load is not None and not one.dummy:
+                tally.expert_load += load.cpu()
+
+        work = self._step_work(part, self._wants(aim.call))
+        if self.staged is not None:
+            self.staged.train(work, judge, masters.collect, note_load)
+            return tally
+        for one in work:
+            outputs = self.model.run(one.batch, one.wants)
+            note_load(one, outputs.expert_load)
+            judged = judge(one, outputs)
+            torch.autograd.backward(judged.loss)
             masters.collect()
-            tally.take(float(loss.detach()), batch, outputs)
-            tally.add({name: mean for name, mean in metrics.items() if name != "loss"})
-            tally.add(_observed(batch, outputs, aim.gap_version))
-        for _ in range(part.n_passes - len(part.cuts)):
-            torch.autograd.backward(_of(self.model.run(self._dummy(), wants), wants.output).sum() * 0)
-            masters.collect()
-        self.model.eval()
+            judged.note()
         return tally
 
+    def _step_work(self, part: StepShare, wants: Wants) -> list[PackedMicroBatch]:
+        """The micro-batches of an optimizer step on this rank, and the dummies that make passes equal."""
+        later = replace(wants, entropy="no") if wants.entropy == "detached" else wants  # the first is sample enough
+        work = []
+        for at, samples in enumerate(part.cuts):
+            batch = part.batch.select(samples)
+            work.append(self._microbatch(batch, replace(later if at else wants, where=batch.mask)))
+        return work + [PackedMicroBatch(self._dummy(), later, dummy=True)] * (part.n_passes - len(part.cuts))
+
     def _wants(self, call: Train) -> Wants:
-        """The forward pass that the loss needs. Raises ValueError where the role's head does not give it."""
+        """The forward pass that the loss needs. Raises ValueError where the role's head does not give it, and
+        ConfigError where stages don't."""
         needed = losses.needs(call.loss)
+        if needed.balance and self.staged is not None:
+            text = "router load balancing does not go with pipeline stages: it is of all layers at once"
+            fix = "set pp to 1, or leave the load_balance term out"
+            raise ConfigError([Problem(Where(path="$.layout.pp"), text, fix, "layout")])
         outputs = [name for name in ("values", "scores") if getattr(needed, name)]
         if needed.logprobs or needed.entropy:
             outputs.append("logprobs")
@@ -238,20 +294,35 @@ class ModelPasses:
                 f"the loss needs {' and '.join(outputs)}, but role {call.model!r} has the head {self.role.head!r}"
             )
         entropy = "gradient" if needed.entropy else "detached" if self.settings.entropy_metric else "no"
-        return Wants((outputs or ["logprobs"])[0], call.temperature, entropy)
+        return Wants((outputs or ["logprobs"])[0], call.temperature, entropy, balance=needed.balance)
 
     def reduce(self, masters: Masters, unscale: float) -> Tensor:
-        """Sum the gradients over the ranks, multiply by `unscale`, and return their global norm (float64, CPU)."""
+        """Sum the gradients over the ranks, multiply by `unscale`, and return their global norm (float64, CPU), in
+        which every parameter counts once."""
         flat = masters.flat
+        experts = masters.runs(apart=True)  # of which others than the ranks of `copies` hold the same
         if not self.sharded:
-            self.ranks.add(flat)
+            for part in masters.runs(apart=False):
+                self.ranks.copies.add(part)
+            for part in experts:
+                self.ranks.expert_copies.add(part)
+        masters.sum_copies()
         if unscale != 1.0:
             flat.mul_(unscale)
-        squares = _square_sum(flat).cpu()
+        squares, apart = _square_sum_of(masters.counted()), _square_sum_of(experts)
         if self.sharded:
-            self.ranks.add(squares)
+            squares = self.ranks.mesh.add(squares + apart)
+        else:
+            squares = self.ranks.pp.add(self.ranks.tp.add(squares) + self.ranks.ep.add(apart))
         norm: Tensor = squares.sqrt()
         return norm
+
+
+def _square_sum_of(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of squares of several flat tensors, perhaps none: float64, on the CPU."""
+    if not parts:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack([_square_sum(part) for part in parts]).sum().cpu()
 
 
 def _square_sum(flat: Tensor) -> Tensor:
@@ -275,18 +346,18 @@ def _of(outputs: Outputs, name: str) -> Tensor:
 
 def _observed(batch: Packed, outputs: Outputs, gap_version: int | None) -> dict[str, Mean]:
     """Metrics of the engine's own: entropy, and the gap to the generator on tokens that `gap_version` sampled."""
-    found: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     if outputs.entropy is not None and not outputs.entropy.requires_grad:
-        found["entropy"] = outputs.entropy[batch.mask]
+        values["entropy"] = outputs.entropy[batch.mask]
     if gap_version is not None and outputs.logprobs is not None and BEHAVIOUR_LOGPROBS in batch.token_keys:
         present = batch.mask
         if VERSIONS in batch.token_keys:
             present = present & (batch.token_keys[VERSIONS] == gap_version)
-        found["logprob_gap"] = (outputs.logprobs.detach() - batch.token_keys[BEHAVIOUR_LOGPROBS])[present].abs()
-    if not found:
+        values["logprob_gap"] = (outputs.logprobs.detach() - batch.token_keys[BEHAVIOUR_LOGPROBS])[present].abs()
+    if not values:
         return {}
-    totals = torch.stack([value.sum(dtype=torch.float64) for value in found.values()]).tolist()
-    return {name: Mean(total, value.numel()) for (name, value), total in zip(found.items(), totals, strict=True)}
+    totals = torch.stack([value.sum(dtype=torch.float64) for value in values.values()]).tolist()
+    return {name: Mean(total, value.numel()) for (name, value), total in zip(values.items(), totals, strict=True)}
 
 
 def _blame(batch: Packed, outputs: Outputs) -> tuple[int, ...]:
@@ -298,8 +369,8 @@ def _blame(batch: Packed, outputs: Outputs) -> tuple[int, ...]:
     if outputs.scores is not None:
         bad |= ~outputs.scores.detach().isfinite()
     ids = batch.samples or tuple(range(batch.n_samples))
-    found = tuple(ids[i] for i in bad.nonzero().squeeze(-1).tolist())
-    return found or ids
+    blamed = tuple(ids[i] for i in bad.nonzero().squeeze(-1).tolist())
+    return blamed or ids
 
 
 def numerics_error(loss: float, norm: float, samples: tuple[int, ...]) -> NumericsError:

@@ -1,0 +1,89 @@
+"""Tensors that wait in host memory while nobody uses them. Knows no model."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+Tensors = Callable[[], Iterable[Tensor]]  # asked each time: optimizer states come into being at the first step
+
+
+class HostStates:
+    """The storages of an engine's tensors: on the device inside `used`, from any thread, else in host memory.
+
+    Tensors keep their identity: their storages give up their memory and take as much again. kept: tensors that come
+    back bit for bit. scratch: tensors whose contents are of no use between two uses; they come back as zeros.
+    """
+
+    def __init__(self, kept: Tensors, scratch: Tensors) -> None:
+        self._kept, self._scratch = kept, scratch
+        self._lock = threading.Lock()
+        self._users = 0
+        self._changed = True
+        self._away: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []  # with its size and its bytes
+        self._host: dict[int, Tensor] = {}  # by storage: [bytes] uint8, pinned for a GPU
+        self._put_away()
+
+    @property
+    def away(self) -> bool:
+        """They wait in host memory."""
+        return bool(self._away)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that they wait in."""
+        return sum(host.nbytes for host in self._host.values())
+
+    @contextmanager
+    def used(self, *, changed: bool) -> Iterator[None]:
+        """On the device inside. changed: the tensors that are kept are written to."""
+        with self._lock:
+            self._users += 1
+            self._changed |= changed
+            self._bring()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._put_away()
+
+    def _bring(self) -> None:
+        for storage, size, host in self._away:
+            storage.resize_(size)
+            view = _view(storage)
+            if host is None:
+                view.zero_()
+            else:
+                view.copy_(host, non_blocking=True)  # ordered before whatever the device does next
+        self._away = []
+
+    @torch.no_grad()
+    def _put_away(self) -> None:
+        kept, scratch = _storages(self._kept()), _storages(self._scratch())
+        for key, storage in kept.items():
+            if key not in self._host:
+                pinned = storage.device.type == "cuda"
+                self._host[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
+            elif not self._changed:
+                continue
+            self._host[key].copy_(_view(storage))  # ends when the bytes are there
+        self._changed = False
+        self._away = [(storage, storage.nbytes(), self._host[key]) for key, storage in kept.items()]
+        self._away += [(storage, storage.nbytes(), None) for key, storage in scratch.items() if key not in kept]
+        for storage, _, _ in self._away:
+            storage.resize_(0)
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Each storage once, by a number that stays while its memory comes and goes; empty ones are left out."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage._cdata: storage for storage in storages if storage.nbytes()}
+
+
+def _view(storage: torch.UntypedStorage) -> Tensor:
+    """[bytes] uint8 over a storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,134 @@
+"""Offloaded states: nothing of them on the device between calls, and the same training bit for bit."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from realgraph.runtime.models.weights import whole
+from realgraph.runtime.train.engine import TorchTrainEngine
+from realgraph.runtime.train.host_states import HostStates
+from realgraph.runtime.train.offload import OffloadedEngine
+from tests import tiny
+from tests.engines import call, engine, folder, same, weights_of
+from tests.runs import finish, home, numbers, write_run
+
+__all__ = ["folder", "home"]
+
+
+def held(one: TorchTrainEngine) -> int:
+    """Bytes of its states on the device."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in [*one.state_tensors(), *one.scratch_tensors()])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_offloaded_training_is_the_same_bit_for_bit_and_leaves_nothing_on_the_device(
+    dtype: Any, folder: Path, tmp_path: Path
+) -> None:
+    plain, inner = engine(folder, {"dtype": dtype}), engine(folder, {"dtype": dtype})
+    before = held(inner)
+    one = OffloadedEngine(inner)
+    for step in range(3):
+        assert held(inner) == 0
+        batch = tiny.batch(tiny.lengths(6, 30, step))
+        assert torch.equal(one.inference(batch, "logprobs", 1.0), plain.inference(batch, "logprobs", 1.0))
+        ours, theirs = one.train(call(), [batch]), plain.train(call(), [batch])
+        assert ours == theirs
+    assert held(inner) == 0
+    assert all(torch.equal(b, a) for (_, a), (_, b) in zip(plain.weights(), one.weights(), strict=True))
+    plain.save(tmp_path / "plain")
+    one.save(tmp_path / "offloaded")
+    for file in sorted((tmp_path / "plain").iterdir()):
+        assert file.read_bytes() == (tmp_path / "offloaded" / file.name).read_bytes(), file.name
+    again = OffloadedEngine(engine(folder, {"dtype": dtype}))
+    again.load(tmp_path / "offloaded")
+    again.snapshot().write(tmp_path / "again", [0])
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+        tmp_path / "plain" / "model.safetensors"
+    ).read_bytes()
+    again.train(call(), [tiny.batch([9, 12])])
+    plain.train(call(), [tiny.batch([9, 12])])
+    with again._states.used(changed=False):
+        assert held(inner) == 0
+        assert held(again._engine) == before
+        assert same(weights_of(plain), weights_of(again._engine))
+
+
+def test_a_failed_call_gives_the_device_back_with_the_states_as_they_were(folder: Path) -> None:
+    inner = engine(folder)
+    expected = {name: tensor.clone() for name, tensor in inner.weights()}
+    one = OffloadedEngine(inner)
+    with pytest.raises(ValueError, match="is unknown"):
+        one.load_weights(whole(iter([("nothing", torch.zeros(1))])), 1)
+    assert held(inner) == 0
+    assert all(torch.equal(expected[name], tensor) for name, tensor in one.weights())
+    assert held(inner) == 0
+
+
+def test_threads_that_use_the_states_at_once_share_one_coming_and_going(folder: Path) -> None:
+    inner = engine(folder)
+    one = OffloadedEngine(inner)
+    inside, leave = threading.Barrier(3), threading.Event()
+
+    def use() -> None:
+        with one._states.used(changed=False):
+            inside.wait(30)
+            assert leave.wait(30)
+
+    threads = [threading.Thread(target=use) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    inside.wait(30)
+    assert held(inner) > 0
+    assert one.snapshot().parts
+    assert held(inner) > 0  # others are not done
+    leave.set()
+    for thread in threads:
+        thread.join(30)
+    assert held(inner) == 0
+
+
+def test_views_tied_tensors_and_scratch_come_back_through_their_storage() -> None:
+    flat = torch.arange(6.0)
+    first, second, scratch = flat[:2], flat[2:], torch.ones(3)
+    states = HostStates(lambda: [first, second, flat], lambda: [scratch])
+    assert states.away
+    assert states.nbytes == flat.nbytes
+    assert flat.untyped_storage().nbytes() == scratch.untyped_storage().nbytes() == 0
+    with states.used(changed=True):
+        assert torch.equal(flat, torch.arange(6.0))
+        assert torch.equal(scratch, torch.zeros(3))
+        first += 10
+    with states.used(changed=False):
+        assert torch.equal(flat, torch.tensor([10.0, 11.0, 2.0, 3.0, 4.0, 5.0]))
+        assert torch.equal(first, flat[:2])
+        assert torch.equal(second, flat[2:])
+
+
+AWAY = {"train_actor": {"residency": "offloaded"}, "ref_logp": {"residency": "offloaded"}}
+LEARNT = ("loss", "grad_norm", "reward")
+
+
+@pytest.mark.parametrize("sharding", ["replicated", "fsdp"])
+def test_a_run_with_offloaded_states_trains_as_one_without(home: Path, sharding: str) -> None:
+    """The policy and the reference wait in host memory; the critic stays. Generation has a copy of its own then."""
+    base = {
+        "graph": "ppo",
+        "params": {"actor_lr": 3e-3},
+        "batch": {"groups": 16},
+        "steps": 3,
+        "checkpoint": {"every": 2},
+    }
+    for name, away in (("plain", {}), ("away", AWAY)):
+        train = {"train_actor": {**away.get("train_actor", {}), "sharding": sharding}}
+        finish(home, "run", str(write_run(home, f"{sharding}-{name}", base, {"allocation": {**away, **train}})))
+    plan = json.loads((home / f"{sharding}-away" / "plan.json").read_text())
+    assert [plan["allocations"][call]["residency"] for call in AWAY] == ["offloaded", "offloaded"]
+    ours, theirs = numbers(home / f"{sharding}-away"), numbers(home / f"{sharding}-plain")
+    assert ours.keys() == theirs.keys() == {0, 1, 2}
+    for step, metrics in theirs.items():
+        for key in (key for key in metrics if key.rpartition("/")[2] in LEARNT):
+            assert ours[step][key] == pytest.approx(metrics[key], rel=1e-4), (step, key)
