@@ -91,10 +91,13 @@ class Outputs:
     trained.
 
     logprobs: [T]. entropy: [T], where asked for. values: [T] of a value head: entry t is the value of the state before
-    token t. scores: [N], the score head at each sample's last token.
+    token t. scores: [N], the score head at each sample's last token. balance: a scalar, the load-balancing loss of a
+    mixture of experts, where asked for; expert_load: its assignments, without gradient (`RoutingRecord.load`).
     """
 
     logprobs: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None
     scores: Tensor | None = None
+    balance: Tensor | None = None
+    expert_load: Tensor | None = None

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from realgraph.graphs.spec import ModelRole, Optimizer, Train
+from realgraph.planner.plan.layout import Recompute
 from realgraph.runtime.batch import Packed
+from realgraph.runtime.parallel.exchange import WeightPart
 from realgraph.runtime.wire.protocol import Mean, Metric
 
 Decode = Callable[[Sequence[int]], str]  # token ids to text
@@ -28,6 +30,10 @@ class NumericsError(FloatingPointError):
 
 class LogprobGap(ArithmeticError):
     """Generator and trainer disagree about the probability of the sampled tokens: no ratio can be trusted."""
+
+
+class LostPart(OSError):
+    """A part of a state is on none of the workers that are left; the text says which."""
 
 
 def check_gap(gap: Mean, limit: float, when: str, temperature: float, *, agreed: bool) -> None:
@@ -51,7 +57,7 @@ class TrainSettings:
     trains: train calls a step of this role; generator_trains: of the role that samples. skip_idle: leave out samples
     whose loss and gradient are exactly zero (`microbatch.idle`); they still count in the losses, in no other metric.
     entropy_metric: measure the entropy in the first micro-batch of each step, where the loss does not need it anyway.
-    functions: of `apply` terms.
+    functions: of `apply` terms. offloaded: weights and states wait in host memory between calls.
     """
 
     max_tokens_per_microbatch: int | None = None
@@ -64,6 +70,7 @@ class TrainSettings:
     skip_idle: bool = True
     entropy_metric: bool = True
     functions: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
+    offloaded: bool = False
 
 
 class WeightSpec(NamedTuple):
@@ -74,7 +81,8 @@ class WeightSpec(NamedTuple):
     dtype: torch.dtype
 
 
-Weights = Iterator[tuple[str, Tensor]]  # by Hugging Face names, in the order of `weight_specs`
+Weights = Iterator[tuple[str, Tensor]]  # whole, by Hugging Face names, in the order of `weight_specs`
+Parts = Iterator[WeightPart]  # in any order
 
 
 @dataclass(frozen=True)
@@ -91,49 +99,51 @@ class SharedWeights:
     engine changes is changed for both."""
 
     folder: Path  # of config.json
-    tensors: Mapping[str, Tensor]  # every parameter by its name, whole, detached
+    tensors: Mapping[str, Tensor]  # every parameter by its name, detached; under tensor parallelism this rank's part
 
 
 WeightSource = OwnWeights | SharedWeights
 
 
 class Snapshot(Protocol):
-    """A whole trained state apart from the engine's own."""
+    """One worker's part of a trained state, apart from the engine's own."""
 
     @property
     def version(self) -> int:
         """Version of the weights."""
         ...
 
-    def write(self, folder: Path) -> None:
-        """Write what `TrainEngine.save` would have written. From any thread; not collective. Raises OSError."""
+    def write(self, folder: Path, writers: Sequence[int]) -> None:
+        """Write this worker's share of what `TrainEngine.save` would have written, where of the workers only `writers`
+        are left. From any thread. Raises OSError; LostPart where they do not have all of it."""
         ...
 
 
-class Receiver(Protocol):
-    """An engine that is sent weights."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device that its weights lie on."""
-        ...
-
-    def weight_specs(self) -> Sequence[WeightSpec]:
-        """All of its weights, in the order in which they are sent."""
-        ...
-
-    def load_weights(self, weights: Weights, version: int) -> None:
-        """Take weights in place, one at a time. Raises ValueError for another set of names or shapes."""
-        ...
-
-
-class TrainEngine(Receiver, Protocol):
+class TrainEngine(Protocol):
     """One role's weights on one data-parallel rank. Runs one call at a time; every rank of the mesh calls it alike."""
 
-    role: ModelRole
-    version: int  # completed train calls
-    optimizer_steps: int
-    gate_passed: bool  # its log-probabilities and the generator's have agreed before
+    @property
+    def gate_passed(self) -> bool:
+        """Its log-probabilities and the generator's have agreed before."""
+        ...
+
+    @gate_passed.setter
+    def gate_passed(self, passed: bool) -> None: ...
+
+    @property
+    def role(self) -> ModelRole:
+        """The role whose weights they are."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Completed train calls."""
+        ...
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps that were taken."""
+        ...
 
     @property
     def step(self) -> int:
@@ -150,32 +160,54 @@ class TrainEngine(Receiver, Protocol):
         """Tokens that a sample may have."""
         ...
 
+    @property
+    def device(self) -> torch.device:
+        """The device that its weights lie on."""
+        ...
+
+    def weight_specs(self) -> Sequence[WeightSpec]:
+        """All of its weights, in the order in which they are sent."""
+        ...
+
+    def load_weights(self, parts: Parts, version: int) -> None:
+        """Take weights in place, part by part: all that lies here, each once. Raises ValueError for anything else."""
+        ...
+
     def inference(self, batch: Packed, output: Literal["logprobs", "values", "scores"], temperature: float) -> Tensor:
         """[T] for logprobs and values, [N] for scores; micro-batched inside; float32, on the CPU."""
         ...
 
-    def train(self, call: Train, minibatches: Sequence[Packed]) -> dict[str, Metric]:
-        """One optimizer step a mini-batch (this rank's shares, all epochs; any may be empty). Adds one to `version`."""
+    def train(
+        self, call: Train, minibatches: Sequence[Packed], recompute: Recompute | None = None
+    ) -> dict[str, Metric]:
+        """One optimizer step a mini-batch (this rank's shares, all epochs; any may be empty). Adds one to `version`.
+        recompute: in the backward passes; None: as the role says."""
         ...
 
     def weights(self) -> Weights:
         """Full tensors. Collective where the layout shards."""
         ...
 
-    def average_weights(self, weights: Weights, rate: float, version: int) -> None:
-        """Move weights towards others: own + rate x (other - own), in the optimizer's precision."""
+    def held_parts(self) -> AbstractContextManager[Mapping[str, WeightPart]]:
+        """The part of each weight that lies here, live and in the dtype that it is kept in; good inside."""
+        ...
+
+    def average_weights(self, parts: Parts, rate: float, version: int) -> None:
+        """Move weights towards others, part by part: own + rate x (other - own), in the optimizer's precision. All
+        that lies here, each once."""
         ...
 
     def shared_weights(self) -> SharedWeights:
         """The live parameters, for a rollout engine beside this one. Raises ValueError where the layout shards them."""
         ...
 
-    def snapshot(self) -> Snapshot | None:
-        """A copy of the state in host memory; None where the layout shards it, so that one rank can't have it whole."""
+    def snapshot(self) -> Snapshot:
+        """A copy of this worker's part of the state in host memory. From any thread, while nothing trains."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write weights in the Hugging Face form, optimizer and schedule state; collective, rank 0 writes."""
+        """Write this worker's share of the weights in the Hugging Face form, of optimizer and schedule state; the
+        checkpoint is whole when all workers of the layout have. Raises OSError."""
         ...
 
     def load(self, folder: Path) -> None:
@@ -217,10 +249,10 @@ class Completion:
 class RolloutLimits:
     """Bounds of one engine. Lengths and tokens count prompt and response.
 
-    max_running: default: 128, on a CPU 256. max_length: of a sequence; default: the model's positions.
-    max_cache_tokens: slots x length of the cache; default: only bounded by max_running. prefill_tokens: of one forward
-    pass, padding included, and of the new prompts that one step takes in. cuda_graphs: replay decode steps on a GPU;
-    without effect on a CPU.
+    max_running: default: 1,024. max_length: of a sequence; default: the model's positions. max_cache_tokens: of all
+    that run, taken in pages; default: only bounded by max_running. prefill_tokens: of one forward pass, padding
+    included, and of the new prompts that one step takes in. cuda_graphs: replay decode steps on a GPU; without effect
+    on a CPU.
     """
 
     max_running: int | None = None
@@ -230,43 +262,102 @@ class RolloutLimits:
     cuda_graphs: bool = True
 
 
-class RolloutEngine(Receiver, Protocol):
-    """Takes requests while others run. `step` is one decode step of all that runs: the worker's thread calls it."""
+@dataclass(frozen=True)
+class EngineStatus:
+    """The load and the health of a rollout engine, as of now.
 
-    version: int
+    running: sequences that decode. waiting: those that have no place yet. failure: what has ended generation, if any.
+    """
+
+    running: int
+    waiting: int
+    failure: Exception | None = None
+
+
+class EngineClosed(Exception):
+    """A rollout engine was closed while its caller waited for it."""
+
+
+class RolloutEngine(Protocol):
+    """Generates beside its callers, who never wait for more than the decode step in hand; they call it from one thread
+    at a time, `status` and `close` from any.
+
+    Where generation fails it ends: `take` raises the error, and so does every later `submit`.
+    """
+
+    @property
+    def version(self) -> int:
+        """Version of the weights, which the next tokens will carry."""
+        ...
 
     @property
     def source(self) -> Path | None:
         """The folder that its model came from, which may hold a generation config."""
         ...
 
+    @property
+    def device(self) -> torch.device:
+        """The device that its weights lie on, or are sent to."""
+        ...
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. Raises ValueError for one that can never run (longer than the model's positions)."""
         ...
 
-    def abort(self, ids: Sequence[int]) -> None:
-        """Forget these requests, running or queued."""
+    def take(self, timeout: float) -> list[Completion]:
+        """The stream of what has finished since the last `take`, each sample once; waits for the first of it, `timeout`
+        seconds at most. Raises what has ended generation, EngineClosed after `close`."""
         ...
 
-    def step(self) -> list[Completion]:
-        """Admit what fits, decode one token for each running sequence, return what finished."""
+    def abort(self, ids: Sequence[int]) -> None:
+        """Forget these requests: running, queued, or finished and not yet taken."""
+        ...
+
+    def pause(self) -> None:
+        """Stop at the next token; the device is the caller's when this returns. Raises TimeoutError where a step does
+        not end."""
+        ...
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
         ...
 
     def set_aside(self) -> AbstractContextManager[None]:
-        """Inside, the engine has no request, and takes others. Afterwards those it had go on with their tokens, their
-        caches recomputed: nothing of them is lost or drawn again."""
+        """Inside, the engine has no request, nothing to take, and is not paused. Afterwards all is as before: the
+        requests it had go on with their tokens, their caches recomputed; nothing of them is lost or drawn again."""
         ...
 
-    @property
-    def idle(self) -> bool:
-        """Nothing runs and nothing waits."""
+    def follow(self) -> None:
+        """Inside a pause, on a worker that generates with the head of its replica: take part in what the head does
+        until it calls `dismiss`; then it is as before. Raises what has ended generation."""
         ...
 
-    def weights_changed(self, version: int) -> None:
-        """Shared weights changed in place. Here and after `load_weights` running requests go on under the new weights,
-        their caches recomputed; tokens from here on carry `version`."""
+    def dismiss(self) -> None:
+        """On the head: whoever calls `follow`, or will, goes on."""
+        ...
+
+    def weight_specs(self) -> Sequence[WeightSpec]:
+        """All of its weights, in the order in which they are sent."""
+        ...
+
+    def prepare(self, parts: Parts) -> None:
+        """Take new weights, part by part, each once; for weights of its own. No token is drawn until `switch`, unless
+        the old weights are still whole. Raises ValueError for parts that are missing or have no place."""
+        ...
+
+    def switch(self, version: int) -> None:
+        """Generate under the weights that were prepared, or that changed in place where they are shared. Running
+        requests go on, their caches recomputed; tokens from here on carry `version`."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Take the weights that `TrainEngine.save` wrote, and their version; for weights of its own."""
+        """Prepare the weights that `TrainEngine.save` wrote, and switch to their version; for weights of its own."""
+        ...
+
+    def status(self) -> EngineStatus:
+        """Load and health, without waiting."""
+        ...
+
+    def close(self, timeout: float) -> bool:
+        """End generation for good. False where the decode step in hand does not end within `timeout` seconds."""
         ...

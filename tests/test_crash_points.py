@@ -33,7 +33,7 @@ def state(step: int, best: int = -1) -> Checkpointed:
 
 
 def write_parts(partial: Path, step: int) -> None:
-    """What the workers write."""
+    """Write what the workers write."""
     for part in PARTS:
         (partial / part).parent.mkdir(parents=True, exist_ok=True)
         with (partial / part).open("wb") as file:
@@ -62,7 +62,7 @@ def train(root: Path, first: int = 0) -> None:
 
 
 def dies(root: Path, at: int, loses: bool) -> bool:
-    """Whether a run in a process of its own was killed at file operation `at`; it may have ended before."""
+    """True where a run in a process of its own was killed at file operation `at`; it may have ended before."""
     pid = os.fork()
     if not pid:
         status = 1
@@ -135,7 +135,7 @@ def survives(home: Path, name: str, dies_at: int, whole: Path) -> bool:
 
 
 def complete(folder: Path) -> bool:
-    """Whether there is a checkpoint to go on from, under whatever name."""
+    """True where there is a checkpoint to go on from, under whatever name."""
     return any(not damage(path) for path in folder.glob("checkpoints/step-*"))
 
 
@@ -167,22 +167,28 @@ def test_a_checkpoint_that_can_not_be_removed_is_a_warning_and_tried_again(
     assert [path.name for path in folder.checkpoints.iterdir()] == ["step-000004"]
 
 
-def test_a_checkpoint_that_is_in_use_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where not even a rename is possible, as of a mount point, it stays whole."""
-    folder, rename = RunFolder(tmp_path), os.rename
-    checkpoints = Checkpoints(folder, keep=1)
+def refuse_renames(monkeypatch: pytest.MonkeyPatch, suffix: str, number: int) -> None:
+    """Renames from and to names with this suffix fail with this error."""
+    rename = os.rename
 
-    def busy(source: Path, target: Path) -> None:
-        if str(target).endswith(".removed"):
-            raise OSError(errno.EBUSY, "Device or resource busy", str(source))
+    def refuse(source: Path, target: Path) -> None:
+        if suffix in (Path(source).suffix, Path(target).suffix):
+            raise OSError(number, os.strerror(number), str(source))
         rename(source, target)
 
+    monkeypatch.setattr(os, "rename", refuse)
+
+
+def test_a_checkpoint_that_is_in_use_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that can't even be renamed, like a mount point, stays whole."""
+    folder = RunFolder(tmp_path)
+    checkpoints = Checkpoints(folder, keep=1)
     save(folder, checkpoints, 1)
-    monkeypatch.setattr(os, "rename", busy)
+    refuse_renames(monkeypatch, ".removed", errno.EBUSY)
     assert len(save(folder, checkpoints, 2)) == 1
     assert folder.steps() == [1, 2]
     assert not damage(folder.checkpoint(1))
-    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.undo()
     save(folder, checkpoints, 3)
     assert folder.steps() == [3]
 
@@ -190,16 +196,10 @@ def test_a_checkpoint_that_is_in_use_keeps_its_name(tmp_path: Path, monkeypatch:
 def test_a_former_checkpoint_is_back_where_the_new_one_gets_no_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, rename = RunFolder(tmp_path), os.rename
+    folder = RunFolder(tmp_path)
     checkpoints = Checkpoints(folder, keep=1)
-
-    def refuses(source: Path, target: Path) -> None:
-        if str(source).endswith(".partial"):
-            raise OSError(errno.EIO, "Input/output error", str(source))
-        rename(source, target)
-
     save(folder, checkpoints, 1)
-    monkeypatch.setattr(os, "rename", refuses)
+    refuse_renames(monkeypatch, ".partial", errno.EIO)
     with pytest.raises(OSError, match="Input/output error"):
         save(folder, checkpoints, 1, best=1)
     assert newest_intact(folder) == (folder.checkpoint(1), ())

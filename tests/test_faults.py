@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,21 +73,39 @@ def test_a_call_past_its_deadline_is_named(own: Path, reference: dict[int, dict[
     run.goes_on_like(reference)
 
 
-@pytest.mark.parametrize("fault", ["reward", "worker"])
-def test_sharded_weights_are_saved_where_all_their_parts_are_left(
-    own: Path, home: Path, fault: str, reference: dict[int, dict[str, float]]
+LEFT: dict[
+    str, tuple[dict[str, Any], str, bool]
+] = {  # how the weights lie, what fails, and if all their parts are left
+    "fsdp, a reward": ({"sharding": "fsdp", "devices": 2}, "reward", True),
+    "fsdp, a worker": ({"sharding": "fsdp", "devices": 2}, "worker", False),
+    "tp, a worker": ({"tp": 2, "devices": 2}, "worker", False),
+    "dp x tp, a worker": ({"dp": 2, "tp": 2, "devices": 4}, "worker", True),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_divided_weights_are_saved_where_all_their_parts_are_left(
+    own: Path, home: Path, name: str, reference: dict[int, dict[str, float]]
 ) -> None:
-    run = Broken(own, {"allocation": {"train": {"sharding": "fsdp", "devices": 2}}})
+    """No collective is needed for that: the groups of a lost worker are broken, and its peers may be stuck in one."""
+    layout, fault, saved = LEFT[name]
+    devices = layout["devices"]
+    run = Broken(own, {"cluster": {"devices": devices}, "allocation": {"train": layout}})
     run.at_step(2)
     if fault == "worker":
+        run.slow_training()
         os.kill(run.running.workers()[1], signal.SIGKILL)
-        run.error()
-        assert "not saved: the weights of 'actor' were sharded, and a part is gone" in run.running.output()
+    else:
+        set_fault(own, **{"raise": ""})
+    error = run.error()
+    assert fault == "reward" or "worker 1 was lost" in error
+    output = run.running.output()
+    if not saved:
+        lost = r"not saved: worker 0: a part of 'actor' is gone: no worker holds \[.*\] of 'model"
+        assert re.search(lost, output), output
         assert run.saved == 0
         return
-    set_fault(own, **{"raise": ""})
-    run.error()
-    assert run.saved == records(run.running.folder)[-1]["step"] + 1
+    assert run.saved == records(run.running.folder)[-1]["step"] + 1, output
     set_fault(own)
     finish(own, "run", "--resume", str(own / "run"), f"steps={run.saved + 2}")
     for step, found in numbers(own / "run").items():

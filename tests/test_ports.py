@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from realgraph.planner.plan.layout import DeviceMesh
-from realgraph.runtime.parallel.groups import CollectiveError, Ranks, Rendezvous, reach_store
+from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.runtime.parallel.groups import CollectiveError, LayoutRanks, Rendezvous, reach_store
 from realgraph.runtime.parallel.ports import listening_sockets, refuse_connections
 from tests.ranks import RankProcesses
 
@@ -20,12 +20,12 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[RankProcesses]:
-    processes = RankProcesses(3, (DeviceMesh(0, 2), DeviceMesh(1, 2)))
+    processes = RankProcesses(3, (Layout(DeviceMesh(0, 2), dp=2), Layout(DeviceMesh(1, 2), dp=2)))
     yield processes
     processes.close()
 
 
-def ports(ranks: Ranks) -> tuple[list[Any], int]:
+def ports(ranks: LayoutRanks) -> tuple[list[Any], int]:
     """Addresses on which this rank listens, and how many descriptors it has open."""
     found = []
     for fd in listening_sockets():
@@ -34,10 +34,10 @@ def ports(ranks: Ranks) -> tuple[list[Any], int]:
     return found, len(os.listdir("/proc/self/fd"))
 
 
-def total(ranks: Ranks) -> float:
+def total(ranks: LayoutRanks) -> float:
     import torch
 
-    return float(ranks.add(torch.tensor(10.0**ranks.rank, dtype=torch.float64)))
+    return float(ranks.mesh.add(torch.tensor(10.0**ranks.mesh.rank, dtype=torch.float64)))
 
 
 def answers(address: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What a real run leaves as costs.json, and a real profile of a few cases on two processes."""
+"""The costs.json that a real run leaves, and a real profile of a few cases on two processes."""
 
 import tracemalloc
 from datetime import UTC, datetime
@@ -111,7 +111,7 @@ def test_generation_that_overlaps_other_steps_is_left_out(home: Path) -> None:
 
 @pytest.mark.parametrize("n", [1, 7, 511, 513, 514, 515, 5_000, 40_000])
 def test_a_long_run_holds_no_more_steps_than_a_short_one(n: int) -> None:
-    """What is left out is left out evenly."""
+    """Steps are left out evenly."""
     some, record = SomeSteps(), steps([1.0])[0]
     for step in range(n):
         some.add(replace(record, step=step))
@@ -177,6 +177,9 @@ def test_a_profile_measures_all_kinds_of_cases_on_all_devices() -> None:
         DeviceCopy(1 << 20),
         Collective("allreduce", 4096, 2),
         Collective("gather", 4096, 2),
+        Collective("scatter", 4096, 2),
+        Collective("exchange", 4096, 2),
+        Collective("p2p", 4096, 2),
         Pass(SMALL, 4, 8),
         Pass(SMALL, 8, 8),
         Pass(SMALL, 8, 8, 2, True),

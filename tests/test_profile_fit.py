@@ -1,4 +1,4 @@
-"""From measurements to factors: what hidden factors make of the formulas, the found ones predict."""
+"""Factors fitted to measurements: what hidden factors make of the formulas, the found ones predict."""
 
 import math
 import random
@@ -60,6 +60,14 @@ def hidden_costs(kind: str, rng: random.Random) -> EfficiencyFactors:
         microbatch_seconds=off(1e-3 * scale),
         optimizer_step_seconds=off(1e-3 * scale),
         collective_seconds=off(1e-4 * scale),
+        gather=off(shipped.link / 2),
+        gather_seconds=off(2e-4 * scale),
+        scatter=off(shipped.link / 3),
+        scatter_seconds=off(3e-4 * scale),
+        exchange=off(shipped.link / 2),
+        exchange_seconds=off(1e-4 * scale),
+        p2p=off(shipped.link),
+        p2p_seconds=off(5e-5 * scale),
         call_seconds=off(1e-3 * scale),
         admission_seconds=off(3e-5 * scale),
     )
@@ -119,8 +127,14 @@ def test_a_toy_model_is_what_its_configuration_says(hidden: int, layers: int) ->
 def test_every_group_size_is_measured_once(kind: str, devices: int) -> None:
     cases = cases_of(cluster(kind, devices))
     assert len(set(cases)) == len(cases)
-    sizes = {case.ranks for case in cases if isinstance(case, Collective)}
-    assert sizes == {size for size in (2, 4) if size <= devices}
+    groups = [(case.op, case.ranks) for case in cases if isinstance(case, Collective)]
+    sizes = {size for size in (2, 4) if size <= devices}
+    assert set(groups) == {
+        (op, size)
+        for op in ("allreduce", "gather", "scatter", "exchange", "p2p")
+        for size in sizes
+        if op != "p2p" or size == 2
+    }
 
 
 def test_the_slowest_worker_s_seconds_count() -> None:

@@ -19,9 +19,9 @@ from realgraph.runtime.commands.actions import (
     StopRequested,
     WorkerLost,
 )
-from realgraph.runtime.scheduler.scheduler import Scheduler
 from realgraph.runtime.wire.protocol import Evaluate, Execute, Heartbeat, Mean, Reallocate, Save
-from tests.shapes import Shape, job_of, random_shape
+from tests.resumed_runs import assert_trains_the_rest, groups_of_steps, resumed_from
+from tests.shapes import Shape, random_shape
 from tests.simulator import Simulator, ended_steps
 
 SEEDS = range(0, 2400, 100)
@@ -96,12 +96,19 @@ def rounded(log: Iterable[Action]) -> list[Send]:
 # --- resume -----------------------------------------------------------------------------------------------------------
 
 
+def repeatable_shape(rng: random.Random) -> Shape:
+    """A random run of four steps that goes on alike whenever it is stopped: synchronous, nothing floats."""
+    shape = random_shape(rng)
+    shape.algorithm = rng.choice(["grpo", "ppo", "sft", "dpo"])
+    shape.staleness, shape.floating, shape.steps = 0, False, 4
+    return shape
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_a_resumed_run_gives_the_commands_of_the_uninterrupted_one(seed: int) -> None:
     rng = random.Random(seed)
-    shape = random_shape(rng)
-    shape.algorithm = rng.choice(["grpo", "ppo", "sft", "dpo"])
-    shape.staleness, shape.floating, shape.checkpoint_every, shape.eval_every, shape.steps = 0, False, 0, 0, 4
+    shape = repeatable_shape(rng)
+    shape.checkpoint_every, shape.eval_every = 0, 0
     whole = Simulator(shape, rng)
     whole.steady = True
     boundaries: list[tuple[Checkpointed, int]] = []
@@ -114,8 +121,7 @@ def test_a_resumed_run_gives_the_commands_of_the_uninterrupted_one(seed: int) ->
             boundaries.append((whole.scheduler.state, at + 1))
     assert [state.step for state, _ in boundaries] == [1, 2, 3, 4]
     for state, at in boundaries[:-1]:
-        state = msgspec.json.decode(msgspec.json.encode(state), type=Checkpointed)
-        resumed = Simulator(shape, rng, Scheduler(job_of(shape), range(shape.n_workers), 1000, state, 5))
+        resumed = resumed_from(state, shape, rng)
         resumed.steady = True
         resumed.run()
         assert_same(resumed, whole.actions[at:])
@@ -134,19 +140,16 @@ def assert_same(resumed: Simulator, expected: list[Action]) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_run_resumed_from_a_checkpoint_writes_the_states_of_the_uninterrupted_one(seed: int) -> None:
-    """To the last field, with evaluations, which bring the generator's copy up to date before a checkpoint or not."""
+    """States are equal to the last field, with evaluations, which may refresh the generator's copy before a save."""
     rng = random.Random(seed)
-    shape = random_shape(rng)
-    shape.algorithm = rng.choice(["grpo", "ppo", "sft", "dpo"])
-    shape.staleness, shape.floating, shape.steps = 0, False, 4
+    shape = repeatable_shape(rng)
     shape.checkpoint_every, shape.eval_every = rng.choice([1, 2]), rng.choice([0, 1, 2, 3])
     whole = Simulator(shape, rng)
     whole.steady = True
     whole.run()
     written = [(i, action) for i, action in enumerate(whole.actions) if isinstance(action, CheckpointWritten)]
     for i, action in written[:-1]:
-        state = msgspec.json.decode(msgspec.json.encode(action.state), type=Checkpointed)
-        resumed = Simulator(shape, rng, Scheduler(job_of(shape), range(shape.n_workers), 1000, state, 5))
+        resumed = resumed_from(action.state, shape, rng)
         resumed.steady = True
         resumed.run()
         assert_same(resumed, whole.actions[i + 1 :])
@@ -156,9 +159,7 @@ def test_a_run_resumed_from_a_checkpoint_writes_the_states_of_the_uninterrupted_
 def test_a_run_that_was_stopped_and_resumed_ends_with_the_bytes_of_the_uninterrupted_one(seed: int) -> None:
     """Although it has written a checkpoint more, wherever the stop came."""
     rng = random.Random(seed)
-    shape = random_shape(rng)
-    shape.algorithm = rng.choice(["grpo", "ppo", "sft", "dpo"])
-    shape.staleness, shape.floating, shape.steps = 0, False, 4
+    shape = repeatable_shape(rng)
     shape.checkpoint_every, shape.eval_every = rng.choice([0, 1, 3]), rng.choice([0, 1, 2])
     whole, stopped = Simulator(shape, rng), Simulator(shape, rng)
     whole.steady = stopped.steady = True
@@ -167,8 +168,7 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_bytes_of_the_uninterru
     stopped.feed(StopRequested())
     stopped.run()
     ends = [action.state for action in stopped.actions if isinstance(action, CheckpointWritten)]
-    last = ends[-1] if ends else None
-    resumed = Simulator(shape, rng, Scheduler(job_of(shape), range(shape.n_workers), 1000, last, 5))
+    resumed = resumed_from(ends[-1] if ends else None, shape, rng)
     resumed.steady = True
     resumed.run()
     last_bytes, expected = (
@@ -188,24 +188,8 @@ def test_after_any_checkpoint_each_group_is_trained_exactly_once(seed: int) -> N
     written = [action for action in whole.actions if isinstance(action, CheckpointWritten)]
     assert [action.step for action in written] == [1, 2, 3, 4]
     assert {action.folder for action in written} == {f"/run/checkpoints/step-{n:06d}.partial" for n in range(1, 5)}
-    n = whole.graph.samples_per_group
     for action in written[:-1]:
-        before = {
-            sample // n
-            for (step, _), shares in whole.history.items()
-            for share in shares
-            for part in share
-            for sample in part
-            if step < action.step
-        }
-        scheduler = Scheduler(job_of(shape), range(shape.n_workers), 1000, action.state, 5)
-        resumed = Simulator(shape, rng, scheduler)
-        halt = resumed.run()
-        assert halt is not None
-        assert halt.reason == "finished"
-        after = {group for group, final in resumed.final.items() if final == "trained"}
-        assert not before & after
-        assert len(after) == shape.groups * (shape.steps - action.step)
+        assert_trains_the_rest(whole, action)
 
 
 # --- single rules -----------------------------------------------------------------------------------------------------
@@ -295,27 +279,22 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule()
     def kill_and_resume(self) -> None:
-        """At any moment, from the newest checkpoint: sessions, evaluations and saves are cut off."""
+        """Kill the run at any moment and resume its newest checkpoint: sessions, evaluations and saves are cut off."""
         written = [action.state for action in self.simulator.actions if isinstance(action, CheckpointWritten)]
         if not written or self.rng.random() < 0.3:
             return
         self.look_back()
-        state = msgspec.json.decode(msgspec.json.encode(written[-1]), type=Checkpointed)
-        self.trained = {step: groups for step, groups in self.trained.items() if step < state.step}
-        shape = self.simulator.shape
-        resumed = Scheduler(job_of(shape), range(shape.n_workers), 1000, state, 5)
-        self.simulator = Simulator(shape, self.rng, resumed)
-        self.simulator.take(resumed.start(0.0))
+        self.trained = {step: groups for step, groups in self.trained.items() if step < written[-1].step}
+        self.simulator = resumed_from(written[-1], self.simulator.shape, self.rng)
+        self.simulator.take(self.simulator.scheduler.start(0.0))
         self.stopped = False
 
     def look_back(self) -> None:
-        """What this life of the run has trained, no group twice, and evaluated."""
-        simulator, n = self.simulator, self.simulator.graph.samples_per_group
-        for (step, _), shares in simulator.history.items():
-            groups = {sample // n for share in shares for part in share for sample in part}
+        """Note what this life of the run has trained, no group twice, and evaluated."""
+        for step, groups in groups_of_steps(self.simulator):
             assert self.trained.setdefault(step, groups) == groups
         assert len(set().union(*self.trained.values())) == sum(map(len, self.trained.values()))
-        self.evaluated |= {action.step for action in simulator.actions if isinstance(action, EvalEnded)}
+        self.evaluated |= {action.step for action in self.simulator.actions if isinstance(action, EvalEnded)}
 
     @precondition(lambda self: self.running)
     @rule(worker=st.integers(0, 3))

@@ -4,13 +4,12 @@ import random
 from collections.abc import Sequence
 from typing import Literal
 
-import msgspec
 import pytest
 
 from realgraph.runtime.commands.actions import Checkpointed, CheckpointWritten, EvalEnded
 from realgraph.runtime.scheduler.ledger import Ledger
-from realgraph.runtime.scheduler.scheduler import Scheduler
-from tests.shapes import Shape, job_of, random_shape
+from tests.resumed_runs import groups_of_steps, resumed_from
+from tests.shapes import Shape, random_shape
 from tests.simulator import Simulator, ended_steps
 
 
@@ -62,22 +61,19 @@ def test_an_asynchronous_run_killed_again_and_again_trains_each_group_once_and_m
         evaluated: set[int] = set()
         simulator: Simulator | None = None
         for life in range(5):
-            scheduler = Scheduler(job_of(shape), range(shape.n_workers), 1000, state, 5)
-            simulator = Simulator(shape, rng, scheduler)
+            simulator = resumed_from(state, shape, rng)
             simulator.run(max_events=rng.randint(1, 150) if life < 4 else 10**9)
             n_killed += simulator.halt is None
             n_busy += simulator.halt is None and any(worker.making for worker in simulator.workers.values())
-            tasks = scheduler._tasks.flying.values()
+            tasks = simulator.scheduler._tasks.flying.values()
             n_evaluating += simulator.halt is None and any(task.kind == "evaluate" for task in tasks)
             evaluated |= {action.step for action in simulator.actions if isinstance(action, EvalEnded)}
-            n = simulator.graph.samples_per_group
-            for (step, _), shares in simulator.history.items():
-                trained[step] = {sample // n for share in shares for part in share for sample in part}
+            trained.update(groups_of_steps(simulator))
             written = [action.state for action in simulator.actions if isinstance(action, CheckpointWritten)]
             if simulator.halt is not None:
                 break
             if written:
-                state = msgspec.json.decode(msgspec.json.encode(written[-1]), type=Checkpointed)
+                state = written[-1]
         assert simulator is not None and simulator.halt is not None
         assert simulator.halt.error is None, (seed, shape, simulator.halt.reason)
         assert evaluated == set(range(6))

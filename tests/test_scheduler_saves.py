@@ -8,8 +8,8 @@ import pytest
 from realgraph.runtime.commands.actions import Checkpointed, CheckpointWritten, StepEnded
 from realgraph.runtime.job.job import CheckpointSpec
 from realgraph.runtime.master.checkpoints import DamagedState, decode_state
-from realgraph.runtime.scheduler.scheduler import Scheduler
-from tests.shapes import job_of, random_shape
+from tests.resumed_runs import assert_trains_the_rest
+from tests.shapes import random_shape
 from tests.simulator import Simulator
 
 
@@ -63,24 +63,8 @@ def test_a_run_goes_on_from_any_checkpoint_by_time(seed: int) -> None:
     whole = Simulator(shape, rng)
     whole.run()
     written = [action for action in whole.actions if isinstance(action, CheckpointWritten)]
-    n = whole.graph.samples_per_group
     for action in written[:-1]:
-        state = msgspec.json.decode(msgspec.json.encode(action.state), type=Checkpointed)
-        resumed = Simulator(shape, rng, Scheduler(job_of(shape), range(shape.n_workers), 1000, state, 5))
-        halt = resumed.run()
-        assert halt is not None
-        assert halt.reason == "finished"
-        before = {
-            sample // n
-            for (step, _), shares in whole.history.items()
-            for share in shares
-            for part in share
-            for sample in part
-            if step < action.step
-        }
-        after = {group for group, final in resumed.final.items() if final == "trained"}
-        assert not before & after
-        assert len(after) == shape.groups * (shape.steps - action.step)
+        assert_trains_the_rest(whole, action)
 
 
 def test_states_of_every_format_are_read_and_a_later_one_is_refused_by_its_number() -> None:

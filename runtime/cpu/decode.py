@@ -5,7 +5,6 @@ parameters of the module (nothing is copied or fused), joins what needs no opera
 tables to the module. It knows pre-norm decoders with gated MLPs; every other model takes its own forward.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from realgraph.runtime.attention.kv_cache import Head, RolloutPass
+from realgraph.runtime.attention.passes import Head, RolloutPass
 
 # the four are line by line the same decoder but for query and key norms, biases and windows
 _KNOWN = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
-
-Apply = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)

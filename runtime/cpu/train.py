@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from realgraph.runtime.attention.attention import bucketed
+from realgraph.runtime.attention.attention import PartOfRow, attend
 from realgraph.runtime.attention.segments import Segments
 from realgraph.runtime.cpu.decode import Layer, Norm, decoder_layer, lean_applies
 
@@ -26,31 +26,58 @@ def lean_trains(network: Any) -> bool:
     return lean_applies(network) and network.config.hidden_act == "silu" and not again
 
 
+Part = tuple[
+    Sequence[nn.Module], Tensor
+]  # of a model: its last layers, and the residual stream [T, hidden] before them
+
+
 def lean_hidden(
-    model: Any, tokens: Tensor, positions: Tensor, segments: Segments, rows: Tensor | None = None
+    model: Any,
+    row: tuple[Tensor, Tensor],
+    segments: Segments | PartOfRow,
+    rows: Tensor | None = None,
+    part: Part | None = None,
 ) -> Tensor:
-    """The final norm's output for packed tokens [T] int64 at positions [T] (`segments.n_rows` of them): [T, hidden], or
-    [n, hidden] of the tokens that `rows` names ([n] int64), the only ones that then pass through the last MLP.
+    """The final norm's output for a row of packed tokens [T] int64 at positions [T] (`segments.n_rows` of them): [T,
+    hidden], or [n, hidden] of those that `rows` names ([n] int64), the only ones that then pass through the last MLP.
+    part: what is left of the way, where some of it has been gone elsewhere.
 
     Equal to `model(...).last_hidden_state[0]`, and its gradients, but for the order of float32 sums.
     """
-    x: Tensor = model.embed_tokens(tokens)
+    tokens, positions = row
+    layers, x = part or (list(model.layers), model.embed_tokens(tokens))
+    x = lean_layers(model, layers, (x, positions), segments, rows)
+    norm = model.norm
+    return cast(Tensor, _RMSNorm.apply(x, norm.weight, norm.variance_epsilon))  # type: ignore[no-untyped-call]
+
+
+def lean_layers(
+    model: Any,
+    layers: Sequence[nn.Module],
+    row: tuple[Tensor, Tensor],
+    segments: Segments | PartOfRow,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """The residual stream behind some of the model's layers that follow each other. row: the stream before them [T,
+    hidden], and positions [T]; rows: as in `lean_hidden`."""
+    x, positions = row
     cos, sin = model.rotary_emb(x, positions[None])
     half = cos.shape[-1] // 2
     # rotate_half(x) sin = roll(x) signed
     tables = cos[0][:, None], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)[:, None]
-    last = len(model.layers) - 1
-    for number, module in enumerate(model.layers):
+    last = len(layers) - 1
+    for number, module in enumerate(layers):
         layer = decoder_layer(module)
         x = _attend(layer, x, (tables, rows if number == last else None), segments)
         both = _side_by_side(_normed(layer.mlp_norm, x), (layer.gate, layer.up))
         gated: Tensor = _Gate.apply(both)  # type: ignore[no-untyped-call]
         x = _add_linear(x, gated, layer.down)
-    norm = model.norm
-    return cast(Tensor, _RMSNorm.apply(x, norm.weight, norm.variance_epsilon))  # type: ignore[no-untyped-call]
+    return x
 
 
-def _attend(layer: Layer, x: Tensor, what: tuple[tuple[Tensor, Tensor], Tensor | None], segments: Segments) -> Tensor:
+def _attend(
+    layer: Layer, x: Tensor, what: tuple[tuple[Tensor, Tensor], Tensor | None], segments: Segments | PartOfRow
+) -> Tensor:
     """x [T, hidden] plus the layer's attention. what: cos and signed sin, [T, 1, head_dim] each, and which rows of the
     result are wanted (None: all)."""
     (tables, rows), dim = what, layer.head_dim
@@ -66,7 +93,7 @@ def _attend(layer: Layer, x: Tensor, what: tuple[tuple[Tensor, Tensor], Tensor |
     window = layer.head.window
     if window is not None and window >= segments.longest:
         window = None
-    out = bucketed((query, key, value), segments, layer.head.scale, (window, None))
+    out = attend((query, key, value), segments, layer.head.scale, (window, None))
     out = out.reshape(x.shape[0], -1)
     if rows is not None:
         x, out = x.index_select(0, rows), out.index_select(0, rows)

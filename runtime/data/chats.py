@@ -35,7 +35,7 @@ class AssistantTurn(NamedTuple):
 
 
 class _By(NamedTuple):
-    """Whose template renders, with what, and the tokenizer's special tokens."""
+    """The tokenizer, its special tokens, and the template that renders."""
 
     tokenizer: Tokenizer
     template: Template
@@ -63,12 +63,12 @@ def chat_sample(
         raise ValueError("no message has the role 'assistant': there is nothing to train on")
     if not any(_says(messages[k]) for k in turns):
         raise ValueError("the assistant's messages are empty")
-    found = [_turn(whole, messages, k, by) for k in turns]
+    assistant_turns = [_turn(whole, messages, k, by) for k in turns]
     spans = _marked(whole, messages, by)
     if spans is None:
-        spans = [(turn.start, turn.end) for turn in found]
+        spans = [(turn.start, turn.end) for turn in assistant_turns]
     else:
-        spans = [(a, next((t.end for t in found if t.start <= b <= t.end), b)) for a, b in spans]
+        spans = [(a, next((t.end for t in assistant_turns if t.start <= b <= t.end), b)) for a, b in spans]
     tokens: list[int] = []
     mask: list[bool] = []
     for i, piece in enumerate(cut(whole, list(chain.from_iterable(_apart(spans))), tokenizer, special=False)):
@@ -78,7 +78,7 @@ def chat_sample(
     if last < 0:
         raise ValueError("the chat template marks nothing as said by the assistant")
     tokens, mask = tokens[: last + 1], mask[: last + 1]
-    if turns[-1] == len(messages) - 1 and not whole[: found[-1].end].endswith(tuple(by.special)):
+    if turns[-1] == len(messages) - 1 and not whole[: assistant_turns[-1].end].endswith(tuple(by.special)):
         return [*tokens, end_token(tokenizer)], [*mask, True]
     return tokens, mask
 

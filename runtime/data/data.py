@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, assert_never, cast
 
 from msgspec import Struct, field
 
@@ -21,25 +21,25 @@ from realgraph.runtime.job.job import DataSpec
 PROMPT, RESPONSE, MESSAGES, CHOSEN, REJECTED = "prompt", "response", "messages", "chosen", "rejected"
 TOOLS = "tools"
 
+SampleShape = Literal["tokens", "messages", "response", "chosen"]  # the column that decides what samples are made of
+
 
 class DataRow(Struct, frozen=True):
-    """One data row: a prompt group. group: key -> value, of the inputs of level group (token ids, text, numbers, JSON).
-
-    samples: for graphs whose samples come from the data (SFT, reward models, DPO), the keys of each sample: `tokens`,
-    `mask` and other inputs of the levels sample and token. raw: the row as it stands in the data.
-    """
+    """One data row: a prompt group."""
 
     index: int
-    group: dict[str, Any]
+    group: dict[str, Any]  # key -> value, of the inputs of level group: token ids, text, numbers, JSON
+    # Key -> value of each sample, for graphs whose samples come from the data (SFT, reward models, DPO): `tokens`,
+    # `mask` and other inputs of the levels sample and token.
     samples: tuple[dict[str, Any], ...] = ()
-    raw: RawRow = field(default_factory=dict)
+    raw: RawRow = field(default_factory=dict)  # as it stands in the data
 
 
 class PromptConversation(NamedTuple):
-    """A prompt as a conversation, for tokenizers other than the one that cut it. tools: of the chat template."""
+    """A prompt as a conversation, for tokenizers other than the one that cut it."""
 
     conversation: Conversation
-    tools: Sequence[Mapping[str, Any]] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None  # for the chat template
 
 
 class TooLong(Struct, frozen=True):
@@ -66,18 +66,18 @@ def tokenizer_source(graph: Graph) -> tuple[str, str | None]:
     roles = [call.model for call in graph.calls.values() if isinstance(call, Generate)]
     roles += [call.model for call in graph.calls.values() if isinstance(call, Train)]
     for role in (*roles, *graph.models):
-        found = _source(graph, role)
-        if found is not None:
-            return found
+        source = _source(graph, role)
+        if source is not None:
+            return source
     raise problem(Where(path="$.models"), "no model has a path, so there is no tokenizer", "set models.<role>.path")
 
 
 def model_source(graph: Graph, role: str) -> tuple[str, str | None]:
     """Path and revision of a role's own model, or of the one that it starts as. Raises ConfigError."""
-    found = _source(graph, role)
-    if found is None:
+    source = _source(graph, role)
+    if source is None:
         raise problem(Where(path=f"$.models.{role}"), "no path, so there is no tokenizer", f"set models.{role}.path")
-    return found
+    return source
 
 
 def _source(graph: Graph, role: str) -> tuple[str, str | None] | None:
@@ -109,7 +109,7 @@ class DataSet:
         self._chats = Conversations(spec, tokenizer)
         self._n_vocabulary = 1 + max(tokenizer.get_vocab().values(), default=-1)
         self._from_data = TOKENS in self._inputs
-        self._shape = self._sample_shape() if self._from_data else ""
+        self._shape: SampleShape | None = self._sample_shape() if self._from_data else None
         self._check()
 
     def __len__(self) -> int:
@@ -150,19 +150,19 @@ class DataSet:
     def _has(self, name: str) -> bool:
         return self._column(name) in self.columns
 
-    def _sample_shape(self) -> str:
-        """The origin of `tokens` and `mask`: the name of the column that decides."""
+    def _sample_shape(self) -> SampleShape:
+        """The origin of `tokens` and `mask`. Raises ConfigError where the columns are missing."""
         if self._has(TOKENS):
-            return TOKENS
+            return "tokens"
         if self._n == 2:
             if self._has(CHOSEN) and self._has(REJECTED):
-                return CHOSEN
+                return "chosen"
             wanted = f"{self._column(CHOSEN)!r} and {self._column(REJECTED)!r}"
         else:
             if self._has(PROMPT) and self._has(RESPONSE):
-                return RESPONSE
+                return "response"
             if self._has(MESSAGES):
-                return MESSAGES
+                return "messages"
             wanted = f"{self._column(PROMPT)!r} and {self._column(RESPONSE)!r}, or {self._column(MESSAGES)!r}"
         hint = f"the columns are {', '.join(self.columns)}; map them in data.columns"
         raise problem(Where(self._spec.path), f"the graph needs the columns {wanted}", hint)
@@ -292,6 +292,7 @@ class DataSet:
 
     def _tokens_and_masks(self, index: int, raw: RawRow, template: Template) -> list[tuple[list[int], list[bool]]]:
         chats = self._chats
+        assert self._shape is not None
         match self._shape:
             case "tokens":
                 return [self._given(index, raw)]
@@ -300,8 +301,10 @@ class DataSet:
                 return [self._at(index, MESSAGES, raw, lambda _: self._chat_sample(chat, template))]
             case "response":
                 names = [RESPONSE]
-            case _:
+            case "chosen":
                 names = [CHOSEN, REJECTED]
+            case _:
+                assert_never(self._shape)
         prompt = self._at(index, PROMPT, raw, chats.of_prompt) if self._has(PROMPT) else None
         return [
             self._at(index, name, raw, lambda value: self._answered(prompt, self._listed(value), template))

@@ -27,18 +27,18 @@ class OwnTokens:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             template = Template(tools=tools if self._takes_tools else None)
             whole = [*messages, {"role": "assistant", "content": response}]
-            found = self.tokenizer.encode(
+            tokens = self.tokenizer.encode(
                 render(whole, self.tokenizer, template, generation=False), add_special_tokens=False
             )
         elif not isinstance(prompt, str):
             raise ValueError(f"the prompt is a chat, and the tokenizer of {self.role!r} has no chat template")
         else:
             end = self.tokenizer.eos_token_id if finished else None
-            found = self.tokenizer.encode(prompt + response, add_special_tokens=True)
-            found += [end] if isinstance(end, int) and found[-1:] != [end] else []
-        if not found:
+            tokens = self.tokenizer.encode(prompt + response, add_special_tokens=True)
+            tokens += [end] if isinstance(end, int) and tokens[-1:] != [end] else []
+        if not tokens:
             raise ValueError(f"the tokenizer of {self.role!r} makes no tokens of the sample")
-        return found
+        return tokens
 
 
 def open_own_tokens(graph: Graph) -> dict[str, OwnTokens]:

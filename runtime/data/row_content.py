@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, cast
 import msgspec
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.graphs.keys import DType
 
 Form = Literal["JSON lines", "CSV", "parquet"]
 
@@ -159,7 +160,7 @@ def csv_header(record: Record | None, file: Path) -> tuple[str, ...]:
     return names
 
 
-def cell_value(text: str, dtype: str) -> Any:
+def cell_value(text: str, dtype: DType) -> Any:
     """The value of a CSV cell as a key's dtype: a number, true or false, JSON, or the text as it is.
 
     Raises ValueError for a cell that holds none.
@@ -176,7 +177,7 @@ def cell_value(text: str, dtype: str) -> Any:
                 return msgspec.json.decode(text)
             except msgspec.DecodeError as error:
                 raise ValueError(f"expected JSON: {error}") from error
-        case _:
+        case "tokens" | "text":
             return text
 
 

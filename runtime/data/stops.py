@@ -57,11 +57,11 @@ def end_tokens(tokenizer: Tokenizer, folder: Path | None, chat: Template | None 
 
     Raises ConfigError.
     """
-    found = set(model_ends(folder)) if folder is not None else set()
+    ends = set(model_ends(folder)) if folder is not None else set()
     if isinstance(tokenizer.eos_token_id, int):
-        found.add(tokenizer.eos_token_id)
+        ends.add(tokenizer.eos_token_id)
     turn_end = turn_end_token(tokenizer, chat) if chat is not None else None
-    return frozenset(found if turn_end is None else {*found, turn_end})
+    return frozenset(ends if turn_end is None else {*ends, turn_end})
 
 
 def stops_of(name: str, call: Generate, data: DataSpec, tokenizer: Tokenizer, folder: Path | None) -> Stops:

@@ -44,11 +44,10 @@ class Tokenizer(Protocol):
 
 
 class Template(NamedTuple):
-    """Arguments of a chat template beside the messages: named arguments (`enable_thinking`), and JSON schemas of
-    tools."""
+    """Arguments of a chat template beside the messages."""
 
-    args: Mapping[str, Any] = {}
-    tools: Sequence[Mapping[str, Any]] | None = None
+    args: Mapping[str, Any] = {}  # by name, such as `enable_thinking`
+    tools: Sequence[Mapping[str, Any]] | None = None  # JSON schemas
 
 
 BARE = Template()
@@ -68,19 +67,19 @@ def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
         raise ConfigError([Problem(Where(path), "this folder has no tokenizer", needed, "tokenizer")])
     reason = "" if folder.is_dir() or path.startswith((".", "/", "~")) else hub.out_of_reach()
     try:
-        found: Tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
     except Exception as error:  # of a damaged file transformers and tokenizers raise anything, bare Exceptions too
         text = f"no tokenizer can be loaded: {reason or in_words(error)}"
         hint = hub.hint(path, "model") if reason else needed
         raise ConfigError([Problem(Where(path), text, hint, "tokenizer")]) from error
-    return found
+    return tokenizer
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """The tokens that decoding leaves out of a text, by how they are written."""
-    found = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     named = {token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens}
-    return {**{str(token): index for token, index in named.items() if isinstance(index, int)}, **found}
+    return {**{str(token): index for token, index in named.items() if isinstance(index, int)}, **special}
 
 
 def render(messages: Sequence[Message], tokenizer: Tokenizer, template: Template, *, generation: bool) -> str:

@@ -36,15 +36,12 @@ _LARGEST = {"int32": 2**31 - 1, "int64": 2**63 - 1, "float32": (2 - 2**-23) * 2.
 
 
 class Unit(Struct, frozen=True):
-    """One call of a function: its samples (with the group of each), the tokens of each, and its keywords.
-
-    groups may be left out for a unit of one group, lengths where the call writes no token key.
-    """
+    """One call of a function."""
 
     samples: tuple[int, ...]
     kwargs: dict[str, Any]
-    groups: tuple[int, ...] = ()
-    lengths: tuple[int, ...] = ()
+    groups: tuple[int, ...] = ()  # of each sample; () for a unit of one group
+    lengths: tuple[int, ...] = ()  # tokens of each sample; () where the call writes no token key
 
     @property
     def n_groups(self) -> int:
@@ -59,16 +56,12 @@ class Unit(Struct, frozen=True):
 
 
 class UnitResult(Struct, frozen=True):
-    """The result of a unit. values: written key -> its value, checked and plain (float, int, bool, str, JSON; lists).
+    """The result of a unit. With `on_error: score` it has values in spite of an error."""
 
-    error: one line that names the sample, '' if all went well. With `on_error: score`, `values` are there nevertheless.
-    detail: the traceback. sample: the one to blame, -1 for a group or batch.
-    """
-
-    values: dict[str, Any] = field(default_factory=dict)
-    error: str = ""
-    detail: str = ""
-    sample: int = -1
+    values: dict[str, Any] = field(default_factory=dict)  # key -> value, checked, plain (float, int, bool, str, JSON)
+    error: str = ""  # one line that names the sample; '' if all went well
+    detail: str = ""  # the traceback
+    sample: int = -1  # the one to blame; -1 for a group or batch
     seconds: float = 0.0
 
 
@@ -79,12 +72,12 @@ def keywords_of(
 
     prompts: the keys of `given` that hold prompts' token ids, one list or one a sample; decode: ids to text.
     """
-    found = {**call.args, **given}
+    keywords = {**call.args, **given}
     for key in prompts:
         value = given[key]
         single = all(isinstance(item, int) for item in value)
-        found[key] = decode(value) if single else [decode(ids) for ids in value]
-    return found | {ids_keyword(key): given[key] for key in call.ids}
+        keywords[key] = decode(value) if single else [decode(ids) for ids in value]
+    return keywords | {ids_keyword(key): given[key] for key in call.ids}
 
 
 def keyword_names(call: Function) -> tuple[str, ...]:
@@ -102,28 +95,28 @@ def load_function(fn: str, user_dir: str) -> Callable[..., Any]:
     if user_dir not in sys.path:
         sys.path.insert(0, user_dir)
     module, _, path = fn.partition(":")
-    found: Any = importlib.import_module(module)
+    target: Any = importlib.import_module(module)
     for name in path.split("."):
-        if not hasattr(found, name):
-            raise AttributeError(f"module {module!r} ({getattr(found, '__file__', '?')}) has no {path!r}")
-        found = getattr(found, name)
-    if not callable(found):
-        raise TypeError(f"{fn!r} is no function but {type(found).__name__}")
-    checked: Callable[..., Any] = found
+        if not hasattr(target, name):
+            raise AttributeError(f"module {module!r} ({getattr(target, '__file__', '?')}) has no {path!r}")
+        target = getattr(target, name)
+    if not callable(target):
+        raise TypeError(f"{fn!r} is no function but {type(target).__name__}")
+    checked: Callable[..., Any] = target
     return checked
 
 
 def load_applied(entries: Mapping[str, str], user_dir: str) -> dict[str, Callable[..., Any]]:
     """The functions of `apply` entries: YAML path -> name in, name -> function out. Raises ConfigError."""
-    found: dict[str, Callable[..., Any]] = {}
+    functions: dict[str, Callable[..., Any]] = {}
     for path, fn in entries.items():
         try:
-            found[fn] = load_function(fn, user_dir)
+            functions[fn] = load_function(fn, user_dir)
         except Exception as error:  # the user's module may raise anything while it is imported
             text = f"can't load {fn!r}: {error_text(error)}"
             hint = f"`module:function` is imported from {user_dir}"
             raise ConfigError([Problem(Where(path=path), text, hint, "function")]) from error
-    return found
+    return functions
 
 
 def refuse_keywords(function: Callable[..., Any], keywords: Sequence[str]) -> str:
@@ -156,12 +149,12 @@ def check_output(call: Function, unit: Unit, returned: object) -> dict[str, Any]
 
 def error_output(call: Function, unit: Unit) -> dict[str, Any]:
     """`error_value` for every written key, in the shape that the unit needs."""
-    found: dict[str, Any] = {}
+    output: dict[str, Any] = {}
     for name, text in call.writes.items():
         key = parse_key_type(text)
         one = _plain_error(call.error_value, key.dtype)
-        found[name] = _fill(call, unit, key, one)
-    return found
+        output[name] = _fill(call, unit, key, one)
+    return output
 
 
 def _plain_error(value: float, dtype: DType) -> Any:

@@ -32,11 +32,10 @@ PASSED = re.compile(
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds on what each subprocess may take. memory: of its data, in bytes. processes: that it and what it starts may
-    be."""
+    """Bounds on what each subprocess may take."""
 
-    memory_bytes: int
-    processes: int
+    memory_bytes: int  # of its data
+    processes: int  # it and all that it starts
 
 
 class FunctionProcess:
@@ -113,17 +112,17 @@ class FunctionProcess:
         return report
 
     def _report(self, deadline: float) -> str:
-        found = b""
+        report = b""
         try:
             while (left := deadline - time.monotonic()) > 0:
                 self._control.settimeout(left)
                 piece = self._control.recv(256)
                 if not piece:
                     break
-                found += piece
+                report += piece
         except OSError:  # too late, or cut off
             pass
-        return found.decode()
+        return report.decode()
 
 
 def environment(ours: Mapping[str, str], named: Collection[str]) -> dict[str, str]:

@@ -16,8 +16,8 @@ def final_number(text: str) -> float | None:
     """The last number of a text, thousands separators and dollar signs left out; after `####` where that stands in it
     (the form of GSM8K's answers, arXiv:2110.14168). None where there is no number."""
     _, mark, tail = text.rpartition("####")
-    found = _NUMBER.findall(tail if mark else text)
-    return float(found[-1].replace(",", "").replace("$", "")) if found else None
+    numbers = _NUMBER.findall(tail if mark else text)
+    return float(numbers[-1].replace(",", "").replace("$", "")) if numbers else None
 
 
 def last_number(text: str, answer: str) -> float:

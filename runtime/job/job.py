@@ -11,6 +11,7 @@ from realgraph.runtime.job.manifest import FileSum
 
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
+TrackerName = Literal["wandb", "mlflow", "trackio"]
 DEFAULT_MINUTES = 10.0  # between two checkpoints: what a kill without warning may cost
 
 
@@ -46,7 +47,7 @@ class BatchSpec(Struct, frozen=True, forbid_unknown_fields=True):
     max_new_tokens: Count = 256  # longest response
     max_tokens_per_microbatch: Count | None = None  # default: the planner's choice from memory
     expected_new_tokens: Count | None = None  # mean length for the planner; default: half of max_new_tokens
-    max_running: Count | None = None  # sequences that decode at once, per rollout engine; default: 128, on a CPU 256
+    max_running: Count | None = None  # sequences that decode at once, per rollout engine; default: 1,024
 
 
 class EvalSpec(Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,7 +93,7 @@ class OutputSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
     dir: str | None = None  # relative to the run file; default: runs/<name>-<date> where the command is run
     tensorboard: bool = False  # write event files
-    trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()  # services that get the metrics too
+    trackers: tuple[TrackerName, ...] = ()  # services that get the metrics too
     project: str = "realgraph"  # name of the project there
     transcripts_every: Annotated[int, Meta(ge=0)] = 10  # steps
     transcripts: Annotated[int, Meta(ge=0)] = 4  # samples each time
@@ -112,6 +113,7 @@ class RuntimeSpec(Struct, frozen=True, forbid_unknown_fields=True):
     max_logprob_gap: Seconds | None = (
         None  # nats: mean |behaviour - recomputed| at each weight update; default by dtype
     )
+    verify_weights: bool = False  # compare checksums of both sides whenever weights go to another copy
     threads: Count = 1  # CPU threads of a worker
 
 

@@ -2,29 +2,26 @@
 
 import asyncio
 import math
-import shutil
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from itertools import count
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
 from realgraph.graphs.spec import Train
-from realgraph.planner.plan.layout import Layout
 from realgraph.runtime.commands.actions import STATE_FORMAT, Checkpointed, CheckpointedWithTask
 from realgraph.runtime.commands.failures import workers_text
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.manifest import damage, seal
 from realgraph.runtime.job.run_folder import CHECKPOINT_STATE, RunFolder, disk_text, write_atomic
 from realgraph.runtime.master.checkpoint_folders import NotRemoved, commit_folder, point_best, prune, recover
-from realgraph.runtime.master.inbox import Exit, Inbox
+from realgraph.runtime.master.inbox import Inbox
 from realgraph.runtime.master.startup import WorkerGroup
-from realgraph.runtime.processes.launcher import describe_exit
 from realgraph.runtime.wire.protocol import RESCUE_CALL, Done, Failed, Rescue
 from realgraph.runtime.wire.transport import TransportError
 
-RESCUE_TASK = -1  # number of the task that a rescue answers
+FIRST_RESCUE_TASK = -1  # of a rescue, and one less for each that begins anew: no task of the Scheduler has these
 
 
 class Committed(Struct, frozen=True):
@@ -50,11 +47,12 @@ class Checkpoints:
         return max(self._folder.steps(), default=0)
 
     def partial(self, step: int) -> Path:
-        """An empty folder for the parts of a checkpoint. Raises OSError."""
+        """The folder for the parts of a checkpoint that begins anew. Raises OSError.
+
+        Where one that was cut off is still being written to, the same bytes go to the same places once more.
+        """
         path = self._folder.partial(step)
-        if path.exists():
-            shutil.rmtree(path)
-        path.mkdir(parents=True)
+        path.mkdir(parents=True, exist_ok=True)
         return path
 
     def commit(self, step: int, partial: Path, state: Checkpointed) -> Committed:
@@ -154,71 +152,59 @@ def read_state(checkpoint: Path) -> Checkpointed:
     return state
 
 
-class Rescuers(Struct, frozen=True):
-    """Workers that can save what is left of a run."""
+def rescuers(job: Job, left: Collection[int]) -> dict[int, dict[str, None]]:
+    """The workers that are left and the trained roles of which each has a part.
 
-    alone: dict[int, list[str]]  # worker -> trained roles that it holds whole
-    together: dict[int, list[str]]  # worker -> trained roles that it has a part of
-
-    def commands(self, step: int, folder: Path, versions: dict[str, int]) -> list[tuple[int, Rescue]]:
-        """Each worker with what is to be sent to it."""
-        return [
-            (worker, Rescue(RESCUE_TASK, step, str(folder), {role: versions[role] for role in roles}, together))
-            for together, chosen in ((False, self.alone), (True, self.together))
-            for worker, roles in chosen.items()
-        ]
-
-
-def rescuers(job: Job, alive: frozenset[int]) -> Rescuers:
-    """Raises OSError naming a role that the survivors do not hold whole."""
-    alone: dict[int, list[str]] = {}
-    together: dict[int, list[str]] = {}
+    Raises OSError with a role of which nothing is left; what else is missing the workers know.
+    """
+    found: dict[int, dict[str, None]] = {}
     for name, call in job.graph.calls.items():
-        if not isinstance(call, Train):
-            continue
-        layout: Layout = job.plan.allocations[name].layout
-        devices = layout.mesh.devices
-        survivors = [worker for worker in devices if worker in alive]
-        if not survivors:
-            raise OSError(f"the weights of {call.model!r} were on {workers_text(devices)}: none is left")
-        if len(devices) == 1 or (layout.sharding == "replicated" and layout.tp == layout.pp == 1):
-            chosen, savers = alone, survivors[:1]
-        elif len(survivors) == len(devices):
-            chosen, savers = together, survivors
-        else:
-            raise OSError(f"the weights of {call.model!r} were sharded, and a part is gone")
-        for worker in savers:
-            roles = chosen.setdefault(worker, [])
-            if call.model not in roles:
-                roles.append(call.model)
-    return Rescuers(alone, together)
+        if isinstance(call, Train):
+            devices = job.plan.allocations[name].layout.mesh.devices
+            holders = [worker for worker in devices if worker in left]
+            if not holders:
+                raise OSError(f"the weights of {call.model!r} were on {workers_text(devices)}: none is left")
+            for worker in holders:
+                found.setdefault(worker, {})[call.model] = None
+    return found
 
 
 async def rescue(
     workers: WorkerGroup, job: Job, checkpoints: Checkpoints, state: Checkpointed, inbox: Inbox
 ) -> Committed:
-    """Have surviving workers write what they hold of `state`. Raises OSError where that fails."""
-    chosen = rescuers(job, workers.fleet.running - inbox.gone)
+    """Have surviving workers write what they hold of `state`. Raises OSError where that fails.
+
+    Where another one turns out to be gone, those that are left begin anew; what is written twice are the same bytes.
+    """
     partial = checkpoints.partial(state.step)
-    commands = chosen.commands(state.step, partial, state.versions)
-    waiting = Counter(worker for worker, _ in commands)
     until = inbox.clock.now() + job.runtime.min_deadline_seconds
-    try:
-        for worker, command in commands:
-            await workers.socket.send(worker, command)
-    except TransportError as error:
-        raise OSError(str(error)) from error
-    while +waiting:
+    for task in count(FIRST_RESCUE_TASK, -1):
+        left = workers.fleet.running - inbox.gone
+        roles = rescuers(job, left)
+        for worker, held in roles.items():
+            versions = {role: state.versions[role] for role in held}
+            command = Rescue(task, state.step, str(partial), versions, tuple(sorted(left)))
+            try:
+                await workers.socket.send(worker, command)
+            except TransportError:  # it has just ended
+                inbox.gone.add(worker)
+        if await _rescued(set(roles), task, inbox, until):
+            break
+    return await asyncio.to_thread(checkpoints.commit, state.step, partial, state)
+
+
+async def _rescued(waiting: set[int], task: int, inbox: Inbox, until: float) -> bool:
+    """True when all of `waiting` have done their part of `task`, False where one of them is gone. Raises OSError."""
+    while waiting:
+        if waiting & inbox.gone:
+            return False
         match await inbox.take(max(0.0, until - inbox.clock.now())):
             case None:
-                seconds = job.runtime.min_deadline_seconds
-                raise OSError(f"{workers_text(sorted(+waiting))} did not save within {seconds:g} s")
-            case Done(task=task, worker=worker) if task == RESCUE_TASK:
-                waiting[worker] -= 1
+                raise OSError(f"{workers_text(sorted(waiting))} did not save in time (runtime.min_deadline_seconds)")
+            case Done(task=done, worker=worker) if done == task:
+                waiting.discard(worker)
             case Failed(call=call, error=text, worker=worker) if call == RESCUE_CALL:
                 raise OSError(f"worker {worker}: {text}")
-            case Exit(worker=worker, status=status) if waiting[worker]:
-                raise OSError(f"worker {worker} {describe_exit(status)} while it saved")
             case _:
                 pass  # what was still under way when the run failed
-    return await asyncio.to_thread(checkpoints.commit, state.step, partial, state)
+    return True

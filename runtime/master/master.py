@@ -8,6 +8,7 @@ the failure left it intact.
 import asyncio
 import time
 from pathlib import Path
+from typing import assert_never
 
 import msgspec
 from msgspec import Struct
@@ -22,6 +23,7 @@ from realgraph.runtime.commands.actions import (
     Send,
     StepEnded,
     StopRequested,
+    Tick,
     WorkerLost,
 )
 from realgraph.runtime.job.job import Job
@@ -49,7 +51,7 @@ from realgraph.runtime.processes.interrupts import Interrupted, Interrupts, unle
 from realgraph.runtime.processes.launcher import Launcher, LaunchError
 from realgraph.runtime.processes.local import LocalLauncher
 from realgraph.runtime.scheduler.scheduler import Scheduler
-from realgraph.runtime.wire.protocol import Done, Failed, Generated
+from realgraph.runtime.wire.protocol import Bye, Done, Failed, Generated, Heartbeat, Hello, Loaded, Ready
 from realgraph.runtime.wire.transport import TransportError
 
 GRACE_SECONDS = 10.0  # for workers to end by themselves after Shutdown
@@ -227,8 +229,10 @@ class Master:
                     await workers.fleet.kill(worker)  # one that is only silent must not wake up again
                 case Done() | Generated():
                     self._trace(event)
-                case _:
+                case Hello() | Ready() | Heartbeat() | Loaded() | Failed() | Bye() | Tick() | StopRequested():
                     pass
+                case _:
+                    assert_never(event)
             actions = self._tell_scheduler(event, inbox, log)
 
     def _tell_scheduler(self, event: Event | None, inbox: Inbox, log: EventLog) -> list[Action]:

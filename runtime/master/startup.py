@@ -1,8 +1,9 @@
-"""From nothing to a fleet of ready workers: keys, processes, hand-shakes. Every wait has a deadline. Master side."""
+"""Starts workers until all are ready: keys, processes, hand-shakes. Every wait has a deadline. Master side."""
 
 import asyncio
 import time
 from pathlib import Path
+from typing import assert_never
 
 import msgspec
 
@@ -12,7 +13,18 @@ from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.processes.clock import time_limit
 from realgraph.runtime.processes.launcher import Fleet, Launcher, WorkerBoot, WorkerProgram, describe_exit
 from realgraph.runtime.wire.curve import make_keys
-from realgraph.runtime.wire.protocol import Configure, Failed, Heartbeat, Hello, Ready, Shutdown
+from realgraph.runtime.wire.protocol import (
+    Bye,
+    Configure,
+    Done,
+    Failed,
+    Generated,
+    Heartbeat,
+    Hello,
+    Loaded,
+    Ready,
+    Shutdown,
+)
 from realgraph.runtime.wire.transport import MasterSocket, TransportError
 
 PROGRAM = WorkerProgram("realgraph.runtime.worker.worker:main", ("torch", "transformers"))
@@ -67,6 +79,7 @@ async def start_worker_group(job: Job, folder: RunFolder, launcher: Launcher) ->
             log=str(folder.logs / f"worker-{worker}.log"),
             threads=job.runtime.threads,
             n_workers=n_workers,
+            node=job.cluster.node_of(worker),
             cpu=job.cluster.is_cpu,
         )
         for worker in range(n_workers)
@@ -126,9 +139,11 @@ async def _shake_hands(workers: WorkerGroup, job: Job, resume: Path | None, miss
                 raise StartError(await _explained(workers, reply))
             case Heartbeat():
                 pass
-            case _:
+            case Loaded() | Generated() | Done() | Bye():
                 text = f"worker {worker} sent {type(reply).__name__} before it was ready"
                 raise StartError(Failed(worker, "", text, "start"))
+            case _:
+                assert_never(reply)
 
 
 async def _explained(workers: WorkerGroup, failure: Failed) -> Failed:

@@ -1,11 +1,24 @@
 """Experiment trackers as watchers of a run: TensorBoard by a switch; wandb, mlflow and trackio where installed."""
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, assert_never
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.runtime.master.observer import EvalRecord, Observer, RunEnded, RunRecord, RunStarted, StepRecord
+from realgraph.runtime.job.job import TrackerName
+from realgraph.runtime.master.observer import (
+    CheckpointRecord,
+    EvalRecord,
+    Note,
+    Observer,
+    RunEnded,
+    RunRecord,
+    RunStarted,
+    Span,
+    StepRecord,
+    Transcript,
+)
 
 
 class Tracker(Protocol):
@@ -34,8 +47,10 @@ class TrackerObserver:
                 self._tracker.log(step, {f"eval/{name}": value for name, value in metrics.items()})
             case RunEnded(ok=ok):
                 self._tracker.end(ok)
-            case _:
+            case Span() | Transcript() | CheckpointRecord() | Note():
                 pass
+            case _:
+                assert_never(record)
 
     def close(self) -> None:
         pass
@@ -113,7 +128,7 @@ class MLflow:
         self._mlflow.end_run("FINISHED" if ok else "FAILED")
 
 
-def make_trackers(names: tuple[str, ...], tensorboard: bool, project: str, run_dir: Path) -> list[Observer]:
+def make_trackers(names: Sequence[TrackerName], tensorboard: bool, project: str, run_dir: Path) -> list[Observer]:
     """The watchers that a run asks for. Raises ConfigError naming the package that is not installed."""
     trackers: list[Tracker] = []
     try:
@@ -128,7 +143,7 @@ def make_trackers(names: tuple[str, ...], tensorboard: bool, project: str, run_d
                 case "mlflow":
                     trackers.append(MLflow(project))
                 case _:
-                    raise AssertionError(name)
+                    assert_never(name)
     except ImportError as error:
         package = error.name or "tensorboard"
         path = "$.outputs.tensorboard" if package == "tensorboard" else "$.outputs.trackers"

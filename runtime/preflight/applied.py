@@ -8,7 +8,7 @@ from realgraph.graphs.applied import Applied, applied_of
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.maths import TokenMean
-from realgraph.graphs.spec import Advantage, Function, ModelCall, Train
+from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, Train
 from realgraph.runtime.functions.functions import Unit
 from realgraph.runtime.functions.host import FunctionError, FunctionHost
 
@@ -71,7 +71,7 @@ def _part(call: ModelCall, entry: Applied) -> ModelCall:
         case Train(loss=loss):
             alone = msgspec.structs.replace(loss, terms={entry.entry: loss.terms[entry.entry]}, aggregate=TokenMean())
             return msgspec.structs.replace(call, loss=alone)
-        case _:
+        case Generate() | Inference() | Function():
             raise AssertionError(f"{entry.call!r} has no `apply` entry")
 
 

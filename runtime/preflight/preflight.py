@@ -230,9 +230,9 @@ def _try_row(graph: Graph, name: str, known: Known, tools: tuple[FunctionHost, T
     for key in call.writes:
         level = graph.keys[key].type.level if key in graph.keys else "sample"
         values = [result.values.get(key) for result in results]
-        found = values if call.over == "sample" else _of_group(level, call, values[0])
-        repeated = level in ("sample", "token") and isinstance(found, list) and found
-        known[key] = (level, [found[i % len(found)] for i in range(n_known)] if repeated else found)
+        written = values if call.over == "sample" else _of_group(level, call, values[0])
+        repeated = level in ("sample", "token") and isinstance(written, list) and written
+        known[key] = (level, [written[i % len(written)] for i in range(n_known)] if repeated else written)
     return [f"{name}: {call.fn}: {_told(call, known, min(n, N_SHOWN), results)}"]
 
 

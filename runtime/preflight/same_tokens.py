@@ -29,14 +29,14 @@ def check_tokenizers(graph: Graph, tokenizer: Tokenizer, texts: Sequence[str]) -
     """
     shared = tokenizer_source(graph)
     problems, lines = [], []
-    found: dict[tuple[str, str | None], str | None] = {shared: ""}
+    differences: dict[tuple[str, str | None], str | None] = {shared: ""}
     for name, role in _readers(graph):
         source = model_source(graph, role)
-        if source not in found:
-            found[source] = _difference_from(source, tokenizer, texts)
-            if found[source] is None:
+        if source not in differences:
+            differences[source] = _difference_from(source, tokenizer, texts)
+            if differences[source] is None:
                 lines.append(f"{role}: no tokenizer lies with {source[0]}: it must be that of {shared[0]}")
-        difference = found[source]
+        difference = differences[source]
         if difference:
             text = f"{role!r} ({source[0]}) has another tokenizer than that of its tokens ({shared[0]}): {difference}"
             problems.append(Problem(Where(path=f"$.calls.{name}.model"), text, _hint(graph, name), "tokenizer"))

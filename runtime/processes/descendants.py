@@ -17,7 +17,7 @@ _MAX_PAUSE_SECONDS = 0.05
 
 
 def adopt_orphans() -> None:
-    """From now on, descendants whose parent ends become children of this process. Raises OSError."""
+    """Make descendants whose parent ends children of this process, from now on. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         errno = ctypes.get_errno()
@@ -31,11 +31,11 @@ def count_descendants() -> int:
         parent = _parent(pid)
         if parent is not None:
             children.setdefault(parent, []).append(pid)
-    found, level = 0, children.get(os.getpid(), [])
+    n_descendants, level = 0, children.get(os.getpid(), [])
     while level:
-        found += len(level)
+        n_descendants += len(level)
         level = [below for pid in level for below in children.get(pid, [])]
-    return found
+    return n_descendants
 
 
 def newest_number() -> int:

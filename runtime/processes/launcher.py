@@ -26,6 +26,7 @@ class WorkerBoot(Struct, frozen=True):
     log: str  # the file that it prints to, as its own host names it
     threads: int = 1  # of one operation on a CPU; set through the environment before the worker runs
     n_workers: int = 1
+    node: int = 0  # of the plan's cluster: workers of one node share memory
     cpu: bool = False  # leave the host's GPUs alone
     interface: str = ""  # the address its data plane listens on; the launcher's to say
     master_pid: int = 0  # the master's process where it is on the same host, else 0; the launcher's to say

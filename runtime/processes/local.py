@@ -53,7 +53,7 @@ class _Payload(Struct, frozen=True):
 
 
 def enter(payload: bytes) -> None:
-    """In the worker's process: call the entry point with its WorkerBoot."""
+    """Call the entry point with its WorkerBoot, in the worker's process."""
     start = msgspec.msgpack.decode(payload, type=_Payload)
     processes.resolve(start.entry)(start.boot)
 
@@ -177,10 +177,11 @@ class LocalFleet:
             raise LaunchError("the fork server ended before it was ready; its messages are above")
         if event.error:
             raise LaunchError(f"the workers' modules cannot be imported:\n{event.error}")
+        target = processes.target_of(enter)
         for boot in self._boots.values():
             payload = msgspec.msgpack.encode(_Payload(entry, boot))
             title = f"realgraph worker {boot.worker}"
-            await self._ask(processes.Spawn(boot.worker, f"{__name__}:enter", payload, boot.log, title))
+            await self._ask(processes.Spawn(boot.worker, target, payload, boot.log, title))
         while len(self.handles) < len(self._boots):
             event = await self._next_event()
             if event is None:

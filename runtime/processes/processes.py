@@ -41,16 +41,13 @@ _STRAY_SECONDS = 5.0  # for the kernel to let go of what is killed; the fork ser
 
 
 class Spawn(Struct, frozen=True, tag=True):
-    """Start process `number`: `module:function`, called with `payload`; its prints are appended to the file `log`.
-
-    title: what `ps` shows.
-    """
+    """Start process `number`."""
 
     number: int
-    target: str
-    payload: bytes
-    log: str
-    title: str
+    target: str  # `module:function`
+    payload: bytes  # its argument
+    log: str  # the file that its prints are appended to
+    title: str  # what `ps` shows
 
 
 class Signal(Struct, frozen=True, tag=True):
@@ -68,16 +65,16 @@ class Started(Struct, frozen=True, tag=True):
 
 
 class Exited(Struct, frozen=True, tag=True):
-    """Process `number` is gone. status: its exit code, or -N where signal N ended it."""
+    """Process `number` is gone."""
 
     number: int
-    status: int
+    status: int  # its exit code, or -N where signal N ended it
 
 
 class Preloaded(Struct, frozen=True, tag=True):
-    """The server is ready; error: the traceback of a module that could not be imported, '' if all could."""
+    """The server is ready."""
 
-    error: str = ""
+    error: str = ""  # the traceback of a module that could not be imported; '' if all could
 
 
 Request = Spawn | Signal
@@ -122,8 +119,7 @@ def end_signals_blocked() -> Iterator[None]:
 
 
 def leave_end_signals() -> None:
-    """From now on END_SIGNALS do nothing to this process: its owner answers them. Programs that it starts ignore them
-    too."""
+    """Ignore END_SIGNALS in this process: its owner answers them. Programs that it starts ignore them too."""
     for number in END_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
@@ -178,11 +174,16 @@ class Watched:
         return self._ended
 
 
+def target_of(function: Callable[[bytes], None]) -> str:
+    """`module:function`, which `resolve` takes in another process."""
+    return f"{function.__module__}:{function.__name__}"
+
+
 def resolve(target: str) -> Callable[..., None]:
     """The function that `module:function` names. Raises ImportError or AttributeError."""
     module, _, name = target.partition(":")
-    found: Callable[..., None] = getattr(importlib.import_module(module), name)
-    return found
+    function: Callable[..., None] = getattr(importlib.import_module(module), name)
+    return function
 
 
 def command_line(fd: int, preload: tuple[str, ...]) -> list[str]:
@@ -235,7 +236,7 @@ class _Children:
             signal.signal(number, _ignored)
 
     def serve(self) -> None:
-        """Until the owner hangs up or ends; then kill and reap all children."""
+        """Serve the owner until it hangs up or ends; then kill and reap all children."""
         buffer = bytearray()
         with selectors.DefaultSelector() as selector:
             selector.register(self._owner, selectors.EVENT_READ)

@@ -14,38 +14,37 @@ from torch import Tensor
 from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS
 from realgraph.graphs.maths import Loss, PolicyGradient
 from realgraph.graphs.spec import ModelRole, Optimizer, Train
-from realgraph.planner.costs.calibrate.measurements import Case, DecodeCase, Pass, RolloutCase
+from realgraph.planner.costs.calibrate.measurements import DecodeCase, Pass, RolloutCase
 from realgraph.planner.costs.memory.memory import DType
 from realgraph.planner.inputs.model_spec import ModelSpec
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.engine import Request, RolloutLimits, TrainSettings
-from realgraph.runtime.generate.engine import TorchRolloutEngine
+from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 from realgraph.runtime.models.models import PackedModel, Start, build
-from realgraph.runtime.parallel.groups import Ranks
+from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.profile.files import model_folder
 from realgraph.runtime.train.engine import TorchTrainEngine
 from realgraph.runtime.train.passes import ModelPasses
 
+EngineCase = Pass | DecodeCase | RolloutCase  # long enough, or repeating by themselves, to be timed once a round
 DECODE_STEPS = 4  # timed in each round
 PREFILL_TOKENS = 4096  # that enter the cache in one step
 LR = 1e-9
+ALONE = Layout(DeviceMesh(0, 1))
 
 
 class ProfiledEngines:
     """The engines of one worker, by model."""
 
-    def __init__(self, dtype: DType, ranks: Ranks, folder: Path) -> None:
+    def __init__(self, dtype: DType, ranks: LayoutRanks, folder: Path) -> None:
         self._role = ModelRole(trainable=True, dtype=dtype)
         self._ranks, self._folder = ranks, folder
         self._built: dict[ModelSpec, PackedModel] = {}
         self._engines: dict[ModelSpec, TorchTrainEngine] = {}
 
-    def once(self, case: Case) -> bool:
-        """True where a case is long enough, or repeats by itself, to be timed once a round."""
-        return isinstance(case, Pass | DecodeCase | RolloutCase)
-
-    def prepare(self, case: Case) -> Callable[[], float] | None:
-        """A function that runs the case once and returns its seconds; None where the case is no engine's."""
+    def prepare(self, case: EngineCase) -> Callable[[], float]:
+        """A function that runs the case once and returns its seconds."""
         match case:
             case Pass():
                 return self._pass(case)
@@ -53,8 +52,6 @@ class ProfiledEngines:
                 return self._decode(case)
             case RolloutCase():
                 return self._rollout(case)
-            case _:
-                return None
 
     def _model(self, model: ModelSpec) -> PackedModel:
         if model not in self._built:
@@ -66,7 +63,7 @@ class ProfiledEngines:
         """One engine a model: its masters and moments are several times the model."""
         if model not in self._engines:
             settings = TrainSettings(optimizer=Optimizer())
-            self._engines[model] = TorchTrainEngine(self._role, self._model(model), self._ranks, settings)
+            self._engines[model] = TorchTrainEngine(self._role, self._model(model), ALONE, self._ranks, settings)
         return self._engines[model]
 
     def _sync(self) -> None:
@@ -98,8 +95,8 @@ class ProfiledEngines:
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
-    def _engine(self, model: ModelSpec, running: int) -> TorchRolloutEngine:
-        return TorchRolloutEngine(
+    def _engine(self, model: ModelSpec, running: int) -> ContinuousBatch:
+        return ContinuousBatch(
             self._model(model).network, RolloutLimits(max_running=running, prefill_tokens=PREFILL_TOKENS)
         )
 
@@ -118,16 +115,16 @@ class ProfiledEngines:
             for _ in range(fills):  # the first sequences decode while the last ones enter the cache
                 if engine.running < case.running:
                     engine.step()
-            found = []
+            rounds = []
             for _ in range(DECODE_STEPS):
                 self._sync()
                 began = time.perf_counter()
                 engine.step()
                 self._sync()
-                found.append(time.perf_counter() - began)
+                rounds.append(time.perf_counter() - began)
             engine.abort(ids)
             engine.release()
-            return min(found)
+            return min(rounds)
 
         return run
 

@@ -8,11 +8,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from realgraph.planner.costs.calibrate.measurements import AttentionCase, Case, Collective, DeviceCopy, Gemm, HostLink
+from realgraph.planner.costs.calibrate.measurements import AttentionCase, Collective, DeviceCopy, Gemm, HostLink
 from realgraph.runtime.parallel.groups import Ranks
 
+KernelCase = Gemm | AttentionCase | DeviceCopy | HostLink
 
-def kernel(case: Case, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
+
+def kernel(case: KernelCase, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
     """A function that runs the case once; its tensors are made here."""
     match case:
         case Gemm(tokens=tokens, width=width):
@@ -27,8 +29,6 @@ def kernel(case: Case, device: torch.device, dtype: torch.dtype) -> Callable[[],
             host = torch.ones(nbytes // 4).pin_memory()
             there = torch.ones(nbytes // 4, device=device)
             return partial(there.copy_, host) if to_device else partial(host.copy_, there)
-        case _:
-            raise AssertionError(f"{case} is no kernel")
 
 
 def _attention(case: AttentionCase, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
@@ -46,9 +46,26 @@ def _attention(case: AttentionCase, device: torch.device, dtype: torch.dtype) ->
 
 def collective(case: Collective, ranks: Ranks) -> Callable[[], object]:
     """The collective among `ranks`, in float32. Collective itself."""
-    n = max(1, case.nbytes // 4)
-    if case.op == "allreduce":
-        return partial(ranks.add, torch.ones(n, device=ranks.device))
-    own = torch.ones(max(1, n // ranks.size), device=ranks.device)
-    whole = torch.empty(own.numel() * ranks.size, device=ranks.device)
-    return partial(dist.all_gather_into_tensor, whole, own, group=ranks.group)
+    rows = max(1, case.nbytes // 4 // ranks.size)
+    whole = torch.ones(rows * ranks.size, device=ranks.device)
+    match case.op:
+        case "allreduce":
+            return partial(ranks.add, whole)
+        case "gather":
+            return partial(ranks.gather_rows, whole[:rows])
+        case "scatter":
+            return partial(ranks.scatter_rows, whole)
+        case "exchange":
+            return partial(dist.all_to_all_single, torch.empty_like(whole), whole, group=ranks.group)
+        case "p2p":
+            return partial(_there_and_back, whole, ranks)
+
+
+def _there_and_back(message: Tensor, ranks: Ranks) -> None:
+    """From the first of two ranks to the second, and back."""
+    if ranks.rank == 0:
+        dist.send(message, group=ranks.group, group_dst=1)
+        dist.recv(message, group=ranks.group, group_src=1)
+    else:
+        dist.recv(message, group=ranks.group, group_src=0)
+        dist.send(message, group=ranks.group, group_dst=0)

@@ -15,12 +15,24 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import FileStore
 
-from realgraph.planner.costs.calibrate.measurements import Case, Collective, Measured, ProfileTask
-from realgraph.planner.plan.layout import DeviceMesh
+from realgraph.planner.costs.calibrate.measurements import (
+    AttentionCase,
+    Case,
+    Collective,
+    DecodeCase,
+    DeviceCopy,
+    Gemm,
+    HostLink,
+    Measured,
+    Pass,
+    ProfileTask,
+    RolloutCase,
+)
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.models.models import DTYPES
 from realgraph.runtime.parallel.groups import Collectives, Member
 from realgraph.runtime.processes.launcher import WorkerBoot
-from realgraph.runtime.profile.engines import ProfiledEngines
+from realgraph.runtime.profile.engines import EngineCase, ProfiledEngines
 from realgraph.runtime.profile.files import read_task, rendezvous_file, write_points
 from realgraph.runtime.profile.kernels import collective, kernel
 from realgraph.runtime.worker.resources import pick_device
@@ -39,17 +51,17 @@ def main(boot: WorkerBoot) -> None:
     device = torch.device("cpu") if task.cluster.is_cpu else pick_device(boot.worker)
     store = FileStore(str(rendezvous_file(folder)), boot.n_workers) if boot.n_workers > 1 else None
     member = Member(boot.worker, boot.n_workers, device, DEADLINE_SECONDS)
-    collectives = Collectives(member, store, _meshes(task, boot.n_workers), one_host=True)
-    found = Bench(task, collectives, folder).run()
-    write_points(found, folder, boot.worker)
+    collectives = Collectives(member, store, _layouts(task, boot.n_workers), one_host=True)
+    points = Bench(task, collectives, folder).run()
+    write_points(points, folder, boot.worker)
     collectives.close()
     sys.exit(0)
 
 
-def _meshes(task: ProfileTask, n_workers: int) -> set[DeviceMesh]:
+def _layouts(task: ProfileTask, n_workers: int) -> set[Layout]:
     """All blocks of every size that is asked for, and all workers."""
     sizes = {case.ranks for case in task.cases if isinstance(case, Collective)} | {n_workers}
-    return {DeviceMesh(first, size) for size in sizes for first in range(0, n_workers, size)}
+    return {Layout(DeviceMesh(first, size), dp=size) for size in sizes for first in range(0, n_workers, size)}
 
 
 class Bench:
@@ -59,7 +71,8 @@ class Bench:
         self._task, self._collectives = task, collectives
         self._device = collectives.member.device
         self._all = collectives.ranks(DeviceMesh(0, collectives.member.n_workers))
-        self._engines = ProfiledEngines(task.dtype, self._all, folder)
+        whole = Layout(DeviceMesh(0, self._all.size), dp=self._all.size)
+        self._engines = ProfiledEngines(task.dtype, collectives.of_layout(whole), folder)
 
     def run(self) -> list[Measured]:
         """Round by round, so that what disturbs the machine for a while disturbs all cases alike; the first round
@@ -69,7 +82,7 @@ class Bench:
         runs = [self._prepare(case) for case in self._task.cases]
         for number in count():
             for case, run, found in zip(self._task.cases, runs, seconds, strict=True):
-                least = self._measure(run, self._engines.once(case))
+                least = self._measure(run, isinstance(case, EngineCase))
                 if number:
                     found.append(least)
             if number and self._enough(seconds, time.monotonic() - began):
@@ -84,12 +97,15 @@ class Bench:
 
     def _prepare(self, case: Case) -> Callable[[], float]:
         """A function that runs the case once and returns its seconds."""
-        if isinstance(case, Collective):
-            first = self._collectives.member.worker // case.ranks * case.ranks
-            ranks = self._collectives.ranks(DeviceMesh(first, case.ranks))
-            return self._timed(collective(case, ranks))
-        engine = self._engines.prepare(case)
-        return engine if engine is not None else self._timed(kernel(case, self._device, DTYPES[self._task.dtype]))
+        match case:
+            case Collective():
+                first = self._collectives.member.worker // case.ranks * case.ranks
+                ranks = self._collectives.ranks(DeviceMesh(first, case.ranks))
+                return self._timed(collective(case, ranks))
+            case Gemm() | AttentionCase() | DeviceCopy() | HostLink():
+                return self._timed(kernel(case, self._device, DTYPES[self._task.dtype]))
+            case Pass() | DecodeCase() | RolloutCase():
+                return self._engines.prepare(case)
 
     def _timed(self, run: Callable[[], object]) -> Callable[[], float]:
         cuda = self._device.type == "cuda"
@@ -108,13 +124,13 @@ class Bench:
     def _measure(self, run: Callable[[], float], once: bool) -> float:
         """Least seconds of a few repeats that begin on all workers at once; collectives and engines repeat alike."""
         self._all.barrier()
-        found = [run()]
+        rounds = [run()]
         if once:
-            return found[0]
-        repeats = min(MAX_REPEATS, max(1, int(KERNEL_SECONDS / max(found[0], 1e-6))))
+            return rounds[0]
+        repeats = min(MAX_REPEATS, max(1, int(KERNEL_SECONDS / max(rounds[0], 1e-6))))
         repeats = int(self._all.collect(torch.tensor([repeats])).min())
-        found += [run() for _ in range(repeats)]
-        return min(found)
+        rounds += [run() for _ in range(repeats)]
+        return min(rounds)
 
 
 def still_falls(seconds: Sequence[float]) -> bool:

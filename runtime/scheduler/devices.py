@@ -37,7 +37,8 @@ class Devices:
         self._staleness, self._program, self._steps, self._collection = job.plan.staleness, program, steps, collection
         self.versions = dict(state.versions)  # role -> completed train calls
         copies = [name for name, call in program.calls.items() if call.trainer_workers]
-        self.copies = {name: state.copies.get(name, 0) for name in copies}  # call -> version of its own copy
+        # call -> version of its own copy; one that a new plan brings is loaded as it was saved
+        self.copies = {name: state.copies.get(name, self.versions.get(program.calls[name].role, 0)) for name in copies}
         orders = job.plan.orders
         named = {reallocation_node(name): name for name in copies if name != program.generate or not self._staleness}
         planned = {turn.call for order in orders.values() for turn in order}

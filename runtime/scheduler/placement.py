@@ -10,7 +10,7 @@ from realgraph.runtime.wire.protocol import SampleSource
 
 Place = int  # a number of one way in which the batch lies over workers
 Shape = tuple[int, bool, int]  # ranks, whole groups, whose lengths balance them
-Cut = tuple[tuple[tuple[int, ...], ...], bool, int]  # the ranks' workers, whole groups, whose lengths
+Cut = tuple[tuple[tuple[int, ...], ...], bool, int]  # the ranks' workers, heads first; whole groups, whose lengths
 Holders = list[tuple[int, tuple[int, ...]]]  # (worker, ids of samples)
 
 
@@ -94,7 +94,7 @@ class Batch:
     # --- who holds what -----------------------------------------------------------------------------------------------
 
     def own(self, call: CallPlan) -> None:
-        """Note that what `call` writes lies with the first worker of each rank, for its part of the whole batch."""
+        """Note that what `call` writes lies with the head worker of each rank, for its part of the whole batch."""
         cut = (call.ranks or (call.workers,), call.whole_groups, call.own)
         if cut in self._cuts:
             self._place[call.name] = self._cuts.index(cut)
@@ -103,8 +103,9 @@ class Batch:
         self._cuts.append(cut)
         workers = [call.workers[0] if call.workers else 0] * len(self.ids)
         for rank, part in zip(call.ranks, self.whole(len(cut[0]), call.whole_groups, call.own), strict=False):
+            head = rank[0]
             for position in part:
-                workers[position] = rank[0]
+                workers[position] = head
         self._workers.append(workers)
 
     @property
@@ -175,7 +176,7 @@ class Batch:
         return tuple([self.named(positions[start : start + n]) for start in range(0, len(positions), n)])
 
     def holdings(self) -> dict[int, tuple[int, ...]]:
-        """Worker -> the groups of which it may hold any key: all workers of a rank, of what its first one owns."""
+        """Worker -> the groups of which it may hold any key: all workers of a rank, of what its head owns."""
         n = self.per_group
         numbers = [group.id for group in self.groups]
         pairs: set[tuple[int, int]] = set()

@@ -15,6 +15,7 @@ from realgraph.graphs.graph import INPUT, Graph
 from realgraph.graphs.infer import is_own
 from realgraph.graphs.keys import own_tokens
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Train
+from realgraph.planner.plan.axes import head_worker, rank_workers
 from realgraph.planner.plan.layout import Layout
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.plan.residency import shares_trained_copy
@@ -36,7 +37,7 @@ class CallPlan(Struct, frozen=True):
     reads: dict[str, tuple[str, ...]]  # owner (GROUP_OWNER, or the call whose workers hold the keys) -> keys
     after: tuple[str, ...]  # calls of the same step that come first
     workers: tuple[int, ...]  # all that run it; of stream and late: the groups' owners
-    ranks: tuple[tuple[int, ...], ...] = ()  # its data-parallel ranks' workers
+    ranks: tuple[tuple[int, ...], ...] = ()  # its data-parallel ranks' workers, heads first
     needs: int = 0  # of stream: bit set of the streaming functions that come before it
     ordinal: int = 0  # of train: train calls of the role that come before it in a step
     trainer_workers: tuple[int, ...] = ()  # those of `trainer`
@@ -74,10 +75,8 @@ def own_keys(graph: Graph) -> tuple[str, ...]:
 
 
 def ranks_of(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """The workers of each data-parallel rank: dp is the outermost axis of the mesh."""
-    size = layout.tp * layout.pp * layout.cp
-    first = layout.mesh.first
-    return tuple(tuple(range(first + rank * size, first + (rank + 1) * size)) for rank in range(layout.dp))
+    """The workers of each data-parallel rank, its head worker first: it owns the rank's requests and outputs."""
+    return tuple(rank_workers(layout, rank) for rank in range(layout.dp))
 
 
 def make_program(job: Job, workers: Sequence[int]) -> Program:
@@ -106,7 +105,7 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
             ranks=ranks_of(layout) if layout else (),
             needs=sum(1 << stream.index(p) for p in _producers(graph, name) if kinds.get(p) == "stream"),
             ordinal=trains.get(role, 0) if kind == "train" else 0,
-            trainer=(trainer := _trainer(graph, layouts, name)),
+            trainer=(trainer := _trainer(graph, plan, name)),
             trainer_workers=tuple(layouts[trainer].mesh.devices) if trainer else (),
             per_group=isinstance(call, Function) and call.over == "group",
             whole_groups=isinstance(call, Train) and any(term.needs_whole_groups for term in call.loss.terms.values()),
@@ -178,14 +177,15 @@ def _after(graph: Graph, kinds: Mapping[str, CallKind], name: str) -> tuple[str,
     return tuple(dict.fromkeys(after))
 
 
-def _trainer(graph: Graph, layouts: Mapping[str, Layout], name: str) -> str:
+def _trainer(graph: Graph, plan: Plan, name: str) -> str:
     """The call whose weights have to be copied for `name`; '' where there is none, or the copy is the same."""
     call = graph.calls[name]
     if not isinstance(call, Generate | Inference):
         return ""
-    for other, trained in layouts.items():
+    for other in graph.calls:
         if isinstance(graph.calls[other], Train) and graph.role(other) == call.model:
-            return "" if shares_trained_copy(call, layouts[name], trained) else other
+            shared = shares_trained_copy(call, plan.allocations[name], plan.allocations[other])
+            return "" if shared else other
     return ""
 
 
@@ -198,8 +198,9 @@ def _places(
     source = layouts.get(next(iter([*generates, *trains, *layouts]), ""))
     owner_workers = tuple(workers)
     if source is not None:
-        owner_workers = tuple(rank[0] for rank in ranks_of(source)) if generates else tuple(source.mesh.devices)
-    return owner_workers, batch.mesh.first if batch is not None else workers[0]
+        heads = tuple(head_worker(source, rank) for rank in range(source.dp))
+        owner_workers = heads if generates else tuple(source.mesh.devices)
+    return owner_workers, head_worker(batch, 0) if batch is not None else workers[0]
 
 
 def _check(graph: Graph, plan: Plan, kinds: Mapping[str, CallKind], workers: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import assert_never
 
 from msgspec import Struct
 
@@ -173,9 +174,13 @@ class OpenSteps:
                 most = max(len(shares) for _, shares, _ in parts)
                 queue = call.timeout_seconds * math.ceil(most / self._job.runtime.function_processes)
                 seconds = queue + self._job.runtime.min_deadline_seconds
-            case _:
+            case "whole":
                 parts = _parts_of_whole(call, step.batch)
                 seconds = self.limit(self.longest_seconds) + call.timeout_seconds
+            case "generate" | "stream":
+                raise AssertionError(f"{name!r} runs group by group, outside of steps")
+            case _:
+                assert_never(call.kind)
         version, state = versions.get(call.role, 0), self.carried.get(name, {})
         actions: list[Action] = []
         workers: list[int] = []

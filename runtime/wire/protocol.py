@@ -61,24 +61,21 @@ class SampleSource(Struct, frozen=True, gc=False):
 
 
 class Execute(_Message, frozen=True, gc=False):
-    """Run `call` of `step` on this worker's share. All workers of a mesh get the same `task` number.
+    """Run `call` of `step` on this worker's share."""
 
-    shares: sample ids per mini-batch (one for calls that do not train); for functions, per unit (sample, group or
-    batch). version: the role's weights to use. state: the call's carried numbers (adaptive KL).
-    """
-
-    task: int
+    task: int  # the same number for all workers of a mesh
     call: str
     step: int
+    # Sample ids per mini-batch (one for calls that do not train); for functions, per unit (sample, group or batch).
     shares: tuple[tuple[int, ...], ...]
     sources: tuple[SampleSource, ...]
-    version: int = 0
-    state: dict[str, float] = field(default_factory=dict)
+    version: int = 0  # of the role's weights to use
+    state: dict[str, float] = field(default_factory=dict)  # the call's carried numbers (adaptive KL)
     deadline_seconds: float = 600.0
 
 
 class Reallocate(_Message, frozen=True):
-    """Copy `role`'s trained weights of `version` to its copy on this worker for `call`; `owner` serves them."""
+    """Copy `role`'s trained weights of `version` to its copy on this worker for `call`; `owners` serve them."""
 
     task: int
     role: str
@@ -105,17 +102,16 @@ RESCUE_CALL = "rescue"  # in the answers to Rescue; no call of a graph: a worker
 
 
 class Rescue(_Message, frozen=True):
-    """After a failure: write the trained states as they were when `versions` were current.
+    """After a failure: write this worker's share of the trained states as they were when `versions` were current.
 
-    Alone: at once, whatever the compute thread is in. Together: a collective of the workers that hold the roles in
-    parts, as soon as their compute threads are free. Answered with Done or Failed (their `call` is RESCUE_CALL).
+    Done at once, whatever the compute thread is in; answered with Done or Failed (their `call` is RESCUE_CALL).
     """
 
     task: int
     step: int
     folder: str
     versions: dict[str, int]  # role -> completed train calls
-    together: bool = False
+    writers: tuple[int, ...]  # all workers that are left
 
 
 class Evaluate(_Message, frozen=True):
@@ -187,7 +183,7 @@ def merge(metrics: dict[str, Metric], more: Mapping[str, Metric]) -> None:
 
 
 class Hello(_Message, frozen=True):
-    """A worker dials in."""
+    """A worker has started and connects."""
 
     worker: int
     pid: int
@@ -196,45 +192,41 @@ class Hello(_Message, frozen=True):
 
 
 class Ready(_Message, frozen=True):
-    """Models loaded, groups joined: calls may come. facts: what the master logs (parameters, seconds, data rows)."""
+    """Models loaded, groups joined: calls may come."""
 
     worker: int
     n_rows: int
     n_eval_rows: int = 0
     collective: str = ""
-    facts: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, float] = field(default_factory=dict)  # for the master's log: parameters, seconds, data rows
 
 
 class Heartbeat(_Message, frozen=True):
-    """The control loop lives. doing: the call in hand, '' if none."""
+    """The control loop lives."""
 
     worker: int
-    doing: str = ""
     host_bytes: int = 0
     device_bytes: int = 0
 
 
 class Sample(Struct, frozen=True, gc=False):
-    """The master's facts about a sample: its length, whether sampling ended by itself, its lowest token version.
-
-    own_tokens: its lengths as other roles' own tokenizers cut it, in the order of `program.own_keys`.
-    """
+    """The master's facts about a sample."""
 
     sample: int
     n_tokens: int
     n_new_tokens: int = 0
-    finished: bool = True
-    oldest: int = 0
-    own_tokens: tuple[int, ...] = ()
+    finished: bool = True  # sampling ended by itself
+    oldest: int = 0  # the lowest version among its tokens
+    own_tokens: tuple[int, ...] = ()  # lengths by other roles' own tokenizers, in the order of `program.own_keys`
 
 
 class Loaded(_Message, frozen=True):
-    """The inputs of `groups` are in the worker's store. `skipped` groups had a prompt that was too long: dropped."""
+    """The inputs of `groups` are in the worker's store."""
 
     worker: int
     groups: tuple[int, ...]
     samples: tuple[Sample, ...]
-    skipped: tuple[int, ...] = ()
+    skipped: tuple[int, ...] = ()  # groups that are dropped: their prompts are too long
 
 
 class Generated(_Message, frozen=True):
@@ -246,22 +238,19 @@ class Generated(_Message, frozen=True):
     samples: tuple[Sample, ...]
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     skipped: tuple[int, ...] = ()
-    started: float = 0.0  # seconds of the master's clock-free epoch: time.time()
+    started: float = 0.0  # Unix time, in seconds
     ended: float = 0.0
 
 
 class Done(_Message, frozen=True, gc=False):
-    """One worker's share of a task ended; what it wrote lies in its store.
-
-    kept: group -> keep, of a call that writes `keep`. state: the call's carried numbers after it.
-    """
+    """One worker's share of a task ended; what it wrote lies in its store."""
 
     worker: int
     task: int
     call: str
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    state: dict[str, float] = field(default_factory=dict)
-    kept: dict[int, bool] = field(default_factory=dict)
+    state: dict[str, float] = field(default_factory=dict)  # the call's carried numbers after it
+    kept: dict[int, bool] = field(default_factory=dict)  # group -> keep, of a call that writes `keep`
     started: float = 0.0
     ended: float = 0.0
     transcripts: tuple[str, ...] = ()

@@ -1,10 +1,15 @@
-"""The compute thread of a worker: model work in the order of its commands, decode steps in between. Worker side."""
+"""The compute thread of a worker: model work in the order of its commands, and what generation has finished. Worker
+side.
+
+Generation runs beside it in the rollout engine's own time; calls that need the device pause it.
+"""
 
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -19,7 +24,6 @@ from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.store.assemble import Assembler
 from realgraph.runtime.wire.protocol import (
-    RESCUE_CALL,
     Abort,
     Configure,
     Done,
@@ -48,9 +52,12 @@ from realgraph.runtime.worker.update_gate import UpdateGate
 
 log = logging.getLogger(__name__)
 
-ModelCommand = Load | Submit | Execute | Reallocate | Save | Rescue | Evaluate | Abort
-IDLE_SECONDS = 3600.0  # the queue wakes the thread; this only bounds one wait
+ModelCommand = Load | Submit | Execute | Reallocate | Save | Evaluate | Abort
 CLOSE_SECONDS = 2.0
+
+
+class Collect(msgspec.Struct, frozen=True):
+    """A rollout engine has something to take."""
 
 
 class Compute:
@@ -60,11 +67,10 @@ class Compute:
         self.job = msgspec.json.decode(configure.job, type=Job)
         self.worker = resources.worker
         self._resources, self._configure, self._post = resources, configure, post
-        self._work: queue.SimpleQueue[ModelCommand | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[ModelCommand | Collect | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="compute", daemon=True)
         self._samples: SamplesFile | None = None
         self._host: FunctionHost | None = None
-        self.doing = ""
 
     # --- called by the control loop -----------------------------------------------------------------------------------
 
@@ -77,7 +83,7 @@ class Compute:
         collectives = resources.join(job, self._configure.collective)
         self._loading = Loading(job)
         self._assembler = Assembler(graph, resources.store, resources.plane, ABANDONED_SECONDS)
-        self.roles = Roles(job, self.worker, collectives, self._loading.decode)
+        self.roles = Roles(job, self.worker, collectives, self._loading.decode, lambda: self._work.put(Collect()))
         host = self._host = FunctionHost(
             job.user_dir, job.runtime.function_processes, max_processes=job.runtime.function_max_processes
         )
@@ -109,6 +115,8 @@ class Compute:
 
     def _make_rollouts(self, graph: Graph) -> Rollouts | None:
         for name, engine in self.roles.rollouts.items():
+            if not self.roles.leads(name):
+                continue
             call = graph.calls[name]
             assert isinstance(call, Generate)
             stops = stops_of(name, call, self.job.data, self._loading.tokenizer, engine.source)
@@ -143,81 +151,96 @@ class Compute:
         self._resources.store.drop(by_group, gone)
         self._resources.store.drop(by_sample, [group * n + index for group in gone for index in range(n)])
 
-    def rescue(self, folder: Path, versions: dict[str, int]) -> None:
-        """Write the trained states as of `versions`, from this worker alone. Raises OSError."""
-        self.roles.rescue(folder, versions)
+    def rescue(self, command: Rescue) -> None:
+        """Write this worker's share of the trained states. Raises OSError."""
+        self.roles.rescue(Path(command.folder), command.versions, command.writers)
 
     def device_bytes(self) -> int:
         """The most memory that tensors have taken on the GPU; 0 on a CPU."""
         return int(torch.cuda.max_memory_allocated()) if self._resources.device.type == "cuda" else 0
 
     def close(self) -> bool:
-        """End the thread and the functions' subprocesses. False where the thread is stuck in a call."""
+        """End both threads and the functions' subprocesses. False where a thread is stuck in a call."""
         self._work.put(None)
         if self._thread.is_alive():
             self._thread.join(CLOSE_SECONDS)
+        generating = [engine for engine in self.roles.rollouts.values() if not engine.close(CLOSE_SECONDS)]
         if self._host is not None:
             self._host.close()
         if self._samples is not None:
             self._samples.close()
-        return not self._thread.is_alive()
+        return not self._thread.is_alive() and not generating
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """Commands in order; while requests run, a decode step between any two."""
-        rollouts = self._rollouts
-        while True:
-            busy = rollouts is not None and not rollouts.idle
+        """Commands, and what generation has finished, in the order in which they come."""
+        while (work := self._work.get()) is not None:
             try:
-                work = self._work.get(block=not busy, timeout=None if busy else IDLE_SECONDS)
-            except queue.Empty:
-                if rollouts is not None and not rollouts.idle:
-                    self._guard(rollouts.name, self._decode)
-                continue
-            if work is None:
-                return
-            name = work.call if isinstance(work, Execute | Submit | Reallocate) else type(work).__name__.lower()
-            self._guard(name, lambda work=work: self._run(work))  # type: ignore[misc]
+                reply = self._run(work)
+            except Exception as error:
+                name = self._name(work)
+                log.exception("%s failed", name)
+                self._post(failure(self.worker, name, error))
+            else:
+                if reply is not None:
+                    self._post(reply)
 
-    def _guard(self, name: str, run: Callable[[], Reply | None]) -> None:
-        """Run one piece of work; its reply, or its failure, goes to the master."""
-        self.doing = name
-        try:
-            reply = run()
-        except Exception as error:
-            log.exception("%s failed", name)
-            self._post(failure(self.worker, name, error))
-        else:
-            if reply is not None:
-                self._post(reply)
-        finally:
-            self.doing = ""
-
-    def _decode(self) -> Generated | None:
-        assert self._rollouts is not None
-        return self._rollouts.step(self.worker)
-
-    def _run(self, work: ModelCommand) -> Reply | None:
+    def _name(self, work: ModelCommand | Collect) -> str:
         match work:
+            case Collect():
+                return self._rollouts.name if self._rollouts is not None else ""
+            case Execute(call=call) | Submit(call=call) | Reallocate(call=call):
+                return call
+            case _:
+                return type(work).__name__.lower()
+
+    @contextmanager
+    def _device(self) -> Iterator[None]:
+        """The device for one call: generation pauses."""
+        engines = self.roles.rollouts.values()
+        for engine in engines:
+            engine.pause()
+        try:
+            yield
+        finally:
+            for engine in engines:
+                engine.resume()
+
+    def _run(self, work: ModelCommand | Collect) -> Reply | None:
+        match work:
+            case Collect():
+                return self._collect()
             case Load(groups=groups):
                 return self._load(groups)
             case Submit():
                 return self._submit(work)
+            case Abort(groups=groups):
+                if self._rollouts is not None:
+                    self._rollouts.abort(groups)
+                return None
+            case _:
+                with self._device():
+                    return self._run_alone(work)
+
+    def _collect(self) -> Generated | None:
+        """Groups that generation has finished; on workers that only follow a head, there is nothing but its failure."""
+        if self._rollouts is not None:
+            return self._rollouts.collect(self.worker)
+        for engine in self.roles.rollouts.values():
+            engine.take(0.0)
+        return None
+
+    def _run_alone(self, work: Execute | Reallocate | Save | Evaluate) -> Done:
+        match work:
             case Execute():
                 return self._execute(work)
             case Reallocate():
                 return self._timed(work.task, work.call, lambda: self._reallocate(work))
             case Save():
                 return self._timed(work.task, "save", lambda: self.roles.save(Path(work.folder)))
-            case Rescue(folder=folder, versions=versions):
-                return self._timed(work.task, RESCUE_CALL, lambda: self.roles.rescue_together(Path(folder), versions))
             case Evaluate():
                 return self._evaluation.run(work)
-            case Abort(groups=groups):
-                if self._rollouts is not None:
-                    self._rollouts.abort(groups)
-                return None
 
     def _timed(self, task: int, call: str, run: Callable[[], Mapping[str, Metric] | None]) -> Done:
         began = time.time()

@@ -8,10 +8,11 @@ import torch.distributed
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.runtime.algorithms.applied import AppliedError
-from realgraph.runtime.engine import LogprobGap, NumericsError
+from realgraph.runtime.engine import LogprobGap, LostPart, NumericsError
 from realgraph.runtime.functions.host import FunctionError
 from realgraph.runtime.job.run_folder import disk_text
 from realgraph.runtime.parallel.groups import CollectiveError
+from realgraph.runtime.store.bundle import PeerLostError
 from realgraph.runtime.wire.protocol import Failed
 from realgraph.runtime.worker.function_calls import FunctionFailed
 
@@ -37,10 +38,14 @@ def _judge(call: str, error: Exception) -> tuple[Kind, str, int]:
             return "data" if call else "start", text, -1
         case NumericsError(samples=samples):
             return "numerics", text, samples[0] if samples else -1
+        case LostPart():
+            return "disk", text, -1
         case LogprobGap():
             return "numerics", text, -1
         case CollectiveError():
             return "worker", text, -1
+        case PeerLostError():  # the end of the peer's process, which follows, says more
+            return "worker", f"{type(error).__name__}: {text}", -1
         case RuntimeError() if _is_collective(error):
             return "worker", f"{type(error).__name__}: {text}", -1
         case OSError() if error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):

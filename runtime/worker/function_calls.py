@@ -87,9 +87,9 @@ class FunctionCalls:
         given: dict[str, Any] = {}
         for key in self._graph.reads[name]:
             kind = self._graph.keys[key].type
-            found = [decode_value(self._assembler.value(values, key, sample), kind) for sample in samples]
+            rows = [decode_value(self._assembler.value(values, key, sample), kind) for sample in samples]
             single = call.over == "sample" or (call.over == "group" and kind.level == "group")
-            given[key] = found[0] if single else found
+            given[key] = rows[0] if single else rows
         prompts = [key for key in given if is_prompt(self._graph.keys[key].type)]
         lengths: tuple[int, ...] = ()
         if TOKENS in values:

@@ -93,8 +93,8 @@ class Loading:
 
     def _load(self, groups: Sequence[int], assembler: Assembler) -> tuple[dict[int, DataRow], tuple[int, ...]]:
         """The rows of groups, their keys in the store: by group, and by sample where the data give samples."""
-        found = {group: self._row(group) for group in groups}
-        rows = {group: row for group, row in found.items() if isinstance(row, DataRow)}
+        loaded = {group: self._row(group) for group in groups}
+        rows = {group: row for group, row in loaded.items() if isinstance(row, DataRow)}
         n = self._job.graph.samples_per_group
         columns: dict[str, dict[int, Any]] = {}
         for group, row in rows.items():

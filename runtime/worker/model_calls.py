@@ -7,6 +7,7 @@ from realgraph.graphs.applied import applied_of
 from realgraph.graphs.infer import is_own
 from realgraph.graphs.keys import MASK, TOKENS, own_tokens
 from realgraph.graphs.spec import Advantage, Inference, Train
+from realgraph.planner.plan.axes import is_head
 from realgraph.runtime.algorithms import advantages
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.functions.functions import load_applied
@@ -36,6 +37,7 @@ class ModelCalls:
         entries = applied_of(job.graph.calls)
         applied = {f"{entry.path}.fn": entry.fn for entry in entries if entry.kind == "step"}
         self._steps = load_applied(applied, job.user_dir)
+        self._allocations = job.plan.allocations
         self._trained = {call.model for call in job.graph.calls.values() if isinstance(call, Train)}
 
     def run(self, command: Execute) -> Done:
@@ -76,19 +78,21 @@ class ModelCalls:
         batch = self._assembler.packed(self._assembler.gather(command.sources, samples), samples, sequence)
         if is_own(call):
             _refuse_long(call, batch, engine.max_positions)
-        found = engine.inference(batch, call.output, call.temperature)
-        self._assembler.put_packed(call.writes[0], found, batch)
+        outputs = engine.inference(batch, call.output, call.temperature)
+        if not is_head(self._allocations[command.call].layout, self._worker):
+            return {}  # all workers of a data-parallel rank know the same outputs: its head has them for all
+        self._assembler.put_packed(call.writes[0], outputs, batch)
         if call.output == "scores":
-            return {call.writes[0]: Mean(float(found.sum()), float(batch.n_samples))}
+            return {call.writes[0]: Mean(float(outputs.sum()), float(batch.n_samples))}
         sampled = batch.mask.cpu()
-        return {call.writes[0]: Mean(float(found[sampled].sum()), float(sampled.sum()))} if sampled.any() else {}
+        return {call.writes[0]: Mean(float(outputs[sampled].sum()), float(sampled.sum()))} if sampled.any() else {}
 
     def _advantage(self, call: Advantage, command: Execute) -> tuple[dict[str, Mean], dict[str, float]]:
         (samples,) = command.shares
         batch = self._assembler.packed(self._assembler.gather(command.sources, samples), samples)
-        found, state, metrics = advantages.compute(call, batch, dict(command.state), self._steps)
+        outputs, state, metrics = advantages.compute(call, batch, dict(command.state), self._steps)
         for name in self._graph.writes[command.call]:
-            self._assembler.put_packed(name, found[name], batch)
+            self._assembler.put_packed(name, outputs[name], batch)
         return metrics, state
 
     def _train(self, call: Train, command: Execute) -> Mapping[str, Metric]:
@@ -96,7 +100,7 @@ class ModelCalls:
         minibatches = self._minibatches(command)
         engine = self._roles.trained[call.model]
         self._roles.keep(call.model)
-        metrics = engine.train(call, minibatches)
+        metrics = engine.train(call, minibatches, self._allocations[command.call].recompute)
         self._roles.average(call.model)
         self._roles.weights_changed(engine)
         return metrics

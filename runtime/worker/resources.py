@@ -8,7 +8,7 @@ from realgraph.runtime.job.job import Job
 from realgraph.runtime.parallel.groups import Collectives, Member, Rendezvous, reach_store
 from realgraph.runtime.processes.launcher import WorkerBoot
 from realgraph.runtime.store.store import Store
-from realgraph.runtime.store.transfer import DataPlane
+from realgraph.runtime.store.transfer import DataPlane, host_id
 from realgraph.runtime.wire.protocol import Peer
 
 # Of a collective or a gather that nobody ends. The master's deadlines end them long before: it knows what a call may
@@ -23,7 +23,7 @@ class Resources:
         self.worker = boot.worker
         self.device = torch.device("cpu") if boot.cpu else pick_device(boot.worker)
         self.store = Store()
-        self.plane = DataPlane(boot.worker, self.store, boot.keys, boot.interface)
+        self.plane = DataPlane(boot.worker, self.store, boot.keys, boot.interface, f"{host_id()}/{boot.node}")
         self.peer: Peer = self.plane.peer
         self._collectives: Collectives | None = None
         self._rendezvous = Rendezvous() if boot.worker == 0 else None
@@ -34,13 +34,13 @@ class Resources:
         self.plane.connect(peers)
 
     def join(self, job: Job, address: str) -> Collectives:
-        """Join the process groups of all meshes of the plan. Collective. Raises CollectiveError."""
+        """Join the process groups of all layouts of the plan. Collective. Raises CollectiveError."""
         n_workers = job.cluster.n_devices
         seconds = job.runtime.start_seconds
         store = reach_store(address, n_workers, seconds) if n_workers > 1 else None
-        meshes = {allocation.layout.mesh for allocation in job.plan.allocations.values()}
+        layouts = {allocation.layout for allocation in job.plan.allocations.values()}
         member = Member(self.worker, n_workers, self.device, ABANDONED_SECONDS)
-        self._collectives = Collectives(member, store, meshes, one_host=job.cluster.nodes == 1)
+        self._collectives = Collectives(member, store, layouts, one_host=job.cluster.nodes == 1)
         return self._collectives
 
     def close(self) -> None:

@@ -7,33 +7,39 @@ reallocation.
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
+from typing import NamedTuple
 
 from realgraph.graphs.applied import applied_of
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS
 from realgraph.graphs.spec import Generate, ModelRole, Train
+from realgraph.planner.inputs.model_spec import Head, ModelSpec, spec_from_config
+from realgraph.planner.plan.layout import Layout
 from realgraph.planner.plan.residency import Copy, copies
 from realgraph.planner.request.engine_support import TORCH_KIND
 from realgraph.runtime.engine import (
     Decode,
+    LostPart,
     OwnWeights,
-    Receiver,
+    Parts,
     RolloutEngine,
     RolloutLimits,
     Snapshot,
     TrainEngine,
     TrainSettings,
-    Weights,
     WeightSource,
+    WeightSpec,
 )
 from realgraph.runtime.functions.functions import load_applied
 from realgraph.runtime.job.job import Job
-from realgraph.runtime.parallel.groups import Collectives
+from realgraph.runtime.models.weights import read_config, resolve
+from realgraph.runtime.parallel.checksums import Checksums
+from realgraph.runtime.parallel.exchange import Reallocation, WorkerParts, exchange, layout_boxes, reallocation
+from realgraph.runtime.parallel.groups import Collectives, Ranks
+from realgraph.runtime.parallel.shares import shares
 from realgraph.runtime.worker.engines import ENGINES
 
 MAX_LOGPROB_GAP = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.05, "float16": 0.02}  # mean nats a sampled token
@@ -57,36 +63,44 @@ def logprob_limit(job: Job, role: str) -> float:
 
 
 class Roles:
-    """Engines of this worker by call. Making it is collective: every worker makes its part in the same order."""
+    """Engines of this worker by call. Making it is collective: every worker makes its part in the same order.
 
-    def __init__(self, job: Job, worker: int, collectives: Collectives, decode: Decode) -> None:
+    notify: called, from any thread, whenever a rollout engine has something to take.
+    """
+
+    def __init__(
+        self, job: Job, worker: int, collectives: Collectives, decode: Decode, notify: Callable[[], None]
+    ) -> None:
         self._job, self._worker, self._collectives = job, worker, collectives
-        self._kind = ENGINES[TORCH_KIND]
-        layouts = {name: allocation.layout for name, allocation in job.plan.allocations.items()}
+        self._kind, self._decode, self._notify = ENGINES[TORCH_KIND], decode, notify
         self.trained: dict[str, TrainEngine] = {}  # by role
         self.engines: dict[str, TrainEngine] = {}  # by call, of those that work on packed batches
         self.rollouts: dict[str, RolloutEngine] = {}  # by generate call
+        self._led: dict[str, bool] = {}  # generate call -> this worker heads its replica
         self._in_place: dict[str, TrainEngine] = {}  # generate call -> whose weights its engine reads
-        self._averaged: dict[str, list[TrainEngine]] = {}  # trained role -> references that follow it
+        # trained role -> references that follow it, with their layouts
+        self._averaged: dict[str, list[tuple[Layout, TrainEngine]]] = {}
         self.saved: dict[str, TrainEngine] = {}
         self._changing: list[
             tuple[str, TrainEngine | RolloutEngine]
         ] = []  # copies of the roles that a checkpoint holds
-        self._kept: dict[str, Snapshot | None] = {}
-        self._begun: dict[str, tuple[int, int]] = {}  # trained role -> version, optimizer steps before its last call
+        self._kept: dict[str, Snapshot] = {}
         self._keeping = threading.Lock()
-        for copy in copies(job.graph, layouts):
+        self._reallocations: dict[_Between, Reallocation] = {}
+        role_copies = copies(job.graph, job.plan.allocations)
+        self._trained_layouts = {copy.role: copy.layout for copy in role_copies if copy.trained}
+        for copy in role_copies:
             if worker in copy.layout.mesh.devices:
-                self._open(copy, decode)
+                self._open(copy)
 
-    def _open(self, copy: Copy, decode: Decode) -> None:
+    def _open(self, copy: Copy) -> None:
         job, role = self._job, self._job.graph.models[copy.role]
         packed = [name for name in copy.calls if not isinstance(job.graph.calls[name], Generate)]
         averaged = role.ema_rate is not None and role.init is not None
         engine = self._open_train(copy, packed) if packed or averaged else None
         for name in copy.calls:
             if isinstance(job.graph.calls[name], Generate):
-                self._open_rollout(name, copy, engine, decode)
+                self._open_rollout(name, copy, engine)
         changes = any(isinstance(call, Train) and call.model == copy.role for call in job.graph.calls.values())
         if engine is None:
             if changes:
@@ -98,37 +112,42 @@ class Roles:
         if copy.trained:
             self.trained[copy.role] = self.saved[copy.role] = engine
         elif role.ema_rate is not None and role.init is not None:
-            self._averaged.setdefault(role.init, []).append(engine)
+            self._averaged.setdefault(role.init, []).append((copy.layout, engine))
             self.saved[copy.role] = engine
 
     def _open_train(self, copy: Copy, packed: Sequence[str]) -> TrainEngine:
         """The engine of the calls `packed` that read or train this copy. Collective."""
         job = self._job
         path = role_path(job.graph.models, copy.role)
-        ranks = self._collectives.ranks(copy.layout.mesh)
+        ranks = self._collectives.of_layout(copy.layout)
         return self._kind.open_train(
             job.graph.models[copy.role], path, copy.layout, ranks, self._settings(copy, packed)
         )
 
-    def _open_rollout(self, name: str, copy: Copy, beside: TrainEngine | None, decode: Decode) -> None:
+    def _open_rollout(self, name: str, copy: Copy, beside: TrainEngine | None) -> None:
         """The engine of a generate call: over the weights of the engine beside it, where there is one."""
         job = self._job
+        planned = job.plan.allocations[name]
         limits = RolloutLimits(
-            max_running=job.batch.max_running,
-            max_cache_tokens=job.plan.allocations[name].kv_cache_tokens,
+            max_running=job.batch.max_running or planned.running or None,
+            max_cache_tokens=planned.kv_cache_tokens,
         )
         weights: WeightSource
         if beside is not None:
             weights, self._in_place[name] = beside.shared_weights(), beside
         else:
             weights = OwnWeights(role_path(job.graph.models, copy.role), self._collectives.member.device)
-        self.rollouts[name] = self._kind.open_rollout(job.graph.models[copy.role], weights, limits, decode)
+        role = job.graph.models[copy.role]
+        ranks = self._collectives.of_layout(copy.layout)
+        self.rollouts[name] = self._kind.open_rollout(role, weights, limits, self._decode, self._notify, ranks)
+        self._led[name] = ranks.heads
 
     def _settings(self, copy: Copy, packed: Sequence[str]) -> TrainSettings:
         job = self._job
         tokens = min((job.plan.allocations[name].tokens for name in packed), default=None)
+        away = all(job.plan.allocations[name].residency == "offloaded" for name in copy.calls)
         if not copy.trained:
-            return TrainSettings(max_tokens_per_microbatch=tokens)
+            return TrainSettings(max_tokens_per_microbatch=tokens, offloaded=away)
         calls = {name: call for name, call in job.graph.calls.items() if isinstance(call, Train)}
         trains = [call for call in calls.values() if call.model == copy.role]
         generator = next((call.model for call in job.graph.calls.values() if isinstance(call, Generate)), "")
@@ -147,6 +166,7 @@ class Roles:
             trains=len(trains),
             generator_trains=max(1, generator_trains),
             functions=load_applied(applied, job.user_dir),
+            offloaded=away,
         )
 
     def load(self, checkpoint: Path) -> None:
@@ -157,64 +177,57 @@ class Roles:
             self.weights_changed(engine)
 
     def save(self, folder: Path) -> None:
-        """Write every state that training changes. Collective."""
+        """Write this worker's share of every state that training changes."""
         for name, engine in self.saved.items():
             engine.save(folder / name)
 
     def keep(self, role: str) -> None:
         """Before `role` is trained: keep its state, and that of references that follow it, for a rescue."""
         with self._keeping:
-            self._begun[role] = (self.trained[role].version, self.trained[role].optimizer_steps)
             for name, engine in self.saved.items():
-                if engine is self.trained[role] or engine in self._averaged.get(role, ()):
+                if self._followed(name) == role:
                     self._kept[name] = engine.snapshot()
 
-    def rescue(self, folder: Path, versions: Mapping[str, int]) -> None:
-        """Write the states as of `versions` (of the trained roles), from this worker alone; from any thread.
+    def rescue(self, folder: Path, versions: Mapping[str, int], writers: Sequence[int]) -> None:
+        """Write this worker's share of the states as of `versions` (of the trained roles), where of all workers only
+        `writers` are left; from any thread.
 
-        Raises OSError where this worker holds only a part of a role, or no state of that version.
+        Raises OSError where this worker has no state of that version, LostPart where a part of one is nowhere.
         """
-        for name, engine in self._followers(versions):
+        for name, engine in self.saved.items():
+            if self._followed(name) not in versions:
+                continue
             version = versions[self._followed(name)]
             with self._keeping:  # training begins by `keep`: while this holds, live weights do not move under us
                 kept = self._kept.get(name)
-                found = kept if kept is not None and kept.version == version else engine.snapshot()
-            if found is None or found.version != version:
-                raise OSError(f"this worker has no whole state of {name!r} at version {version}")
-            found.write(folder / name)
-
-    def rescue_together(self, folder: Path, versions: Mapping[str, int]) -> None:
-        """Write sharded states as of `versions`, which must be those that stand now. Collective.
-
-        Raises OSError where training has gone on since, or stopped in the middle.
-        """
-        for role, version in versions.items():
-            engine = self.trained[role]
-            begun = self._begun.get(role)
-            if engine.version != version or (begun and begun[0] == version and begun[1] != engine.optimizer_steps):
-                raise OSError(f"the sharded weights of {role!r} have changed since version {version}")
-        for name, engine in self._followers(versions):
-            engine.save(folder / name)
+                state = kept if kept is not None and kept.version == version else engine.snapshot()
+            if state.version != version:
+                raise OSError(f"this worker has no state of {name!r} at version {version}")
+            try:
+                state.write(folder / name, writers)
+            except LostPart as error:
+                raise LostPart(f"a part of {name!r} is gone: {error}") from None
 
     def _followed(self, name: str) -> str:
         """The trained role whose training changes `name`: itself, or the one that a reference follows."""
         init = self._job.graph.models[name].init
         return init if name not in self.trained and init else name
 
-    def _followers(self, versions: Mapping[str, int]) -> list[tuple[str, TrainEngine]]:
-        """The states of this worker that belong to a checkpoint of these roles. Raises OSError for one not here."""
-        for name, model in self._job.graph.models.items():
-            if model.ema_rate is not None and model.init in versions and name not in self.saved:
-                raise OSError(f"the average {name!r} lies on other workers than {model.init!r}")
-        return [(name, engine) for name, engine in self.saved.items() if self._followed(name) in versions]
-
     def n_parameters(self) -> dict[str, int]:
         """Parameters of every role on this worker (of a shard: of the whole model)."""
-        engines: Mapping[str, Receiver] = {**self.engines, **self.rollouts}
+        engines: Mapping[str, TrainEngine | RolloutEngine] = {**self.engines, **self.rollouts}
         return {
             self._job.graph.role(call): sum(math.prod(spec.shape) for spec in engine.weight_specs())
             for call, engine in engines.items()
         }
+
+    def leads(self, call: str) -> bool:
+        """This worker takes the requests of the generate call `call`; the others of its replica follow."""
+        return self._led[call]
+
+    def tensor_ranks(self, role: str) -> Ranks:
+        """The workers over which the trained copy of `role` is cut by tensor parallelism, this one among them."""
+        return self._collectives.of_layout(self._trained_layouts[role]).tp
 
     def reads_in_place(self, call: str, engine: TrainEngine) -> bool:
         """The generate call `call` reads the weights of `engine`, as they are at any time."""
@@ -224,51 +237,76 @@ class Roles:
         """Generators that read the weights of `engine` drop what they cached under the old ones."""
         for name, rollout in self.rollouts.items():
             if self.reads_in_place(name, engine) and rollout.version != engine.version:
-                rollout.weights_changed(engine.version)
+                rollout.switch(engine.version)
 
     def average(self, role: str) -> None:
         """Move the references that follow `role` towards it. Collective."""
-        for reference in self._averaged.get(role, ()):
+        trained = self.trained[role]
+        for layout, reference in self._averaged.get(role, ()):
             rate = reference.role.ema_rate
             assert rate is not None
-            reference.average_weights(self.trained[role].weights(), rate, self.trained[role].version)
+            between = _Between(role, (self._trained_layouts[role], layout))
+            with self._moved(between, trained) as parts:
+                reference.average_weights(parts, rate, trained.version)
+            self.weights_changed(reference)
 
     def reallocate(self, role: str, call: str, version: int, owners: tuple[int, ...]) -> None:
         """Copy the trained weights to this worker's copy for `call`. Owners and receivers all call it.
 
-        Owners gather full tensors (collective where sharded); the first sends each to the receivers that own no part.
+        Each receives what it lacks from those that hold it; beside its own parts nobody has more than two buckets.
         """
-        mesh = self._job.plan.allocations[call].layout.mesh
-        target = self._receiver(call)
-        strangers = [worker for worker in mesh.devices if worker not in owners]
-        if self._worker in owners:
-            weights = self._send(self.trained[role].weights(), strangers if self._worker == owners[0] else [])
-        else:
-            assert target is not None, "neither an owner nor a receiver"
-            weights = self._receive(target, owners[0])
-        if target is None or self._worker not in mesh.devices:
-            for _ in weights:
-                pass  # only sends
-            return
-        target.load_weights(weights, version)
-        if call in self._in_place:
-            self.rollouts[call].weights_changed(version)
+        engine, rollout = self._in_place.get(call) or self.engines.get(call), self.rollouts.get(call)
+        owner = self.trained[role] if self._worker in owners else None
+        source = owner or engine or rollout
+        assert source is not None, "neither an owner nor a receiver"
+        between = _Between(role, (self._trained_layouts[role], self._job.plan.allocations[call].layout))
+        receives = self._worker in between.layouts[1].mesh.devices
+        with self._moved(between, source) as parts:
+            if receives and engine is not None:
+                engine.load_weights(parts, version)
+            elif receives and rollout is not None:
+                rollout.prepare(parts)
+            else:
+                for _ in parts:
+                    pass  # only sends
+        if receives and rollout is not None:
+            rollout.switch(version)
 
-    def _receiver(self, call: str) -> Receiver | None:
-        """Whose weights `call` reads on this worker, if any."""
-        return self._in_place.get(call) or self.engines.get(call) or self.rollouts.get(call)
+    @contextmanager
+    def _moved(self, between: "_Between", source: TrainEngine | RolloutEngine) -> Iterator[Parts]:
+        """The parts that come to this worker, while it sends those that others lack. Collective over both layouts.
 
-    @staticmethod
-    def _send(weights: Weights, receivers: list[int]) -> Weights:
-        for name, tensor in weights:
-            whole = tensor.contiguous()
-            for receiver in receivers:
-                dist.send(whole, receiver)
-            yield name, whole
+        source: the engine here that has the trained weights, else the one that they come to.
+        """
+        shapes = {spec.name: spec.shape for spec in source.weight_specs()}
+        moves = self._reallocation(between, source.weight_specs())
+        owner = self.trained.get(between.role)
+        with owner.held_parts() if owner is not None else nullcontext({}) as held:
+            place = WorkerParts(self._worker, source.device, held, moves.wants.get(self._worker, {}))
+            if not self._job.runtime.verify_weights:
+                yield exchange(moves, place)
+                return
+            shown = shares(layout_boxes(shapes, between.layouts[0], self._model_of(between.role)), shapes)
+            sums = Checksums(moves, place, shapes, shown)
+            yield sums.watch(exchange(moves, place))
+            sums.compare()
 
-    @staticmethod
-    def _receive(engine: Receiver, owner: int) -> Weights:
-        for spec in engine.weight_specs():
-            whole = torch.empty(spec.shape, dtype=spec.dtype, device=engine.device)
-            dist.recv(whole, owner)
-            yield spec.name, whole
+    def _reallocation(self, between: "_Between", specs: Sequence[WeightSpec]) -> Reallocation:
+        """The messages of a reallocation, alike on all workers; made once."""
+        if between not in self._reallocations:
+            shapes, (dtype,) = {spec.name: spec.shape for spec in specs}, {spec.dtype for spec in specs}
+            made = reallocation(shapes, dtype, between.layouts, self._collectives.member, self._model_of(between.role))
+            self._reallocations[between] = made
+        return self._reallocations[between]
+
+    def _model_of(self, role: str) -> tuple[ModelSpec, Head]:
+        """The shape of a role's model, which says how layouts cut it."""
+        config = read_config(resolve(role_path(self._job.graph.models, role)))
+        return spec_from_config(config, Where()), self._job.graph.models[role].head
+
+
+class _Between(NamedTuple):
+    """The two sides of a reallocation: the role whose trained weights go, and the layouts."""
+
+    role: str
+    layouts: tuple[Layout, Layout]

@@ -5,6 +5,7 @@ generation runs ahead of training or the loss reads no behaviour log-probabiliti
 under the weights that it has just got, and the trainer, which stands at the same version, recomputes them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,7 @@ from realgraph.runtime.data.stops import Stops
 from realgraph.runtime.engine import TrainEngine, check_gap
 from realgraph.runtime.generate.rollouts import Rollouts, sample_seed
 from realgraph.runtime.job.job import Job
+from realgraph.runtime.parallel.groups import Ranks
 from realgraph.runtime.wire.protocol import Mean, Metric
 from realgraph.runtime.worker.roles import Roles, logprob_limit
 
@@ -30,6 +32,30 @@ class GateProbe:
 
     tokens: Tensor  # [PROBE_SAMPLES, prompt + new] int64
     logprobs: Tensor  # [PROBE_SAMPLES, new] float64, as drawn
+
+
+def shared(probes: Sequence[GateProbe], ranks: Ranks) -> list[GateProbe]:
+    """The probes of all ranks, on each of them: a pass under tensor parallelism has the same samples everywhere."""
+    if ranks.size == 1:
+        return list(probes)
+    pieces = [torch.zeros(0, dtype=torch.float64)]
+    for probe in probes:
+        sizes = torch.tensor([probe.tokens.shape[1], probe.logprobs.shape[1]], dtype=torch.float64)
+        pieces += [sizes, probe.tokens.flatten().double(), probe.logprobs.flatten()]
+    own = torch.cat(pieces).to(ranks.device)
+    counts = ranks.gather_rows(torch.tensor([len(own)], device=ranks.device)).tolist()
+    padded = own.new_zeros(max(counts))
+    padded[: len(own)] = own
+    found = []
+    for row, count in zip(ranks.gather_rows(padded[None]).cpu(), counts, strict=True):
+        at = 0
+        while at < count:
+            length, n_new = (int(size) for size in row[at : at + 2])
+            middle, end = at + 2 + PROBE_SAMPLES * length, at + 2 + PROBE_SAMPLES * (length + n_new)
+            tokens = row[at + 2 : middle].long().view(PROBE_SAMPLES, length)
+            found.append(GateProbe(tokens, row[middle:end].view(PROBE_SAMPLES, n_new)))
+            at = end
+    return found
 
 
 class UpdateGate:
@@ -72,9 +98,21 @@ class UpdateGate:
         return self._compare(engine, [one for one in probes if one is not None])
 
     def _draw(self) -> GateProbe | None:
-        """By the generator, for the newest prompt that it was given; None before the first."""
-        rollouts = self._rollouts
-        if rollouts is None or not rollouts.newest_prompt:
+        """By the generator, for the newest prompt that it was given; None before the first, and on workers that only
+        follow the head of their replica."""
+        engine = self._roles.rollouts.get(self._call)
+        if engine is None:
+            return None
+        if self._rollouts is None:
+            engine.follow()
+            return None
+        try:
+            return self._drawn(self._rollouts)
+        finally:
+            engine.dismiss()
+
+    def _drawn(self, rollouts: Rollouts) -> GateProbe | None:
+        if not rollouts.newest_prompt:
             return None
         prompt = rollouts.newest_prompt[-PROBE_PROMPT_TOKENS:]
         n_new = min(PROBE_NEW_TOKENS, rollouts.sampling.max_new_tokens)
@@ -109,16 +147,17 @@ class UpdateGate:
         return GateProbe(tokens.cpu(), logprobs.cpu())
 
     def _compare(self, engine: TrainEngine, probes: list[GateProbe]) -> dict[str, Metric]:
-        """The gap as a metric. Called by all ranks where the weights are sharded, with probes or without."""
+        """The gap as a metric. Called by all ranks where the weights are divided, with probes or without."""
+        probes = shared(probes, self._roles.tensor_ranks(self._role))
         lengths = tuple(probe.tokens.shape[1] for probe in probes for _ in range(PROBE_SAMPLES))
         tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(probe.tokens.flatten() for probe in probes)])
         batch = Packed(tokens, lengths, torch.ones_like(tokens, dtype=torch.bool))
-        found = engine.inference(batch, "logprobs", self._temperature).double()
+        logprobs = engine.inference(batch, "logprobs", self._temperature).double()
         gap = Mean(0.0, 0.0)
         start = 0
         for probe in probes:
             end = start + probe.tokens.numel()
-            recomputed = found[start:end].view_as(probe.tokens)[:, -probe.logprobs.shape[1] :]
+            recomputed = logprobs[start:end].view_as(probe.tokens)[:, -probe.logprobs.shape[1] :]
             difference = (recomputed - probe.logprobs).abs()
             gap = gap + Mean(float(difference.sum()), float(difference.numel()))
             start = end

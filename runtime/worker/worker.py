@@ -1,7 +1,7 @@
 """A model worker: one process, one device. A control loop that never waits for an engine, and a thread that computes.
 
-The control loop answers the master, beats, and rescues; commands that need models queue for the compute thread, which
-decodes between them; functions run in threads of their own. Whatever fails becomes one `Failed` message.
+The control loop answers the master, beats, and rescues; commands that need models queue for the compute thread; rollout
+engines generate beside it, and functions run in threads of their own. Whatever fails becomes one `Failed` message.
 """
 
 import asyncio
@@ -109,10 +109,9 @@ class Worker:
         seconds = 1.0
         while True:
             compute = self._compute
-            doing = compute.doing if compute is not None else ""
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
             device = compute.device_bytes() if compute is not None else 0
-            await self._send(Heartbeat(self.number, doing, peak, device))
+            await self._send(Heartbeat(self.number, peak, device))
             if self._master_lost():
                 log.error("the master is gone: ending")
                 os._exit(1)
@@ -152,7 +151,7 @@ class Worker:
                 self._spawn(self._configure(command))
             case Execute(call=call) if isinstance(self._ready.job.graph.calls[call], Function):
                 self._spawn(self._run_function(command))
-            case Load() | Submit() | Execute() | Reallocate() | Save() | Evaluate() | Abort() | Rescue(together=True):
+            case Load() | Submit() | Execute() | Reallocate() | Save() | Evaluate() | Abort():
                 self._ready.queue(command)
             case Drop(groups=groups):
                 self._ready.drop(groups)
@@ -205,7 +204,7 @@ class Worker:
     async def _rescue(self, command: Rescue) -> None:
         began = time.time()
         try:
-            await asyncio.to_thread(self._ready.rescue, Path(command.folder), command.versions)
+            await asyncio.to_thread(self._ready.rescue, command)
         except Exception as error:
             await self._send(failure(self.number, RESCUE_CALL, error))
         else:
