@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from realgraph.graphs.keys import KeyType
-from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, ModelRole, Train
+from realgraph.graphs.spec import ModelCall, ModelRole, role_of
 
 INPUT = ""  # the producer of an input key: the data set
 
@@ -28,17 +28,14 @@ class Edge(Struct, frozen=True):
 
 
 class Graph(Struct, frozen=True):
-    """A checked algorithm. `calls` are in a topological order; what `when` switched off is gone.
-
-    `reads` and `writes` hold every key of every call, those inferred from losses and advantage steps included.
-    """
+    """A checked algorithm; what `when` switched off is gone."""
 
     name: str
-    calls: dict[str, ModelCall]
-    models: dict[str, ModelRole]
+    calls: dict[str, ModelCall]  # in a topological order
+    models: dict[str, ModelRole]  # by role
     keys: dict[str, Key]
-    reads: dict[str, tuple[str, ...]]
-    writes: dict[str, tuple[str, ...]]
+    reads: dict[str, tuple[str, ...]]  # call -> every key, those inferred from losses and advantage steps included
+    writes: dict[str, tuple[str, ...]]  # call -> every key, inferred ones included
     edges: tuple[Edge, ...]
     samples_per_group: int
 
@@ -49,8 +46,4 @@ class Graph(Struct, frozen=True):
 
     def role(self, call: str) -> str:
         """The role that `call` runs, '' for functions and advantages."""
-        match self.calls[call]:
-            case Generate(model=model) | Inference(model=model) | Train(model=model):
-                return model
-            case Function() | Advantage():
-                return ""
+        return role_of(self.calls[call])

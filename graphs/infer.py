@@ -128,15 +128,6 @@ def samples_per_group(spec: GraphSpec) -> int:
     return 2 if any(term.of_pairs for term in terms) else 1
 
 
-def role_of(call: ModelCall) -> str:
-    """The role that a call runs, '' for functions and advantages."""
-    match call:
-        case Generate(model=model) | Inference(model=model) | Train(model=model):
-            return model
-        case Function() | Advantage():
-            return ""
-
-
 # --- writes -----------------------------------------------------------------------------------------------------------
 
 

@@ -32,6 +32,7 @@ class _LossTerm(PipelineEntry, frozen=True):
     """One term of a loss. Each also states `outputs`: what of a forward pass of the trained role it needs."""
 
     of_pairs: ClassVar[bool] = False  # a loss per pair of samples, not per token
+    of_routes: ClassVar[bool] = False  # of the routes to experts, not of the head's outputs
     sees_idle: ClassVar[bool] = False  # it must get a batch whole, samples without a part in the loss included
 
     @property
@@ -239,6 +240,20 @@ class Distill(_LossTerm, frozen=True, tag="distill"):
         return self.teacher
 
 
+class LoadBalance(_LossTerm, frozen=True, tag="load_balance"):
+    """coef x the load-balancing loss of a mixture of experts (arXiv:2101.03961, eq. 4-6): of each micro-batch of a
+    data-parallel rank, over all its tokens, weighed as the aggregation weighs its sampled tokens."""
+
+    coef: NonNegative = 0.0  # weight of the term: `router_aux_loss_coef` of transformers, which asks for 0.001
+
+    outputs: ClassVar[tuple[Output, ...]] = ()
+    of_routes: ClassVar[bool] = True
+
+    @property
+    def coefficient(self) -> float:
+        return self.coef
+
+
 class ApplyTerm(_LossTerm, frozen=True, tag="apply"):
     """The user's own pure function `module:function` of packed tensors: `fn(batch, outputs, **args)`, a loss per token.
 
@@ -272,7 +287,18 @@ class ApplyTerm(_LossTerm, frozen=True, tag="apply"):
         return self.over == "group"
 
 
-Term = PolicyGradient | KL | Entropy | Value | CrossEntropy | Preference | PairwiseScore | Distill | ApplyTerm
+Term = (
+    PolicyGradient
+    | KL
+    | Entropy
+    | Value
+    | CrossEntropy
+    | Preference
+    | PairwiseScore
+    | Distill
+    | LoadBalance
+    | ApplyTerm
+)
 
 
 class TokenMean(TaggedVariant, frozen=True, tag="token_mean"):
@@ -306,3 +332,8 @@ class Loss(Struct, frozen=True, forbid_unknown_fields=True):
     def needs_whole_groups(self) -> bool:
         """True where a term compares the samples of a group, so that a group may not be cut."""
         return isinstance(self.aggregate, PairMean) or any(term.needs_whole_groups for term in self.terms.values())
+
+    @property
+    def balances_routes(self) -> bool:
+        """True where a term is of the routes to experts, of all layers together."""
+        return any(term.of_routes for term in self.terms.values())

@@ -133,6 +133,15 @@ class Train(_Call, frozen=True, tag="train"):
 ModelCall = Generate | Inference | Function | Advantage | Train
 
 
+def role_of(call: ModelCall) -> str:
+    """The role that a call runs, '' for functions and advantages."""
+    match call:
+        case Generate(model=model) | Inference(model=model) | Train(model=model):
+            return model
+        case Function() | Advantage():
+            return ""
+
+
 class GraphSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """A graph file: an algorithm. `inputs` are the data's columns with their key types."""
 

@@ -99,7 +99,7 @@ def duplicate_producer(draft: Draft, facts: Facts) -> Iterator[Problem]:
     for name in [name for name, _ in draft.of(Generate)][1:]:
         first = next(other for other, _ in draft.of(Generate))
         text = f"{name!r} is a second generate call: like {first!r} it writes {', '.join(GENERATED)}"
-        yield draft.problem(f"$.calls.{name}", text, "keep one, and ask it for more samples by `n`")
+        yield draft.problem(f"$.calls.{name}", text, "keep one, and ask it for more samples with `n`")
     for key, writes in draft.writes.items():
         first_write, *others = writes
         for write in others:
@@ -149,7 +149,7 @@ def key_type(draft: Draft, facts: Facts) -> Iterator[Problem]:
             if key_type is not None and key_type.level != "step" and not read.requires.accepts(key_type):
                 text = f"{read.key!r} is {key_type}, but {read.by} needs {read.requires}"
                 by = writes[0].call
-                hint = f"its type stands at {writes[0].path}" if by == INPUT else f"it is written by the call {by!r}"
+                hint = f"its type is given at {writes[0].path}" if by == INPUT else f"it is written by the call {by!r}"
                 yield draft.problem(read.path, text, hint)
 
 
@@ -250,7 +250,7 @@ def call_shape(draft: Draft, facts: Facts) -> Iterator[Problem]:
             text = f"a generate call reads one key, the prompt, not {len(generate.reads)}"
             yield draft.problem(f"$.calls.{name}.reads", text, "write `reads: [prompt]`")
         if "" in generate.stop:
-            text = "an empty text stands everywhere: every sample would end at once"
+            text = "an empty text matches everywhere: every sample would end at once"
             yield draft.problem(f"$.calls.{name}.stop[{generate.stop.index('')}]", text, "remove it")
     for name, inference in draft.of(Inference):
         if inference.reads != (TOKENS,):

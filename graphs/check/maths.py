@@ -1,6 +1,7 @@
 """Rules about the maths: which advantage steps and loss terms make sense together, and on which samples."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, takewhile
 
 from realgraph.graphs.errors import Problem
 from realgraph.graphs.facts import Facts
@@ -14,13 +15,19 @@ from realgraph.graphs.maths import (
 from realgraph.graphs.spec import Advantage, Generate, Train
 from realgraph.graphs.steps import AdaptiveKL, Center, KLPenalty, Overlong, Step
 
+PlacedStep = tuple[str, str, Step]  # its path, its name, and itself
 
-def steps_of(draft: Draft) -> Iterator[tuple[str, str, Step]]:
-    """Every advantage step with its path and its name."""
+
+def steps_of(draft: Draft) -> Iterator[PlacedStep]:
+    """Every advantage step."""
+    return chain.from_iterable(_step_lists(draft))
+
+
+def _step_lists(draft: Draft) -> Iterator[list[PlacedStep]]:
+    """The steps of each advantage call, in their order."""
     for name, call in draft.of(Advantage):
-        for entry, step in call.steps.items():
-            if step is not None:
-                yield f"$.calls.{name}.steps.{entry}", entry, step
+        steps = call.steps.items()
+        yield [(f"$.calls.{name}.steps.{entry}", entry, step) for entry, step in steps if step is not None]
 
 
 def terms_of(draft: Draft) -> Iterator[tuple[str, Train, str, Term]]:
@@ -46,44 +53,44 @@ def group_of_one(draft: Draft, facts: Facts) -> Iterator[Problem]:
 
 def two_returns(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """Rewards are summed over time once: by gae or by return."""
-    for name, call in draft.of(Advantage):
-        sums = [entry for entry, step in call.steps.items() if step is not None and step.makes_returns]
-        for entry in sums[1:]:
-            text = f"the step {entry!r} sums rewards over time, which {sums[0]!r} has done already"
-            yield draft.problem(f"$.calls.{name}.steps.{entry}", text, f"set one of them to null: steps.{entry}: null")
+    for steps in _step_lists(draft):
+        for first, path, entry, step in _after(steps, lambda step: step.makes_returns):
+            if step.makes_returns:
+                text = f"the step {entry!r} sums rewards over time, which {first!r} has done already"
+                yield draft.problem(path, text, f"set one of them to null: steps.{entry}: null")
 
 
 def reward_after_return(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """Steps that change the reward stand before those that turn rewards into advantages."""
-    for name, call in draft.of(Advantage):
-        summed = ""
-        for entry, step in call.steps.items():
-            if step is None:
-                continue
-            if step.makes_returns:
-                summed = summed or entry
-            elif summed and step.changes_reward:
-                text = f"the step {entry!r} changes the reward, but {summed!r} has already made advantages of it"
-                yield draft.problem(f"$.calls.{name}.steps.{entry}", text, f"write {entry!r} before {summed!r}")
+    for steps in _step_lists(draft):
+        for first, path, entry, step in _after(steps, lambda step: step.makes_returns):
+            if step.changes_reward and not step.makes_returns:
+                text = f"the step {entry!r} changes the reward, but {first!r} has already turned it into advantages"
+                yield draft.problem(path, text, f"write {entry!r} before {first!r}")
 
 
 def overlong_after_baseline(draft: Draft, facts: Facts) -> Iterator[Problem]:
-    """A length penalty that comes after the baseline would push every long sample down, however good its group is."""
-    for name, call in draft.of(Advantage):
-        baseline = ""
-        for entry, step in call.steps.items():
-            if step is None:
-                continue
-            if step.makes_returns:
-                break  # what follows is `reward_after_return`'s affair
-            if step.takes_baseline:
-                baseline = baseline or entry
-            elif baseline and isinstance(step, Overlong):
-                text = f"the step {entry!r} changes the reward, but {baseline!r} has taken its baseline of it already"
-                hint = (
-                    f"write {entry!r} before {baseline!r}; over a graph's own steps: {{{entry}: ..., {baseline}: {{}}}}"
-                )
-                yield draft.problem(f"$.calls.{name}.steps.{entry}", text, hint)
+    """A length penalty that comes after the baseline would push every long sample down, however good its group is.
+
+    What follows returns is the affair of `reward_after_return`.
+    """
+    for steps in _step_lists(draft):
+        rewards = takewhile(lambda placed: not placed[2].makes_returns, steps)
+        for first, path, entry, step in _after(rewards, lambda step: step.takes_baseline):
+            if isinstance(step, Overlong):
+                text = f"the step {entry!r} changes the reward, but {first!r} has taken its baseline of it already"
+                hint = f"write {entry!r} before {first!r}; over a graph's own steps: {{{entry}: ..., {first}: {{}}}}"
+                yield draft.problem(path, text, hint)
+
+
+def _after(steps: Iterable[PlacedStep], begins: Callable[[Step], bool]) -> Iterator[tuple[str, str, str, Step]]:
+    """The steps behind the first that `begins`, each with the name of that one."""
+    first = ""
+    for path, entry, step in steps:
+        if first:
+            yield first, path, entry, step
+        elif begins(step):
+            first = entry
 
 
 def center_key(draft: Draft, facts: Facts) -> Iterator[Problem]:
@@ -131,11 +138,16 @@ def greedy_sampling(draft: Draft, facts: Facts) -> Iterator[Problem]:
     users = [
         f"the policy gradient {entry!r}" for _, _, entry, term in terms_of(draft) if isinstance(term, PolicyGradient)
     ]
-    users += [f"the step {entry!r}" for _, entry, step in steps_of(draft) if step.compared_logprobs is not None]
+    users += _comparing_steps(draft)
     for name in greedy:
         if users:
             text = f"{name!r} decodes greedily, but {' and '.join(users)} needs samples of a distribution"
             yield draft.problem(f"$.calls.{name}.temperature", text, "set a temperature above 0, such as 1.0")
+
+
+def _comparing_steps(draft: Draft) -> list[str]:
+    """The steps that compare log-probabilities with those of sampling."""
+    return [f"the step {entry!r}" for _, entry, step in steps_of(draft) if step.compared_logprobs is not None]
 
 
 def behaviour_temperature(draft: Draft, facts: Facts) -> Iterator[Problem]:
@@ -166,7 +178,7 @@ def truncated_sampling(draft: Draft, facts: Facts) -> Iterator[Problem]:
         for _, _, entry, term in terms_of(draft)
         if isinstance(term, PolicyGradient) and term.ratio != "none"
     ]
-    users += [f"the step {entry!r}" for _, entry, step in steps_of(draft) if step.compared_logprobs is not None]
+    users += _comparing_steps(draft)
     if users:
         sampler = next(name for name, call in draft.of(Generate))
         field = "top_p" if next(call.top_p for _, call in draft.of(Generate)) < 1 else "top_k"
@@ -207,7 +219,7 @@ def empty_loss(draft: Draft, facts: Facts) -> Iterator[Problem]:
         terms = call.loss.terms.values()
         if not terms:
             yield draft.problem(
-                f"$.calls.{name}.loss.terms", "the loss has no term", "add one, or check `when` switches"
+                f"$.calls.{name}.loss.terms", "the loss has no terms", "add one, or check `when` switches"
             )
         elif all(term.coefficient == 0 for term in terms):
             text = "every term of the loss has the coefficient 0: the call would train nothing"

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 from realgraph.graphs.errors import Problem, suggest
 from realgraph.graphs.facts import Facts
-from realgraph.graphs.infer import Draft, is_own, role_of
+from realgraph.graphs.infer import Draft, is_own
 from realgraph.graphs.maths import (
     HEAD_OF_OUTPUT,
     ApplyTerm,
     PolicyGradient,
 )
-from realgraph.graphs.spec import Generate, Inference, Optimizer, Train
+from realgraph.graphs.spec import Generate, Inference, Optimizer, Train, role_of
 
 _HEAD_GIVES = {"lm": "log-probabilities", "value": "values", "score": "scores"}
 
@@ -45,7 +45,7 @@ def trainable_untrained(draft: Draft, facts: Facts) -> Iterator[Problem]:
 
 
 def policy_not_sampled(draft: Draft, facts: Facts) -> Iterator[Problem]:
-    """In RL the role that a policy gradient trains is the one that generates."""
+    """The role that a policy gradient trains is the one that generates, in RL."""
     sampled = {call.model: name for name, call in draft.of(Generate)}
     for name, call in draft.of(Train):
         learns = any(isinstance(term, PolicyGradient) for term in call.loss.terms.values())
@@ -145,7 +145,7 @@ def init_unknown(draft: Draft, facts: Facts) -> Iterator[Problem]:
 
 
 def model_without_path(draft: Draft, facts: Facts) -> Iterator[Problem]:
-    """In a run, every role knows where its weights come from."""
+    """Every role of a run knows where its weights come from."""
     if facts.groups is None:
         return
     for name, role in draft.spec.models.items():

@@ -6,9 +6,9 @@ from typing import assert_never
 from msgspec import structs
 
 from realgraph.graphs.errors import Problem, Where
-from realgraph.graphs.infer import Lost, Read, call_writes, role_of, step_reads, term_reads
+from realgraph.graphs.infer import Lost, Read, call_writes, step_reads, term_reads
 from realgraph.graphs.maths import Term
-from realgraph.graphs.spec import Advantage, Function, Generate, GraphSpec, Inference, ModelCall, Switch, Train
+from realgraph.graphs.spec import Advantage, Function, Generate, GraphSpec, Inference, ModelCall, Switch, Train, role_of
 from realgraph.graphs.steps import Step
 
 _FALSE_WORDS = ("false", "no", "off", "0", "none", "null", "~")

@@ -8,9 +8,9 @@ from msgspec import structs
 from realgraph.graphs.check.maths import terms_of
 from realgraph.graphs.check.switch import switch_off
 from realgraph.graphs.errors import Problem, Where
-from realgraph.graphs.infer import Draft, infer, role_of, step_reads, term_reads
+from realgraph.graphs.infer import Draft, infer, step_reads, term_reads
 from realgraph.graphs.maths import KL, NoClip, PolicyGradient
-from realgraph.graphs.spec import Advantage, Generate, GraphSpec, ModelCall, Train
+from realgraph.graphs.spec import Advantage, Generate, GraphSpec, ModelCall, Train, role_of
 
 Written = Callable[[str], bool]  # whether a file or the command line gave the value at a YAML path
 Warn = Callable[[Draft, Written], Iterator[Problem]]
@@ -29,11 +29,9 @@ def kl_without_gradient(draft: Draft, written: Written) -> Iterator[Problem]:
     """k1 of the policy's own samples has the gradient of log p, whose mean is zero: it holds nothing back."""
     for path, _, entry, term in terms_of(draft):
         if isinstance(term, KL) and term.estimator == "k1" and term.coef != 0:
-            text = (
-                f"the term {entry!r} estimates the KL by k1, whose gradient is zero in expectation: it only adds noise"
-            )
+            text = f"the term {entry!r} estimates the KL with k1, whose expected gradient is zero: it only adds noise"
             hint = (
-                "as a loss take k2 (the gradient of KL(policy || to)) or k3; k1 is for the kl_penalty step of rewards"
+                "as a loss, use k2 (the gradient of KL(policy || to)) or k3; k1 is for the kl_penalty step of rewards"
             )
             yield draft.problem(f"{path}.estimator", text, hint)
 

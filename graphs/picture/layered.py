@@ -23,7 +23,7 @@ class BoxSize(Struct, frozen=True):
     height: float
 
 
-class Box(Struct, frozen=True):
+class PlacedBox(Struct, frozen=True):
     """A placed box: x and y of its top left corner, in pixels; y grows downwards."""
 
     x: float
@@ -55,7 +55,7 @@ class Route(Struct, frozen=True):
 class Placement(Struct, frozen=True):
     """Everything placed. Width and height of the whole in pixels, margins included."""
 
-    boxes: dict[str, Box]
+    boxes: dict[str, PlacedBox]
     routes: tuple[Route, ...]
     width: float
     height: float
@@ -194,7 +194,7 @@ def _placement(
     """Turn columns and middles into boxes and routes, the top left one at the margin."""
     tops = [middles[name] - size.height / 2 for name, size in sizes.items()]
     shift = MARGIN - min((*tops, *(middles[n] for column in columns for n in column)), default=0.0)
-    boxes: dict[str, Box] = {}
+    boxes: dict[str, PlacedBox] = {}
     spans: dict[_Node, tuple[float, float]] = {}
     x = MARGIN
     for column in columns:
@@ -202,7 +202,7 @@ def _placement(
         width = max((sizes[name].width for name in names), default=0.0)
         for name in names:
             size = sizes[name]
-            boxes[name] = Box(
+            boxes[name] = PlacedBox(
                 x + (width - size.width) / 2, middles[name] + shift - size.height / 2, size.width, size.height
             )
         spans |= {

@@ -9,7 +9,7 @@ from rich.tree import Tree
 
 from realgraph.graphs.graph import Edge, Graph
 from realgraph.graphs.keys import Level
-from realgraph.graphs.picture.layered import MARGIN, Box, BoxSize, Placement, Route, place
+from realgraph.graphs.picture.layered import MARGIN, BoxSize, PlacedBox, Placement, Route, place
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, ModelRole, Train
 
 _ORDER: dict[Level, int] = {"step": 0, "group": 1, "sample": 2, "token": 3}
@@ -217,7 +217,7 @@ def _data_size(graph: Graph, key: str) -> BoxSize:
     return BoxSize(max(len(key), len(str(graph.keys[key].type))) * _SMALL + 2 * _PAD, 44)
 
 
-def _call_box(graph: Graph, name: str, box: Box) -> Iterator[str]:
+def _call_box(graph: Graph, name: str, box: PlacedBox) -> Iterator[str]:
     fill = _FILLS[kind_of(graph.calls[name])]
     yield (
         f'  <rect x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{box.height:.1f}" rx="8" '
@@ -231,7 +231,7 @@ def _call_box(graph: Graph, name: str, box: Box) -> Iterator[str]:
         yield _text("type", box.right - _PAD, y, words, "end")
 
 
-def _data_box(graph: Graph, key: str, box: Box) -> Iterator[str]:
+def _data_box(graph: Graph, key: str, box: PlacedBox) -> Iterator[str]:
     yield (
         f'  <rect class="data" x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{box.height:.1f}" '
         f'rx="{box.height / 2:.1f}"/>'
@@ -260,13 +260,13 @@ def _curve(route: Route, near: bool) -> str:
     return f'  <path class="edge{"" if near else " far"}" d="{" ".join(path)}" marker-end="url(#tip)"/>'
 
 
-def _column(placed: Placement, box: Box) -> list[Box]:
+def _column(placed: Placement, box: PlacedBox) -> list[PlacedBox]:
     """The boxes above, below and at `box`."""
     return [other for other in placed.boxes.values() if other.x < box.right and box.x < other.right]
 
 
 def _lane(placed: Placement, edge: Edge, i: int) -> Iterator[str]:
-    """From the right side of the training call, below everything, into the left side of the reader."""
+    """A line from the right side of the training call, below everything, into the left side of the reader."""
     source, target = placed.boxes[edge.producer], placed.boxes[edge.consumer]
     out = max(box.right for box in _column(placed, source)) + 10 + 6 * i
     back = min(box.x for box in _column(placed, target)) - 16 - 6 * i
