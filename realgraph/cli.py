@@ -42,7 +42,7 @@ def check(
     ] = False,
     json_out: Annotated[bool, typer.Option("--json", help="Print a report as JSON.")] = False,
 ) -> None:
-    """Report every mistake of a run file or graph file, with its line. Loads nothing heavy, needs no network."""
+    """Report every mistake in a run file or graph file, with its line. Loads no model and needs no network."""
     from realgraph.commands.check import check_command
 
     check_command(file, overrides or (), resolved, json_out)
@@ -55,23 +55,45 @@ app.add_typer(plan_app, name="plan")
 def run(
     file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Run file.", show_default=False)] = None,
     overrides: Overrides = None,
-    plan_file: Annotated[Path | None, typer.Option("--plan", help="Run by this plan instead of searching.")] = None,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", help="Use this plan instead of searching for one.")
+    ] = None,
     costs: Annotated[
         Path | None, typer.Option("--costs", help="Plan with measured costs: a table, or a finished run.")
     ] = None,
-    resume: Annotated[Path | None, typer.Option("--resume", help="Go on with the run in this directory.")] = None,
+    resume: Annotated[Path | None, typer.Option("--resume", help="Resume the run in this directory.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check, plan and try the first rows; start nothing.")
     ] = False,
     new_data: Annotated[
-        bool, typer.Option("--new-data", help="With --resume: data files may differ from those at the start.")
+        bool,
+        typer.Option("--new-data", help="With --resume: accept data files that have changed since the run started."),
+    ] = False,
+    replan: Annotated[
+        bool, typer.Option("--replan", help="With --resume: search for a new plan, such as for other devices.")
     ] = False,
 ) -> None:
-    """Train: check, plan, start the workers, and run to the end. Ctrl-C stops after the step, twice at once."""
+    """Train: check, plan, start workers, run to the end. Ctrl-C saves after the step; a second one stops at once."""
     _need_torch(f"run {file}" if resume is None else f"run --resume {resume}")
     from realgraph.commands.run import RunOptions, run_command
 
-    run_command(file, overrides or (), RunOptions(plan_file, costs, resume, dry_run, new_data))
+    run_command(file, overrides or (), RunOptions(plan_file, costs, resume, dry_run, new_data, replan))
+
+
+@app.command()
+def rehearse(
+    file: RunFile,
+    overrides: Overrides = None,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", help="Rehearse this plan instead of searching for one.")
+    ] = None,
+    keep: Annotated[Path | None, typer.Option("--keep", help="Keep models, data and runs in this new folder.")] = None,
+) -> None:
+    """Run a plan on this machine's CPU at toy width, one process a device, and compare it with one process."""
+    _need_torch(f"rehearse {file}")
+    from realgraph.commands.rehearse import rehearse_command
+
+    rehearse_command(file, overrides or (), plan_file, keep)
 
 
 @app.command(name="eval")
@@ -101,11 +123,11 @@ def generate(
     template_arg: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=VALUE", help="Arguments of the chat template, over the run's: enable_thinking=false."
+            metavar="NAME=VALUE", help="Override an argument of the chat template, such as enable_thinking=false."
         ),
     ] = None,
 ) -> None:
-    """Try a trained model on prompts, rendered as in its run."""
+    """Generate a model's answers to prompts, which are rendered as in its training run."""
     _need_torch(f"generate {model}")
     from realgraph.commands.generate import SamplingRequest, generate_command
 
@@ -114,12 +136,12 @@ def generate(
 
 @app.command()
 def quickstart(
-    folder: Annotated[Path, typer.Option("--dir", help="Where to work.")] = Path("quickstart-run"),
+    folder: Annotated[Path, typer.Option("--dir", help="Working directory.")] = Path("quickstart-run"),
     algorithm: Annotated[str, typer.Option(help="grpo or ppo.")] = "grpo",
     seed: Annotated[int, typer.Option(min=0)] = 1,
     steps: Annotated[int | None, typer.Option(min=1, help="RL steps; default: those of the run file.")] = None,
 ) -> None:
-    """Make a tiny model, teach it sums by SFT, then by RL, on this machine: a few minutes on two CPU cores."""
+    """Train a tiny model to add, by SFT and then by RL, on this machine: a few minutes on two CPU cores."""
     _need_torch("quickstart")
     from realgraph.commands.quickstart import quickstart_command
 
@@ -162,7 +184,7 @@ def init(
 def schema(
     out_dir: Annotated[Path, typer.Option("--out-dir", help="Folder to write to.")] = Path("docs"),
 ) -> None:
-    """Write the reference of the YAML, and JSON Schemas with which editors complete and check it."""
+    """Write the YAML reference, and JSON Schemas with which editors complete and check run files and graphs."""
     from realgraph.reference.reference import schema_command
 
     schema_command(out_dir)
@@ -171,23 +193,25 @@ def schema(
 @app.command()
 def profile(
     file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="Run file whose machine this is.", show_default=False)
+        Path | None, typer.Argument(metavar="[FILE]", help="Run file that describes this machine.", show_default=False)
     ] = None,
     overrides: Overrides = None,
-    out: Annotated[Path, typer.Option("--out", help="Where to write the table of costs.")] = Path("costs.json"),
+    out: Annotated[Path, typer.Option("--out", help="File for the table of costs.")] = Path("costs.json"),
     devices: Annotated[
         int | None,
         typer.Option(min=1, help="Devices to measure, all at once; default: the run's, or all of this node."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer repeats: a rougher table in a third of the time.")
+        bool, typer.Option("--quick", help="Fewer repeats: a less precise table in a third of the time.")
     ] = False,
     sglang: Annotated[
         str | None,
-        typer.Option("--sglang", metavar="URL", help="A running SGLang server: its decode steps, not the engine's."),
+        typer.Option(
+            "--sglang", metavar="URL", help="Time the decode steps of a running SGLang server, not the engine's."
+        ),
     ] = None,
 ) -> None:
-    """Measure this machine for the planner: realgraph plan FILE --costs costs.json. Takes at most 5 minutes."""
+    """Measure this machine's costs, for realgraph plan FILE --costs costs.json. Takes at most 5 minutes."""
     _need_torch("profile")
     from realgraph.profile.command import ProfileRequest, profile_command
 
@@ -197,9 +221,11 @@ def profile(
 @app.command(name="replay-events")
 def replay_events(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A run's events.log, or its directory.")],
-    last: Annotated[int, typer.Option("--last", min=1, help="Events to show, with what was done about each.")] = 20,
+    last: Annotated[
+        int, typer.Option("--last", min=1, help="Number of events to show, each with the commands that it led to.")
+    ] = 20,
 ) -> None:
-    """Replay what the scheduler of a run was told: its last commands, and what it waits for. Starts nothing."""
+    """Replay the events of a run: the scheduler's last commands, and what it was waiting for. Starts nothing."""
     from realgraph.commands.replay_events import replay_events_command
 
     replay_events_command(file, last)

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from realgraph.rehearsal.tokenizer import write_tokenizer
+
 EOS, PAD = "$", "#"
 CHARACTERS = "0123456789+="
 
@@ -28,23 +30,6 @@ def write_data(folder: Path, seed: int) -> None:
     for name, pairs in zip(("train", "test"), problems(seed), strict=True):
         lines = b"".join(msgspec.json.encode(row(a, b)) + b"\n" for a, b in pairs)
         (folder / f"{name}.jsonl").write_bytes(lines)
-
-
-def write_tokenizer(folder: Path, characters: str, eos: str, pad: str) -> dict[str, int]:
-    """A tokenizer of one token a character, in the Hugging Face form; what it does not know is `pad`.
-
-    Returns character -> token.
-    """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {character: index for index, character in enumerate(characters)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=pad))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast: Any = PreTrainedTokenizerFast
-    fast(tokenizer_object=tokenizer, eos_token=eos, pad_token=pad).save_pretrained(folder)
-    return vocabulary
 
 
 def small_config(n_tokens: int, ends: tuple[int, int], n_layers: int, max_length: int) -> Any:

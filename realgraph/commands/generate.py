@@ -54,7 +54,7 @@ def answers(folder: Path, prompts: Sequence[str], ask: SamplingRequest) -> list[
     from realgraph.runtime.data.stops import end_tokens
     from realgraph.runtime.data.tokenize import load_tokenizer, prompt_tokens
     from realgraph.runtime.engine import Request
-    from realgraph.runtime.generate.engine import TorchRolloutEngine
+    from realgraph.runtime.generate.continuous_batch import ContinuousBatch
     from realgraph.runtime.generate.rollouts import sample_seed
     from realgraph.runtime.models.models import Start, build
     from realgraph.runtime.worker.resources import pick_device
@@ -71,7 +71,7 @@ def answers(folder: Path, prompts: Sequence[str], ask: SamplingRequest) -> list[
     network = build(ModelRole(), str(folder), Start(device, dtype)).network
     positions, vocabulary = int(network.config.max_position_embeddings), int(network.config.vocab_size)
     _refuse_prompts((i, _unanswerable(tokens, positions, vocabulary)) for i, tokens in enumerate(cut))
-    engine = TorchRolloutEngine(network)
+    engine = ContinuousBatch(network)
     stops = end_tokens(tokenizer, folder, chats.template if chats.on else None)
     requests = [
         Request(

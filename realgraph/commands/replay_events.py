@@ -21,7 +21,7 @@ from realgraph.runtime.commands.failures import doing_text, workers_text
 from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.master.event_log import DamagedLog, Diverged, LogStart, Replay, Replayed
 from realgraph.runtime.scheduler.image import SchedulerImage
-from realgraph.runtime.wire.protocol import Done, Failed, Generated, Loaded, Reply
+from realgraph.runtime.wire.protocol import Bye, Done, Failed, Generated, Heartbeat, Hello, Loaded, Ready
 from realgraph.screen.output import say
 
 
@@ -90,12 +90,8 @@ def event_text(event: Event) -> str:
             return "a deadline is reached"
         case StopRequested():
             return "the user asks for a stop"
-        case _:
-            return _message(event)
-
-
-def _message(reply: Reply) -> str:
-    return f"{type(reply).__name__} of worker {reply.worker}"
+        case Hello() | Ready() | Heartbeat() | Bye():
+            return f"{type(event).__name__} of worker {event.worker}"
 
 
 def actions_texts(actions: list[Action]) -> Iterator[str]:

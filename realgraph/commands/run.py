@@ -15,7 +15,7 @@ from realgraph.plan.command import print_plan
 from realgraph.planner.inputs.detect import probe
 from realgraph.run.costs_record import CostsFile, Planned
 from realgraph.run.ending import next_lines
-from realgraph.run.resume import resumed
+from realgraph.run.resume import ResumeOptions, resumed
 from realgraph.run.running import PreparedRun, claim, owned, prepare, unwritable_folder, with_sums
 from realgraph.runtime.job.rotation import MEGABYTE
 from realgraph.runtime.job.run_folder import disk_text
@@ -39,6 +39,7 @@ class RunOptions(Struct, frozen=True):
     resume: Path | None = None
     dry_run: bool = False
     new_data: bool = False
+    replan: bool = False
 
 
 def run_command(file: Path | None, overrides: Sequence[str], options: RunOptions) -> None:
@@ -64,17 +65,19 @@ def open_run(file: Path | None, overrides: Sequence[str], options: RunOptions) -
     Raises ConfigError.
     """
     if options.resume is not None:
-        for given, name in ((options.plan_file, "--plan"), (options.costs_file, "--costs")):
-            if given is not None:
-                raise ConfigError([Problem(Where("command line"), "a resumed run keeps its plan", f"leave out {name}")])
+        going_on = ResumeOptions(options.new_data, options.plan_file, options.replan, options.costs_file)
+        if options.costs_file is not None and not going_on.plans:
+            hint = "leave out --costs, or add --replan"
+            raise ConfigError([Problem(Where("command line"), "a resumed run keeps its plan", hint)])
         # With --resume there is no run file: a word in its place is an override.
         words = [*([str(file)] if file is not None else []), *overrides]
-        with resumed(options.resume, words, options.new_data) as prepared:
+        with resumed(options.resume, words, going_on) as prepared:
             yield prepared
         return
-    if options.new_data:
-        text = "--new-data is for a resumed run"
-        raise ConfigError([Problem(Where("command line"), text, "add --resume DIR")])
+    for given, name in ((options.new_data, "--new-data"), (options.replan, "--replan")):
+        if given:
+            text = f"{name} is for a resumed run"
+            raise ConfigError([Problem(Where("command line"), text, "add --resume DIR")])
     if file is None:
         hint = "realgraph run FILE, or realgraph run --resume DIR; realgraph init writes a run file"
         raise ConfigError([Problem(Where("command line"), "which run?", hint)])
@@ -112,7 +115,7 @@ def passed_over(prepared: PreparedRun) -> Iterator[str]:
 
 
 def _train(prepared: PreparedRun, watchers: Sequence[Observer]) -> RunOutcome:
-    """In a directory that is ours."""
+    """Train in a directory that no other run has."""
     job, folder = prepared.job, prepared.folder
     try:
         claim(prepared)

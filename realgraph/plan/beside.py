@@ -40,8 +40,8 @@ def rules(session: Session, prepared: PreparedProblem) -> tuple[Comparison, ...]
         apart = "no devices may hold every call, which this rule asks for"
         return tuple(Comparison(name, None, apart, "no such plan") for name in BASELINE_NAMES)
     where = _devices_of(prepared, place)
-    found = baselines_of(prepared, session.quick(RULE_SECONDS, RULE_GAP))
-    everywhere = [baseline for baseline in (found.colocated, found.symmetric) if baseline is not None]
+    plans = baselines_of(prepared, session.quick(RULE_SECONDS, RULE_GAP))
+    everywhere = [baseline for baseline in (plans.colocated, plans.symmetric) if baseline is not None]
     colocated = min(
         everywhere, key=lambda baseline: baseline.period, default=None
     )  # the symmetric one is colocated too
@@ -51,7 +51,7 @@ def rules(session: Session, prepared: PreparedProblem) -> tuple[Comparison, ...]
         "tp of a node, the fewest stages that fit, dp for the rest",
         "its places for generation and training, the best layouts there",
     )
-    baselines = (found.symmetric, colocated, found.megatron, found.real)
+    baselines = (plans.symmetric, colocated, plans.megatron, plans.real)
     return tuple(
         Comparison(name, None, f"{note}: none fits") if baseline is None else Comparison(name, baseline.period, note)
         for name, baseline, note in zip(BASELINE_NAMES, baselines, what, strict=True)
@@ -92,10 +92,10 @@ def _searched(name: str, note: str, session: Session, request: PlanRequest) -> C
     if lost:
         return Comparison(name, None, f"{lost[0]} has no layout that fits the devices")
     limits, staleness = session.quick(OTHER_SECONDS), request.workload.staleness
-    found = best_level(request, limits, Known(), levels_up_to(staleness) if streams(request) else (staleness,))
-    if found.best is not None:
-        return Comparison(name, found.best.plan.period_seconds, note)
-    if found.stopped == "proven":
+    level = best_level(request, limits, Known(), levels_up_to(staleness) if streams(request) else (staleness,))
+    if level.best is not None:
+        return Comparison(name, level.best.plan.period_seconds, note)
+    if level.stopped == "proven":
         return Comparison(name, None, "no plan fits the memory")
     return Comparison(name, None, "a short search found none, and did not rule one out", "not found")
 
@@ -103,7 +103,7 @@ def _searched(name: str, note: str, session: Session, request: PlanRequest) -> C
 def hints_of(session: Session, request: PlanRequest, plan: Plan, budget: Budget) -> tuple[tuple[Hint, ...], str]:
     """The gains that changes would bring, each planned anew, and a word on those that the time, or Ctrl-C, left no
     answer to."""
-    found: list[Hint] = []
+    hints: list[Hint] = []
     missing: list[str] = []
     limits = session.quick(max(HINT_SECONDS, 2 * plan.search_seconds))
     limits = replace(limits, stop=lambda: session.stop() or budget.left <= 0)
@@ -112,10 +112,10 @@ def hints_of(session: Session, request: PlanRequest, plan: Plan, budget: Budget)
         if tried.text == WITHOUT:
             continue
         if tried.hint is not None:
-            found.append(tried.hint)
+            hints.append(tried.hint)
         if not tried.conclusive:
             missing.append(tried.text)
-    return tuple(found), f"what-ifs cut short by time, inconclusive: {', '.join(missing)}" if missing else ""
+    return tuple(hints), f"what-ifs cut short by time, inconclusive: {', '.join(missing)}" if missing else ""
 
 
 def synchrony(session: Session, request: PlanRequest, plan: Plan) -> str:
@@ -123,18 +123,20 @@ def synchrony(session: Session, request: PlanRequest, plan: Plan) -> str:
     if request.workload.staleness == 0 or plan.staleness == 0 or session.stop():
         return ""
     try:
-        found = synchronous(request, plan, session.quick(OTHER_SECONDS))
+        hint = synchronous(request, plan, session.quick(OTHER_SECONDS))
     except ConfigError:  # no synchronous plan in so short a time: nothing can be said
         return ""
-    if found is None or found.period_seconds is None:
+    if hint is None or hint.period_seconds is None:
         return ""
-    return f"{found.text}: {change_text(1 + found.gain)} samples/s, on-policy"
+    return f"{hint.text}: {change_text(1 + hint.gain)} samples/s, on-policy"
 
 
 def cut_short(plan: Plan, comparisons: tuple[Comparison, ...]) -> str:
-    """That a rule is faster than what a search found that had no time to end; '' where none is."""
-    found = [(other.period_seconds, other.name) for other in comparisons if other.period_seconds and other.name != FREE]
-    least, name = min(found, default=(plan.period_seconds, ""))
+    """Says that a rule is faster than what a search found that had no time to end; '' where none is."""
+    periods = [
+        (other.period_seconds, other.name) for other in comparisons if other.period_seconds and other.name != FREE
+    ]
+    least, name = min(periods, default=(plan.period_seconds, ""))
     if plan.stopped not in ("time limit", "interrupted") or least >= plan.period_seconds * (1 - SIMPLER_LOSS):
         return ""
     return f"the search ended too early: {name} takes {seconds_text(least)} a step; give it more time (--time-limit)"

@@ -13,22 +13,23 @@ if TYPE_CHECKING:
 
 EPILOG = (
     "Exit codes: 0 a plan was found (also where Ctrl-C or the time limit ended the search); 1 the output could not be "
-    "written; 2 a mistake in the run file, a file or the command line; 4 proven: no plan fits, or no size of "
-    "--devices reaches --target; 5 the time limit ended the search before a plan was found; 130 interrupted before one."
+    "written; 2 a mistake in the run file, another file or the command line; 4 no plan fits, which is proven, or no "
+    "size of --devices reaches --target; 5 the time limit ended the search before a plan was found; 130 interrupted "
+    "before a plan was found."
 )
 MINUTE_SECONDS = 60.0
 
 
 def _shown(name: str, text: str, metavar: str | None = None, least: float | None = None) -> object:
-    return typer.Option(name, help=text, metavar=metavar, min=least, rich_help_panel="What is shown")
+    return typer.Option(name, help=text, metavar=metavar, min=least, rich_help_panel="Output")
 
 
 def _read(name: str, text: str, metavar: str | None = None) -> object:
-    return typer.Option(name, help=text, metavar=metavar, rich_help_panel="What it reads")
+    return typer.Option(name, help=text, metavar=metavar, rich_help_panel="Input")
 
 
 def _searched(name: str, text: str, metavar: str | None = None, least: float | None = None) -> object:
-    return typer.Option(name, help=text, metavar=metavar, min=least, rich_help_panel="How it searches")
+    return typer.Option(name, help=text, metavar=metavar, min=least, rich_help_panel="Search")
 
 
 File = Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Run file.", show_default=False)]
@@ -38,13 +39,15 @@ Overrides = Annotated[
 ]
 Json = Annotated[bool, _shown("--json", "Print the answer as JSON.")]
 Out = Annotated[Path | None, _shown("--out", "Write the plan to this file as well.")]
-Html = Annotated[Path | None, _shown("--html", "Write a page that needs no network.")]
+Html = Annotated[Path | None, _shown("--html", "Write the report as one HTML page.")]
 Trace = Annotated[Path | None, _shown("--trace", "Write the timeline for ui.perfetto.dev.")]
-Explain = Annotated[str | None, _shown("--explain", "The call's next-best options.", "CALL")]
-Price = Annotated[float | None, _shown("--price", "Of one device for an hour; default: its kind's.", "USD", 0)]
+Explain = Annotated[str | None, _shown("--explain", "Show the next-best options of this call.", "CALL")]
+Price = Annotated[
+    float | None, _shown("--price", "Price of a device-hour; default: that of the device kind.", "USD", 0)
+]
 Brief = Annotated[bool, _shown("--brief", "Leave out other plans and what-if hints.")]
 RunDir = Annotated[Path | None, _read("--run", "Compare with what this run measured.", "DIR")]
-Edited = Annotated[Path | None, _read("--plan", "Judge this plan, and show the best beside it.")]
+Edited = Annotated[Path | None, _read("--plan", "Evaluate this plan, and show the best one beside it.")]
 Costs = Annotated[Path | None, _read("--costs", "Measured costs: a table, or a finished run.")]
 Lengths = Annotated[Path | None, _read("--lengths", "Lengths of responses: a file, or a finished run.")]
 ProblemFile = Annotated[Path | None, _read("--problem", "Solve this planning problem (JSON) instead of a run.")]
@@ -52,14 +55,14 @@ Devices = Annotated[str | None, _searched("--devices", "Plan for each of these c
 Target = Annotated[
     float | None, _searched("--target", "With --devices: the cheapest size for this period.", "SECONDS", 0)
 ]
-Robust = Annotated[bool, _searched("--robust", "Choose the plan that errors of the costs hurt least.")]
-Colocated = Annotated[bool, _searched("--colocated", "Every call on all devices.")]
+Robust = Annotated[bool, _searched("--robust", "Choose the plan that suffers least from errors of the costs.")]
+Colocated = Annotated[bool, _searched("--colocated", "Place every call on all devices.")]
 Engine = Annotated[
     Literal["installed", "any"] | None,
-    _searched("--engine", "Layouts that this version runs, or all; default: any on GPUs."),
+    _searched("--engine", "Use layouts that this version runs, or any; default: any on GPUs."),
 ]
-TimeLimit = Annotated[float, _searched("--time-limit", "Of the search.", "SECONDS", 0)]
-Seed = Annotated[int, _searched("--seed", "Of the search.", None, 0)]
+TimeLimit = Annotated[float, _searched("--time-limit", "Time limit of the search.", "SECONDS", 0)]
+Seed = Annotated[int, _searched("--seed", "Random seed of the search.", None, 0)]
 
 PLAN = "plan"  # the command of the group that stands for it where no other is named
 Before = Annotated[Path, typer.Argument(metavar="BEFORE", help="A plan file.", show_default=False)]
@@ -83,7 +86,9 @@ class PlanCommand(TyperCommand):
         return super().make_context(parent.info_name, args, parent.parent, **extra)
 
 
-app = typer.Typer(cls=PlanGroup, add_completion=False, help="Choose what runs where; compare plans.")
+app = typer.Typer(
+    cls=PlanGroup, add_completion=False, help="Choose devices and a layout for every call; compare plans."
+)
 
 
 @app.command(name=PLAN, cls=PlanCommand, epilog=EPILOG, hidden=True)
@@ -110,9 +115,9 @@ def plan(
     time_limit: TimeLimit = MINUTE_SECONDS,
     seed: Seed = 0,
 ) -> None:
-    """Choose what runs where: a table of allocations, a timeline, memory, and the proven distance from the best plan.
+    """Choose devices and a layout for every call; show a timeline, memory, and the proven gap to the best plan.
 
-    `realgraph plan diff A B` says what changed from one plan file to another. Ctrl-C takes the best plan so far.
+    `realgraph plan diff A B` shows what changed from one plan file to another. Ctrl-C takes the best plan so far.
     """
     from realgraph.plan.options import PlanOptions
 
@@ -141,7 +146,7 @@ def plan(
 
 @app.command(name="diff")
 def diff(before: Before, after: After, json_out: Json = False) -> None:
-    """Say what changed from one plan file to another."""
+    """Show what changed from one plan file to another."""
     from realgraph.plan.diff import diff_command
 
     diff_command(before, after, json_out)

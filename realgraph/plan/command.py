@@ -93,9 +93,9 @@ def _made(now: Session, request: PlanRequest, options: PlanOptions) -> Made:
     """The plan, by the way that the options ask for. Raises ConfigError."""
     if options.devices is not None:
         sizes = sizes_of(options.devices, request.cluster.devices_per_node)
-        found = swept(now, request, sizes, options.target)
+        sweep = swept(now, request, sizes, options.target)
         first = f"sizes are of {request.cluster.kind} alone, the first kind of the mixed cluster"
-        return Made(found.request, found.plan, notes=(first,) if request.cluster.more else (), sizes=found.sizes)
+        return Made(sweep.request, sweep.plan, notes=(first,) if request.cluster.more else (), sizes=sweep.sizes)
     if options.edited is not None:
         return Made(request, read_plan(options.edited, request))
     if options.robust:
@@ -150,12 +150,12 @@ def _with_beside(now: Session, report: Report, made: Made, options: PlanOptions)
 
 def _explain(report: Report, made: Made, options: PlanOptions) -> None:
     assert options.explain is not None
-    found = explained(made.request, made.plan, options.explain)
+    alternatives = explained(made.request, made.plan, options.explain)
     if options.json_out:
-        say_json(found)
+        say_json(alternatives)
         return
     out = wide_terminal()
-    for part in explain_parts(report, options.explain, found):
+    for part in explain_parts(report, options.explain, alternatives):
         out.print(part)
 
 

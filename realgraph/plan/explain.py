@@ -23,17 +23,17 @@ def refuse_free(request: PlanRequest, call: str) -> None:
 def explained(request: PlanRequest, plan: Plan, call: str) -> tuple[Alternative, ...]:
     """The best first, each with what it costs beside the plan or why it does not fit."""
     own = plan.allocations[call].seconds
-    found = alternatives(request, plan, call)
-    return tuple(replace(one, reason=_why(one, plan.period_seconds, own)) for one in found)
+    ranked = alternatives(request, plan, call)
+    return tuple(replace(one, reason=_why(one, plan.period_seconds, own)) for one in ranked)
 
 
-def _why(found: Alternative, period: float, seconds: float) -> str:
+def _why(alternative: Alternative, period: float, seconds: float) -> str:
     """period, seconds: the plan's, and those of the call in it."""
-    if found.period_seconds is None:
-        return found.reason
-    call = f"call {difference(found.seconds - seconds)}"
-    change = change_text(found.period_seconds / period)
-    within = ": within what the search left open" if found.period_seconds < period * (1 - SAME_FRACTION) else ""
+    if alternative.period_seconds is None:
+        return alternative.reason
+    call = f"call {difference(alternative.seconds - seconds)}"
+    change = change_text(alternative.period_seconds / period)
+    within = ": within what the search left open" if alternative.period_seconds < period * (1 - SAME_FRACTION) else ""
     return f"{'a step as long' if change == 'equal' else f'{change} a step'}; {call}{within}"
 
 

@@ -24,10 +24,10 @@ class Progress:
 
     def tell(self, period: float, bound: float) -> None:
         """An incumbent or a bound has improved. Infinite or 0 where there is none yet."""
-        found = f"best so far {seconds_text(period)}" if period < float("inf") else "no plan yet"
+        incumbent = f"best so far {seconds_text(period)}" if period < float("inf") else "no plan yet"
         proven = f", bound {seconds_text(bound)}" if bound > 0 else ""
         gap = f", gap {gap_text(period / bound - 1)}" if bound > 0 and period < float("inf") else ""
-        self.show(f"{found}{proven}{gap} (Ctrl-C takes it)")
+        self.show(f"{incumbent}{proven}{gap} (Ctrl-C takes it)")
 
     def show(self, text: str) -> None:
         """Any line."""

@@ -13,28 +13,25 @@ COMMAND_LINE = "command line"
 
 
 class PlanOptions(Struct, frozen=True):
-    """Everything but the run file and its overrides; the options of the same names, see docs/planning.md.
-
-    edited: `--plan`. engine None: what the cluster's kind suggests. explain: a call. devices: `8..1024`, or `8,12,16`.
-    """
+    """Everything but the run file and its overrides; the options of the same names, see docs/planning.md."""
 
     json_out: bool = False
     out: Path | None = None
-    edited: Path | None = None
-    explain: str | None = None
+    edited: Path | None = None  # `--plan`
+    explain: str | None = None  # a call
     html: Path | None = None
     trace: Path | None = None
-    run_dir: Path | None = None
-    devices: str | None = None
-    target: float | None = None
+    run_dir: Path | None = None  # `--run`
+    devices: str | None = None  # cluster sizes: `8..1024`, or `8,12,16`
+    target: float | None = None  # seconds of a period
     robust: bool = False
     colocated: bool = False
     brief: bool = False
-    time_limit: float = 60.0
+    time_limit: float = 60.0  # seconds
     seed: int = 0
-    price: float | None = None
+    price: float | None = None  # USD for an hour of a device
     costs: Path | None = None
-    engine: Literal["installed", "any"] | None = None
+    engine: Literal["installed", "any"] | None = None  # None: what the cluster's kind suggests
     lengths: Path | None = None
 
 
@@ -70,7 +67,11 @@ def refuse_conflicts(options: PlanOptions) -> None:
         raise _error("a target chooses among cluster sizes", "add --devices 8..1024", "--target")
 
 
-MEANS = {"edited": "judge this plan", "robust": "choose the steadiest plan", "devices": "plan for each of these sizes"}
+MEANS = {
+    "edited": "evaluate this plan",
+    "robust": "choose the most robust plan",
+    "devices": "plan for each of these sizes",
+}
 
 
 def _flag(name: str) -> str:

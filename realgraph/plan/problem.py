@@ -40,41 +40,43 @@ def problem_command(file: Path, options: PlanOptions) -> Solution:
     read = read_problem(_bytes(file), str(file))
     prepare_search()
     with session(options) as now:
-        found = solve(read.problem, now.limits)
+        result = solve(read.problem, now.limits)
         interrupted = now.stop()
-    turns = orders(read.problem, found) if isinstance(found, Solution) else {}
-    text = solution_json(read, found, turns)
+    turns = orders(read.problem, result) if isinstance(result, Solution) else {}
+    text = solution_json(read, result, turns)
     if options.out is not None:
         write(options.out, text)
     if options.json_out:
         say_json_text(text)
-    if isinstance(found, Unsolved):
-        raise _unsolved(read, found, file, interrupted)
+    if isinstance(result, Unsolved):
+        raise _unsolved(read, result, file, interrupted)
     if not options.json_out:
-        answer = answer_of(read, found, turns)
+        answer = answer_of(read, result, turns)
         assert isinstance(answer, ProblemAnswer)
-        show(read, answer, found, wide_terminal())
-    return found
+        show(read, answer, result, wide_terminal())
+    return result
 
 
-def show(read: FileProblem, answer: ProblemAnswer, found: Solution, out: Terminal) -> None:
+def show(read: FileProblem, answer: ProblemAnswer, solution: Solution, out: Terminal) -> None:
     """Period and bound, the choices, and two periods."""
-    for part in _parts(read, answer, found):
+    for part in _parts(read, answer, solution):
         out.print(part)
 
 
-def _parts(read: FileProblem, answer: ProblemAnswer, found: Solution) -> Iterator[RenderableType]:
+def _parts(read: FileProblem, answer: ProblemAnswer, solution: Solution) -> Iterator[RenderableType]:
     problem = read.problem
     size = f"{len(problem.tasks)} calls, {problem.devices:,} devices"
     yield Text.assemble((f"{answer.name or 'problem'}: ", "bold"), size)
-    yield Text.assemble(("period ", "bold"), seconds_text(found.period))
-    why = f"searched for {seconds_text(found.seconds)} until {STOPPED[found.stopped]}; within: {answer.scope}"
-    yield Text.assemble(("lower bound ", "bold"), f"{seconds_text(found.bound)}, gap {gap_text(found.gap)}, {why}")
+    yield Text.assemble(("period ", "bold"), seconds_text(solution.period))
+    why = f"searched for {seconds_text(solution.seconds)} until {STOPPED[solution.stopped]}; within: {answer.scope}"
+    yield Text.assemble(
+        ("lower bound ", "bold"), f"{seconds_text(solution.bound)}, gap {gap_text(solution.gap)}, {why}"
+    )
     yield Text()
     yield _choices(answer)
-    yield from gantt(timeline(_tasks(read, answer), found.period, found.critical, problem.devices))
-    if found.critical:
-        yield Text.assemble(("\ncritical circuit ", "bold"), " -> ".join((*found.critical, found.critical[0])))
+    yield from gantt(timeline(_tasks(read, answer), solution.period, solution.critical, problem.devices))
+    if solution.critical:
+        yield Text.assemble(("\ncritical circuit ", "bold"), " -> ".join((*solution.critical, solution.critical[0])))
 
 
 def _choices(answer: ProblemAnswer) -> Table:
@@ -112,19 +114,19 @@ def _tasks(read: FileProblem, answer: ProblemAnswer) -> tuple[DrawnTask, ...]:
     return tuple(tasks)
 
 
-def _unsolved(read: FileProblem, found: Unsolved, file: Path, interrupted: bool) -> ConfigError:
-    if found.proven:
-        return NoPlan([_misfit(read, found, file)])
-    text = f"no plan was found in {seconds_text(found.seconds)}: {found.reason}"
+def _unsolved(read: FileProblem, unsolved: Unsolved, file: Path, interrupted: bool) -> ConfigError:
+    if unsolved.proven:
+        return NoPlan([_misfit(read, unsolved, file)])
+    text = f"no plan was found in {seconds_text(unsolved.seconds)}: {unsolved.reason}"
     problem = Problem(Where(str(file)), text, "raise --time-limit", "search")
     return NoPlanYet((problem,), INTERRUPTED if interrupted else NOT_FOUND)
 
 
-def _misfit(read: FileProblem, found: Unsolved, file: Path) -> Problem:
-    """Which calls do not fit, and what they lack."""
+def _misfit(read: FileProblem, unsolved: Unsolved, file: Path) -> Problem:
+    """An error that names the calls that do not fit, and what they lack."""
     lack = shortage(read.problem, Limits())
     if lack is None:
-        return Problem(Where(str(file)), f"no plan fits: {found.reason}", "", "memory")
+        return Problem(Where(str(file)), f"no plan fits: {unsolved.reason}", "", "memory")
     names = [call.name for call in read.spec.calls]
     place = Where(str(file), path=f"$.calls[{names.index(lack.calls[0])}]")
     hints = {

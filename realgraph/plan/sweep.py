@@ -20,11 +20,12 @@ SIZE_SECONDS = 10.0  # of the search for one size, at most
 
 
 class Swept(Struct, frozen=True):
-    """Every size with its period, and the plan that is shown: of the cheapest that reaches the target, else of the
-    run's own size where that was asked for, else of the largest that has a plan."""
+    """Every size with its period, and the plan that is shown."""
 
     sizes: tuple[PlannedSize, ...]
-    request: PlanRequest
+    request: PlanRequest  # of the plan that is shown
+    # Of the cheapest size that reaches the target, else of the run's own size where that was asked for, else of the
+    # largest that has a plan.
     plan: Plan
 
 
@@ -36,7 +37,7 @@ class Unreached(ConfigError):
 
 def swept(session: Session, request: PlanRequest, sizes: Sequence[int], target: float | None) -> Swept:
     """A plan for each size. Ctrl-C leaves out sizes that are not begun. Raises Unreached where no size has a plan."""
-    found: list[PlannedSize] = []
+    planned: list[PlannedSize] = []
     plans: dict[int, tuple[PlanRequest, Plan]] = {}
     for size in sizes:
         if session.stop() and plans:
@@ -46,16 +47,16 @@ def swept(session: Session, request: PlanRequest, sizes: Sequence[int], target: 
         try:
             plan = search(resized, session.quick(SIZE_SECONDS, session.limits.gap))
         except ConfigError as error:
-            found.append(PlannedSize(size, None, 0.0, error.problems[0].text))
+            planned.append(PlannedSize(size, None, 0.0, error.problems[0].text))
             continue
         plans[size] = (resized, plan)
-        found.append(PlannedSize(size, plan.period_seconds, plan.lower_bound_seconds))
+        planned.append(PlannedSize(size, plan.period_seconds, plan.lower_bound_seconds))
     if not plans:
-        problems = [Problem(Where("command line", path="--devices"), f"{s.devices} devices: {s.note}") for s in found]
+        problems = [Problem(Where("command line", path="--devices"), f"{s.devices} devices: {s.note}") for s in planned]
         raise Unreached(problems)
-    reached, own = cheapest(found, target), request.cluster.n_devices
+    reached, own = cheapest(planned, target), request.cluster.n_devices
     chosen = reached.devices if reached is not None else own if own in plans else max(plans)
-    return Swept(tuple(found), *plans[chosen])
+    return Swept(tuple(planned), *plans[chosen])
 
 
 def sweep_json(sizes: Sequence[PlannedSize], target: float | None) -> str:

@@ -31,7 +31,14 @@ from realgraph.screen.terminal import Terminal
 ROUNDS, QUICK_ROUNDS = 9, 3
 PROCESSES_PER_CORE = 4  # with more, turns on a core are all that is measured
 BUSY_SPREAD = 0.25  # of repeats: more than an idle machine shows
-RATES = {"gemm": "matrix products", "attention": "attention", "memory": "memory", "kv": "cache", "link": "link"}
+LINKS = {
+    "link": "all-reduce",
+    "gather": "all-gather",
+    "scatter": "reduce-scatter",
+    "exchange": "all-to-all",
+    "p2p": "message between two",
+}
+RATES = {"gemm": "matrix products", "attention": "attention", "memory": "memory", "kv": "cache", **LINKS}
 MEANINGS = {
     "step_seconds": "a decode step",
     "layer_seconds": "a layer in a decode step",
@@ -40,7 +47,11 @@ MEANINGS = {
     "pass_layer_seconds": "a layer in a forward pass",
     "microbatch_seconds": "a micro-batch of training",
     "optimizer_step_seconds": "an optimizer step",
-    "collective_seconds": "a collective",
+    "collective_seconds": "a round of an all-reduce",
+    "gather_seconds": "an all-gather",
+    "scatter_seconds": "a reduce-scatter",
+    "exchange_seconds": "an all-to-all",
+    "p2p_seconds": "a message between two",
     "call_seconds": "a call",
     "sample_seconds": "a sample in a call",
     "function_seconds": "a sample in a function's process",
@@ -152,12 +163,13 @@ def _rates(costs: EfficiencyFactors, measured: Sequence[Measured], cluster: Clus
         "attention": (cluster.flops / 1e12, "TFLOP/s"),
         "memory": (cluster.memory_bytes_per_s / 1e9, "GB/s"),
         "kv": (cluster.memory_bytes_per_s / 1e9, "GB/s"),
-        "link": (cluster.link_bytes_per_s / 1e9, "GB/s"),
+        **dict.fromkeys(LINKS, (cluster.link_bytes_per_s / 1e9, "GB/s")),
     }
     table = _table("rate", "reached", "of the peak", "shipped factor")
     for name, what in RATES.items():
-        share, (peak, unit) = float(asdict(costs)[name]), peaks[name]
-        table.add_row(what, f"{share * peak:.3g} {unit}", f"{share:.2f}", f"{float(asdict(shipped)[name]):.2f}")
+        share, before = (float(asdict(one)[name]) or one.link for one in (costs, shipped))
+        peak, unit = peaks[name]
+        table.add_row(what, f"{share * peak:.3g} {unit}", f"{share:.2f}", f"{before:.2f}")
     for one in measured:
         if isinstance(one.case, HostLink):
             rate, what = one.case.nbytes / one.seconds, "to the device" if one.case.to_device else "to the host"

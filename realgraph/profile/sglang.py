@@ -15,9 +15,10 @@ from msgspec import Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import ModelRole
+from realgraph.planner.costs.backend import Backend
 from realgraph.planner.costs.calibrate.calibrate import Point, fit_costs
 from realgraph.planner.costs.calibrate.fit_profile import DECODING_FACTORS, Stage
-from realgraph.planner.costs.generate.decode import ROLE_PRECISION, Precision, decode_step
+from realgraph.planner.costs.generate.decode import decode_step
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.devices import EfficiencyFactors
@@ -70,12 +71,13 @@ class SGLangServer(Struct, frozen=True):
     model: ModelSpec
     tp: int
     longest: int  # tokens of a request
-    precision: Precision = ROLE_PRECISION
+    weight_bytes: int | None = None  # of a weight, None: as in the role's dtype
+    cache_bytes: int | None = None  # of a number in the cache, None: as in the role's dtype
 
 
 def sglang_costs(costs: EfficiencyFactors, server: SGLangServer, cluster: Cluster) -> tuple[EfficiencyFactors, Stage]:
     """`costs` with the decode steps of the server instead of the embedded engine's. Raises ConfigError."""
-    points = list(_points(server, cluster))
+    points = list(_points(costs, server, cluster))
     if not points:
         least = min(context for _, context in SIZES) + LONG_TOKENS
         text = f"the server takes requests of {server.longest} tokens at most, the shortest measured here has {least}"
@@ -92,30 +94,32 @@ def open_server(url: str) -> SGLangServer:
     if (args.pp_size or 1) > 1 or (args.dp_size or 1) > 1:
         raise _error(base, "the server has several pipeline stages or replicas", "start one with --tp-size alone")
     weights, cache = args.quantization or "", args.kv_cache_dtype or "auto"
-    precision = Precision(
-        weights="float8" if "fp8" in weights else "role", cache="float8" if "fp8" in cache else "role"
-    )
     if weights and "fp8" not in weights:
         raise _error(
             base, f"weights quantized by {weights!r} have no formula", "start a server with bf16 or fp8 weights"
         )
     longest = args.max_req_input_len or model.max_positions or max(length for _, length in SIZES)
-    return SGLangServer(base, model, args.tp_size or 1, longest, precision)
+    weight_bytes, cache_bytes = (1 if "fp8" in form else None for form in (weights, cache))
+    return SGLangServer(base, model, args.tp_size or 1, longest, weight_bytes, cache_bytes)
 
 
-def _points(server: SGLangServer, cluster: Cluster) -> Iterator[Point]:
+def _points(base: EfficiencyFactors, server: SGLangServer, cluster: Cluster) -> Iterator[Point]:
     layout = Layout(DeviceMesh(0, server.tp), tp=server.tp)
     role = ModelRole(dtype="float32" if cluster.is_cpu else "bfloat16")
+    speedup = base.fp8 if server.weight_bytes == 1 else 1.0
+    engine = Backend(
+        "sglang", product_speedup=speedup, weight_bytes=server.weight_bytes, cache_bytes=server.cache_bytes
+    )
     for running, context in SIZES:
         if context + LONG_TOKENS > server.longest:
             continue
-        unfitted = Setting(server.model, role, layout, cluster)
+        unfitted = Setting(server.model, role, layout, cluster, backend=engine)
 
         def predict(
             costs: EfficiencyFactors, running: int = running, context: int = context, unfitted: Setting = unfitted
         ) -> float:
             setting = msgspec.structs.replace(unfitted, factors=costs)
-            return decode_step(setting, server.precision).seconds(running, context + (SHORT_TOKENS + LONG_TOKENS) / 2)
+            return decode_step(setting).seconds(running, context + (SHORT_TOKENS + LONG_TOKENS) / 2)
 
         yield Point(predict, step_seconds(server, running, context))
 

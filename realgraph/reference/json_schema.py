@@ -23,7 +23,7 @@ def run_schema() -> Schema:
 
 
 def schema_text(schema: Schema) -> str:
-    """As its file holds it."""
+    """The text of its file."""
     return msgspec.json.format(msgspec.json.encode(schema), indent=2).decode() + "\n"
 
 
@@ -70,6 +70,8 @@ def _reachable(schema: object, defs: dict[str, Schema]) -> set[str]:
                 todo += mapping.values()
             case list() as items:
                 todo += items
+            case _:
+                pass
     return names
 
 

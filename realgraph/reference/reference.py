@@ -16,6 +16,7 @@ from realgraph.graphs.yaml.document import Document
 from realgraph.graphs.yaml.load import library_folder, load_graph
 from realgraph.graphs.yaml.schema import default_of, defaults_of, describe, structs, type_of
 from realgraph.planner.inputs.cluster import ClusterSpec, NodesSpec
+from realgraph.planner.problem_file.spec import problem_schema
 from realgraph.planner.request.constraints import Constraints
 from realgraph.planner.request.pins import Pin
 from realgraph.reference.field_notes import field_notes, summary
@@ -27,6 +28,7 @@ from realgraph.screen.files import write
 from realgraph.screen.output import say
 
 REFERENCE, RUN_SCHEMA, GRAPH_SCHEMA = "reference.md", "realgraph.schema.json", "graph.schema.json"
+PROBLEM_SCHEMA = "planning_problem.schema.json"
 _RUN = (
     DataSpec,
     BatchSpec,
@@ -54,7 +56,7 @@ SECTIONS: tuple[tuple[str, str, Sequence[type]], ...] = (
     ("Aggregations", "Of a loss.", get_args(Aggregate)),
 )
 
-_INTRODUCTION = f"""# Reference of the YAML
+_INTRODUCTION = f"""# YAML reference
 
 Written by `realgraph schema` from the types that the loader uses; do not edit. Editors complete and check the files by
 `{RUN_SCHEMA}` (run files) and `{GRAPH_SCHEMA}` (graph files): put this into the first line of a run file:
@@ -94,7 +96,7 @@ def schema_command(out_dir: Path) -> None:
 
 def generated_files() -> dict[str, str]:
     """File name -> its text."""
-    schemas = {RUN_SCHEMA: run_schema(), GRAPH_SCHEMA: graph_schema()}
+    schemas = {RUN_SCHEMA: run_schema(), GRAPH_SCHEMA: graph_schema(), PROBLEM_SCHEMA: problem_schema()}
     return {REFERENCE: reference_text(), **{name: schema_text(schema) for name, schema in schemas.items()}}
 
 

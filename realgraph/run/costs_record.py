@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Final, assert_never
 
 import msgspec
 from msgspec import Struct
@@ -18,14 +18,24 @@ from realgraph.graphs.errors import ConfigError
 from realgraph.planner.costs.calibrate.calibrate import merge, phase_factors
 from realgraph.planner.costs.lengths import quantiles
 from realgraph.planner.costs.setting import Setting
-from realgraph.planner.options.calls import setting_seconds
+from realgraph.planner.options.calls import phase_of, setting_seconds
 from realgraph.planner.options.holdings import candidate_of
-from realgraph.planner.options.pricing import MEASURED_SETTINGS, phase_of
+from realgraph.planner.options.pricing import MEASURED_SETTINGS
 from realgraph.planner.plan.plan import Plan, reallocation_node
 from realgraph.planner.request.cost_table import CostTable, MeasuredCall, Phase, PhaseFactor, costs_to_json, load_costs
 from realgraph.planner.request.request import PlanRequest, call_hashes, hashes, kept_by
 from realgraph.runtime.job.run_folder import write_atomic
-from realgraph.runtime.master.observer import RunEnded, RunRecord, RunStarted, StepRecord
+from realgraph.runtime.master.observer import (
+    CheckpointRecord,
+    EvalRecord,
+    Note,
+    RunEnded,
+    RunRecord,
+    RunStarted,
+    Span,
+    StepRecord,
+    Transcript,
+)
 
 WARM_UP_STEPS = 2  # left out, where more than twice as many follow; else all but the first
 MOST_STEPS = 512  # of one start of a run that are kept: more would say the same of its costs
@@ -67,7 +77,7 @@ class SomeSteps:
 
     @property
     def records(self) -> Sequence[StepRecord]:
-        """In the order of the run."""
+        """The records in the order of the run."""
         return (*self._first, *self._others)
 
 
@@ -90,8 +100,10 @@ class CostsFile:
                 self._steps.add(record)
             case RunEnded():
                 self._write(costs_of(self._planned, self._steps.records, datetime.now(UTC), self._steps.every))
-            case _:
+            case RunStarted() | Span() | EvalRecord() | Transcript() | CheckpointRecord() | Note():
                 pass
+            case _:
+                assert_never(record)
 
     def _write(self, table: CostTable | None) -> None:
         if table is not None:

@@ -13,10 +13,10 @@ from realgraph.graphs.spec import Train
 from realgraph.graphs.yaml.files import read_file
 from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.inputs.cluster import Cluster, ClusterSpec
-from realgraph.planner.plan.plan import PLAN_FORMAT
+from realgraph.planner.plan.plan import PLAN_FORMAT, Plan
 from realgraph.planner.request.request import PlanRequest, hashes
-from realgraph.run.planning import request_for
-from realgraph.run.running import PreparedRun, job_of, owned, unwritable_folder, with_sums
+from realgraph.run.planning import plan_for, read_plan, request_for
+from realgraph.run.running import PreparedRun, job_of, owned, request_with, unwritable_folder, with_sums
 from realgraph.run_file.compose import Checked, check_run
 from realgraph.run_file.function_variables import refuse_unset
 from realgraph.run_file.resolved import resolved_text
@@ -28,16 +28,31 @@ from realgraph.runtime.master.checkpoint_folders import recover
 from realgraph.runtime.master.checkpoints import Damaged, newest_intact
 from realgraph.runtime.processes.environment import variables
 
-# What a resumed run may change: nothing that its next losses depend on.
+# What a resumed run may change: nothing that its next losses depend on, and by another plan on nothing but rounding.
 CHANGEABLE = ("name", "steps", "eval", "checkpoint", "outputs", "runtime")
+BY_PLAN = ("plan", "cluster")
 APART = ("run_dir", "data_sums", "eval_sums")  # may differ, or are compared by themselves
 
 
+class ResumeOptions(Struct, frozen=True):
+    """Options of going on, beside overrides."""
+
+    new_data: bool = False  # data files may differ from those at the start
+    plan_file: Path | None = None  # go on under this plan
+    replan: bool = False  # go on under a plan that is searched anew
+    costs_file: Path | None = None  # measured costs for another plan
+
+    @property
+    def plans(self) -> bool:
+        """True where the run goes on under another plan."""
+        return self.replan or self.plan_file is not None
+
+
 @contextmanager
-def resumed(root: Path, overrides: Sequence[str], new_data: bool = False) -> Iterator[PreparedRun]:
+def resumed(root: Path, overrides: Sequence[str], options: ResumeOptions = ResumeOptions()) -> Iterator[PreparedRun]:
     """The run of a directory that is the caller's own from before it is read. Raises ConfigError."""
     with owned(run_at(root)):
-        yield prepare_resume(root, overrides, new_data)
+        yield prepare_resume(root, overrides, options)
 
 
 def run_at(root: Path) -> RunFolder:
@@ -50,10 +65,9 @@ def run_at(root: Path) -> RunFolder:
     return folder
 
 
-def prepare_resume(root: Path, overrides: Sequence[str], new_data: bool = False) -> PreparedRun:
-    """Go on with a run from its newest intact checkpoint, under the plan it had. The caller owns the directory.
-
-    new_data: data files may differ from those at the start. Raises ConfigError.
+def prepare_resume(root: Path, overrides: Sequence[str], options: ResumeOptions = ResumeOptions()) -> PreparedRun:
+    """Go on with a run from its newest intact checkpoint, under the plan it had or another one: checkpoints know no
+    layout. The caller owns the directory. Raises ConfigError.
     """
     folder = run_at(root)
     old = _old_job(folder)
@@ -66,14 +80,26 @@ def prepare_resume(root: Path, overrides: Sequence[str], new_data: bool = False)
         raise _nothing_left(folder, damaged)
     checked = check_run(folder.config, overrides)
     refuse_unset(checked, variables())
-    request = request_for(checked)
-    request = replace(request, cluster=_same_machine(old.cluster, request.cluster, checked.run.cluster))
-    new = with_sums(replace(job_of(checked, request, old.plan, folder), user_dir=old.user_dir))
-    refuse_changes(old, new, checked)
-    if not new_data:
+    plan, request = _planned_anew(checked, options) if options.plans else _kept_plan(old, checked)
+    new = with_sums(replace(job_of(checked, request, plan, folder), user_dir=old.user_dir))
+    refuse_changes(old, new, checked, (*CHANGEABLE, *(BY_PLAN if options.plans else ())))
+    if not options.new_data:
         _refuse_data(old, new, checked)
-    _refuse_plan(old, request, folder)
+    if not options.plans:
+        _refuse_plan(old, request, folder)
     return PreparedRun(new, folder, checked, request, resolved_text(checked.composed), checkpoint, damaged=damaged)
+
+
+def _planned_anew(checked: Checked, options: ResumeOptions) -> tuple[Plan, PlanRequest]:
+    """The plan that the run goes on under, on the machine as it is now. Raises ConfigError."""
+    request = request_with(checked, options.costs_file)
+    plan = read_plan(options.plan_file, request) if options.plan_file is not None else plan_for(checked, request)
+    return plan, request
+
+
+def _kept_plan(old: Job, checked: Checked) -> tuple[Plan, PlanRequest]:
+    request = request_for(checked)
+    return old.plan, replace(request, cluster=_same_machine(old.cluster, request.cluster, checked.run.cluster))
 
 
 def _nothing_left(folder: RunFolder, damaged: Sequence[Damaged]) -> ConfigError:
@@ -128,16 +154,18 @@ def _same_machine(old: Cluster, new: Cluster, spec: ClusterSpec) -> Cluster:
     return replace(new, **{name: getattr(old, name) for name, is_measured in measured.items() if is_measured})
 
 
-def refuse_changes(old: Job, new: Job, checked: Checked) -> None:
+def refuse_changes(old: Job, new: Job, checked: Checked, changeable: Sequence[str] = CHANGEABLE) -> None:
     """Raises ConfigError for every change that would make the resumed run another run."""
     problems = []
     for name in Job.__struct_fields__:
         before, after = getattr(old, name), getattr(new, name)
-        if name not in (*CHANGEABLE, *APART) and msgspec.json.encode(before) != msgspec.json.encode(after):
+        if name not in (*changeable, *APART) and msgspec.json.encode(before) != msgspec.json.encode(after):
             text = f"a resumed run can't change `{name}`: it would no longer be the run that was interrupted"
             hint = (
                 f"it may change {', '.join(CHANGEABLE)}; for anything else start a new run from the checkpoint's model"
             )
+            if name in BY_PLAN:
+                hint = "add --replan, or --plan PLAN, to go on under another plan: losses are equal to rounding then"
             problems.append(Problem(checked.where(f"$.{name}"), text, hint))
     if old.steps != new.steps:
         for name, call in new.graph.calls.items():

@@ -1,4 +1,4 @@
-"""From a checked run to a Job in a run directory. Imports no torch."""
+"""Turns a checked run into a Job in a run directory. Imports no torch."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -68,14 +68,19 @@ def prepare(
     """
     checked = check_run(file, overrides)
     refuse_unset(checked, variables())
-    costs = load_costs(costs_file) if costs_file is not None else CostTable()
-    request = request_for(checked, asked=RequestOptions(costs=costs, costs_file=str(costs_file or "")))
+    request = request_with(checked, costs_file)
     plan = read_plan(plan_file, request) if plan_file is not None else plan_for(checked, request)
     run = checked.run
     root = Path(run.outputs.dir) if run.outputs.dir else Path("runs") / f"{checked.name}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = RunFolder(root.expanduser().absolute())
     job = job_of(checked, request, plan, folder)
     return PreparedRun(job, folder, checked, request, resolved_text(checked.composed))
+
+
+def request_with(checked: Checked, costs_file: Path | None) -> PlanRequest:
+    """The planner's request for a run, with measured costs: a table, or a finished run. Raises ConfigError."""
+    costs = load_costs(costs_file) if costs_file is not None else CostTable()
+    return request_for(checked, asked=RequestOptions(costs=costs, costs_file=str(costs_file or "")))
 
 
 def job_of(checked: Checked, request: PlanRequest, plan: Plan, folder: RunFolder) -> Job:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median, quantiles
+from typing import assert_never
 
 import msgspec
 
@@ -13,7 +14,17 @@ from realgraph.planner.plan.plan import Plan, reallocation_node
 from realgraph.planner.report.content import MeasuredSeconds
 from realgraph.run.costs_record import steady
 from realgraph.runtime.job.run_folder import RunFolder
-from realgraph.runtime.master.observer import RunRecord, RunStarted, StepRecord
+from realgraph.runtime.master.observer import (
+    CheckpointRecord,
+    EvalRecord,
+    Note,
+    RunEnded,
+    RunRecord,
+    RunStarted,
+    Span,
+    StepRecord,
+    Transcript,
+)
 
 STEP = "a whole step"
 
@@ -48,12 +59,12 @@ def measured_calls(run: RunRead) -> tuple[MeasuredSeconds, ...]:
     """The period first, then each call and reallocation that the plan has a prediction for, medians over the steps."""
     predicted = {name: allocation.seconds for name, allocation in run.plan.allocations.items()}
     predicted |= {reallocation_node(name): seconds for name, seconds in run.plan.reallocation_seconds.items()}
-    found = [_measured(STEP, run.plan.period_seconds, [record.seconds for record in run.steps])]
+    measured = [_measured(STEP, run.plan.period_seconds, [record.seconds for record in run.steps])]
     for name, seconds in predicted.items():
         taken = [record.metrics[f"{name}/seconds"] for record in run.steps if f"{name}/seconds" in record.metrics]
         if taken and seconds > 0:
-            found.append(_measured(name, seconds, taken))
-    return tuple(found)
+            measured.append(_measured(name, seconds, taken))
+    return tuple(measured)
 
 
 def _measured(call: str, predicted_seconds: float, taken: Sequence[float]) -> MeasuredSeconds:
@@ -86,8 +97,10 @@ def _counting(records: Sequence[RunRecord]) -> tuple[StepRecord, ...]:
                 starts.append([])
             case StepRecord():
                 starts[-1].append(record)
-            case _:
+            case Span() | EvalRecord() | Transcript() | CheckpointRecord() | Note() | RunEnded():
                 pass
+            case _:
+                assert_never(record)
     last: dict[int, StepRecord | None] = {}
     for steps in starts:
         last |= {record.step: None for record in steps}

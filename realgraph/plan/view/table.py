@@ -35,6 +35,7 @@ from realgraph.planner.report.text import (
     option_text,
     pipelines_text,
     predicted_text,
+    table_legend,
     weights_text,
 )
 
@@ -63,7 +64,7 @@ def plan_parts(report: Report, width: int) -> Iterator[RenderableType]:
         yield Text.assemble(("doubt ", "bold yellow"), doubt)
 
 
-def explain_parts(report: Report, call: str, found: tuple[Alternative, ...]) -> Iterator[RenderableType]:
+def explain_parts(report: Report, call: str, alternatives: tuple[Alternative, ...]) -> Iterator[RenderableType]:
     """The options of one call under the plan's head."""
     yield from head(report)
     allocation = report.plan.allocations[call]
@@ -75,26 +76,26 @@ def explain_parts(report: Report, call: str, found: tuple[Alternative, ...]) -> 
     critical = slack <= 1e-3 * report.plan.period_seconds
     why = "on the critical circuit" if critical else f"may take {seconds_text(slack)} longer before a step does"
     yield Text.assemble(("\nchosen ", "bold"), f"{text}; {why}\n")
-    if found:
-        yield options(found)
+    if alternatives:
+        yield options(alternatives)
     else:
         yield Text("no other option fits its pins and constraints")
 
 
 def beside_parts(report: Report) -> Iterator[RenderableType]:
     """The parts on what was found beside the plan: other plans, hints, cluster sizes, a run's measurements."""
-    found = report.findings
-    for note in found.notes:
+    findings = report.findings
+    for note in findings.notes:
         yield Text.assemble(("note ", "bold"), note)
     yield Text()
-    if found.comparisons:
+    if findings.comparisons:
         yield comparisons(report)
-    if found.hints:
-        yield hints(found.hints)
-    if found.sweep:
-        yield sweep(found.sweep, found.target_seconds)
-    if found.measured:
-        yield measured(found.measured)
+    if findings.hints:
+        yield hints(findings.hints)
+    if findings.sweep:
+        yield sweep(findings.sweep, findings.target_seconds)
+    if findings.measured:
+        yield measured(findings.measured)
 
 
 def head(report: Report) -> Iterator[Text]:
@@ -129,7 +130,7 @@ def allocation_table(report: Report, width: int) -> Table:
         table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(row[name] for name in shown))
-    table.caption, table.caption_justify = "; ".join(_notes(report)), "left"
+    table.caption, table.caption_justify = "; ".join(table_legend(report)), "left"
     return table
 
 
@@ -179,27 +180,18 @@ def mesh_picture(devices: range, report: Report) -> str:
     return drawn
 
 
-def _notes(report: Report) -> Iterator[str]:
-    yield "bold: on the critical circuit"
-    yield "micro-batches: of a rank and optimizer step, x tokens at most"
-    if any(row.kind == "generate" for row in report.rows):
-        yield "of a generate call: sequences at once in KV-cache tokens"
-    if any(row.allocation.residency == "reallocated" for row in report.rows):
-        yield "copy: refreshed from the trained weights every step"
-
-
 # --- why --------------------------------------------------------------------------------------------------------------
 
 
-def bottleneck(found: Bottleneck) -> Iterator[Text]:
+def bottleneck(critical: Bottleneck) -> Iterator[Text]:
     """The sentence, and the critical circuit with the seconds of each of its nodes."""
-    if not found.circuit:
+    if not critical.circuit:
         return
     yield Text()
-    yield Text.assemble(("bottleneck ", "bold"), found.sentence)
-    chain = " -> ".join(f"{name} {seconds_text(seconds)}" for name, seconds in found.circuit)
-    spans = "every step" if found.steps == 1 else f"every {found.steps} steps"
-    yield Text.assemble(("critical circuit ", "bold"), f"{chain} -> {found.circuit[0][0]}, {spans}")
+    yield Text.assemble(("bottleneck ", "bold"), critical.sentence)
+    chain = " -> ".join(f"{name} {seconds_text(seconds)}" for name, seconds in critical.circuit)
+    spans = "every step" if critical.steps == 1 else f"every {critical.steps} steps"
+    yield Text.assemble(("critical circuit ", "bold"), f"{chain} -> {critical.circuit[0][0]}, {spans}")
 
 
 def moves(report: Report) -> Iterator[Text]:
@@ -277,13 +269,13 @@ def comparisons(report: Report) -> Table:
     return table
 
 
-def hints(found: tuple[Hint, ...]) -> Table:
+def hints(changes: tuple[Hint, ...]) -> Table:
     """The gains of changes, each planned anew."""
     table = titled("what if")
     table.add_column("change")
     table.add_column("period", justify="right")
     table.add_column("samples/s", justify="right")
-    for hint in sorted(found, key=lambda hint: -hint.gain):
+    for hint in sorted(changes, key=lambda hint: -hint.gain):
         if hint.period_seconds is None:
             table.add_row(hint.text, "-", "-")
         else:
@@ -291,7 +283,7 @@ def hints(found: tuple[Hint, ...]) -> Table:
     return table
 
 
-def options(found: tuple[Alternative, ...]) -> Table:
+def options(alternatives: tuple[Alternative, ...]) -> Table:
     """The next-best options of one call, the best first."""
     table = titled("next-best options, the rest of the plan as it is")
     table.add_column("layout")
@@ -299,7 +291,7 @@ def options(found: tuple[Alternative, ...]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("weights")
     table.add_column("why not")
-    for one in found:
+    for one in alternatives:
         period = "does not fit" if one.period_seconds is None else seconds_text(one.period_seconds)
         numbers = (f"{one.option.tokens:,}", seconds_text(one.seconds), period)
         table.add_row(layout_text(one.option.layout), *numbers, option_text(one.option), one.reason)

@@ -1,0 +1,170 @@
+"""`realgraph rehearse`: a plan's very layouts and orders on this machine's CPU, at toy width, beside one process."""
+
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from msgspec import Struct
+from rich.table import Table
+
+from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.plan.codec import plan_to_json
+from realgraph.planner.plan.plan import Plan
+from realgraph.planner.report.format import layout_text
+from realgraph.planner.request.request import PlanRequest
+from realgraph.rehearsal.compare import Compared, compared
+from realgraph.rehearsal.observer import StepsSeen
+from realgraph.rehearsal.plan import toy_plan
+from realgraph.rehearsal.run import STEPS, on_cluster, toy_run
+from realgraph.rehearsal.scale import ToyScale, scale_of
+from realgraph.run.planning import plan_for, read_plan, request_for
+from realgraph.run.running import job_of, owned
+from realgraph.run_file.compose import Checked, check_run
+from realgraph.runtime.job.run_folder import RunFolder, write_atomic
+from realgraph.runtime.master.master import Master, RunOutcome
+from realgraph.runtime.master.observer import Observers
+from realgraph.runtime.master.records import TraceFile
+from realgraph.screen.output import say, say_warnings
+from realgraph.screen.terminal import Terminal, run_terminal
+
+DIFFERENT, INTERRUPTED = 3, 130
+TRACE_BYTES = 1 << 26
+
+
+class Rehearsed(Struct, frozen=True):
+    """One of the two runs of a rehearsal."""
+
+    outcome: RunOutcome
+    steps: tuple[dict[str, float], ...]  # metrics
+    order: tuple[tuple[str, ...], ...]  # of each step's calls
+    seconds: float  # starting the processes counts
+
+
+def rehearse_command(file: Path, overrides: Sequence[str], plan_file: Path | None, keep: Path | None) -> None:
+    """Rehearse a plan; exits with 3 where it fails or its numbers are not those of one process. Raises ConfigError."""
+    console = run_terminal()
+    checked = check_run(file, overrides, weights=False)
+    say_warnings(checked.warnings)
+    request = request_for(checked)
+    plan = read_plan(plan_file, request) if plan_file is not None else plan_for(checked, request)
+    with _home(keep) as home:
+        scale = scale_of(request, plan)
+        toy = toy_run(checked, scale, home)
+        _say_plan(plan, request, scale, console)
+        planned = _planned(toy, plan, request.cluster, scale, home)
+        alone = _alone(toy, home) if planned.outcome.ok else None
+    _conclude(planned, alone, 1 if plan.staleness else STEPS, console)
+
+
+@contextmanager
+def _home(keep: Path | None) -> Iterator[Path]:
+    """The folder of everything that a rehearsal makes: `keep`, which must be new, or one that goes with it."""
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="realgraph-rehearsal-") as folder:
+            yield Path(folder)
+        return
+    home = keep.expanduser().absolute()
+    try:
+        home.mkdir(parents=True)
+    except OSError as error:
+        text = f"{home} can't be made: {error.strerror or error}"
+        raise ConfigError([Problem(Where("command line"), text, "name a new folder with --keep")]) from error
+    yield home
+
+
+def _planned(toy: Checked, plan: Plan, cluster: Cluster, scale: ToyScale, home: Path) -> Rehearsed:
+    """The toy run by the plan. Raises ConfigError where the engines can't follow it."""
+    checked = on_cluster(toy, cluster)
+    request = request_for(checked)
+    return _run(checked, request, toy_plan(plan, request, scale), home / "planned")
+
+
+def _alone(toy: Checked, home: Path) -> Rehearsed:
+    """The toy run on one process, synchronously where it can be."""
+    checked = on_cluster(toy, None)
+    request = request_for(checked)
+    return _run(checked, request, plan_for(checked, request), home / "alone")
+
+
+def _run(checked: Checked, request: PlanRequest, plan: Plan, root: Path) -> Rehearsed:
+    folder = RunFolder(root)
+    job = job_of(checked, request, plan, folder)
+    seen = StepsSeen()
+    began = time.monotonic()
+    with owned(folder):
+        write_atomic(folder.plan, plan_to_json(plan).encode())
+        observers = Observers((seen, TraceFile(folder.trace, TRACE_BYTES)))
+        try:
+            outcome = asyncio.run(Master(job, folder, observers).run())
+        finally:
+            observers.close()
+    return Rehearsed(outcome, tuple(seen.metrics), seen.order, time.monotonic() - began)
+
+
+# --- what is printed --------------------------------------------------------------------------------------------------
+
+
+def _say_plan(plan: Plan, request: PlanRequest, scale: ToyScale, console: Terminal) -> None:
+    table = Table(box=None, pad_edge=False)
+    for name in ("call", "layout", "devices"):
+        table.add_column(name)
+    for name, allocation in plan.allocations.items():
+        mesh = allocation.layout.mesh
+        table.add_row(name, layout_text(allocation.layout), f"{mesh.first} to {mesh.first + mesh.n_devices - 1}")
+    console.print(table)
+    devices = request.cluster.n_devices
+    console.print(
+        f"{devices} processes here in the place of {devices} x {request.cluster.kind}; samples of up to "
+        f"{scale.sample} tokens in the place of {scale.prompt + scale.response}",
+        soft_wrap=True,
+    )
+
+
+def _conclude(planned: Rehearsed, alone: Rehearsed | None, steps: int, console: Terminal) -> None:
+    """Print both columns, and exit where they are not alike."""
+    for run in (planned, alone):
+        if run is not None and not run.outcome.ok:
+            _failed(run)
+    assert alone is not None  # the plan's run is fine
+    rows = list(compared(planned.steps, alone.steps, steps))
+    console.print(_table(rows))
+    for name, run in (("the plan", planned), ("one process", alone)):
+        console.print(f"calls by {name}, as they began: {', '.join(run.order[0])}", soft_wrap=True)
+    if steps < STEPS:
+        console.print("the plan is asynchronous: from the second step on, samples depend on the clock")
+    wrong = [row for row in rows if not row.alike]
+    took = f"{planned.seconds:.0f} s by the plan, {alone.seconds:.0f} s by one process"
+    if wrong or not rows:
+        say(f"error: {len(wrong)} of {len(rows)} numbers differ from those of one process ({took})", err=True)
+        sys.exit(DIFFERENT)
+    console.print(f"the plan runs: {len(rows)} numbers are those of one process ({took})")
+
+
+def _failed(run: Rehearsed) -> None:
+    """Say why a run of the rehearsal ended, and exit."""
+    say(f"error: the rehearsal failed: {run.outcome.reason}", err=True)
+    failure = run.outcome.failure
+    if failure is not None and failure.detail:
+        say(failure.detail.rstrip(), err=True)
+    sys.exit(INTERRUPTED if run.outcome.interrupted else DIFFERENT)
+
+
+def _table(rows: Sequence[Compared]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("step")
+    table.add_column("metric")
+    for name in ("by the plan", "by one process", ""):
+        table.add_column(name, justify="right")
+    for row in rows:
+        mark = "" if row.alike else "differs"
+        table.add_row(str(row.step + 1), row.metric, _number(row.planned), _number(row.alone), mark)
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.10g}"

@@ -1,0 +1,41 @@
+"""The metrics of a rehearsal beside those of one process: the same numbers, or where they part."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from msgspec import Struct
+
+TIMES = ("seconds", "tokens_per_second")
+# how many sequences decode at once depends on the clock; entropy is of the first micro-batch of each rank, and the gap
+# of log-probabilities is rounding alone
+NOT_ALIKE = (*TIMES, "running", "waiting", "entropy", "logprob_gap")
+TOLERANCE = 1e-6  # relative, in float64, after steps that amplify rounding
+FLOOR = 1e-9  # absolute
+
+
+class Compared(Struct, frozen=True):
+    """One metric of one step, by the plan and by one process; None where a run has no such metric."""
+
+    step: int
+    metric: str
+    planned: float | None
+    alone: float | None
+
+    @property
+    def alike(self) -> bool:
+        """True where both are there and equal but for rounding."""
+        if self.planned is None or self.alone is None:
+            return False
+        return math.isclose(self.planned, self.alone, rel_tol=TOLERANCE, abs_tol=FLOOR)
+
+
+def compared(
+    planned: Sequence[Mapping[str, float]], alone: Sequence[Mapping[str, float]], steps: int
+) -> Iterator[Compared]:
+    """The metrics of the first `steps` steps that no layout changes, in the order of the steps and of their names."""
+    for step in range(steps):
+        ours = planned[step] if step < len(planned) else {}
+        theirs = alone[step] if step < len(alone) else {}
+        for name in sorted({*ours, *theirs}):
+            if not name.endswith(NOT_ALIKE):
+                yield Compared(step, name, ours.get(name), theirs.get(name))

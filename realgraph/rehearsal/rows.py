@@ -1,0 +1,56 @@
+"""Rows of made data: a column for each input of a graph, by its type."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from realgraph.graphs.graph import Graph
+from realgraph.graphs.keys import MASK, TOKENS, KeyType
+from realgraph.rehearsal.models import CHARACTERS
+
+PROMPT, RESPONSE, CHOSEN, REJECTED = "prompt", "response", "chosen", "rejected"
+
+
+def write_rows(file: Path, graph: Graph, n_rows: int, prompt: int, response: int, seed: int) -> None:
+    """JSON lines with texts of up to so many characters, which are tokens."""
+    draw = random.Random(seed)
+    with file.open("wb") as lines:
+        for _ in range(n_rows):
+            lines.write(msgspec.json.encode(_row(graph, draw, prompt, response)) + b"\n")
+
+
+def _row(graph: Graph, draw: random.Random, prompt: int, response: int) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for key in graph.inputs:
+        if key.name in (TOKENS, MASK) and key.type.level != "group":
+            row[PROMPT] = _text(draw, prompt)
+            pair = (CHOSEN, REJECTED) if graph.samples_per_group == 2 else (RESPONSE,)
+            row |= {name: _text(draw, response - 1) for name in pair}  # the end of the sequence follows
+        else:
+            row[key.name] = _value(key.type, draw, prompt)
+    return row
+
+
+def _value(kind: KeyType, draw: random.Random, prompt: int) -> Any:
+    match kind.dtype:
+        case "tokens" | "text":
+            return _text(draw, prompt)
+        case "bool":
+            return draw.random() < 0.5
+        case "int32" | "int64":
+            return draw.randrange(100)
+        case "float32" | "float64":
+            return draw.random()
+        case "json":
+            return {}
+
+
+def _text(draw: random.Random, most: int) -> str:
+    return "".join(_characters(draw, draw.randint(1, max(1, most))))
+
+
+def _characters(draw: random.Random, n: int) -> Iterator[str]:
+    yield from draw.choices(CHARACTERS, k=n)

@@ -1,0 +1,116 @@
+"""The run that a rehearsal is: the same graph over toy models, made data and short samples, in float64 on CPUs."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from realgraph.graphs.graph import Graph
+from realgraph.graphs.spec import Function, Generate, ModelCall, ModelRole
+from realgraph.planner.inputs.cluster import Cluster, ClusterSpec
+from realgraph.planner.inputs.detect import CPU
+from realgraph.planner.inputs.model_spec import load_config
+from realgraph.planner.request.constraints import Constraints
+from realgraph.rehearsal.models import toy_config, write_toy_model
+from realgraph.rehearsal.rows import write_rows
+from realgraph.rehearsal.scale import ToyScale
+from realgraph.run.planning import hub_cache_folder
+from realgraph.run_file.compose import Checked
+from realgraph.runtime.job.job import BatchSpec, CheckpointSpec, DataSpec, OutputSpec
+from realgraph.runtime.processes.environment import variables
+
+SCORE = "realgraph.rehearsal.scores:score"
+STEPS = 2
+MEMORY_GB = 4.0  # of a process: what a toy takes is not what a rehearsal asks about
+PATIENCE_SECONDS = 600.0  # of a call: a core may have ten processes
+MORE_ROWS = 2  # than a step has
+
+
+def toy_run(checked: Checked, scale: ToyScale, home: Path) -> Checked:
+    """The rehearsal of a run, with its models and data written to `home`. Raises ConfigError, OSError.
+
+    What binds the plan alone (allocation, constraints) is left out: the plan is given.
+    """
+    run = checked.run
+    models = _write_models(checked, scale, home)
+    prompt, response = scale.shortened(scale.prompt), scale.shortened(scale.response)
+    data = home / "data.jsonl"
+    write_rows(data, checked.graph, scale.toy_groups * MORE_ROWS, prompt, response, run.seed)
+    expected = run.batch.expected_new_tokens
+    batch = BatchSpec(
+        groups=scale.toy_groups,
+        max_new_tokens=scale.shortened(run.batch.max_new_tokens),
+        expected_new_tokens=None if expected is None else min(response, scale.shortened(expected)),
+        max_running=run.batch.max_running,
+    )
+    small = replace(
+        run,
+        data=DataSpec(str(data), max_prompt_tokens=prompt, chat=False, truncated=run.data.truncated),
+        batch=batch,
+        models=models,
+        allocation={},
+        constraints=Constraints(),
+        steps=STEPS,
+        eval=None,
+        checkpoint=CheckpointSpec(every=STEPS),
+        outputs=OutputSpec(),
+        runtime=replace(
+            run.runtime,
+            min_deadline_seconds=PATIENCE_SECONDS,
+            start_seconds=PATIENCE_SECONDS,
+            lost_after_seconds=PATIENCE_SECONDS,
+            threads=1,
+        ),
+    )
+    graph = replace(checked.graph, models=models, calls=_toy_calls(checked.graph, scale))
+    return replace(checked, run=small, graph=graph)
+
+
+def on_cluster(checked: Checked, cluster: Cluster | None) -> Checked:
+    """The rehearsal on as many processes as the cluster has devices, in as many nodes; None: on one process."""
+    uniform = cluster is not None and not cluster.more
+    devices = 1 if cluster is None else cluster.devices_per_node if uniform else cluster.n_devices
+    nodes = cluster.nodes if cluster is not None and uniform else 1
+    host_memory = MEMORY_GB * devices
+    spec = ClusterSpec(nodes, devices, CPU, memory_gb=MEMORY_GB, host_memory_gb=host_memory)
+    return replace(checked, run=replace(checked.run, cluster=spec))
+
+
+def _write_models(checked: Checked, scale: ToyScale, home: Path) -> dict[str, ModelRole]:
+    """The roles with toy models in the place of theirs: one for each that the run has."""
+    folders: dict[tuple[str | None, str | None], Path] = {}
+    roles = {}
+    for name, role in checked.graph.models.items():
+        key = (role.path, role.revision)
+        if key not in folders:
+            folders[key] = home / f"model-{len(folders)}"
+            config = toy_config(_config_of(checked, name, role), scale.sample + 1, scale.factor)
+            write_toy_model(folders[key], config, checked.run.seed + len(folders))
+        roles[name] = replace(role, path=str(folders[key]), revision=None, dtype="float64", master_dtype=None)
+    return roles
+
+
+def _config_of(checked: Checked, name: str, role: ModelRole) -> Mapping[str, Any]:
+    where = checked.where(f"$.models.{name}.path")
+    return load_config(str(role.path), where, hub_cache_folder(variables()), role.revision)
+
+
+def _toy_calls(graph: Graph, scale: ToyScale) -> dict[str, ModelCall]:
+    """The calls with shorter responses, and a reward that random texts earn in the place of one for a sample's text."""
+    calls: dict[str, ModelCall] = {}
+    for name, call in graph.calls.items():
+        match call:
+            case Generate(max_new_tokens=int(tokens)):
+                calls[name] = replace(call, max_new_tokens=scale.shortened(tokens))
+            case Function(over="sample", reads=reads) if "text" in reads and _scores(graph, name):
+                calls[name] = replace(call, fn=SCORE, args={}, ids=(), env=())
+            case _:
+                calls[name] = call
+    return calls
+
+
+def _scores(graph: Graph, call: str) -> bool:
+    """True where a call writes one number a sample."""
+    kinds = [graph.keys[key].type for key in graph.writes[call]]
+    return [(kind.level, kind.dtype) for kind in kinds] == [("sample", "float32")]

@@ -1,0 +1,140 @@
+"""Rehearsals: a plan of a cluster runs here at toy width with the numbers of one process; what differs is seen."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from realgraph.commands.rehearse import rehearse_command
+from realgraph.graphs.errors import ConfigError, Where
+from realgraph.planner.inputs.model_spec import known_models, spec_from_config
+from realgraph.planner.plan.codec import plan_from_json, plan_to_json
+from realgraph.rehearsal.compare import compared
+from realgraph.rehearsal.models import toy_config
+from realgraph.rehearsal.scale import ToyScale
+from realgraph.run.planning import plan_for, request_for
+from realgraph.run_file.compose import check_run
+
+QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": True,
+}
+RUN: dict[str, Any] = {
+    "graph": "ppo",
+    "models": {"actor": {"path": "model", "dtype": "bfloat16"}},
+    "data": {"path": "nowhere/prompts", "max_prompt_tokens": 512, "system": "Think."},
+    "batch": {"groups": 64, "max_new_tokens": 1024},
+    "cluster": {"nodes": 2, "devices": 2, "kind": "H100-SXM"},
+    "steps": 300,
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A run of a model of which only the config is here, on data that are nowhere, for GPUs that are not here."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(QWEN3))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN))
+    return tmp_path / "run.yaml"
+
+
+def test_the_plan_of_a_cluster_runs_here_with_the_numbers_of_one_process(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On two nodes, tensor parallel where that is asked for."""
+    asked = ["allocation.train_actor={devices: 4, tp: 2}", "allocation.train_critic={first: 0, devices: 2}"]
+    rehearse_command(file, asked, None, file.parent / "kept")
+    said = capsys.readouterr().out
+    assert "4 processes here in the place of 4 x H100-SXM" in said
+    assert "numbers are those of one process" in said
+    assert "train_actor/grad_norm" in said and "differs" not in said
+    trace = (file.parent / "kept/planned/trace.json").read_text()
+    assert "train_actor" in trace
+    plan = plan_from_json((file.parent / "kept/planned/plan.json").read_text(), "plan")
+    assert plan.allocations["train_actor"].layout.tp == 2
+
+
+def test_a_mixture_is_rehearsed_with_its_experts_spread(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Over all devices of a stage, tensor-parallel ranks among them."""
+    mixture = {**QWEN3, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
+    (file.parent / "model/config.json").write_text(json.dumps(mixture))
+    asked = ["allocation.train_actor={devices: 4, tp: 2, ep: 4}", "allocation.train_critic={devices: 4, ep: 2}"]
+    rehearse_command(file, asked, None, file.parent / "kept")
+    said = capsys.readouterr().out
+    assert "numbers are those of one process" in said
+    assert "train_actor/load_imbalance" in said and "differs" not in said
+    plan = plan_from_json((file.parent / "kept/planned/plan.json").read_text(), "plan")
+    layout = plan.allocations["train_actor"].layout
+    assert (layout.tp, layout.ep) == (2, 4)
+
+
+def test_a_plan_file_is_rehearsed_and_one_that_can_not_be_is_refused_at_its_place(file: Path, tmp_path: Path) -> None:
+    checked = check_run(file, (), weights=False)
+    plan = json.loads(plan_to_json(plan_for(checked, request_for(checked))))
+    plan["allocations"]["train_actor"]["layout"]["tp"] = 3
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(ConfigError, match=r"train_actor\.layout.*\n?.*tp 3 does not divide 8 attention heads"):
+        rehearse_command(file, (), tmp_path / "plan.json", None)
+
+
+def test_a_folder_that_is_there_is_not_written_over(file: Path) -> None:
+    with pytest.raises(ConfigError, match="can't be made: File exists"):
+        rehearse_command(file, (), None, file.parent / "model")
+
+
+def test_what_differs_is_seen() -> None:
+    one = [{"train/loss": 1.0, "train/entropy": 2.0, "train/seconds": 3.0}, {"train/loss": 2.0}]
+    other = [{"train/loss": 1.0 + 1e-8, "train/entropy": 9.0, "train/seconds": 9.0}, {"train/loss": 2.1}]
+    assert [row.alike for row in compared(one, other, 2)] == [True, False]
+    assert [row.alike for row in compared(one, other, 1)] == [True]
+    assert [row.alike for row in compared(one, [{}, {}], 1)] == [False]
+    assert [row.alike for row in compared(one[:1], other, 2)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen/Qwen3-8B", "meta-llama/Llama-2-70b-hf", "Qwen/Qwen3-30B-A3B", "google/gemma-2-9b"]
+)
+def test_a_toy_model_has_the_structure_of_its_model(name: str) -> None:
+    real = spec_from_config(known_models()[name], Where())
+    toy = spec_from_config(toy_config(known_models()[name], 25, 0.01), Where())
+    same = (
+        "architecture",
+        "layers",
+        "heads",
+        "kv_heads",
+        "tied",
+        "qk_norm",
+        "experts",
+        "experts_per_token",
+        "expert_layers",
+    )
+    assert [getattr(toy, field) for field in same] == [getattr(real, field) for field in same]
+    assert toy.hidden % 2 == real.hidden % 2
+    assert toy.vocab % 64 == real.vocab % 64
+    assert toy.n_params() < real.n_params() / 500
+
+
+@given(st.integers(1, 4000), st.integers(1, 4000), st.integers(1, 512), st.data())
+def test_as_many_micro_batches_hold_a_step_as_in_the_run(
+    prompt: int, response: int, groups: int, data: st.DataObject
+) -> None:
+    scale = ToyScale(prompt, response, groups, data.draw(st.integers(1, groups)))
+    assert 2 <= scale.sample <= max(26, 4)
+    tokens = data.draw(st.integers(prompt + response, 64 * (prompt + response)))
+    real = groups * (prompt + response) / tokens
+    toy = scale.toy_groups * scale.sample / scale.tokens(tokens)
+    exact = tokens * scale.sample * scale.toy_groups / ((prompt + response) * groups)  # tokens are whole: rounded up
+    assert real * exact / (exact + 1) <= toy * (1 + 1e-9)
+    assert toy <= real * (1 + 1e-9)
