@@ -1,0 +1,299 @@
+"""Training under any layout equals that of one process: outputs, losses, every gradient and its norm, weights and
+moments."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from realgraph.graphs.errors import ConfigError
+from realgraph.planner.plan.layout import Layout
+from realgraph.runtime.engine import NumericsError
+from realgraph.runtime.parallel.groups import LayoutRanks
+from tests import tiny
+from tests.equivalence.layouts import EIGHT, LAYOUTS
+from tests.equivalence.training import Case, Training, call_of, merged, minibatches, open_case, ranks_of, train
+from tests.ranks import RankProcesses
+
+# (model, loss, layout): of tied and untied, QK-norm, biases, softcaps, windows, odd widths, 2 KV heads on 4 ranks,
+# experts narrower than 4 ranks
+EXACT = [
+    ("qwen3", "rl", "tp2"),
+    ("qwen3", "rl", "tp4"),
+    ("qwen3", "rl", "dp2 tp2"),
+    ("qwen3", "rl", "fsdp2 tp2"),
+    ("qwen3", "sft", "tp2 apart"),
+    ("qwen3", "value", "tp4"),
+    ("llama", "sft", "tp2"),
+    ("llama", "rl", "tp4"),
+    ("llama", "value", "dp2 tp2"),
+    ("llama", "value", "fsdp2 tp2"),
+    ("qwen2", "rl", "tp4"),
+    ("qwen2", "sft", "dp2 tp2"),
+    ("gemma2", "rl", "tp2"),
+    ("gemma2", "rl", "fsdp2 tp2"),
+    ("gemma2", "sft", "tp4"),
+    ("gemma3", "rl", "tp4"),
+    ("gemma3", "sft", "dp2 tp2"),
+    ("mistral", "rl", "tp4"),
+    ("mistral", "value", "fsdp2 tp2"),
+    ("qwen3", "rl", "cp2"),
+    ("qwen3", "rl", "cp4"),
+    ("qwen3", "rl", "dp2 cp2"),
+    ("qwen3", "value", "fsdp2 cp2"),
+    ("llama", "sft", "cp2 apart"),
+    ("llama", "rl", "fsdp cp2 tp2"),
+    ("llama", "value", "cp4"),
+    ("qwen2", "pairs", "dp2 cp2"),
+    ("qwen2", "scores", "cp2 tp2"),
+    ("llama", "sequences", "cp2"),
+    ("gemma2", "rl", "cp2"),
+    ("gemma2", "sft", "fsdp2 cp2"),
+    ("gemma3", "rl", "cp4"),
+    ("gemma3", "sft", "cp2 tp2"),
+    ("mistral", "rl", "cp2 tp2"),
+    ("mistral", "value", "fsdp2 cp2"),
+    ("qwen3", "rl", "pp2"),
+    ("qwen3 deep", "rl", "pp4"),
+    ("qwen3", "rl", "dp2 pp2"),
+    ("qwen3", "rl", "tp2 pp2"),
+    ("qwen3", "rl", "fsdp2 pp2"),
+    ("qwen3 deep", "rl", "pp2 uneven"),
+    ("qwen3 deep", "rl", "pp2 twice"),
+    ("qwen3 deep", "rl", "fsdp2 pp2 twice"),
+    ("qwen3 deep", "value", "tp2 pp2 twice"),
+    ("llama", "value", "pp2"),
+    ("llama", "sft", "dp2 pp2"),
+    ("llama deep", "rl", "pp4"),
+    ("llama deep", "value", "dp2 pp2 twice"),
+    ("llama deep", "rl", "fsdp2 pp2 twice"),
+    ("qwen2", "sft", "tp2 pp2"),
+    ("gemma2", "rl", "dp2 pp2"),
+    ("gemma2", "sft", "fsdp2 pp2"),
+    ("gemma2 deep", "rl", "pp2 twice"),
+    ("gemma2 deep", "rl", "tp2 pp2 twice"),
+    ("gemma3 deep", "rl", "pp2 twice"),
+    ("mistral", "value", "fsdp2 pp2"),
+    ("qwen3", "rl", "cp2 pp2"),
+    ("gemma2", "rl", "cp2 pp2"),
+    ("gemma3 deep", "sft", "cp2 pp2 twice"),
+    ("llama", "value", "fsdp cp2 pp2"),
+    ("qwen3_moe", "rl", "dp2"),
+    ("qwen3_moe", "rl", "fsdp2"),
+    ("qwen3_moe", "rl", "tp2"),
+    ("qwen3_moe", "sft", "fsdp2 tp2"),
+    ("qwen3_moe", "value", "tp4"),
+    ("mixtral", "rl", "fsdp2"),
+    ("mixtral", "rl", "tp4"),
+    ("mixtral", "sft", "dp2 tp2"),
+    ("qwen3_moe", "balanced", "tp4"),
+    ("mixtral", "balanced", "ep2 tp4"),
+    ("qwen3_moe", "rl", "ep2"),
+    ("qwen3_moe", "rl", "ep4"),
+    ("qwen3_moe", "rl", "ep2 tp2"),
+    ("qwen3_moe", "rl", "ep4 tp2"),
+    ("qwen3_moe", "rl", "ep2 fsdp4"),
+    ("qwen3_moe", "value", "ep2 dp4"),
+    ("mixtral", "rl", "ep2 dp4"),
+    ("mixtral", "rl", "ep2 tp4"),
+    ("mixtral", "sft", "ep4 tp2"),
+    ("mixtral", "rl", "ep2 fsdp2"),
+    ("qwen3_moe", "rl", "pp2"),
+    ("qwen3_moe", "rl", "ep2 pp2"),
+    ("qwen3_moe", "value", "ep2 tp2 pp2"),
+    ("qwen3_moe deep", "rl", "ep2 pp2 twice"),
+    ("qwen3_moe", "rl", "ep2 fsdp2 pp2"),
+    ("qwen3_moe", "rl", "cp2"),
+    ("qwen3_moe", "balanced", "ep2 cp2"),
+    ("qwen3_moe", "rl", "ep2 dp2 cp2"),
+    ("qwen3_moe", "balanced", "ep2 cp2 tp2"),
+    ("qwen3_moe", "rl", "ep2 fsdp2 cp2"),
+    ("qwen3_moe", "value", "fsdp cp2 tp2 ep2"),
+    ("mixtral", "rl", "pp2"),
+    ("mixtral", "sft", "tp2 pp2"),
+    ("mixtral", "rl", "ep2 pp2"),
+    ("mixtral", "rl", "fsdp2 pp2"),
+    ("mixtral", "rl", "ep2 fsdp2 pp2"),
+    ("mixtral", "sft", "ep4 dp2 cp2"),
+    ("mixtral", "rl", "ep2 fsdp2 cp2"),
+]
+ROUNDED = [
+    ("qwen3", "rl", "dp2 tp2"),
+    ("gemma2", "rl", "tp4"),
+    ("llama", "value", "tp2"),
+    ("qwen2", "sft", "fsdp2 tp2"),
+    ("qwen3", "rl", "dp2 cp2"),
+    ("gemma2", "value", "fsdp2 cp2"),
+    ("qwen3", "rl", "pp2"),
+    ("llama deep", "value", "dp2 pp2 twice"),
+]
+_one: dict[Case, Training] = {}  # the training of one process
+
+
+def alone(case: Case, models: Path) -> Training:
+    if case.alone not in _one:
+        found = train(LayoutRanks.alone(torch.device("cpu")), case.alone, models)
+        assert found is not None
+        _one[case.alone] = found
+    return _one[case.alone]
+
+
+def compare(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float, what: str) -> None:
+    """Every tensor within `tolerance` of its largest entry."""
+    for name, expected in theirs.items():
+        assert ours[name].shape == expected.shape, (what, name)
+        scale = max(float(abs(expected).max()), 1e-30) if expected.size else 1.0
+        worst = float(abs(ours[name] - expected).max()) / scale if expected.size else 0.0
+        assert worst <= tolerance, (what, name, worst)
+
+
+def joined_stages(found: list[Training], layout: Layout) -> list[Training]:
+    """The workers of each copy's stages as one that has all layers. A parameter that lies on two has one gradient."""
+    size = len(found) // layout.pp
+    whole = []
+    for first, *later in (found[place::size] for place in range(size)):
+        for other in later:
+            for ours, theirs in zip([*first.gradients, first.moments], [*other.gradients, other.moments], strict=True):
+                for name in ours.keys() & theirs.keys():
+                    assert (ours[name] == theirs[name]).all(), name
+                ours.update(theirs)
+            assert first.weights.keys() == other.weights.keys()
+            assert all((first.weights[name] == tensor).all() for name, tensor in other.weights.items())
+        whole.append(first)
+    return whole
+
+
+def check(case: Case, found: list[Training | None], one: Training, tolerance: float) -> None:
+    """All workers of the layout against one process. tolerance: of all but weights and moments in float32."""
+    late = tolerance if case.dtype == "float64" else 1e-3  # after steps whose directions rounding has changed
+    here = [training for training in found if training is not None]
+    assert len(here) == case.layout.mesh.n_devices
+    for step in range(len(one.steps)):
+        ours, expected = merged(here, step), merged([one], step)
+        assert ours.keys() == expected.keys()
+        if case.loss in ("sft", "pairs", "sequences") and case.layout.dp * case.layout.cp > 1:
+            del expected["entropy"]  # as a metric alone it is that of a data-parallel rank's first micro-batch
+        for name, value in expected.items():
+            assert ours[name] == pytest.approx(value, rel=late, abs=late), (step, name)
+    for worker in here if case.layout.pp == 1 else joined_stages(here, case.layout):
+        assert len(worker.gradients) == len(one.gradients) == 4
+        for step, gradients in enumerate(one.gradients):
+            compare(worker.gradients[step], gradients, tolerance if step == 0 else late, f"gradient of step {step}")
+        compare(worker.weights, one.weights, late, "weights")
+        compare(worker.moments, one.moments, late, "moments")
+        for seen, expected in zip([*worker.gradients, worker.moments], [*one.gradients, one.moments], strict=True):
+            assert seen.keys() == expected.keys()
+    layout = case.layout
+    last = here[-len(here) // layout.pp :]  # the last stage
+    heads = last[:: layout.tp * layout.cp]
+    for batch, expected in one.before.items():
+        parts = [worker.before[batch] for worker in heads]
+        assert sum(part.size for part in parts) == expected.size
+        if case.layout.dp == 1:
+            for worker in here:
+                compare({"out": worker.before[batch]}, {"out": expected}, max(tolerance, 1e-6), f"outputs of {batch}")
+
+
+@pytest.mark.parametrize(("model", "loss", "layout"), EXACT)
+def test_every_layout_trains_as_one_process(
+    four: RankProcesses, models: Path, model: str, loss: str, layout: str
+) -> None:
+    case = Case(model, loss, "float64", LAYOUTS[layout])
+    check(case, four.run(train, case, models), alone(case, models), 1e-10)
+
+
+def test_eight_workers_train_as_one_process(eight: RankProcesses, models: Path) -> None:
+    case = Case("qwen3", "rl", "float64", EIGHT)
+    check(case, eight.run(train, case, models), alone(case, models), 1e-10)
+
+
+@pytest.mark.parametrize(("model", "loss", "layout"), ROUNDED)
+def test_float32_differs_by_rounding(four: RankProcesses, models: Path, model: str, loss: str, layout: str) -> None:
+    case = Case(model, loss, "float32", LAYOUTS[layout])
+    check(case, four.run(train, case, models), alone(case, models), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "model", "loss", "layout"),
+    [
+        ("selective", "qwen3", "rl", "dp2 tp2"),
+        ("full", "qwen3", "rl", "dp2 tp2"),
+        ("selective", "qwen3", "rl", "cp2 tp2"),
+        ("full", "qwen3", "rl", "cp2"),
+        ("selective", "qwen3 deep", "rl", "tp2 pp2 twice"),
+        ("full", "llama deep", "rl", "fsdp2 pp2 twice"),
+        ("full", "qwen3", "rl", "cp2 pp2"),
+        ("selective", "qwen3_moe", "balanced", "ep2 tp4"),
+        ("full", "qwen3_moe", "balanced", "ep2 tp4"),
+        ("full", "mixtral", "rl", "ep2 pp2"),
+    ],
+)
+def test_recomputation_changes_nothing(
+    four: RankProcesses, models: Path, recompute: Any, model: str, loss: str, layout: str
+) -> None:
+    case = Case(model, loss, "float64", LAYOUTS[layout], recompute)
+    check(case, four.run(train, case, models), alone(case, models), 1e-10)
+
+
+def refused(ranks: LayoutRanks, case: Case, models: Path) -> tuple[str, tuple[int, ...], bool] | None:
+    """The error of a batch with a bad sample, the samples that it names, and if the weights stayed as they were."""
+    here = ranks_of(case, ranks)
+    if here is None:
+        return None
+    engine = open_case(case, models, here)
+    batches = minibatches(case.dtype, 0)
+    poisoned = batches[0].token_keys["advantages"].masked_fill(batches[0].sample_index() == 3, float("nan"))
+    batches[0] = replace(batches[0], token_keys={**batches[0].token_keys, "advantages": poisoned})
+    before = {name: tensor.clone() for name, tensor in engine.weights()}
+    with pytest.raises(NumericsError) as caught:
+        engine.train(call_of(case), batches)
+    same = all(torch.equal(tensor, before[name]) for name, tensor in engine.weights())
+    return str(caught.value), caught.value.samples, same
+
+
+def balance(ranks: LayoutRanks, case: Case, models: Path) -> str:
+    """One worker's refusal of a loss that is of the routes of all layers."""
+    here = ranks_of(case, ranks)
+    assert here is not None
+    with pytest.raises(ConfigError) as caught:
+        open_case(case, models, here).train(call_of(case), minibatches(case.dtype, 0))
+    return str(caught.value)
+
+
+def test_stages_refuse_to_balance_routes(four: RankProcesses, models: Path) -> None:
+    case = Case("qwen3_moe", "balanced", "float64", LAYOUTS["ep2 tp2 pp2"])
+    for text in four.run(balance, case, models):
+        assert "router load balancing does not go with pipeline stages" in text and "set pp to 1" in text
+
+
+@pytest.mark.parametrize("layout", ["tp4", "cp4", "cp2 tp2"])
+def test_ranks_that_share_samples_refuse_together(four: RankProcesses, models: Path, layout: str) -> None:
+    first, *others = four.run(refused, Case("qwen3", "rl", "float32", LAYOUTS[layout]), models)
+    assert others == [first] * 3
+    assert "loss is nan" in first[0]
+    assert 3 in first[1]
+    assert first[2]
+
+
+def trained(ranks: LayoutRanks, case: Case, models: Path, lengths: list[int]) -> tuple[Any, Any] | None:
+    """Log-probabilities of a batch, and the weights after four steps on it."""
+    here = ranks_of(case, ranks)
+    if here is None:
+        return None
+    engine, batch = open_case(case, models, here), tiny.batch(lengths, dtype=torch.float64)
+    before = engine.inference(batch, "logprobs", 1.0)
+    engine.train(call_of(case), [batch] * 4)
+    return before.double().numpy(), {name: tensor.numpy() for name, tensor in engine.weights()}
+
+
+@pytest.mark.parametrize("layout", ["cp4", "fsdp cp2 tp2"])
+@pytest.mark.parametrize("lengths", [[3], [2, 1]])
+def test_ranks_without_a_token_take_part(four: RankProcesses, models: Path, layout: str, lengths: list[int]) -> None:
+    case = Case("qwen2", "sft", "float64", LAYOUTS[layout])
+    one = trained(LayoutRanks.alone(torch.device("cpu")), case.alone, models, lengths)
+    assert one is not None
+    for found in four.run(trained, case, models, lengths):
+        compare({"logprobs": found[0]}, {"logprobs": one[0]}, 1e-6, "logprobs")
+        compare(found[1], one[1], 1e-10, "weights")

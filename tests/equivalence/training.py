@@ -1,0 +1,246 @@
+"""Training of tiny models under any layout, and all that a step leaves behind: what must equal one process's."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from realgraph.graphs.maths import (
+    KL,
+    CrossEntropy,
+    Decoupled,
+    Entropy,
+    LoadBalance,
+    Loss,
+    PairMean,
+    PairwiseScore,
+    PolicyGradient,
+    Preference,
+    SequenceMean,
+    TokenMean,
+    Value,
+)
+from realgraph.graphs.spec import ModelRole, Optimizer, Train
+from realgraph.planner.plan.layout import DeviceMesh, Layout, Recompute
+from realgraph.runtime.batch import Packed
+from realgraph.runtime.engine import TrainSettings
+from realgraph.runtime.models.weights import whole
+from realgraph.runtime.parallel.groups import LayoutRanks
+from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
+from realgraph.runtime.train.optimizer import Masters
+from realgraph.runtime.wire.protocol import Metric, merge
+from tests import tiny
+from tests.ranks import joined
+
+OPTIMIZER = Optimizer(weight_decay=0.01, schedule="cosine", warmup_steps=1, max_grad_norm=0.5)
+LOSSES = {
+    "rl": Loss(
+        {
+            "policy": PolicyGradient(off_policy=Decoupled(cap=1e6)),
+            "kl": KL(to="ref_logprobs", coef=0.1),
+            "entropy": Entropy(coef=0.01),
+        },
+        SequenceMean(),
+    ),
+    "sft": Loss({"nll": CrossEntropy()}, TokenMean()),
+    "value": Loss({"value": Value()}, TokenMean()),
+    "pairs": Loss({"preference": Preference()}, PairMean()),
+    "scores": Loss({"score": PairwiseScore()}, PairMean()),
+    "sequences": Loss({"policy": PolicyGradient(ratio="sequence")}, SequenceMean()),
+    "balanced": Loss({"nll": CrossEntropy(), "balance": LoadBalance(coef=0.3)}, TokenMean()),
+}
+OUTPUTS = {"value": "values", "scores": "scores"}  # of the others logprobs
+HEADS = {"value": "value", "scores": "score"}  # of the others lm
+MICROBATCH_TOKENS = 40
+MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {"num_hidden_layers": 2}),
+    "llama": ("llama", {"intermediate_size": 51}),
+    "qwen2": ("qwen2", {}),
+    "gemma2": ("gemma2", {}),
+    "gemma3": ("gemma3_text", {}),
+    "mistral": ("mistral", {"intermediate_size": 49}),
+    "qwen3 deep": ("qwen3", {"num_hidden_layers": 4}),
+    "llama deep": ("llama", {"num_hidden_layers": 4}),
+    "gemma2 deep": ("gemma2", {"num_hidden_layers": 4}),
+    "gemma3 deep": (
+        "gemma3_text",
+        {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [0], "moe_intermediate_size": 13}),
+    "qwen3_moe deep": ("qwen3_moe", {"num_hidden_layers": 4, "mlp_only_layers": [1], "moe_intermediate_size": 13}),
+    "mixtral": ("mixtral", {"intermediate_size": 3}),
+}  # all with the vocabulary of 61
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training. loss: of `LOSSES`."""
+
+    model: str
+    loss: str = "rl"
+    dtype: Any = "float64"
+    layout: Layout = field(default_factory=lambda: Layout(DeviceMesh(0, 1)))
+    recompute: Recompute = "none"
+    lr: float = 1e-3
+
+    @property
+    def alone(self) -> "Case":
+        """The same training by one process."""
+        return replace(self, layout=Layout(DeviceMesh(0, 1)), recompute="none")
+
+
+@dataclass
+class Training:
+    """All that one worker saw. before: outputs before the first step. steps: metrics of each train call. gradients: of
+    each optimizer step, clipped, whole, of the layers that it has. weights, moments (of its layers): at the end."""
+
+    before: dict[str, Any] = field(default_factory=dict)
+    steps: list[dict[str, Metric]] = field(default_factory=list)
+    gradients: list[dict[str, Any]] = field(default_factory=list)
+    weights: dict[str, Any] = field(default_factory=dict)
+    moments: dict[str, Any] = field(default_factory=dict)
+
+
+def save_models(folder: Path) -> Path:
+    """All of `MODELS`, by their names."""
+    for name, (kind, changes) in MODELS.items():
+        tiny.save(folder / name, kind, **changes)
+    return folder
+
+
+def minibatches(dtype: str, seed: int) -> list[Packed]:
+    """Two epochs of two ragged mini-batches; samples 0 and 1 of the second have an empty mask."""
+    first, second = (tiny.batch(tiny.lengths(6, 24, seed + i), seed + i, dtype=getattr(torch, dtype)) for i in range(2))
+    mask = second.mask.clone()
+    mask[: sum(second.lengths[:2])] = False
+    second = replace(second, mask=mask, samples=tuple(range(6, 12)))
+    return [first, second] * 2
+
+
+def share(batches: Sequence[Packed], ranks: LayoutRanks) -> list[Packed]:
+    """One rank's mini-batches: the last of several data-parallel ranks has none of the first, no mask in the second."""
+    if ranks.dp.size == 1:
+        return list(batches)
+    parts = [[[0, 1, 2, 3, 4, 5], []], [[2, 3, 4, 5], [0, 1]]]
+    if ranks.dp.size == 4:
+        parts = [[[0, 1, 2], [4], [3, 5], []], [[2], [], [3, 4, 5], [0, 1]]]
+    return [batch.select(parts[i % 2][ranks.dp.rank]) for i, batch in enumerate(batches)]
+
+
+def numpy(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Tensors would travel between processes by file descriptors."""
+    return {name: tensor.detach().double().cpu().numpy().copy() for name, tensor in tensors.items()}
+
+
+class Watched(TorchTrainEngine):
+    """An engine that writes down every gradient."""
+
+    seen: Training
+
+    def watch(self) -> Training:
+        """Begin; the notes fill as it trains."""
+        self.seen = Training()
+        assert self.adam is not None
+        adam, step = self.adam, self.adam.step
+
+        def noted(lr: float) -> None:
+            masters = adam.masters
+            found = {name: masters.whole(i, grad) for i, (name, grad) in enumerate(grads(masters))}
+            self.seen.gradients.append(numpy(found))
+            step(lr)
+
+        adam.step = noted  # type: ignore[method-assign]
+        return self.seen
+
+
+def grads(masters: Masters) -> list[tuple[str, Tensor]]:
+    """The gradients in the flat buffer, by name."""
+    sizes = [tensor.numel() for tensor in masters.tensors]
+    parts = torch.split(masters.flat, sizes)
+    return [(n, p.view_as(t)) for n, p, t in zip(masters.names, parts, masters.tensors, strict=True)]
+
+
+def keep_norms_exact(model: nn.Module) -> None:
+    """Compute norms in float64: transformers' round to float32 inside, where a sum of parts is another number."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            above = 1.0 if "Gemma" in type(module).__name__ else 0.0
+            eps = float(getattr(module, "variance_epsilon", 0.0) or getattr(module, "eps", 0.0))
+            module.forward = partial(_norm, module, above, eps)
+
+
+def _norm(module: Any, above: float, eps: float, x: Tensor) -> Tensor:
+    unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return unit * (above + module.weight)
+
+
+def open_case(case: Case, models: Path, ranks: LayoutRanks) -> Watched:
+    """The engine of a case on one worker."""
+    head: Any = HEADS.get(case.loss, "lm")
+    role = ModelRole(trainable=True, head=head, dtype=case.dtype)
+    shared = case.layout.cp if case.loss == "balanced" else 1  # balance is of a micro-batch: all have the same ones
+    settings = TrainSettings(
+        max_tokens_per_microbatch=MICROBATCH_TOKENS // shared, optimizer=OPTIMIZER, total_steps=8, skip_idle=False
+    )
+    engine = open_engine(role, str(models / case.model), case.layout, ranks, settings)
+    if case.dtype == "float64":
+        keep_norms_exact(engine.model)
+    engine.__class__ = Watched
+    assert isinstance(engine, Watched)
+    if head != "lm":  # a new head is all zeros
+        changed = [(name, t + 0.1 if name == "score.weight" else t) for name, t in engine.weights()]
+        engine.load_weights(whole(iter(changed)), 0)
+    return engine
+
+
+def call_of(case: Case) -> Train:
+    """The train call of a case."""
+    return Train(
+        model="actor",
+        loss=LOSSES[case.loss],
+        lr=case.lr,
+        optimizer=OPTIMIZER,
+        minibatches=2,
+        epochs=2,
+        temperature=0.8 if case.loss == "rl" else 1.0,
+    )
+
+
+def ranks_of(case: Case, ranks: LayoutRanks) -> LayoutRanks | None:
+    """The groups of this worker under the case's layout. None on a worker that it leaves out."""
+    if case.layout.mesh.n_devices == 1:
+        return ranks
+    return joined[0].of_layout(case.layout) if ranks.mesh.rank in case.layout.mesh.devices else None
+
+
+def train(ranks: LayoutRanks, case: Case, models: Path) -> Training | None:
+    """One worker's training: four optimizer steps. None on a worker that the layout leaves out."""
+    here = ranks_of(case, ranks)
+    if here is None:
+        return None
+    engine = open_case(case, models, here)
+    seen = engine.watch()
+    batches = share(minibatches(case.dtype, 0), here)
+    output: Any = OUTPUTS.get(case.loss, "logprobs")
+    seen.before = numpy({str(i): engine.inference(batch, output, 0.8) for i, batch in enumerate(batches[:2])})
+    seen.steps.append(engine.train(call_of(case), batches, case.recompute))
+    seen.weights = numpy(dict(engine.weights()))
+    assert engine.adam is not None
+    masters = engine.adam.masters
+    for moment in ("exp_avg", "exp_avg_sq"):
+        parts = engine.adam.moments_of(moment)
+        found = {f"{moment}.{n}": masters.whole(i, parts[i]) for i, n in enumerate(masters.names)}
+        seen.moments |= numpy(found)
+    return seen
+
+
+def merged(found: Sequence[Training], step: int) -> dict[str, float]:
+    """The metrics of all workers together."""
+    total: dict[str, Metric] = {}
+    for one in found:
+        merge(total, one.steps[step])
+    return {name: metric.value for name, metric in total.items()}
