@@ -1,8 +1,10 @@
 """Words that are not the field's, listed with file and line: `python tests/check_words.py [WORDS [ROOT]]`.
 
-The list is words.txt beside this script. Exits with 1 where any is found, with 0 where none is.
+The list is words.txt beside this script. Docstrings that open with a word like What or Whether, and not with the
+thing or the verb, are listed too. Exits with 1 where anything is found, with 0 where nothing is.
 """
 
+import ast
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +17,21 @@ FOLDERS = ("graphs", "planner", "runtime", "realgraph", "configs", "docs", "benc
 ENDINGS = {".py", ".md", ".yaml", ".html"}
 # The history says what was; results are what a machine wrote; this list and its test have to name the words.
 LEFT_OUT = ("CHANGELOG.md", "benchmarks/results/*", "tests/check_words.py", "tests/test_check_words.py")
+OPENINGS = (
+    "what",
+    "whatever",
+    "whether",
+    "how",
+    "of",
+    "where",
+    "wherever",
+    "when",
+    "whenever",
+    "why",
+    "who",
+    "which",
+    "whose",
+)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PART = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
 
@@ -40,6 +57,17 @@ class Hit(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.word.text!r} is not the field's word: {self.word.instead}"
+
+
+class Opening(NamedTuple):
+    """A docstring that opens with one of OPENINGS."""
+
+    file: str
+    line: int  # from 1
+    word: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: the docstring opens with {self.word!r}, not with the thing or the verb"
 
 
 def read_words(text: str) -> tuple[Word, ...]:
@@ -76,6 +104,15 @@ def hits(words: Sequence[Word], file: str, text: str) -> Iterator[Hit]:
                 yield Hit(file, number, word)
 
 
+def openings(file: str, text: str) -> Iterator[Opening]:
+    """Docstrings of a Python file, its own included, that open with one of OPENINGS."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            word = _NAME.match(ast.get_docstring(node) or "")
+            if word and word[0].lower() in OPENINGS:
+                yield Opening(file, node.body[0].lineno, word[0])
+
+
 def sources(root: Path) -> Iterator[tuple[str, str]]:
     """(path below the root, text) of every file that is looked at, in order."""
     paths = [path for path in root.iterdir() if path.is_file()]
@@ -94,15 +131,15 @@ def _is_linked(path: Path, root: Path) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print every hit; the exit code."""
+    """Print all that is found; the exit code."""
     words = read_words(Path(arguments[0] if arguments else HERE / "words.txt").read_text("utf-8"))
     root = Path(arguments[1]) if len(arguments) > 1 else HERE.parent
-    n_hits = 0
+    n_found = 0
     for file, text in sources(root):
-        for hit in hits(words, file, text):
-            print(hit)
-            n_hits += 1
-    return 1 if n_hits else 0
+        for found in (*hits(words, file, text), *(openings(file, text) if file.endswith(".py") else ())):
+            print(found)
+            n_found += 1
+    return 1 if n_found else 0
 
 
 if __name__ == "__main__":

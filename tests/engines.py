@@ -11,7 +11,7 @@ from realgraph.graphs.maths import Loss, PolicyGradient, TokenMean
 from realgraph.graphs.spec import ModelRole, Optimizer, Train
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.engine import TrainSettings
-from realgraph.runtime.parallel.groups import Ranks
+from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from tests import tiny
 
@@ -28,7 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(folder: Path, role: dict[str, Any] | None = None, **settings: Any) -> TorchTrainEngine:
     settings = {"optimizer": OPTIMIZER, "total_steps": 20, **settings}
     role = {"trainable": True, **(role or {})}
-    return open_engine(ModelRole(**role), str(folder), Layout(DeviceMesh(0, 1)), Ranks(CPU), TrainSettings(**settings))
+    return open_engine(
+        ModelRole(**role), str(folder), Layout(DeviceMesh(0, 1)), LayoutRanks.alone(CPU), TrainSettings(**settings)
+    )
 
 
 def call(loss: Loss = POLICY, lr: float = 1e-2, **changes: Any) -> Train:

@@ -59,7 +59,7 @@ class Prices:
     def again(self, running: int, tokens: float) -> float:
         """An interruption of so many sequences with so many tokens in all."""
         work = self.stream.work
-        return prefill_seconds(self.stream.setting, work.precision, tokens, tokens / running) + work.stall_seconds
+        return prefill_seconds(self.stream.setting, tokens, tokens / running) + work.stall_seconds
 
     def length(self, sample: int) -> float:
         """Tokens of a sample: each batch has the quantiles of the lengths, in an order of its own."""
@@ -90,7 +90,7 @@ class Home:
         self.epoch = 0  # events of an earlier one no longer hold
 
     def token_seconds(self) -> float:
-        """Of a token step with what runs now, in the middle of the next stride."""
+        """Seconds of a token step with what runs now, in the middle of the next stride."""
         n = len(self.running)
         mean = self.prices.stream.work.prompt_tokens + self.token - self.starts / n + min(self.ahead, STRIDE) / 2
         return self.prices.fixed[n] + self.prices.each[n] * mean
@@ -105,7 +105,7 @@ class Home:
         self.waiting.extend((group, length) for length in lengths)
 
     def settle(self, now: float) -> None:
-        """What has been done until now."""
+        """Account for what has been done until now."""
         seconds, self.since = now - self.since, now
         self.epoch += 1
         if self.held:
@@ -134,7 +134,7 @@ class Home:
             self.still += self.prices.start
 
     def next_seconds(self) -> float:
-        """Until something is to be looked at."""
+        """Seconds until something is to be looked at."""
         return self.still + min(self.ahead, STRIDE) * self.token_seconds()
 
     def ended(self) -> list[int]:
@@ -185,7 +185,7 @@ class PlanClock:
         self.halt: Halt | None = None
 
     def run(self) -> list[float]:
-        """When each step ended, in seconds from the start."""
+        """Ends of the steps, in seconds from the start."""
         self._take(self._scheduler.start(self.now))
         while self.halt is None:
             self.now, _, event = heapq.heappop(self._events)

@@ -6,34 +6,34 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from realgraph.planner.plan.layout import DeviceMesh
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 
 DEADLINE_SECONDS = 60.0
 joined: list[Any] = []  # in a rank process: its Collectives
 
 
-def _serve(pipe: Connection, place: tuple[int, int], meshes: Sequence[DeviceMesh], address: str) -> None:
-    """A rank: join the group, then run what comes, until None."""
+def _serve(pipe: Connection, place: tuple[int, int, float], layouts: Sequence[Layout], address: str) -> None:
+    """A rank, its number, theirs and their deadline: join the group, then run what comes, until None."""
     import torch
 
     from realgraph.runtime.parallel.groups import Collectives, Member, Rendezvous, reach_store
 
     torch.set_num_threads(1)
-    rank, n_ranks = place
+    rank, n_ranks, seconds = place
     rendezvous = Rendezvous() if rank == 0 else None
     if rendezvous is not None:
         address = rendezvous.address
         pipe.send(address)
-    store = reach_store(address, n_ranks, DEADLINE_SECONDS)
-    member = Member(rank, n_ranks, torch.device("cpu"), DEADLINE_SECONDS)
-    mesh = DeviceMesh(0, n_ranks)
-    groups = Collectives(member, store, [mesh, *meshes], one_host=True)
+    store = reach_store(address, n_ranks, seconds)
+    member = Member(rank, n_ranks, torch.device("cpu"), seconds)
+    whole = Layout(DeviceMesh(0, n_ranks), dp=n_ranks)
+    groups = Collectives(member, store, [whole, *layouts], one_host=True)
     joined.append(groups)
     pipe.send("ready")
     while (task := pipe.recv()) is not None:
         function, arguments = task
         try:
-            pipe.send((True, function(groups.ranks(mesh), *arguments)))
+            pipe.send((True, function(groups.of_layout(whole), *arguments)))
         except Exception:
             pipe.send((False, traceback.format_exc()))
     groups.close()
@@ -42,17 +42,21 @@ def _serve(pipe: Connection, place: tuple[int, int], meshes: Sequence[DeviceMesh
 
 
 class RankProcesses:
-    """Runs a module-level function on all ranks at once: `function(ranks, *arguments)`; returns their results."""
+    """Runs a module-level function on all ranks at once: `function(ranks, *arguments)`, where `ranks` are all of them
+    as data-parallel ones; returns their results. Groups of other layouts: `joined[0].of_layout`."""
 
-    def __init__(self, n_ranks: int = 2, meshes: Sequence[DeviceMesh] = ()) -> None:
+    def __init__(self, n_ranks: int = 2, layouts: Sequence[Layout] = (), seconds: float = DEADLINE_SECONDS) -> None:
         context = mp.get_context("forkserver")
         networks = [f"transformers.models.{kind}.modeling_{kind}" for kind in ("qwen3", "llama", "gemma2")]
         context.set_forkserver_preload(["torch", "realgraph.runtime.train.engine", "tests.tiny", *networks])
+        self._patience = max(DEADLINE_SECONDS, seconds)
         self._pipes, self._processes = [], []
         address = ""
         for rank in range(n_ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, (rank, n_ranks), meshes, address), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, (rank, n_ranks, seconds), layouts, address), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -63,7 +67,7 @@ class RankProcesses:
             assert self._receive(rank) == "ready"
 
     def _receive(self, rank: int) -> Any:
-        assert self._pipes[rank].poll(DEADLINE_SECONDS), f"rank {rank} did not answer"
+        assert self._pipes[rank].poll(self._patience), f"rank {rank} did not answer"
         return self._pipes[rank].recv()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:

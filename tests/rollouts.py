@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from realgraph.runtime.engine import Completion, Request
-from realgraph.runtime.generate.engine import TorchRolloutEngine
+from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 from tests import tiny
 
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -35,7 +35,7 @@ def requests(rng: random.Random, n: int, longest: int = 40, groups_of: int = 1) 
     return made
 
 
-def run(engine: TorchRolloutEngine, wanted: Iterable[Request], most: int = 2000) -> dict[int, Completion]:
+def run(engine: ContinuousBatch, wanted: Iterable[Request], most: int = 2000) -> dict[int, Completion]:
     engine.submit(list(wanted))
     done: dict[int, Completion] = {}
     for _ in range(most):

@@ -7,13 +7,14 @@ so is that run's own fork server: those seconds are paid once for all tests. Eve
 
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -24,6 +25,7 @@ import pytest
 
 from realgraph.graphs.errors import ConfigError
 from tests.crash_points import CrashPoints
+from tests.forked import PATIENCE, fork_server
 from tests.traces import processes_at, title_of
 
 PRELOAD = (
@@ -34,7 +36,6 @@ PRELOAD = (
     "tests.warmed",
     __name__,
 )
-PATIENCE = 90.0  # seconds that anything may take before a test gives up on it
 
 REWARDS = '''
 import json, os, signal, time
@@ -137,7 +138,7 @@ def write_run(home: Path, name: str, *parts: dict[str, Any]) -> Path:
 
 
 def set_fault(home: Path, **what: Any) -> None:
-    """What the rewards of this home do from now on."""
+    """Set what the rewards of this home do from now on."""
     partial = home / "fault.partial"
     partial.write_text(json.dumps(what))
     partial.replace(home / "fault.json")
@@ -146,68 +147,15 @@ def set_fault(home: Path, **what: Any) -> None:
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-class _Forked:
-    """A fork server that is forked from this process, which has its modules already."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._status: int | None = None
-
-    def wait(self, timeout: float | None = None) -> int:
-        import subprocess
-
-        deadline = time.monotonic() + (timeout if timeout is not None else PATIENCE)
-        while self._status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self._status = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("fork server", timeout or PATIENCE)
-            else:
-                time.sleep(0.005)
-        return self._status
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def send_signal(self, sig: int) -> None:
-        if self._status is None:
-            os.kill(self.pid, sig)
-
-
-def _fork_server(pipe: Any, modules: Sequence[str], threads: int) -> _Forked:
-    from realgraph.runtime.processes import processes
-
-    parent = os.getpid()
-    pid = os.fork()
-    if pid:
-        return _Forked(pid)
-    status = 1
-    try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.setsid()
-        keep = os.dup(pipe.fileno())
-        first = max(3, keep)
-        os.closerange(3, first)
-        os.closerange(first + 1, 4096)
-        processes.serve(keep, parent, list(modules))
-        status = 0
-    finally:
-        os._exit(status)
-
-
 @dataclass(frozen=True)
 class Special:
-    """How a run differs from any other. ignored: a signal, as under nohup. terminal: what it is started in and shows
-    itself on, instead of a file. limits: module-level constants of `realgraph.runtime` by `module.NAME`, so that a test
-    need not wait for minutes. dies_at: the file operation in its run directory, from 1, before which its master is
-    killed; 0: none."""
+    """Differences of a run from any other."""
 
-    ignored: signal.Signals | None = None
-    terminal: str = ""
+    ignored: signal.Signals | None = None  # as under nohup
+    terminal: str = ""  # the terminal that it is started in and shows itself on, instead of a file
+    # Constants of modules of `realgraph.runtime` by `module.NAME`, so that a test need not wait for minutes.
     limits: dict[str, float] = field(default_factory=dict)
-    dies_at: int = 0
+    dies_at: int = 0  # the file operation in its run directory, from 1, before which its master is killed; 0: none
 
     def apply(self, folder: Path) -> None:
         if self.ignored is not None:
@@ -225,7 +173,7 @@ PLAIN = Special()
 
 
 def _enter(argv: list[str], folder: Path, output: str, special: Special) -> None:
-    """In the process of a run: what the console script does."""
+    """Do what the console script does, in the process of a run."""
     from realgraph.__main__ import main
     from realgraph.runtime.processes import local
 
@@ -238,7 +186,7 @@ def _enter(argv: list[str], folder: Path, output: str, special: Special) -> None
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(folder.parent)
-    local.open_server = _fork_server
+    local.open_server = fork_server
     sys.argv = ["realgraph", *argv]
     special.apply(folder)
     main()
@@ -323,7 +271,7 @@ def finish(home: Path, *argv: str, name: str = "run", code: int = 0) -> Running:
 
 
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `function` of a module returns in a process of its own, whose workers start as fast as a run's.
+    """The value of a module's function, called in a process of its own, whose workers start as fast as a run's.
 
     Raises the ConfigError that it raises there.
     """
@@ -343,7 +291,7 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
 def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     from realgraph.runtime.processes import local
 
-    local.open_server = _fork_server
+    local.open_server = fork_server
     try:
         pipe.send((True, function(*arguments)))
     except ConfigError as error:
@@ -351,7 +299,7 @@ def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any
 
 
 def stop(running: Running) -> None:
-    """Whatever a test has left."""
+    """Kill the run where a test has left it alive."""
     if running.process.is_alive():
         running.process.kill()
         running.process.join()
@@ -373,13 +321,27 @@ def logs(folder: Path) -> str:
     return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted((folder / "logs").glob("*")))
 
 
-TIMES = ("seconds", "tokens_per_second")
+# times, and how many sequences decode when a group is reported
+OF_THE_CLOCK = ("seconds", "tokens_per_second", "/running", "/waiting")
+
+
+class Summed(float):
+    """A metric: shares of groups and workers add up as they come, so the last bits of equal ones may differ."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, int | float):
+            return NotImplemented  # what is compared with is a tolerance of its own
+        return math.isclose(self, other, rel_tol=1e-12, abs_tol=1e-15)
+
+    __hash__ = float.__hash__
 
 
 def numbers(folder: Path) -> dict[int, dict[str, float]]:
-    """step -> every metric that is not a time; of a step that was trained twice, the last record."""
+    """step -> every metric that the clock does not change; of a step that was trained twice, the last record."""
     return {
-        record["step"]: {name: value for name, value in record["metrics"].items() if not name.endswith(TIMES)}
+        record["step"]: {
+            name: Summed(value) for name, value in record["metrics"].items() if not name.endswith(OF_THE_CLOCK)
+        }
         for record in records(folder)
     }
 

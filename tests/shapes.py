@@ -199,7 +199,7 @@ def plan_of(shape: Shape, graph: Graph) -> Plan:
         orders[device] = tuple(turns)
     if shape.moves:
         layouts = {name: allocation.layout for name, allocation in allocations.items()}
-        for target, train in reallocations(graph, layouts).items():
+        for target, train in reallocations(graph, allocations).items():
             for device in {*layouts[target].mesh.devices, *layouts[train].mesh.devices}:
                 orders[device] = (Turn(reallocation_node(target)), *orders[device])
     return Plan(allocations, orders, Hashes("", "", ""), shape.kept)

@@ -34,6 +34,7 @@ class Workers:
 
     def __init__(self, job: Job, n_workers: int, versions: dict[str, int]) -> None:
         self.job, self.graph, self.versions = job, job.graph, versions
+        self.options = job.plan.allocations
         self.layouts = {name: allocation.layout for name, allocation in job.plan.allocations.items()}
         self.trains = {
             role: [name for name, call in self.graph.calls.items() if isinstance(call, Train) and call.model == role]
@@ -57,8 +58,7 @@ class Workers:
             return 0
         if isinstance(self.graph.calls[call], Train):
             return self.versions[role]
-        trained = self.layouts[self.trainer[call]]
-        if shares_trained_copy(self.graph.calls[call], self.layouts[call], trained):
+        if shares_trained_copy(self.graph.calls[call], self.options[call], self.options[self.trainer[call]]):
             return self.versions[role]
         return self.all[number].copies[call]
 

@@ -164,6 +164,19 @@ def test_a_reference_that_follows_stays_nearer(home: Path) -> None:
         assert step["train/kl_loss"] == pytest.approx(0.05 * step["train/kl"], rel=0.2)  # means of samples, of tokens
 
 
+def test_a_reference_follows_in_another_layout_too(home: Path) -> None:
+    """Its average moves by parts, which come from where they lie."""
+    follows = {"params": {"kl_coef": 0.05}, "models": {"ref": {"ema_rate": 0.5}}, "runtime": {"verify_weights": True}}
+    whole = steps_of(ran(home, "follows_whole", GRPO, follows))
+    layouts = {"train": {"devices": 2, "tp": 2}, "ref_logp": {"devices": 2, "sharding": "fsdp"}}
+    apart = steps_of(ran(home, "follows_apart", GRPO, follows, {"allocation": layouts}))
+    plan = json.loads((home / "follows_apart/plan.json").read_text())["allocations"]
+    assert (plan["train"]["layout"]["tp"], plan["ref_logp"]["layout"]["sharding"]) == (2, "fsdp")
+    for ours, theirs in zip(apart, whole, strict=True):
+        assert ours["train/kl"] == pytest.approx(theirs["train/kl"], rel=1e-3, abs=1e-6)
+    assert whole[-1]["train/kl"] > 0
+
+
 PAIRS = {
     "dpo": """
 name: dpo

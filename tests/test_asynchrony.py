@@ -101,6 +101,7 @@ def test_batches_wait_for_groups_that_would_be_overdue(home: Path) -> None:
 # --- weight updates that fail -----------------------------------------------------------------------------------------
 
 BROKEN = '''
+from contextlib import contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -108,21 +109,24 @@ HERE = Path(__file__).parent
 def spoil(batch, outputs, run, how):
     """A loss term of 0 that makes every later weight update of this process fail in silence."""
     if (HERE / f"{run}-break").exists():
-        from realgraph.runtime.worker.roles import Roles
         from realgraph.runtime.generate.engine import TorchRolloutEngine
+        from realgraph.runtime.train.engine import TorchTrainEngine
 
-        send = Roles._send
+        held_parts = TorchTrainEngine.held_parts
 
-        def forget(engine, weights, version):
-            engine.weights_changed(version + 0 * sum(1 for _ in weights))
+        def forget(engine, parts):
+            for _ in parts:
+                pass
 
-        def wrong(weights, receivers):
-            yield from send(((name, tensor * 1.2) for name, tensor in weights), receivers)
+        @contextmanager
+        def wrong(engine):
+            with held_parts(engine) as parts:
+                yield {name: part._replace(values=part.values * 1.2) for name, part in parts.items()}
 
         if how == "send":
-            Roles._send = staticmethod(wrong)
+            TorchTrainEngine.held_parts = wrong
         else:
-            TorchRolloutEngine.load_weights = forget
+            TorchRolloutEngine.prepare = forget
     return outputs.logprobs * 0.0
 '''
 SHARDED = {"train": {"sharding": "fsdp", "devices": 2}}

@@ -1,10 +1,10 @@
-"""The check of words: names of every form, texts, places where a word is right, and the list itself."""
+"""The check of words: names of every form, texts, places where a word is right, openings, and the list itself."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.check_words import HERE, hits, main, read_words
+from tests.check_words import HERE, hits, main, openings, read_words
 
 WORDS = read_words("""
 # a comment
@@ -59,6 +59,32 @@ def test_hits_are_listed_with_file_and_line_and_fail_the_check(
     (root / "planner" / "a.py").write_text("b = conflict(1)\n")
     assert main([str(words), str(root)]) == 0
     assert capsys.readouterr().out == ""
+
+
+OPENED = '''"""{0} module."""
+async def f():
+    """
+    {0} function.
+    """
+    class A:
+        """{0}"""
+        def g(self):
+            "Say {0}."
+            return """{0}"""
+'''
+
+
+def test_docstrings_of_every_kind_open_with_the_thing_or_the_verb(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert [one.line for one in openings("a.py", OPENED.format("Whether"))] == [1, 3, 7]
+    for word in ("Whatnot", "However", "Office", "Off-policy", "[T]", ""):
+        assert not list(openings("a.py", OPENED.format(word)))
+    (tmp_path / "words.txt").touch()
+    (tmp_path / "a.py").write_text(OPENED.format("What"))
+    assert main([str(tmp_path / "words.txt"), str(tmp_path)]) == 1
+    expected = "the docstring opens with 'What', not with the thing or the verb"
+    assert capsys.readouterr().out.splitlines() == [f"a.py:{line}: {expected}" for line in (1, 3, 7)]
 
 
 @pytest.mark.parametrize("text", ["wish", "wish ->", "    docs/* :: before any word\n", "-> constraint"])

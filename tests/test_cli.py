@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from realgraph import cli
 from realgraph.commands.init import run_template
 from realgraph.graphs.yaml.document import parse_document
 from realgraph.graphs.yaml.load import library_names
+from tests.console_script import typed
 
 # torch is made impossible to import; what is left must answer all the same.
 NO_TORCH = "import sys; sys.modules.update(torch=None, transformers=None); from realgraph.cli import main; main()"
@@ -22,14 +22,6 @@ def run_file(tmp_path: Path) -> Path:
     file = tmp_path / "run.yaml"
     file.write_text(run_template("grpo", tmp_path))
     return file
-
-
-def typed(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Runs the console script in this process; returns its exit code."""
-    monkeypatch.setattr(sys, "argv", ["realgraph", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    return int(caught.value.code or 0)
 
 
 @pytest.mark.parametrize(
@@ -145,5 +137,5 @@ def test_init_writes_a_run_file_once(
 def test_schemas_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert typed("schema", "--out-dir", str(tmp_path), monkeypatch=monkeypatch) == 0
     assert json.loads((tmp_path / "realgraph.schema.json").read_text())["title"] == "A realgraph run file"
-    assert (tmp_path / "reference.md").read_text().startswith("# Reference of the YAML")
+    assert (tmp_path / "reference.md").read_text().startswith("# YAML reference")
     assert typed("schema", "--out-dir", str(tmp_path / "none"), monkeypatch=monkeypatch) == 2

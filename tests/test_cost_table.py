@@ -4,14 +4,17 @@ import math
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.planner.costs.calibrate.calibrate import merge, phase_factors
+from realgraph.planner.costs.overhead import Operation, collective_seconds, link_share
 from realgraph.planner.inputs.devices import device_kinds
 from realgraph.planner.request.cost_table import (
     COSTS_FILE,
+    COSTS_FORMAT,
     CostTable,
     MeasuredCall,
     PhaseFactor,
@@ -19,9 +22,10 @@ from realgraph.planner.request.cost_table import (
     load_costs,
 )
 from realgraph.planner.request.request import call_hashes
-from tests.planner_cases import ppo, request
+from tests.planner_cases import cluster, ppo, request
 
 CPU = device_kinds()["cpu"].costs
+OPERATIONS: tuple[Operation, ...] = ("gather", "scatter", "exchange", "p2p")
 
 
 def measured(call: str, seconds: float, predicted: float, **fields: object) -> MeasuredCall:
@@ -86,17 +90,34 @@ def test_what_is_no_table_is_named_with_a_way_out(tmp_path: Path) -> None:
     assert "no table of costs" in problem(file)
     file.write_text('{"format": 2, "kinds": "cpu"}')
     assert "kinds" in problem(file)
-    for other in (1, 7):
+    for other in (1, 4, 7):
         file.write_text(f'{{"format": {other}}}')
         assert f"format {other}" in problem(file)
+        assert "reads formats 2 to 3" in problem(file)
     file.write_text('{"kind": "cpu"}')
     assert "format" in problem(file)
+
+
+def test_a_table_from_before_other_collectives_were_measured_has_them_as_its_all_reduce(tmp_path: Path) -> None:
+    old = msgspec.to_builtins(replace(TABLE, factors=replace(CPU, link=0.3, collective_seconds=5e-5)))
+    for name in OPERATIONS:
+        del old["factors"][name], old["factors"][f"{name}_seconds"]
+    (tmp_path / COSTS_FILE).write_bytes(msgspec.json.encode(old | {"format": 2}))
+    read = load_costs(tmp_path)
+    assert read.format == COSTS_FORMAT
+    assert read.factors is not None
+    for name in OPERATIONS:
+        assert (link_share(read.factors, name), collective_seconds(cluster(), read.factors, name)) == (0.3, 5e-5)
+    (tmp_path / COSTS_FILE).write_bytes(costs_to_json(read))
+    assert load_costs(tmp_path) == read
 
 
 @pytest.mark.parametrize(
     ("table", "says"),
     [
         (replace(TABLE, factors=replace(CPU, gemm=0.0)), "`$.factors.gemm`"),
+        (replace(TABLE, factors=replace(CPU, scatter=1e-9)), "`$.factors.scatter`"),
+        (replace(TABLE, factors=replace(CPU, p2p_seconds=-1e-3)), "`$.factors.p2p_seconds`"),
         (replace(TABLE, factors=replace(CPU, layer_seconds=-1e-3)), "`$.factors.layer_seconds`"),
         (replace(TABLE, phases={"train": PhaseFactor(0.0)}), "`$.phases[...].factor`"),
         (replace(TABLE, calls=(measured("train", -1.0, 1.0),)), "`$.calls[0].seconds`"),

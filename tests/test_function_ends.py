@@ -1,4 +1,4 @@
-"""What user functions start is gone when their process, its guardian, a worker, the fork server or the master ends."""
+"""Processes that user functions start end with their own, its guardian, a worker, the fork server or the master."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from realgraph.runtime.functions.host import FunctionHost
 from realgraph.runtime.processes.launcher import WorkerBoot, WorkerProgram
 from realgraph.runtime.processes.local import LocalFleet, LocalLauncher
 from realgraph.runtime.wire.curve import make_keys
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere daemons are out of reach")
 
@@ -81,15 +82,6 @@ def marked(mark: str) -> list[int]:
                 if state not in "ZX" and f"{MARK}={mark}\0".encode() in (entry / "environ").read_bytes():
                     found.append(int(entry.name))
     return found
-
-
-def until(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 @pytest.fixture

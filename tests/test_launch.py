@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -190,24 +191,31 @@ asyncio.run(run())
 """
 
 
-@pytest.mark.parametrize("whole_group", [False, True])
-@pytest.mark.parametrize("entry", ["sleep", "stubborn"])
-def test_nothing_outlives_a_killed_master(tmp_path: Path, entry: str, whole_group: bool) -> None:
-    code = _MASTER.format(path=sys.path, module=__name__, folder=str(tmp_path), entry=entry)
-    segments = os.listdir("/dev/shm")
+@contextmanager
+def _killed_master(folder: Path, entry: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A master with three workers, to be killed within; all that it has started must end soon after."""
+    code = _MASTER.format(path=sys.path, module=__name__, folder=str(folder), entry=entry)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as master:
         assert master.stdout is not None
         assert master.stdout.readline() == b"started\n"
+        yield master
+        master.wait(10)
+        deadline = time.monotonic() + 10
+        while _alive(str(folder)):
+            assert time.monotonic() < deadline, _alive(str(folder))
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+@pytest.mark.parametrize("entry", ["sleep", "stubborn"])
+def test_nothing_outlives_a_killed_master(tmp_path: Path, entry: str, whole_group: bool) -> None:
+    segments = os.listdir("/dev/shm")
+    with _killed_master(tmp_path, entry) as master:
         assert len(_alive(str(tmp_path))) >= 4
         if whole_group:
             os.killpg(master.pid, signal.SIGKILL)
         else:
             master.kill()
-        master.wait(10)
-        deadline = time.monotonic() + 10
-        while _alive(str(tmp_path)):
-            assert time.monotonic() < deadline, _alive(str(tmp_path))
-            time.sleep(0.02)
     assert os.listdir("/dev/shm") == segments
 
 
@@ -247,21 +255,13 @@ def test_no_interrupt_ends_a_fork_server_not_even_while_it_starts(number: signal
 
 @pytest.mark.parametrize("stopped", ["server", "workers", "all"])
 def test_nothing_outlives_a_killed_master_though_it_is_stopped(tmp_path: Path, stopped: str) -> None:
-    code = _MASTER.format(path=sys.path, module=__name__, folder=str(tmp_path), entry="sleep")
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as master:
-        assert master.stdout is not None
-        assert master.stdout.readline() == b"started\n"
+    with _killed_master(tmp_path, "sleep") as master:
         workers = [pid for pid in _alive(str(tmp_path)) if os.getsid(pid) == pid and pid != master.pid]
         server = _parent(workers[0])
         chosen = {"server": [server], "workers": workers, "all": [server, *workers]}[stopped]
         for pid in chosen:
             os.kill(pid, signal.SIGSTOP)
         master.kill()
-        master.wait(10)
-        deadline = time.monotonic() + 10
-        while _alive(str(tmp_path)):
-            assert time.monotonic() < deadline, _alive(str(tmp_path))
-            time.sleep(0.02)
 
 
 @pytest.mark.parametrize("entry", ["no_such_module_at_all:main", f"{__name__}:no_such_function"])

@@ -86,6 +86,11 @@ def test_a_package_has_at_most_twelve_modules() -> None:
     assert {package: n for package, n in marks.package_sizes().items() if n > LARGEST_PACKAGE} == {}
 
 
+def test_class_names_are_unique_and_no_symbol_is_for_tests_alone() -> None:
+    assert marks.duplicate_classes() == {}
+    assert marks.unused_symbols() == []
+
+
 def test_state_is_in_no_global_and_one_file_reads_the_environment() -> None:
     assert marks.global_statements() == []
     assert marks.environment_readers() == ["runtime/processes/environment.py"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from realgraph.graphs.check.compile import compile_graph
 from realgraph.graphs.facts import Facts
 from realgraph.graphs.graph import Graph
-from realgraph.graphs.picture.layered import COLUMN_GAP, MARGIN, ROW_GAP, Box, BoxSize, place
+from realgraph.graphs.picture.layered import COLUMN_GAP, MARGIN, ROW_GAP, BoxSize, PlacedBox, place
 from realgraph.graphs.picture.render import mermaid, svg, tree
 from realgraph.screen.terminal import Terminal
 from tests.strategies import TREES, Tree, change, rl_tree, spec_of, trees, where
@@ -25,7 +25,7 @@ def graph_of(source: Tree) -> Graph:
     return compile_graph(spec_of(source), where, Facts())
 
 
-def overlap(one: Box, other: Box) -> bool:
+def overlap(one: PlacedBox, other: PlacedBox) -> bool:
     apart = one.right <= other.x or other.right <= one.x or one.bottom <= other.y or other.bottom <= one.y
     return not apart
 

@@ -80,7 +80,7 @@ def test_costs_that_contradict_the_plan_or_a_resumed_run_are_refused(run_file: P
     other = table(run_file.parent, 2.0, "other.json")
     with pytest.raises(ConfigError, match="another table of measured costs"):
         prepare(run_file, (), run_file.parent / "plan.json", other)
-    with pytest.raises(ConfigError, match=r"a resumed run keeps its plan(.|\n)*leave out --costs"):
+    with pytest.raises(ConfigError, match=r"a resumed run keeps its plan(.|\n)*leave out --costs, or add --replan"):
         open_run(None, (), RunOptions(resume=run_file.parent, costs_file=other)).__enter__()
     with pytest.raises(ConfigError, match="no file or run directory"):
         open_run(run_file, (), RunOptions(costs_file=run_file.parent / "nowhere")).__enter__()

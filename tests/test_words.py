@@ -1,4 +1,4 @@
-"""What reaches the screen: data as they are, control characters shown, and output that nobody takes."""
+"""Text that reaches the screen: data as they are, control characters shown, and output that nobody takes."""
 
 import ast
 import io
@@ -15,25 +15,18 @@ from hypothesis import strategies as st
 from rich.table import Table
 from rich.text import Text
 
-from realgraph import cli
 from realgraph.commands.init import init_command
 from realgraph.graphs.errors import ConfigError
 from realgraph.runtime.master.observer import EvalRecord, Note, Observers, RunEnded, RunRecord, RunStarted, StepRecord
 from realgraph.screen.console import EvaluationLines, LiveScreen, PlainLines
 from realgraph.screen.output import say_json_text, visible
 from realgraph.screen.terminal import Terminal
+from tests.console_script import typed
 from tests.graph_texts import GRAPH
 
 ROOT = Path(__file__).parent.parent
 EVIL = "tasks:pick [bold]x[/] \x1b]0;owned\x1b[31mred\x9b2J\u202e\ud800 [/nothing]"
 SHOWN = r"tasks:pick [bold]x[/] \x1b]0;owned\x1b[31mred\x9b2J\u202e\ud800 [/nothing]"
-
-
-def typed(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(sys, "argv", ["realgraph", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    return int(caught.value.code or 0)
 
 
 def screen() -> tuple[Terminal, io.StringIO]:

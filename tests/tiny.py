@@ -12,8 +12,10 @@ from transformers import (
     GemmaConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from realgraph.runtime.batch import Packed
@@ -44,6 +46,11 @@ def config(kind: str = "qwen3", **changes: Any) -> Any:
             return Qwen2Config(**{"tie_word_embeddings": True, **shape})
         case "qwen3":
             return Qwen3Config(**{"tie_word_embeddings": True, "head_dim": 16, **shape})
+        case "qwen3_moe":
+            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+            return Qwen3MoeConfig(**{"tie_word_embeddings": False, "head_dim": 16, **experts, **shape})
+        case "mixtral":
+            return MixtralConfig(**{"num_local_experts": 4, "sliding_window": 5, "head_dim": 8, **shape})
         case "mistral":
             return MistralConfig(**{"sliding_window": 5, "head_dim": 8, **shape})
         case "gemma":
@@ -57,7 +64,7 @@ def config(kind: str = "qwen3", **changes: Any) -> Any:
             raise ValueError(f"no tiny {kind!r}")
 
 
-KINDS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
+KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text")
 
 
 def network(kind: str = "qwen3", seed: int = 0, **changes: Any) -> Any:
