@@ -2,7 +2,9 @@
 
 All draw the same number of tokens for the same prompts, interleaved in one process on one core; run from the root of
 the repository: `OMP_NUM_THREADS=1 python -m benchmarks.generation`. Lengths are log-normal and forced: no token stops
-a sample. Each contender first shows its best batch size, then runs again with it, and counts by its best run.
+a sample. Each contender first shows its best batch size, then runs again with it, and counts by its best run. Then our
+engine runs with a cache of a quarter of slots x longest: as places for whole samples, of which a quarter fits, and as
+pages, of which sequences take what they have now.
 Seconds are of CPU time, as one core of a busy machine is hard to time by the wall; only ratios carry over to other
 machines. Our engine also returns log-probabilities and versions; the others are not asked for any.
 """
@@ -29,10 +31,12 @@ from transformers import (
 
 from benchmarks.machine import describe
 from realgraph.runtime.engine import Request, RolloutLimits
-from realgraph.runtime.generate.engine import TorchRolloutEngine
+from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 
 ROUNDS = 1
 LONGEST_TOKENS = 256
+LONGEST_PROMPT = 20
+PAGED_TARGET = 1.3  # of tokens per second in a cache of a quarter of slots x longest
 PAD = 0
 RESULTS = Path(__file__).parent / "results" / "generation.json"
 
@@ -75,15 +79,15 @@ def make_requests(n: int, vocabulary: int) -> list[Request]:
     made = []
     for i in range(n):
         length = int(rng.lognormvariate(math.log(40) - sigma**2 / 2, sigma))
-        prompt = tuple(rng.randrange(1, vocabulary) for _ in range(rng.randint(6, 20)))
+        prompt = tuple(rng.randrange(1, vocabulary) for _ in range(rng.randint(6, LONGEST_PROMPT)))
         made.append(Request(i, prompt, max(1, min(LONGEST_TOKENS, length)), seed=i))
     return made
 
 
-def embedded(model: Any, requests: Sequence[Request], batch: int) -> float:
-    """Seconds of this project's engine with `batch` slots."""
+def embedded(model: Any, requests: Sequence[Request], batch: int, cache_tokens: int | None = None) -> float:
+    """Seconds of this project's engine with at most `batch` sequences at once."""
     start = time.process_time()
-    engine = TorchRolloutEngine(model, RolloutLimits(max_running=batch))
+    engine = ContinuousBatch(model, RolloutLimits(max_running=batch, max_cache_tokens=cache_tokens))
     engine.submit(requests)
     lengths = {}
     while not engine.idle:
@@ -166,11 +170,28 @@ CONTENDERS: dict[str, Callable[[Any, Sequence[Request], int], float]] = {
 }
 
 
-def measure(case: Case) -> dict[str, object]:
-    """Tokens per second of each contender's best run, and the ratio to the better of transformers' two ways."""
+def made(case: Case) -> Any:
+    """The model of a case, with random weights."""
     torch.manual_seed(0)
     config = Qwen3Config(**case.shape, tie_word_embeddings=True, max_position_embeddings=512, eos_token_id=None)
-    model: Any = Qwen3ForCausalLM(config).eval()
+    return Qwen3ForCausalLM(config).eval()
+
+
+def paged(model: Any, case: Case, requests: Sequence[Request]) -> dict[str, float]:
+    """Tokens per second in a cache of a quarter of slots x longest: of places, of pages, and their ratio."""
+    slots = max(case.batches["embedded"])
+    cache = slots * (LONGEST_PROMPT + LONGEST_TOKENS) // 4
+    tokens = sum(r.max_new_tokens for r in requests)
+    runs = [(embedded(model, requests, slots // 4), embedded(model, requests, slots, cache)) for _ in range(ROUNDS + 1)]
+    places, pages = (tokens / min(seconds) for seconds in zip(*runs, strict=True))
+    print(f"{case.name:>5} cache of {cache:,} tokens: {places:,.0f} tok/s as places, {pages:,.0f} tok/s as pages")
+    print(f"{case.name:>5} pages / places: {pages / places:.2f} (target {PAGED_TARGET})")
+    return {"cache_tokens": cache, "places": places, "pages": pages, "ratio": pages / places, "target": PAGED_TARGET}
+
+
+def measure(case: Case) -> dict[str, object]:
+    """Tokens per second of each contender's best run, and the ratio to the better of transformers' two ways."""
+    model = made(case)
     requests = make_requests(case.requests, case.shape["vocab_size"])
     tokens = sum(r.max_new_tokens for r in requests)
     for run in CONTENDERS.values():
@@ -202,14 +223,22 @@ def measure(case: Case) -> dict[str, object]:
         "ratio": ratio,
         "ratio_to_sorted_generate": best["embedded"] / oracle,
         "target": case.target,
+        "paged": paged(model, case, requests),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", choices=[case.name for case in CASES], help="only this one; writes nothing")
-    only = parser.parse_args().case
+    parser.add_argument("--paged", action="store_true", help="the paged cache alone; writes nothing")
+    given = parser.parse_args()
+    only = given.case
     torch.set_num_threads(1)
+    if given.paged:
+        for case in CASES:
+            if only in (None, case.name):
+                paged(made(case), case, make_requests(case.requests, case.shape["vocab_size"]))
+        return
     measured = {case.name: measure(case) for case in CASES if only in (None, case.name)}
     if only is None:
         RESULTS.parent.mkdir(exist_ok=True)

@@ -26,7 +26,7 @@ RUN_SECONDS = 240.0  # no single run takes longer
 
 @dataclass(frozen=True)
 class Setting:
-    """How TRL runs one optimizer step of `samples`: processes, samples in one backward pass, generation back-end."""
+    """Processes, samples in one backward pass and generation back-end with which TRL runs one step of `samples`."""
 
     samples: int
     processes: int
@@ -69,7 +69,7 @@ class Measured:
         return self.samples / self.seconds
 
     def row(self) -> dict[str, Any]:
-        """For the results' file: lengths as mean, 95th percentile and maximum."""
+        """The row of the results' file: lengths as mean, 95th percentile and maximum."""
         found = asdict(self)
         lengths = sorted(found.pop("lengths"))
         mean = sum(lengths) / len(lengths)
@@ -119,7 +119,8 @@ def make_model(folder: Path, case: Case, pairs: Sequence[tuple[int, int]]) -> No
     from transformers import Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    from realgraph.commands.arithmetic import small_config, write_tokenizer
+    from realgraph.commands.arithmetic import small_config
+    from realgraph.rehearsal.tokenizer import write_tokenizer
 
     vocabulary = write_tokenizer(folder, case.characters + "$", "$", "$")
     disable_progress_bar()

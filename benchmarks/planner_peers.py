@@ -13,19 +13,19 @@ from itertools import product
 from msgspec import Struct
 from msgspec.structs import replace
 
-from realgraph.planner.plan.problem import Choice, SearchProblem, SearchTask
-from realgraph.planner.search.symmetric import LayoutShape, shaped_choices
-from realgraph.planner.solve.solver import evaluate
+from realgraph.planner.plan.problem import Choice, Limits, SearchProblem, SearchTask, Solution
+from realgraph.planner.solve.solver import evaluate, solve
 
 RETIMED = 12  # best plans of a peer that the exact evaluator times
+GAP = 1e-6  # relative: of the fastest options of models that share a mesh
 
 
 class PeerPlan(Struct, frozen=True):
-    """What a peer found. period: exact, inf where it found nothing that fits. tried: placements or proposals."""
+    """The plan that a peer found."""
 
-    period: float
+    period: float  # exact, inf where it found nothing that fits
     seconds: float
-    tried: int
+    tried: int  # placements or proposals
 
 
 # --- HybridFlow, Algorithm 1 ------------------------------------------------------------------------------------------
@@ -109,14 +109,13 @@ def _group(problem: SearchProblem, roles: tuple[str, ...], size: int) -> Group |
         ties=(),
         tree=None,
     )
-    every = {int(number): LayoutShape() for table in problem.tables for number in table.layout}
-    choices = shaped_choices(part, every)
-    if choices is None:
+    found = solve(part, Limits(gap=GAP))
+    if not isinstance(found, Solution):
         return None
     stages = [0.0, 0.0, 0.0]
     for task in tasks:
-        stages[stage_of(problem, task)] += problem.tables[task.tables[mesh]].seconds[choices[task.name].option]
-    return Group(choices, (stages[0], stages[1], stages[2]))
+        stages[stage_of(problem, task)] += problem.tables[task.tables[mesh]].seconds[found.choices[task.name].option]
+    return Group(found.choices, (stages[0], stages[1], stages[2]))
 
 
 def _packed(problem: SearchProblem, sizes: Sequence[int]) -> list[int] | None:

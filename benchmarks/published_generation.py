@@ -33,7 +33,7 @@ class Generation(Struct, frozen=True):
 def generation(setting: Setting, work: GenerateWork) -> Generation:
     """The same call with what a report says of it."""
     prefill, decode = phase_seconds(setting, work)
-    step, shape = decode_step(setting, work.precision), occupancy_of(setting, work)
+    step, shape = decode_step(setting), occupancy_of(setting, work)
     seconds = shape.steps * step(shape.running, work.prompt_tokens + shape.age)
     few = shape.running < TAIL_RUNNING_SHARE * shape.running.max(initial=0.0)
     ideal = shape.steps * read_seconds(setting, step, shape.running, work.prompt_tokens + shape.age)

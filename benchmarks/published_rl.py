@@ -1,4 +1,4 @@
-"""What the cost model says of published speeds of generation, weight synchronisation and whole steps of RL systems."""
+"""Predictions for published speeds of generation, weight synchronisation and whole steps of RL systems."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from benchmarks.published import Prediction, Row
 from benchmarks.published_assumed import areal, deepspeed_chat, openrlhf
+from benchmarks.published_backends import eight_bit
 from benchmarks.published_generation import generation
 from benchmarks.published_shapes import cluster_of, model_of
 from benchmarks.published_steps import (
@@ -24,7 +25,7 @@ from benchmarks.published_steps import (
     step_seconds,
     sync_seconds,
 )
-from realgraph.planner.costs.generate.decode import ROLE_PRECISION, Precision, cache_bytes_per_token
+from realgraph.planner.costs.generate.decode import cache_bytes_per_token
 from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.cluster import Cluster
@@ -33,7 +34,6 @@ from realgraph.planner.plan.layout import DeviceMesh, Layout
 
 CHAT_METRIC = "ppo_epoch_time_1024_prompts"
 PHASES = ("generate", "inference", "e2e", "weight_sync")
-FLOAT8 = Precision("float8", "float8")
 # TensorRT-LLM's benchmark: requests by prompt and response length, 99 % of what weights and buffers leave for the cache
 # in which every sequence reserves its whole length, and at most 4,096 sequences (its docs, perf-overview.md).
 SERVED = re.compile(r"ISL (\d+) OSL (\d+)")
@@ -75,7 +75,7 @@ SHAPES = (
 
 
 def predictions(rows: Sequence[Row]) -> Iterator[Prediction]:
-    """Of generation, inference, whole steps and weight synchronisation; rows of other phases are passed over."""
+    """Predictions of generation, inference, whole steps and weight synchronisation; other rows are passed over."""
     for row in rows:
         found = _prediction(row) if row.phase in PHASES else ""
         if isinstance(found, Prediction):
@@ -168,11 +168,12 @@ def _served(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
     tp, pp = row.count("tp", 1) or 1, row.count("pp", 1) or 1
     if pp > model.layers:
         return "more stages than layers"
-    precision = FLOAT8 if "FP8" in row.notes else ROLE_PRECISION
     setting = Setting(model, BF16, Layout(DeviceMesh(0, tp * pp), tp=tp, pp=pp), cluster)
-    held = (1 if precision is FLOAT8 else 2) * model.n_params() / (tp * pp)
+    if "FP8" in row.notes:
+        setting = eight_bit(setting, cache_bytes=1)
+    held = (setting.engine.weight_bytes or setting.element) * model.n_params() / (tp * pp)
     room = TRT_CACHE_SHARE * (cluster.memory_bytes - held - TRT_BUFFER_BYTES)
-    running = int(room * pp / (cache_bytes_per_token(setting, precision) * (prompt + new)))
+    running = int(room * pp / (cache_bytes_per_token(setting) * (prompt + new)))
     most = TRT_MOST_RUNNING
     if not row.system.startswith("TensorRT-LLM"):
         setting, most = serving(setting), MOST_RUNNING
@@ -183,7 +184,6 @@ def _served(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
         mean_new_tokens=new,
         max_new_tokens=new,
         running=max(1, min(most, running)),
-        precision=precision,
     )
     devices = max(tp * pp, row.count("n_gpus", tp * pp))
     found = generation(setting, work).tokens_per_second * devices / (tp * pp)
@@ -232,7 +232,6 @@ def _step(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
         near, far = min(devices, NVL72_PER_NODE), cluster.link_bytes_per_s
         cluster = replace(cluster, nodes=nodes, devices_per_node=near, nic_bytes_per_s=far)
     part = devices // 2 if late else devices
-    fp8 = "; FP8" in row.notes
     train = _train_layout(row, part)
     if not 0 < int(tp[1]) <= part or train.tp * train.pp * train.cp > part or train.ep > part:
         return "the layouts need more devices than there are"
@@ -243,9 +242,8 @@ def _step(row: Row, model: ModelSpec, cluster: Cluster) -> Prediction | str:
         train=train,
         colocated=not late,
         memory_share=0.8 if late else 0.6,
-        precision=Precision("float8") if fp8 else ROLE_PRECISION,
         microbatch=longest,
-        fp8=fp8,
+        fp8="; FP8" in row.notes,
     )
     batch = Batch(
         samples=samples,

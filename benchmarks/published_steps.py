@@ -10,16 +10,17 @@ import yaml
 from msgspec import Struct
 from msgspec.structs import replace
 
+from benchmarks.published_adapters import lora_params
+from benchmarks.published_backends import eight_bit
 from benchmarks.published_generation import rollout_variants
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.backend import FSDP, MEGATRON
 from realgraph.planner.costs.compute.forward import mean_context
 from realgraph.planner.costs.compute.inference import inference_seconds
 from realgraph.planner.costs.compute.train import TrainWork, microbatches, train_seconds
-from realgraph.planner.costs.generate.decode import ROLE_PRECISION, Precision, cache_bytes_per_token
+from realgraph.planner.costs.generate.decode import cache_bytes_per_token
 from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds
 from realgraph.planner.costs.lengths import lengths_of
-from realgraph.planner.costs.memory.memory import lora_params
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.model_spec import ModelSpec
@@ -62,45 +63,34 @@ def glue() -> Glue:
 
 
 class Batch(Struct, frozen=True):
-    """Of one step: samples, their group, lengths in tokens, optimizer steps; forward passes besides training.
-
-    limit: of new tokens. staleness: 0 is synchronous. rewarded: answers are checked by rules on cores. lengths: new
-    tokens at equal steps of probability, where more is known of them than the mean.
-    """
+    """The work of one step of RL."""
 
     samples: int
-    per_group: int
-    prompt: float
-    mean: float
-    limit: int
-    steps: int = 1
-    passes: int = 1
-    staleness: int = 0
-    rewarded: bool = True
-    lengths: tuple[int, ...] = ()
+    per_group: int  # samples of one prompt
+    prompt: float  # mean tokens
+    mean: float  # new tokens
+    limit: int  # of new tokens
+    steps: int = 1  # of the optimizer
+    passes: int = 1  # forward passes besides training
+    staleness: int = 0  # 0 is synchronous
+    rewarded: bool = True  # answers are checked by rules on cores
+    lengths: tuple[int, ...] = ()  # new tokens at equal steps of probability, where more is known than the mean
 
 
 class Engines(Struct, frozen=True):
-    """How a system runs a model: devices that generate and train (the same ones where `colocated`), both layouts.
-
-    memory_share: of a device's memory that the engine may use. precision: of the engine. microbatch: tokens. recompute:
-    whether whole layers are computed again. controller: whether one process holds the batch. in_flight: most samples
-    that run at once on all engines, 0 for no limit. files_seconds: until weights that were written into files are seen,
-    0 where they go from device to device.
-    """
+    """The engines of a system, with their layouts and settings."""
 
     generate: Layout
     train: Layout
-    colocated: bool
-    memory_share: float = 0.9
-    precision: Precision = ROLE_PRECISION
-    microbatch: int = 8192
-    recompute: bool = True
-    fp8: bool = False
-    controller: bool = True
-    in_flight: int = 0
-    files: bool = False
-    looks_seconds: float = 0.0
+    colocated: bool  # both on the same devices
+    memory_share: float = 0.9  # of a device's memory that the engine may use
+    microbatch: int = 8192  # tokens
+    recompute: bool = True  # whole layers are computed again
+    fp8: bool = False  # layers' products, and the weights that the engine serves
+    controller: bool = True  # one process holds the batch
+    in_flight: int = 0  # samples that run at once on all engines at most, 0 for no limit
+    files: bool = False  # weights go through files, not from device to device
+    looks_seconds: float = 0.0  # between two looks of engines for new files
 
 
 class StepSeconds(Struct, frozen=True):
@@ -151,11 +141,14 @@ def step_seconds(model: ModelSpec, cluster: Cluster, engines: Engines, batch: Ba
 
 
 def settings_of(model: ModelSpec, cluster: Cluster, engines: Engines) -> tuple[Setting, Setting]:
-    """Of generation, with a serving engine's overheads, and of training."""
+    """The settings of generation, with a serving engine's overheads, and of training."""
     backend = FSDP if engines.train.sharding == "fsdp" else MEGATRON
+    generate = Setting(model, BF16, engines.generate, cluster)
     train = Setting(model, BF16, engines.train, cluster, backend=backend)
+    if engines.fp8:
+        generate, train = eight_bit(generate), eight_bit(train)
     own = replace(train.costs, microbatch_seconds=glue().microbatch_seconds)
-    return serving(Setting(model, BF16, engines.generate, cluster)), replace(train, factors=own)
+    return serving(generate), replace(train, factors=own)
 
 
 def serving(setting: Setting) -> Setting:
@@ -169,11 +162,10 @@ def serving(setting: Setting) -> Setting:
 
 def generate_work(setting: Setting, engines: Engines, batch: Batch) -> GenerateWork:
     """The generate call, with as many sequences at once as the cache has room for."""
-    weight = 1 if engines.precision.weights == "float8" else 2
-    held = weight * setting.model.n_params() / engines.generate.tp
+    held = (setting.engine.weight_bytes or setting.element) * setting.model.n_params() / engines.generate.tp
     room = engines.memory_share * setting.cluster.memory_bytes - held - ENGINE_BYTES
     lengths = lengths_of(batch.mean, batch.limit, batch.lengths)
-    each = cache_bytes_per_token(setting, engines.precision) * (batch.prompt + 1.15 * lengths.mean_age)
+    each = cache_bytes_per_token(setting) * (batch.prompt + 1.15 * lengths.mean_age)
     running = max(1, min(MOST_RUNNING, int(room / each)))
     if engines.in_flight:
         held = lengths.mean / lengths.expected_max(batch.per_group) if batch.staleness else 1.0
@@ -186,7 +178,6 @@ def generate_work(setting: Setting, engines: Engines, batch: Batch) -> GenerateW
         max_new_tokens=batch.limit,
         running=running,
         lengths=batch.lengths,
-        precision=engines.precision,
     )
 
 
@@ -219,7 +210,6 @@ def train_work(engines: Engines, batch: Batch) -> TrainWork:
         recompute="full" if engines.recompute else "none",
         longest_tokens=round(batch.prompt + lengths.expected_max(batch.samples / batch.steps)),
         attended_tokens=mean_context(batch.prompt, lengths),
-        fp8=engines.fp8,
     )
 
 

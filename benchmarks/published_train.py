@@ -1,13 +1,15 @@
-"""What the cost and memory model says of published training speeds and memory."""
+"""Predictions of the cost and memory model for published training speeds and memory."""
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from benchmarks.published import Prediction, Row
-from benchmarks.published_backends import DEEPSPEED_2022, FSDP_2023, MEGATRON_2022
+from benchmarks.published_adapters import adapted_share, adapted_train_seconds
+from benchmarks.published_backends import DEEPSPEED_2022, FSDP_2023, MEGATRON_2022, eight_bit
 from benchmarks.published_shapes import cluster_of, model_of
 from benchmarks.published_steps import written_seconds
 from realgraph.graphs.spec import ModelRole
@@ -26,7 +28,7 @@ from realgraph.planner.costs.memory.memory import (
 )
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.devices import EfficiencyFactors, device_kind
-from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.planner.plan.layout import DeviceMesh, Layout, Stages
 
 ASYNC_TP = replace(FSDP, tp_overlap=0.3)  # products and tensor-parallel traffic in slices, in turn
 EIGHT_N = "hw_tflops_per_gpu"  # operations counted as 8 a parameter and token: with all layers computed again
@@ -73,18 +75,24 @@ RECOMPUTE = re.compile(r"ckpt|recompute|\bac\b|sac|full-ac")
 
 
 class Case(Struct, frozen=True):
-    """A configuration that was measured: what the formulas need of it. rows: its measurements by metric. whole: share
-    of layers that are computed again whole, the others as `work` says.
-    """
+    """A configuration that was measured: what the formulas need of it."""
 
     setting: Setting
     work: TrainWork
-    rows: dict[str, Row]
-    whole: float = 0.0
+    rows: dict[str, Row]  # its measurements by metric
+    whole: float = 0.0  # share of layers that are computed again whole, the others as `work` says
+    lora_rank: int = 0  # of trained adapters, 0 where all weights are trained
+
+    def seconds(self, recompute: Recompute) -> float:
+        """Seconds of one optimizer step's arithmetic and traffic."""
+        work = replace(self.work, recompute=recompute)
+        if self.lora_rank:
+            return adapted_train_seconds(self.setting, work, self.lora_rank)
+        return train_seconds(self.setting, work)
 
 
 def predictions(rows: Sequence[Row]) -> Iterator[Prediction]:
-    """Of training speed, peak memory and fitting; rows of other phases are passed over."""
+    """Predictions of training speed, peak memory and fitting; rows of other phases are passed over."""
     for group in _configurations(rows):
         case = _case(group)
         if isinstance(case, Case):
@@ -138,7 +146,7 @@ def _case(group: dict[str, Row]) -> Case | str:
     if not length:
         return "lengths are not published"
     micro = row.count("micro_batch", 1) or 1
-    layout = _layout(row)
+    layout = _layout(row, model.layers)
     if layout.dp * layout.tp * layout.pp * layout.cp > layout.mesh.n_devices or layout.ep > layout.mesh.n_devices:
         return "the layout needs more devices than there are"
     if layout.pp > model.layers:
@@ -156,22 +164,21 @@ def _case(group: dict[str, Row]) -> Case | str:
         recompute=recompute_of(row),
         schedule="interleaved" if virtual and int(virtual[1]) > 1 else "1f1b",
         chunks=max(1, int(virtual[1])) if virtual else 2,
-        fp8=bool(re.search(r"fp8|float8|fp4", row.notes.lower())),
         imbalance=1.0,
     )
-    lora = re.search(r"LoRA r=(\d+)", row.notes)
-    rank = int(lora[1]) if lora else 0
-    setting = Setting(
-        model, ModelRole(dtype="bfloat16"), layout, cluster, factors_of(row, cluster.kind), rank, backend_of(row)
-    )
+    factors = factors_of(row, cluster.kind)
+    setting = Setting(model, ModelRole(dtype="bfloat16"), layout, cluster, factors, backend_of(row))
+    if re.search(r"fp8|float8|fp4", row.notes.lower()):
+        setting = eight_bit(setting)
     # FSDP's selective recomputation: every second product is computed again, half-way to all
     half = work.recompute == "selective" and setting.engine.name == FSDP.name
-    case = Case(setting, work, group, 0.5 if half else 0.0)
+    lora = re.search(r"LoRA r=(\d+)", row.notes)
+    case = Case(setting, work, group, 0.5 if half else 0.0, int(lora[1]) if lora else 0)
     return case if "Megatron" not in row.system or RECOMPUTE.search(row.notes.lower()) else _least_recompute(case)
 
 
 def _least_recompute(case: Case) -> Case:
-    """Of a configuration whose recomputation is not published: the least with which it fits, as a user would set.
+    """The case with the least recomputation with which it fits, as a user would set it where none is published.
 
     Where attention and element-wise operations are not enough, as few whole layers as fit (Megatron-Core's
     recompute_num_layers).
@@ -186,13 +193,21 @@ def _least_recompute(case: Case) -> Case:
     return replace(some, whole=(held - room) / (held - least)) if least <= room else case
 
 
-def _layout(row: Row) -> Layout:
+def _layout(row: Row, layers: int) -> Layout:
     axes = {axis: max(1, row.count(axis, 1)) for axis in ("tp", "pp", "cp", "ep")}
     cut = axes["tp"] * axes["pp"] * axes["cp"]
     devices = row.count("n_gpus") or cut * row.count("dp")
     dp = max(1, devices // cut)
     sharded = backend_of(row).name == FSDP.name or bool(re.search(r"FSDP=[1-9]", row.notes))
-    return Layout(DeviceMesh(0, devices), dp=dp, **axes, sharding="fsdp" if sharded else "replicated")
+    sharding: Literal["replicated", "fsdp"] = "fsdp" if sharded else "replicated"
+    return Layout(DeviceMesh(0, devices), dp=dp, **axes, sharding=sharding, stages=_stages(row, layers, axes["pp"]))
+
+
+def _stages(row: Row, layers: int, pp: int) -> Stages:
+    """As many layers on every stage, as Megatron-LM and what was made from it asked for in 2022 (megatron/model/
+    transformer.py); () where that can't be, or the software is newer: balanced."""
+    even = pp > 1 and layers % pp == 0 and backend_of(row) in (DEEPSPEED_2022, MEGATRON_2022)
+    return ((layers // pp,),) * pp if even else ()
 
 
 def _accumulated(row: Row) -> int:
@@ -228,7 +243,7 @@ def family_of(engine: Backend) -> str:
 
 
 def recompute_of(row: Row) -> Recompute:
-    """What is computed again, from the notes."""
+    """The recomputation that the notes tell of."""
     notes = row.notes.lower()
     if re.search(r"act-ckpt=false", notes):
         return "none"
@@ -240,17 +255,16 @@ def recompute_of(row: Row) -> Recompute:
 
 
 def _seconds(case: Case) -> float:
-    """Of one optimizer step, with what the engine or the machine adds to the arithmetic."""
-    notes, seconds = next(iter(case.rows.values())).notes, train_seconds(case.setting, case.work)
+    """Seconds of one optimizer step, with what the engine or the machine adds to the arithmetic."""
+    notes, seconds = next(iter(case.rows.values())).notes, case.seconds(case.work.recompute)
     if case.whole:
-        again = train_seconds(case.setting, replace(case.work, recompute="full"))
-        seconds = (1 - case.whole) * seconds + case.whole * again
-    if case.setting.engine is DEEPSPEED_2022 and re.search(r"02-2[0-4]", notes):
+        seconds = (1 - case.whole) * seconds + case.whole * case.seconds("full")
+    if case.setting.engine.name == DEEPSPEED_2022.name and re.search(r"02-2[0-4]", notes):
         seconds *= SLOW_NUMA
     if footprint(case).total > CROWDED_SHARE * usable_bytes(case.setting.cluster):
         seconds *= CROWDED_SLOWDOWN
     if HANDS_OVER in notes:
-        seconds += written_seconds(case.setting.model, case.setting.lora_rank)
+        seconds += written_seconds(case.setting.model, case.lora_rank)
     return seconds
 
 
@@ -268,7 +282,7 @@ def _speed(case: Case) -> Iterator[Prediction]:
 
 
 def _inferred(row: Row) -> str:
-    """What is said of a row whose device kind nobody published: the prediction for the kind before it."""
+    """A note on a row whose device kind nobody published: the prediction for the kind before it."""
     if not re.search(r"GPU type\S* inferred", row.notes) or OTHER_KIND in row.gpu:
         return ""
     other = _case({row.metric: replace(row, gpu=OTHER_KIND)})
@@ -320,7 +334,7 @@ def _footprint(case: Case, recompute: Recompute) -> Footprint:
         sequence_parallel=engine.sequence_parallel,
     )
     rows = train_activations(model, role, layout, work.microbatch_tokens, running)
-    return _states(case, row) + rows + gathered(model, role, layout, not setting.lora_rank)
+    return _states(case, row) + rows + gathered(model, role, layout, not case.lora_rank)
 
 
 def _states(case: Case, row: Row) -> Footprint:
@@ -328,10 +342,11 @@ def _states(case: Case, row: Row) -> Footprint:
     setting = case.setting
     model, role, layout = setting.model, setting.role, setting.layout
     distributed = setting.engine.distributed and _stage(row) > 0
-    states = trained_copy(model, role, layout, distributed, setting.lora_rank)
+    share = adapted_share(model, role, case.lora_rank) if case.lora_rank else 1.0
+    states = trained_copy(model, role, layout, distributed, share)
     if layout.sharding == "fsdp":
         return replace(states, gradients=states.gradients // 2)  # summed where the backward pass leaves them
-    if setting.engine is DEEPSPEED_2022:
+    if setting.engine.name == DEEPSPEED_2022.name:
         ours = states.gradients // 4
         copies = 0 if _gradient_bytes(row) > 2 else states.optimizer // 3  # a float32 shard while the optimizer steps
         return replace(
@@ -357,13 +372,13 @@ def logit_bytes_of(row: Row) -> int:
 
 
 def _stage(row: Row) -> int:
-    """Of ZeRO."""
+    """The ZeRO stage."""
     found = re.search(r"ZeRO-(\d)", row.notes)
     return int(found[1]) if found else 1
 
 
 def _gradient_bytes(row: Row) -> int:
-    """Of a gradient in memory: the bf16 optimizer, from 28 February on, sums in float32 beside the backward's own."""
+    """Bytes of a gradient: the bf16 optimizer, from 28 February on, sums in float32 beside the backward's own."""
     return 6 if "02-28" in row.notes else 2
 
 

@@ -17,7 +17,7 @@ BATCH_PHASES = 48  # of a batch, in which the age of its samples is taken to be 
 
 
 def static_generate_seconds(setting: Setting, work: GenerateWork) -> float:
-    """All samples of a batch on an engine without continuous batching."""
+    """Seconds of all samples of a batch on an engine without continuous batching."""
     share = work.samples / setting.layout.dp
     return sum(static_phases(setting, work)) + rollout_dispatch_seconds(setting.costs, share)
 
@@ -27,7 +27,7 @@ def static_phases(setting: Setting, work: GenerateWork) -> tuple[float, float]:
     share, replicas = work.samples / setting.layout.dp, min(setting.layout.dp, work.samples)
     in_step = setting.layout.sharding == "fsdp"  # all ranks gather before a batch
     shape = static_occupancy(work.distribution, work.samples / replicas, work.running, replicas, in_step)
-    step = decode_step(setting, work.precision)
+    step = decode_step(setting)
     decode = shape.seconds(lambda running, age: step(running, work.prompt_tokens + age))
     return _prefill_seconds(setting, work, share), decode
 
@@ -35,12 +35,12 @@ def static_phases(setting: Setting, work: GenerateWork) -> tuple[float, float]:
 def _prefill_seconds(setting: Setting, work: GenerateWork, share: float) -> float:
     """Prompts of a group are not shared; a sharded copy's weights are gathered before every batch."""
     count, samples = batches(share, work.running)
-    one = prefill_seconds(setting, work.precision, samples * work.prompt_tokens, work.prompt_tokens)
+    one = prefill_seconds(setting, samples * work.prompt_tokens, work.prompt_tokens)
     return count * (one + gathered_seconds(setting))
 
 
 def batches(samples: float, running: int) -> tuple[int, float]:
-    """Of `samples` on a replica that runs at most `running` at once: how many batches, and samples of each."""
+    """Number of batches, and samples of each, of `samples` on a replica that runs at most `running` at once."""
     count = max(1, math.ceil(samples / max(1, running)))
     return count, samples / count
 
@@ -55,8 +55,9 @@ def gathered_seconds(setting: Setting) -> float:
 
 
 def static_occupancy(lengths: Lengths, samples: float, slots: int, replicas: int, in_step: bool) -> Occupancy:
-    """Of `samples` sequences per replica in batches of at most `slots`; in_step: whether replicas wait for each other
-    after every batch, and not only after the last.
+    """Occupancy by `samples` sequences per replica in batches of at most `slots`.
+
+    in_step: replicas wait for each other after every batch, and not only after the last.
 
     A sequence that has ended keeps its row, padded, until the longest of those that wait for each other has ended:
     some one of n runs at step u with probability 1 - F(u)^n.
@@ -78,8 +79,10 @@ def static_occupancy(lengths: Lengths, samples: float, slots: int, replicas: int
 
 
 def _deviation(width: Floats, age: Floats, runs: tuple[Floats, Floats], of: tuple[int, int]) -> float:
-    """Of the steps of all batches but the last on one replica. runs: shares of time in which some sequence of a batch,
-    and of as many on all replicas, runs. of: batches, and replicas.
+    """Standard deviation of the steps of all batches but the last on one replica.
+
+    runs: shares of time in which some sequence of a batch, and of as many on all replicas, runs. of: batches, and
+    replicas.
 
     The slowest replica's batches take no longer than if all waited for each other after each: so large at most that
     the largest of `replicas` normal deviations (Blom 1958) says the same.
