@@ -16,13 +16,14 @@ SPREAD := --numprocesses=auto --maxprocesses=4 --dist=worksteal
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test coverage check marks format docs bench clean
+.PHONY: help quickstart test fuzz coverage check marks format docs bench clean
 
 help:
 	@echo "make quickstart   train a small model by SFT and GRPO on this machine (a few minutes)"
 	@echo "make test         the tests"
+	@echo "make fuzz         the tests, with random cases that are new each time"
 	@echo "make coverage     the tests, with what they cover (half as long again)"
-	@echo "make check        format, lint and types"
+	@echo "make check        format, lint, types and words"
 	@echo "make marks        the marks of the structure: sizes, packages, imports, names"
 	@echo "make bench        the benchmarks, side by side with their peers (long)"
 
@@ -43,6 +44,9 @@ quickstart: $(VENV)/run
 
 test: $(VENV)/ready
 	$(PYTEST) -q --durations=10 $(SPREAD)
+
+fuzz: $(VENV)/ready
+	$(PYTEST) -q --hypothesis-profile=default $(SPREAD)
 
 coverage: $(VENV)/ready
 	$(PYTEST) -q $(SPREAD) --cov --cov-report=term:skip-covered
@@ -66,7 +70,7 @@ docs: $(VENV)/run
 
 bench: $(VENV)/ready
 	$(PIP) --constraint constraints.txt --editable '.[bench]'
-	for name in scheduler data_plane generation vs_trl quickstart planner planner_bounds planner_large predictions \
+	for name in scheduler data_plane reallocation generation vs_trl quickstart planner planner_bounds planner_large predictions \
 		bad_inputs chaos crash_points; do \
 		OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.$$name || exit 1; done
 
