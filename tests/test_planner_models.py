@@ -106,7 +106,7 @@ def test_memory_follows_sharding_dtype_and_checkpointing() -> None:
     spec = load_model_spec("Qwen/Qwen3-8B", Where())
     wide = Layout(DeviceMesh(0, 8), dp=8, sharding="fsdp")
     half, full = ModelRole(dtype="bfloat16"), ModelRole(dtype="float32")
-    assert memory.trained_copy(spec, half, LAYOUT).total == 20 * spec.n_params()  # 2 + 2 + 4 + 4 + 8 bytes
+    assert memory.trained_copy(spec, half, LAYOUT).total == 18 * spec.n_params()  # 2 + 4 + 4 + 8 bytes
     assert memory.trained_copy(spec, full, LAYOUT).total == 16 * spec.n_params()  # 4 + 4 + 8
     assert memory.trained_copy(spec, half, wide).total == pytest.approx(20 * spec.n_params() / 8, rel=1e-6)
     assert memory.kv_bytes_per_token(spec, 2) == 2 * 36 * 8 * 128 * 2

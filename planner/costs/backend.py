@@ -2,13 +2,15 @@
 
 Two worlds share the formulas. This project's own engines hold whole copies or FSDP shards on dp alone; layouts that
 cut a model (tp, pp, cp, ep) run on an engine in the manner of Megatron-Core, with a distributed optimizer. On CPUs
-there is this project's own engine alone, whatever the layout.
+there are this project's own engines alone, which cut those states too.
 """
 
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from realgraph.planner.costs.memory.terms import distributes_states
 from realgraph.planner.plan.layout import Layout
 
 
@@ -65,10 +67,13 @@ CORES = Backend(
 )
 
 
+CORES_CUT = replace(CORES, distributed=True)
+
+
 def backend_of(layout: Layout, cpu: bool = False) -> Backend:
     """The engine that runs a layout where none is named."""
     if cpu:
-        return CORES
+        return CORES_CUT if distributes_states(layout) else CORES
     if layout.tp * layout.pp * layout.cp * layout.ep > 1:
         return MEGATRON if layout.sharding == "replicated" else FSDP
     return REPLICATED if layout.sharding == "replicated" else FSDP

@@ -164,7 +164,7 @@ def copy_of(request: PlanRequest, call: str, layout: Layout, cluster: Cluster) -
     """Bytes of a call's own copy of its role's weights, and of optimizer states where it trains."""
     kind, model, role = request.graph.calls[call], request.model(call), request.role(call)
     if isinstance(kind, Train):
-        return _trained(model, role, layout, (cluster.is_cpu, request.engine.distributed_optimizer))
+        return _trained(model, role, layout, cluster.is_cpu)
     return _frozen(model, role, layout, isinstance(kind, Generate))
 
 
@@ -207,11 +207,9 @@ def _forward(model: ModelSpec, role: ModelRole, layout: Layout, tokens: int) -> 
 
 
 @lru_cache(maxsize=16384)
-def _trained(model: ModelSpec, role: ModelRole, layout: Layout, how: tuple[bool, bool]) -> Footprint:
-    """A trained copy's states; on CPUs the rescue copies lie in the same memory. how: on a CPU, by an engine with a
-    distributed optimizer."""
-    cpu, distributed = how
-    states = memory.trained_copy(model, role, layout, None if distributed else False)
+def _trained(model: ModelSpec, role: ModelRole, layout: Layout, cpu: bool) -> Footprint:
+    """A trained copy's states; on CPUs the rescue copies lie in the same memory."""
+    states = memory.trained_copy(model, role, layout)
     return states + memory.rescue_copies(model, role, layout) if cpu else states
 
 

@@ -24,8 +24,6 @@ class EngineSupport(Struct, frozen=True):
     generate_axes: tuple[Axis, ...] = ()  # of calls that generate
     # kinds of calls whose weights and optimizer states may wait in the host's memory between two of them
     offload: tuple[Phase, ...] = ("train", "inference")
-    # masters and moments of a layout that cuts the model lie cut over its data-parallel copies (ZeRO-1), not in each
-    distributed_optimizer: bool = False
     drops_copies: bool = False  # a copy of trained weights may be given up after its call, and brought again
     dtypes: tuple[DType, ...] = ("float32", "bfloat16", "float16", "float64")  # of weights and activations
     # of trained weights to a copy of a call's own; a call that reads the trained copy in place needs none
@@ -45,7 +43,6 @@ EVERY = EngineSupport(
     axes=("tp", "pp", "ep", "cp"),
     generate_axes=("tp", "pp", "ep", "cp"),
     offload=("train", "inference", "generate"),
-    distributed_optimizer=True,
     drops_copies=True,
     transports=("device", "host"),
     schedules=("1f1b", "interleaved"),

@@ -172,16 +172,23 @@ def weight_specs(network: nn.Module, dtype: torch.dtype | None = None) -> tuple[
     return tuple(WeightSpec(name, shape, dtype or kept) for name, shape in whole_shapes(network).items())
 
 
-def held_parts(network: nn.Module, tensors: Mapping[str, Tensor] | None = None) -> dict[str, WeightPart]:
+def held_parts(
+    network: nn.Module,
+    tensors: Mapping[str, Tensor] | None = None,
+    within: Mapping[str, Box] | None = None,
+) -> dict[str, WeightPart]:
     """The part of every parameter that lies here, as it is, by its Hugging Face name; of sharded ones perhaps empty.
 
-    tensors: such as lie like the parameters of these names (masters, moments), instead of them.
+    tensors: such as lie like the parameters of these names (masters, moments), instead of them. within: where in what
+    lies here of a parameter each of them begins, None: with it.
     """
     parts, cut = {}, cut_of(network)
     for name, parameter in network.named_parameters():
         local, part = own_part(parameter, name, cut)
-        values = local if tensors is None else tensors[name]
-        parts[name] = WeightPart(name, Box(tuple(one.start for one in part), tuple(local.shape)), values)
+        values, start = local if tensors is None else tensors[name], tuple(one.start for one in part)
+        if within is not None:
+            start = tuple(a + b for a, b in zip(start, within[name].start, strict=True))
+        parts[name] = WeightPart(name, Box(start, tuple(values.shape)), values)
     return parts
 
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import ModelRole, Train
+from realgraph.planner.costs.memory.terms import distributes_states
 from realgraph.planner.inputs.model_spec import spec_from_config
 from realgraph.planner.plan.layout import Layout, Recompute, Stages
 from realgraph.planner.plan.stages import stages_fault, stages_of
@@ -28,7 +29,7 @@ from realgraph.runtime.models.weights import full_tensors, take_weights, weight_
 from realgraph.runtime.parallel.exchange import WeightPart
 from realgraph.runtime.parallel.experts.block import join_experts, shard_experts
 from realgraph.runtime.parallel.experts.routing import load_metrics, record_of
-from realgraph.runtime.parallel.groups import LayoutRanks, shard
+from realgraph.runtime.parallel.groups import LayoutRanks, Ranks, shard
 from realgraph.runtime.parallel.pipeline.stage import cut_stages
 from realgraph.runtime.parallel.tensor.network import cut_network
 from realgraph.runtime.parallel.tensor.pieces import cut_of, shard_of
@@ -70,13 +71,20 @@ class TorchTrainEngine:
         if settings.optimizer is None:
             model.requires_grad_(False)
         if settings.optimizer is not None or role.ema_rate is not None:
-            self.masters = Masters(model.network, master_dtype(role))
+            self.masters = Masters(model.network, master_dtype(role), self._state_holders(layout))
         if settings.optimizer is not None and self.masters is not None:
             self.adam = Adam(self.masters, settings.optimizer)
             if self.dtype == torch.float16:
                 self.scale = LossScale(FIRST_LOSS_SCALE, dynamic=True)
         place = layout, layout.mesh.first + ranks.mesh.rank
         self.contents = train_files.contents_of(model, place, self.dtype, self.masters, self.adam)
+
+    def _state_holders(self, layout: Layout) -> tuple[Ranks, Ranks] | None:
+        """The ranks over which optimizer states are cut: those with the same parameters, and those with the same
+        experts. None where each has all states of its parameters, or FSDP cuts these."""
+        holders = self.ranks.copies, self.ranks.expert_copies
+        cut = self.settings.optimizer is not None and distributes_states(layout)
+        return holders if cut and max(ranks.size for ranks in holders) > 1 else None
 
     def inference(self, batch: Packed, output: Literal["logprobs", "values", "scores"], temperature: float) -> Tensor:
         """[T] for logprobs and values, [N] for scores; float32, on the CPU, in the batch's order."""

@@ -58,7 +58,8 @@ class Contents:
     states: Mapping[str, Mapping[str, WeightPart]]
     masters: Masters | None
     adam: Adam | None
-    _shares: dict[tuple[int, ...], Shares] = field(default_factory=dict)  # by writers
+    # by writers, and True for what is cut as states are, not as weights
+    _shares: dict[tuple[tuple[int, ...], bool], Shares] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,21 +71,29 @@ class Contents:
         """All of it: the kind of state, '' for weights, and the part."""
         return [(kind, part) for kind, held in {"": self.weights, **self.states}.items() for part in held.values()]
 
-    def share(self, writers: Sequence[int]) -> Mapping[str, Sequence[Box]]:
-        """The boxes of each weight that this worker writes, where of the layout's workers only `writers` are left.
+    def share(self, writers: Sequence[int]) -> Mapping[str, Mapping[str, Sequence[Box]]]:
+        """The boxes of each tensor that this worker writes, by the kind of state, where of the layout's workers only
+        `writers` are left.
 
         Raises LostPart for a part that none of them has.
         """
         chosen = tuple(sorted(set(writers).intersection(self.layout.mesh.devices)))
-        if chosen not in self._shares:
+        apart = self.masters is not None and self.masters.shards is not None
+        return {kind: self._share(chosen, apart and kind != "") for kind in ("", *self.states)}
+
+    def _share(self, writers: tuple[int, ...], states: bool) -> Mapping[str, Sequence[Box]]:
+        """The same of weights, or of states that are cut further."""
+        if (writers, states) not in self._shares:
             shapes = {spec.name: spec.shape for spec in self.specs}
             model = (spec_from_config(self.model.config.to_dict(), Where()), self.model.head)
-            held = layout_boxes(shapes, self.layout, model)
+            held = layout_boxes(
+                shapes, msgspec.structs.replace(self.layout, sharding="fsdp") if states else self.layout, model
+            )
             try:
-                self._shares[chosen] = shares({worker: held[worker] for worker in chosen}, shapes)
+                self._shares[writers, states] = shares({worker: held[worker] for worker in writers}, shapes)
             except Gap as error:
                 raise LostPart(str(error)) from None
-        return self._shares[chosen][self.worker]
+        return self._shares[writers, states][self.worker]
 
 
 def contents_of(
@@ -97,8 +106,10 @@ def contents_of(
         kinds = {moment: adam.moments_of(moment) for moment in MOMENT_NAMES} if adam is not None else {}
         if masters.dtype != dtype:  # they hold more than the saved weights do
             kinds["master"] = masters.tensors
+        boxes = None if masters.shards is None else dict(zip(masters.names, masters.shards.boxes(), strict=True))
         states = {
-            kind: held_parts(network, dict(zip(masters.names, tensors, strict=True))) for kind, tensors in kinds.items()
+            kind: held_parts(network, dict(zip(masters.names, tensors, strict=True)), boxes)
+            for kind, tensors in kinds.items()
         }
     return Contents(model, *place, weight_specs(network, dtype), held_parts(network), states, masters, adam)
 
@@ -166,10 +177,12 @@ def _saved_name(kind: str, name: str) -> str:
     return f"{kind}.{name}" if kind else name
 
 
-def _chosen(parts: Iterable[tuple[str, WeightPart]], share: Mapping[str, Sequence[Box]]) -> Iterator[WeightPart]:
+def _chosen(
+    parts: Iterable[tuple[str, WeightPart]], share: Mapping[str, Mapping[str, Sequence[Box]]]
+) -> Iterator[WeightPart]:
     """The boxes of the parts that are in the share, by their names in the files."""
     for kind, part in parts:
-        for box in share.get(part.name, ()):
+        for box in share[kind].get(part.name, ()):
             yield WeightPart(_saved_name(kind, part.name), box, part.values[box.within(part.box).slices])
 
 

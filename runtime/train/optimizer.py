@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from realgraph.graphs.spec import Optimizer
+from realgraph.runtime.parallel.groups import Ranks
 from realgraph.runtime.parallel.pipeline.stage import stage_of
 from realgraph.runtime.parallel.tensor.pieces import cut_of, shard_of
+from realgraph.runtime.train.state_shards import StateShards
 
 MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 
@@ -20,10 +23,11 @@ class Masters:
     """The tensors an optimizer changes, tied to a model's parameters, with all gradients in one flat buffer.
 
     A master is the parameter's own local storage where the dtypes agree, else a copy of `dtype` that `publish` casts
-    back. Gradients of several backward passes add up in `flat` ([total] of `dtype`).
+    back. Gradients of several backward passes add up in `flat` ([total] of `dtype`). holders: where masters are cut
+    over the ranks that hold the same parameters: those, and those that hold the same experts.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, holders: tuple[Ranks, Ranks] | None = None) -> None:
         named = dict(model.named_parameters())
         self.dtype = dtype
         self.names = list(named)
@@ -31,7 +35,11 @@ class Masters:
         self.cut = cut_of(model)
         self.stage = stage_of(model)
         self.sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters)
-        self._own = [shard_of(parameter) for parameter in self.parameters]
+        self._pieces = [shard_of(parameter) for parameter in self.parameters]
+        self.shards: StateShards | None = None
+        if holders is not None:
+            self.shards = StateShards(self._pieces, [holders[name in self.cut.apart] for name in self.names])
+        self._own = self._rows(self._pieces)
         self.separate = any(own.dtype != dtype for own in self._own)
         self.tensors = [own.to(dtype, copy=True) for own in self._own] if self.separate else self._own
         self.flat = torch.zeros(0, dtype=dtype)
@@ -41,12 +49,19 @@ class Masters:
         """Make the gradient buffer; where parameter and master are one, backward adds right into it."""
         if self._grads:
             return
-        sizes = [master.numel() for master in self.tensors]
+        sizes = [piece.numel() for piece in self._pieces]
         self.flat = torch.zeros(sum(sizes), dtype=self.dtype, device=self.tensors[0].device)
-        self._grads = [g.view_as(m) for g, m in zip(torch.split(self.flat, sizes), self.tensors, strict=True)]
-        for master, grad in zip(self.tensors, self._grads, strict=True):
+        self._grads = [g.view_as(p) for g, p in zip(torch.split(self.flat, sizes), self._pieces, strict=True)]
+        for master, grad in zip(self.tensors, self._rows(self._grads), strict=True):
             master.grad = grad
+        if self.separate and not self.sharded:
+            for parameter, grad in zip(self.parameters, self._grads, strict=True):
+                parameter.register_post_accumulate_grad_hook(partial(_add_to, grad))  # type: ignore[no-untyped-call]
         self.zero()
+
+    def _rows(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The part of tensors that lie like the parameters here whose masters this rank has."""
+        return tensors if self.shards is None else self.shards.own(tensors)
 
     def zero(self) -> None:
         """Forget all gradients."""
@@ -57,8 +72,9 @@ class Masters:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Add what the last backward pass left in the parameters, in the masters' dtype, and free it."""
-        if not self.separate and not self.sharded:
+        """Add what FSDP's last backward pass left in the parameters, in the masters' dtype, and free it; gradients of
+        other parameters have gone into their sums one by one."""
+        if not self.sharded:
             return
         for parameter, grad in zip(self.parameters, self._grads, strict=True):
             fresh = parameter.grad
@@ -67,28 +83,39 @@ class Masters:
                 parameter.grad = None
 
     @torch.no_grad()
+    def sum_over(self, copies: Ranks, expert_copies: Ranks) -> None:
+        """Sum the gradients over the ranks that hold the same parameters, and the same experts; of masters that are cut
+        each rank gets the sum of its rows. FSDP has summed its own. Collective."""
+        if self.shards is not None:
+            self.shards.sum_own(self._grads)
+        elif not self.sharded:
+            for ranks, apart in ((copies, False), (expert_copies, True)):
+                for run in self._runs(apart=apart):
+                    ranks.add(run)
+
+    @torch.no_grad()
     def sum_copies(self) -> None:
         """Sum the gradients of what several tensor-parallel ranks, or two stages, hold; once a step, after all passes.
         Collective."""
-        grads = dict(zip(self.names, self._grads, strict=True))
+        grads = dict(zip(self.names, self._rows(self._grads), strict=True))
         if self.cut.by_name:
             self.cut.sum_copies(grads)
         if self.stage is not None:
             self.stage.sum_tied(grads)
 
-    def counted(self) -> list[Tensor]:
-        """The gradients, flat, that this rank counts where all ranks that share a copy of the model count each once;
-        none of experts that are spread."""
+    def counted(self, *, apart: bool) -> list[Tensor]:
+        """The gradients, flat, that this rank counts where all ranks that share a copy of the model count each once:
+        of experts that are spread, or of all others."""
         cut, stage = self.cut, self.stage
-        if not cut.by_name and stage is None:
-            return [self.flat]
+        if not cut.by_name and stage is None and self.shards is None:
+            return self._runs(apart=apart)
         return [
-            grad.view(-1)
-            for name, grad in zip(self.names, self._grads, strict=True)
-            if name not in cut.apart and cut.owns(name) and (stage is None or stage.owns(name))
+            grad.reshape(-1)
+            for name, grad in zip(self.names, self._rows(self._grads), strict=True)
+            if (name in cut.apart) == apart and cut.owns(name) and (stage is None or stage.owns(name))
         ]
 
-    def runs(self, *, apart: bool) -> list[Tensor]:
+    def _runs(self, *, apart: bool) -> list[Tensor]:
         """The flat gradients of neighbouring parameters, of experts that are spread or of all others."""
         if not self.cut.apart:
             return [] if apart else [self.flat]
@@ -106,6 +133,11 @@ class Masters:
             for own, master in zip(self._own, self.tensors, strict=True):
                 own.copy_(master)
 
+    def gather(self) -> None:
+        """Take the parameters' other rows from the ranks that have stepped them. Collective where masters are cut."""
+        if self.shards is not None:
+            self.shards.gather(self._pieces)
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Take the masters from the parameters, which were given other weights."""
@@ -113,21 +145,13 @@ class Masters:
             for own, master in zip(self._own, self.tensors, strict=True):
                 master.copy_(own)
 
-    def whole(self, index: int, local: Tensor) -> Tensor:
-        """The full tensor of what this rank holds `local` of, laid out as parameter `index`. Collective if sharded or
-        cut."""
-        parameter, name = self.parameters[index], self.names[index]
-        if not isinstance(parameter, DTensor):
-            return self.cut.whole(name, local)
-        spread = DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-        return self.cut.whole(name, spread.full_tensor())
+
+@torch.no_grad()
+def _add_to(total: Tensor, parameter: Tensor) -> None:
+    """Add a gradient that a backward pass has just left to the sum of all, and free it."""
+    if parameter.grad is not None:
+        total.add_(parameter.grad)
+        parameter.grad = None
 
 
 class Adam:
@@ -149,11 +173,12 @@ class Adam:
             self._adam.state[master] = {"step": steps, **{name: torch.zeros_like(master) for name in MOMENT_NAMES}}
 
     def step(self, lr: float) -> None:
-        """One update from the gradients in the flat buffer."""
+        """One update from the gradients in the flat buffer. Collective where masters are cut."""
         for group in self._adam.param_groups:
             group["lr"] = lr
         self._adam.step()
         self.masters.publish()
+        self.masters.gather()
 
     def moments(self) -> list[Tensor]:
         """All moments, this rank's part."""

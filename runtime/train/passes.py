@@ -299,18 +299,12 @@ class ModelPasses:
     def reduce(self, masters: Masters, unscale: float) -> Tensor:
         """Sum the gradients over the ranks, multiply by `unscale`, and return their global norm (float64, CPU), in
         which every parameter counts once."""
-        flat = masters.flat
-        experts = masters.runs(apart=True)  # of which others than the ranks of `copies` hold the same
-        if not self.sharded:
-            for part in masters.runs(apart=False):
-                self.ranks.copies.add(part)
-            for part in experts:
-                self.ranks.expert_copies.add(part)
+        masters.sum_over(self.ranks.copies, self.ranks.expert_copies)
         masters.sum_copies()
         if unscale != 1.0:
-            flat.mul_(unscale)
-        squares, apart = _square_sum_of(masters.counted()), _square_sum_of(experts)
-        if self.sharded:
+            masters.flat.mul_(unscale)
+        squares, apart = (_square_sum_of(masters.counted(apart=apart)) for apart in (False, True))
+        if self.sharded or masters.shards is not None:
             squares = self.ranks.mesh.add(squares + apart)
         else:
             squares = self.ranks.pp.add(self.ranks.tp.add(squares) + self.ranks.ep.add(apart))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from realgraph.graphs.maths import (
     KL,
@@ -149,7 +150,7 @@ class Watched(TorchTrainEngine):
 
         def noted(lr: float) -> None:
             masters = adam.masters
-            found = {name: masters.whole(i, grad) for i, (name, grad) in enumerate(grads(masters))}
+            found = {name: whole_of(masters, i, grad) for i, (name, grad) in enumerate(grads(masters))}
             self.seen.gradients.append(numpy(found))
             step(lr)
 
@@ -158,10 +159,24 @@ class Watched(TorchTrainEngine):
 
 
 def grads(masters: Masters) -> list[tuple[str, Tensor]]:
-    """The gradients in the flat buffer, by name."""
-    sizes = [tensor.numel() for tensor in masters.tensors]
-    parts = torch.split(masters.flat, sizes)
-    return [(n, p.view_as(t)) for n, p, t in zip(masters.names, parts, masters.tensors, strict=True)]
+    """The gradients in the flat buffer that this rank steps, by name."""
+    found = [master.grad for master in masters.tensors]
+    return [(name, grad) for name, grad in zip(masters.names, found, strict=True) if grad is not None]
+
+
+def whole_of(masters: Masters, index: int, local: Tensor) -> Tensor:
+    """The full tensor of which this rank has `local`, its part of the states of parameter `index`. Collective."""
+    parameter, name = masters.parameters[index], masters.names[index]
+    if isinstance(parameter, DTensor):
+        places, shape, stride = parameter.placements, parameter.shape, parameter.stride()
+        mesh = parameter.device_mesh
+        local = DTensor.from_local(local, mesh, places, run_check=False, shape=shape, stride=stride).full_tensor()
+    elif masters.shards is not None:
+        piece = parameter.detach().new_zeros(parameter.shape, dtype=local.dtype)
+        piece[masters.shards.boxes()[index].slices].copy_(local)
+        masters.shards.gather([piece if i == index else piece.new_empty(0) for i in range(len(masters.names))])
+        local = piece
+    return masters.cut.whole(name, local)
 
 
 def keep_norms_exact(model: nn.Module) -> None:
@@ -233,7 +248,7 @@ def train(ranks: LayoutRanks, case: Case, models: Path) -> Training | None:
     masters = engine.adam.masters
     for moment in ("exp_avg", "exp_avg_sq"):
         parts = engine.adam.moments_of(moment)
-        found = {f"{moment}.{n}": masters.whole(i, parts[i]) for i, n in enumerate(masters.names)}
+        found = {f"{moment}.{n}": whole_of(masters, i, parts[i]) for i, n in enumerate(masters.names)}
         seen.moments |= numpy(found)
     return seen
 

@@ -26,6 +26,7 @@ from realgraph.planner.costs.memory.terms import (
     Term,
     ceil_div,
     cuts_model,
+    distributes_states,
     element_bytes,
     master_bytes,
     served_expert_ranks,
@@ -110,12 +111,12 @@ def trained_copy(
 ) -> Footprint:
     """Resident bytes of a trained role under AdamW with gradients summed in the masters' precision.
 
-    Whole copies of this project's engine: weights, a master copy where that is wider, summed gradients, two moments,
-    and in mixed precision the gradients that a backward pass leaves before they are summed. FSDP's shards are the
-    masters themselves, and a backward pass always leaves gradients of its own. So 16 bytes a parameter in float32, 20
-    in bfloat16 and in FSDP. A distributed optimizer (default: where the layout cuts the model) sums in place and cuts
-    masters and moments over the devices that hold the same parameters; float32 weights are their own masters. Of
-    the parameters the share `trained_share` has gradients and states.
+    Whole copies: weights, a master copy where that is wider, summed gradients and two moments; each gradient of a
+    backward pass is added to its sum as soon as it is there. FSDP's shards are the masters themselves, and a backward
+    pass leaves gradients of its own. So 16 bytes a parameter in float32, 18 in bfloat16, 20 in FSDP. A distributed
+    optimizer (default: where the layout cuts the model) cuts masters and moments over the devices that hold the same
+    parameters; float32 weights are their own masters. Of the parameters the share `trained_share` has gradients and
+    states.
     """
     own, wide = element_bytes(role.dtype), master_bytes(role)
     whole = local_params(model, role, layout)
@@ -125,13 +126,10 @@ def trained_copy(
     if layout.sharding == "fsdp":
         held = _sharded_params(model, role, layout)
         return Footprint(weights=wide * held, gradients=2 * wide * share, optimizer=2 * wide * share)
-    if cuts_model(layout) if distributed is None else distributed:
-        return Footprint(
-            weights=own * whole, gradients=wide * trained, optimizer=(2 if wide == own else 3) * wide * share
-        )
-    if wide == own:
-        return Footprint(weights=own * whole, gradients=wide * trained, optimizer=2 * wide * trained)
-    return Footprint(weights=own * whole, gradients=(wide + own) * trained, optimizer=3 * wide * trained)
+    stepped = share if (cuts_model(layout) if distributed is None else distributed) else trained
+    return Footprint(
+        weights=own * whole, gradients=wide * trained, optimizer=(2 if wide == own else 3) * wide * stepped
+    )
 
 
 def _sharded_params(model: ModelSpec, role: ModelRole, layout: Layout) -> int:
@@ -145,9 +143,10 @@ def rescue_copies(model: ModelSpec, role: ModelRole, layout: Layout) -> Footprin
     """Host bytes of the states that a worker keeps of its part before each train call: the last, and the one being
     taken."""
     own, wide = element_bytes(role.dtype), master_bytes(role)
-    per_param = own + 2 * wide + (wide if wide > own else 0)
-    params = _sharded_params if layout.sharding == "fsdp" else local_params
-    return Footprint(optimizer=2 * per_param * params(model, role, layout))
+    rows, whole = _sharded_params(model, role, layout), local_params(model, role, layout)
+    weights = rows if layout.sharding == "fsdp" else whole
+    states = rows if layout.sharding == "fsdp" or distributes_states(layout) else whole
+    return Footprint(optimizer=2 * (own * weights + (2 if wide == own else 3) * wide * states))
 
 
 def frozen_copy(model: ModelSpec, role: ModelRole, layout: Layout, serves: bool = False) -> Footprint:

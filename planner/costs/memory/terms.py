@@ -72,8 +72,14 @@ def master_bytes(role: ModelRole) -> int:
 
 
 def cuts_model(layout: Layout) -> bool:
-    """True where the layout cuts a model beyond dp, which this project's engines do not."""
+    """True where the layout cuts a model, or its batches, beyond dp."""
     return layout.tp * layout.pp * layout.cp * layout.ep > 1
+
+
+def distributes_states(layout: Layout) -> bool:
+    """True where optimizer states are cut over the devices that hold the same parameters, which are whole in each
+    (ZeRO-1, arXiv:1910.02054)."""
+    return layout.sharding == "replicated" and cuts_model(layout)
 
 
 def trained_expert_ranks(layout: Layout) -> int:
