@@ -1,6 +1,5 @@
 """Seconds of moving weights, states and samples: against a slow count of bytes, and against common sense."""
 
-import timeit
 
 import numpy as np
 import pytest
@@ -149,7 +148,7 @@ def test_one_copy_elsewhere_is_a_move_from_other_nodes() -> None:
     )
 
 
-def test_tables_are_made_in_one_call_and_quickly() -> None:
+def test_tables_are_made_in_one_call() -> None:
     source = [layout(0, 32, tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4)] * 4
     target = [layout(0, 32, tp) for tp in (1, 2, 4, 8)] * 10
     here, there = copies_of(at(source[0]), source), copies_of(at(target[0]), target)
@@ -158,7 +157,6 @@ def test_tables_are_made_in_one_call_and_quickly() -> None:
     assert table[0, 0] == 0 and np.all(table >= 0)
     one = seconds(source[5], target[2])
     assert table[5, 2] == pytest.approx(one)
-    assert min(timeit.repeat(lambda: move_seconds(here, there), number=20, repeat=5)) / 20 < 1e-3
 
 
 @settings(deadline=None)
