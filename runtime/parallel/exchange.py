@@ -2,7 +2,8 @@
 
 All messages of a round are on their way at once, and every worker goes through them in the same order. Beside what it
 holds, a worker has one bucket of what it sends and one of what it receives; where a run has several hosts, also what
-has come to a host and is still to be handed on there. On CPUs they travel by gloo, between GPUs by NCCL.
+has come to a host and is still to be handed on there. On CPUs they travel by gloo, between GPUs by NCCL. Workers that
+can read each other's memory need no messages: `mapped.py`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

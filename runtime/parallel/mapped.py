@@ -95,7 +95,8 @@ class MappedRoute:
 
     def _meet(self, place: WorkerParts) -> None:
         """Tell the receivers that the weights are final, and where they lie if that is new; hear it of the senders."""
-        places = [part.values.data_ptr() for part in place.holds.values()]
+        parts = place.holds.values() if place.segment is not None else ()
+        places = [part.values.data_ptr() for part in parts]
         news = msgspec.msgpack.encode(_address(place, self._host)) if places != self._told else b""
         said = [_say(_word(len(news)), receiver) for receiver in self._receivers]
         if news:
@@ -110,6 +111,8 @@ class MappedRoute:
         if heard:
             self._reach |= {sender: self._open(sender, told) for sender, told in heard.items()}
             self._found = self._find()
+            way = "are read where they lie" if self._found is not None else "come as messages"
+            log.info("weights of workers %s %s", ", ".join(map(str, self._senders)), way)
 
     def _open(self, sender: int, told: bytes) -> Mapping[str, WeightPart] | None:
         """The weights of a sender as they lie in its memory; None where that is out of reach."""
