@@ -27,8 +27,9 @@ from realgraph.graphs.spec import ModelRole
 from realgraph.planner.inputs.model_spec import spec_from_config
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.engine import TrainSettings
-from realgraph.runtime.parallel.exchange import WorkerParts, exchange, reallocation
+from realgraph.runtime.parallel.exchange import WorkerParts, reallocation
 from realgraph.runtime.parallel.groups import LayoutRanks
+from realgraph.runtime.parallel.mapped import MappedRoute
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from tests import tiny
 from tests.ranks import RankProcesses, joined
@@ -67,13 +68,14 @@ SAVE_TARGETS = (
 # --- in both processes ------------------------------------------------------------------------------------------------
 
 _engines: dict[str, TorchTrainEngine] = {}
+_routes: dict[tuple[str, str], MappedRoute] = {}
 
 
 def opened(name: str, folder: Path) -> TorchTrainEngine:
     """The engine of a layout; each process keeps those that it has opened."""
     if name not in _engines:
         ranks = joined[0].of_layout(LAYOUTS[name])
-        _engines[name] = open_engine(ModelRole(), str(folder), LAYOUTS[name], ranks, TrainSettings())
+        _engines[name] = open_engine(ModelRole(), str(folder), LAYOUTS[name], ranks, TrainSettings(shared=True))
     return _engines[name]
 
 
@@ -103,14 +105,15 @@ def move(ranks: LayoutRanks, folder: Path, names: tuple[str, str], files: Path, 
     shapes = {spec.name: spec.shape for spec in source.weight_specs()}
     between = LAYOUTS[names[0]], LAYOUTS[names[1]]
     moves = reallocation(shapes, torch.float32, between, joined[0].member, model)
+    route = _routes.setdefault(names, MappedRoute(moves, ranks.mesh.rank, joined[0].member.host))
     worker, into, leads = ranks.mesh.rank, held(target), ranks.mesh.rank == 0
     copy = {name: tensor.clone() for name, tensor in into.items()}
     whole = {name: torch.empty(shape) for name, shape in shapes.items()}
 
     def ours() -> None:
         with source.held_parts() as parts:
-            place = WorkerParts(worker, source.device, parts, moves.wants[worker])
-            target.load_weights(exchange(moves, place), n)
+            place = WorkerParts(worker, source.device, parts, moves.wants[worker], source.segment)
+            target.load_weights(route.bring(place), n)
 
     def memcpy() -> None:
         for name, tensor in into.items():

@@ -14,6 +14,7 @@ from realgraph.graphs.spec import ModelRole, Optimizer, Train
 from realgraph.planner.plan.layout import Recompute
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.parallel.exchange import WeightPart
+from realgraph.runtime.parallel.segments import WeightSegment
 from realgraph.runtime.wire.protocol import Mean, Metric
 
 Decode = Callable[[Sequence[int]], str]  # token ids to text
@@ -57,7 +58,8 @@ class TrainSettings:
     trains: train calls a step of this role; generator_trains: of the role that samples. skip_idle: leave out samples
     whose loss and gradient are exactly zero (`microbatch.idle`); they still count in the losses, in no other metric.
     entropy_metric: measure the entropy in the first micro-batch of each step, where the loss does not need it anyway.
-    functions: of `apply` terms. offloaded: weights and states wait in host memory between calls.
+    functions: of `apply` terms. offloaded: weights and states wait in host memory between calls. shared: on a CPU, the
+    weights lie where other workers of the host can read them.
     """
 
     max_tokens_per_microbatch: int | None = None
@@ -71,6 +73,7 @@ class TrainSettings:
     entropy_metric: bool = True
     functions: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
     offloaded: bool = False
+    shared: bool = False
 
 
 class WeightSpec(NamedTuple):
@@ -190,6 +193,11 @@ class TrainEngine(Protocol):
 
     def held_parts(self) -> AbstractContextManager[Mapping[str, WeightPart]]:
         """The part of each weight that lies here, live and in the dtype that it is kept in; good inside."""
+        ...
+
+    @property
+    def segment(self) -> WeightSegment | None:
+        """The shared memory that the weights lie in; None where it is this process's own."""
         ...
 
     def average_weights(self, parts: Parts, rate: float, version: int) -> None:

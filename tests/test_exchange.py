@@ -1,4 +1,5 @@
-"""Reallocations between engines of real processes: bit for bit a copy, with the least bytes, in two buckets."""
+"""Reallocations between engines of real processes, by messages and out of shared memory: bit for bit a copy, with the
+least bytes, the messages in two buckets."""
 
 import math
 import time
@@ -28,6 +29,7 @@ from realgraph.runtime.parallel.exchange import (
     reallocation,
 )
 from realgraph.runtime.parallel.groups import CollectiveError, LayoutRanks
+from realgraph.runtime.parallel.mapped import MappedRoute
 from realgraph.runtime.parallel.routes import rounds
 from realgraph.runtime.parallel.shares import shares
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
@@ -122,17 +124,23 @@ class Seen(NamedTuple):
     """One worker's weights before and after, and what it sent and lacked of them."""
 
     expected: dict[str, Any] | None  # of a worker of the source, whole
-    taken: dict[str, Any] | None  # of a worker of the target, whole
+    taken: dict[str, Any] | None  # of a worker of the target, whole, by messages
+    read: dict[str, Any] | None  # out of shared memory
     n_sent: int  # bytes
+    n_read: int  # bytes, by shared memory
+    n_sent_beside: int  # bytes of weights, where shared memory was there
     n_lacking: int  # bytes
     largest: int  # bytes of memory that was sent from, or received into, at a time
 
 
-def opened(folder: Path, role: ModelRole, one: Layout, rank: int, *, trained: bool) -> TorchTrainEngine | None:
+def opened(
+    folder: Path, role: ModelRole, one: Layout, rank: int, *, trained: bool, shared: bool = False
+) -> TorchTrainEngine | None:
     if rank not in one.mesh.devices:
         return None
     (groups,) = joined
-    settings = TrainSettings(max_tokens_per_microbatch=40, optimizer=OPTIMIZER if trained else None, total_steps=4)
+    optimizer = OPTIMIZER if trained else None
+    settings = TrainSettings(max_tokens_per_microbatch=40, optimizer=optimizer, total_steps=4, shared=shared)
     return open_engine(role, str(folder), one, groups.of_layout(one), settings)
 
 
@@ -152,7 +160,7 @@ def move(ranks: LayoutRanks, folder: Path, case: Case) -> Seen:
     """Train one step in the source, whose last pass leaves weights gathered, and reallocate to the target."""
     rank, (groups,) = ranks.mesh.rank, joined
     role = ModelRole(trainable=True, dtype=case.dtype)
-    source = opened(folder, role, case.source, rank, trained=True)
+    source = opened(folder, role, case.source, rank, trained=True, shared=not case.offloaded)
     target = opened(folder, ModelRole(dtype=case.dtype), case.target, rank, trained=False)
     batch = tiny.batch(tiny.lengths(4, 20, 3), 3)
     if source is not None:
@@ -177,6 +185,7 @@ def move(ranks: LayoutRanks, folder: Path, case: Case) -> Seen:
             storages.append(0 if storage.data_ptr() in own else storage.nbytes())
             yield part
 
+    taken, read, n_read, n_beside = None, None, 0, 0
     receiver, dtype = source or target, getattr(torch, case.dtype)
     if receiver is not None:
         owner: TrainEngine | None = OffloadedEngine(source) if source is not None and case.offloaded else source
@@ -196,7 +205,44 @@ def move(ranks: LayoutRanks, folder: Path, case: Case) -> Seen:
                 assert list(parts) == []
             patch.undo()
             sums.compare()
-    return Seen(expected, whole_of(target), sum(sizes), lacked * dtype.itemsize, max(storages))
+            taken = whole_of(target)
+            segment = source.segment if source is not None and not case.offloaded else None
+            n_read, n_beside = read_again(moves, place._replace(segment=segment), target)
+            read = whole_of(target)
+    return Seen(expected, taken, read, sum(sizes), n_read, n_beside, lacked * dtype.itemsize, max(storages))
+
+
+def read_again(moves: Reallocation, place: WorkerParts, target: TorchTrainEngine | None) -> tuple[int, int]:
+    """Reallocate by shared memory, twice, into a target that has been spoilt; each time, bytes that came from outside
+    what this worker holds, and bytes of weights that it sent."""
+    route, n_read, n_sent, isend = MappedRoute(moves, place.worker, ""), list[int](), list[int](), dist.isend
+    own = {part.values.untyped_storage().data_ptr() for part in place.holds.values()}
+
+    def watched(parts: Iterator[WeightPart]) -> Iterator[WeightPart]:
+        for part in parts:
+            others = part.values.untyped_storage().data_ptr() not in own
+            n_read[-1] += part.values.nbytes if others else 0
+            yield part
+
+    def counted(flat: torch.Tensor, to: int) -> Any:
+        n_sent[-1] += flat.nbytes if flat.is_floating_point() else 0
+        return isend(flat, to)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "isend", counted)
+        for version in range(2):
+            n_read.append(0)
+            n_sent.append(0)
+            if target is None:
+                assert list(watched(route.bring(place))) == []
+                continue
+            for part in target.contents.weights.values():
+                part.values.fill_(math.nan)
+            target.load_weights(watched(route.bring(place)), version)
+    assert n_read == [n_read[0]] * 2
+    assert n_sent == [n_sent[0]] * 2
+    route.close()
+    return n_read[0], n_sent[0]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -211,8 +257,13 @@ def test_a_reallocation_is_a_copy_with_the_least_bytes(
         assert (seen.taken is not None) == (worker in case.target.mesh.devices)
         assert seen.largest <= BUCKET
         if seen.taken is not None:
-            assert seen.taken.keys() == expected.keys()
+            assert seen.read is not None
+            assert seen.taken.keys() == seen.read.keys() == expected.keys()
             assert all((seen.taken[weight] == expected[weight]).all() for weight in expected)
+            assert all((seen.read[weight] == expected[weight]).all() for weight in expected)
+        masters = case.source.sharding == "fsdp" and case.dtype != "float32"  # whose own parts are cast, too
+        assert masters or seen.n_read == seen.n_lacking
+        assert seen.n_sent_beside == (seen.n_sent if case.offloaded else 0)
     assert sum(seen.n_sent for seen in found) == sum(seen.n_lacking for seen in found)
     sent = [found[worker].n_sent for worker in case.source.mesh.devices]
     if set(case.source.mesh.devices).isdisjoint(case.target.mesh.devices):  # each holds as much of what is sent

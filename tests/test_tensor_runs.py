@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.broken_runs import Broken, own
-from tests.layout_runs import STEPS, LayoutRun, check_numbers, check_resume
+from tests.layout_runs import STEPS, LayoutRun, check_numbers, check_resume, ran
 from tests.runs import BASE, GRPO, finish, home, records, write_run
 
 __all__ = ["home", "own"]
@@ -43,6 +43,9 @@ RUNS = [
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_a_run_whose_calls_are_cut_has_the_numbers_of_one_device(home: Path, run: LayoutRun) -> None:
     check_numbers(home, run)
+    if run.name == "grpo_apart":
+        log = (ran(home, run) / "logs" / "worker-2.log").read_text()
+        assert "weights of workers 0, 1 are read where they lie" in log
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from realgraph.runtime.data import hub
 from realgraph.runtime.engine import Parts, Weights, WeightSpec
 from realgraph.runtime.models.checkpoint_files import UnreadableTensors, open_tensors, read_part
 from realgraph.runtime.models.heads import HEAD, SUPPORTED, Head, parameter_name
-from realgraph.runtime.parallel.cuts import Box
+from realgraph.runtime.parallel.cuts import Box, overlap
 from realgraph.runtime.parallel.exchange import WeightPart
 from realgraph.runtime.parallel.pipeline.stage import stage_of
 from realgraph.runtime.parallel.tensor.pieces import TensorCut, cut_of, shard_of
@@ -203,23 +203,24 @@ def take_weights(
     network: nn.Module,
     parts: Parts,
     change: Callable[[Tensor, Tensor], object],
-    targets: Mapping[str, Tensor] | None = None,
+    held: Mapping[str, WeightPart] | None = None,
 ) -> None:
-    """Change every parameter (of a shard: its part; or the tensor of `targets` that stands for it) by the parts of its
-    name that come: change(own, new). Raises ValueError where a part has no place in the network, and where parts are
-    missing or came twice; those before have been taken."""
-    shapes, held = whole_shapes(network), held_parts(network)
+    """Change every parameter (of a shard: its part; or what `held` has in its place, all of the same boxes) by the
+    parts of its name that come: change(own, new). Raises ValueError where a part has no place in the network, and where
+    parts are missing or came twice; those before have been taken."""
+    whole = {name: Box((0,) * len(shape), shape) for name, shape in whole_shapes(network).items()}
+    held = held_parts(network) if held is None else held
     left = {name: own.box.numel for name, own in held.items()}
     for name, box, values in parts:
-        if name not in shapes:
+        if name not in whole:
             raise ValueError(f"weight {name!r} is unknown")
-        if len(box.shape) != len(shapes[name]) or box.intersect(Box((0,) * len(box.shape), shapes[name])) != box:
-            raise ValueError(f"weight {name!r} is {box.shape} at {box.start}, not in {shapes[name]}")
-        common = box.intersect(held[name].box) if name in held else None
+        inside = overlap(box, whole[name]) if len(box.shape) == len(whole[name].shape) else None
+        if inside is None or inside.box != box:
+            raise ValueError(f"weight {name!r} is {box.shape} at {box.start}, not in {whole[name].shape}")
+        common = overlap(held[name].box, box) if name in held else None
         if common is not None:
-            own = held[name].values if targets is None else targets[name]
-            change(own[common.within(held[name].box).slices], values[common.within(box).slices])
-            left[name] -= common.numel
+            change(held[name].values[common.in_first], values[common.in_second])
+            left[name] -= common.box.numel
     if wrong := sorted(name for name, numel in left.items() if numel):
         raise ValueError(f"weights are missing, or came twice: {wrong[:3]}")
 

@@ -9,6 +9,7 @@ an MLP. The cuts over ranks need not be even.
 
 import math
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -51,6 +52,21 @@ class Box(NamedTuple):
     def within(self, outer: "Box") -> "Box":
         """The box as seen from the first element of `outer`, which holds it."""
         return Box(tuple(mine - first for mine, first in zip(self.start, outer.start, strict=True)), self.shape)
+
+
+class Overlap(NamedTuple):
+    """The part that two boxes of one tensor hold, and its index in each."""
+
+    box: Box
+    in_first: tuple[slice, ...]
+    in_second: tuple[slice, ...]
+
+
+@lru_cache(maxsize=1 << 15)  # asked of the same boxes in every reallocation, between copies that empty the caches
+def overlap(first: Box, second: Box) -> Overlap | None:
+    """The part that both boxes of one tensor hold; None where there is none."""
+    common = first.intersect(second)
+    return common and Overlap(common, common.within(first).slices, common.within(second).slices)
 
 
 class Shard(Struct, frozen=True):

@@ -2,12 +2,14 @@
 
 All messages of a round are on their way at once, and every worker goes through them in the same order. Beside what it
 holds, a worker has one bucket of what it sends and one of what it receives; where a run has several hosts, also what
-has come to a host and is still to be handed on there. On CPUs they travel by gloo, between GPUs by NCCL.
+has come to a host and is still to be handed on there. On CPUs they travel by gloo, between GPUs by NCCL. Workers that
+can read each other's memory need no messages: `mapped.py`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -18,10 +20,12 @@ from realgraph.planner.inputs.model_spec import Head, ModelSpec
 from realgraph.planner.plan.axes import coordinates_of, expert_copies, expert_rank
 from realgraph.planner.plan.layout import Layout
 from realgraph.planner.plan.stages import layer_ranges, stages_of
-from realgraph.runtime.parallel.cuts import Box, Shard, cut, is_expert, rows
+from realgraph.runtime.parallel.cuts import Box, Shard, cut, is_expert, overlap, rows
 from realgraph.runtime.parallel.groups import CollectiveError, Member
 from realgraph.runtime.parallel.routes import Holdings, Message, Piece, cut_to, rounds
+from realgraph.runtime.parallel.segments import WeightSegment
 
+UNBOUNDED = 1 << 62  # elements of a bucket that nothing is copied to
 BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}  # by kind of device
 
 
@@ -34,21 +38,25 @@ class WeightPart(NamedTuple):
 
 
 class Reallocation(NamedTuple):
-    """The messages of a reallocation, alike on all workers."""
+    """The messages of a reallocation, alike on all workers. reads: what a receiver that can read the senders' memory
+    takes from where, instead of messages; in pieces as large as can be."""
 
     rounds: tuple[tuple[Message, ...], ...]
     wants: Holdings
     dtype: torch.dtype  # of elements as they travel
     bucket_bytes: int
+    reads: tuple[Message, ...] = ()
 
 
 class WorkerParts(NamedTuple):
-    """A worker's own: its number, its device, and what it holds and wants of the tensors."""
+    """A worker's own: its number, its device, and what it holds and wants of the tensors. segment: that what it holds
+    lies in."""
 
     worker: int
     device: torch.device
     holds: Mapping[str, WeightPart]
     wants: Mapping[str, Box]
+    segment: WeightSegment | None = None
 
 
 def reallocation(
@@ -64,7 +72,9 @@ def reallocation(
     held, wanted = (layout_boxes(in_order, layout, model) for layout in between)
     bucket = BUCKET_BYTES[member.device.type]
     hosts = [0] * member.n_workers  # a run has one host
-    return Reallocation(rounds(held, wanted, hosts, dtype.itemsize, bucket), wanted, dtype, bucket)
+    messages = rounds(held, wanted, hosts, dtype.itemsize, bucket)
+    whole = rounds(held, wanted, hosts, 1, UNBOUNDED) if member.device.type == "cpu" else ()
+    return Reallocation(messages, wanted, dtype, bucket, tuple(chain.from_iterable(whole)))
 
 
 def layout_boxes(
@@ -119,7 +129,7 @@ def exchange(moves: Reallocation, place: WorkerParts) -> Iterator[WeightPart]:
     Collective over all senders and receivers. A yielded part is good until the next is asked for. Raises
     CollectiveError with the worker that is gone or far behind.
     """
-    own = [*_own(place, moves.bucket_bytes // moves.dtype.itemsize)]
+    own = [*_own(place, moves)]
     to_cast = max((part.box.numel for part in own if part.values.dtype != moves.dtype), default=0)
     out = [[m for m in messages if m.sender == place.worker] for messages in moves.rounds]
     into = [[m for m in messages if place.worker in m.receivers] for messages in moves.rounds]
@@ -140,14 +150,19 @@ def exchange(moves: Reallocation, place: WorkerParts) -> Iterator[WeightPart]:
                     yield WeightPart(name, piece.box, one)
 
 
-def _own(place: WorkerParts, most: int) -> Iterator[WeightPart]:
-    """All that this worker both wants and holds, as it is, in parts of at most `most` elements."""
+def _own(place: WorkerParts, moves: Reallocation) -> Iterator[WeightPart]:
+    """All that this worker both wants and holds, as it is; what is to be cast in parts that fit into a bucket."""
+    most = moves.bucket_bytes // moves.dtype.itemsize
     for name, box in place.wants.items():
         held = place.holds.get(name)
-        common = held.box.intersect(box) if held is not None else None
-        if held is not None and common is not None:
-            for part in cut_to(common, most):
-                yield WeightPart(name, part, _values(held, part))
+        common = overlap(held.box, box) if held is not None else None
+        if held is None or common is None:
+            continue
+        if held.values.dtype == moves.dtype:
+            yield WeightPart(name, common.box, held.values[common.in_first])
+            continue
+        for part in cut_to(common.box, most):
+            yield WeightPart(name, part, _values(held, part))
 
 
 class _Buffers(NamedTuple):
@@ -175,23 +190,23 @@ def _round(
             n_out += message.numel
             _pack(message, flat, place, passing)
             for receiver in message.receivers:
-                with _naming(receiver):
+                with naming(receiver):
                     waits.append((receiver, dist.isend(flat, receiver)))
         elif place.worker in message.receivers:
             flat = buffers.into[n_into : n_into + message.numel]
             n_into += message.numel
-            with _naming(message.sender):
+            with naming(message.sender):
                 waits.append((message.sender, dist.irecv(flat, message.sender)))
             arrived.append((message, flat))
     for peer, work in waits:
         assert work is not None, "the default group has all workers"
-        with _naming(peer):
+        with naming(peer):
             work.wait()
     return arrived
 
 
 @contextmanager
-def _naming(peer: int) -> Iterator[None]:
+def naming(peer: int) -> Iterator[None]:
     """Turn what gloo and NCCL raise into an error with the worker at the other end."""
     try:
         yield

@@ -43,12 +43,13 @@ class CollectiveError(RuntimeError):
 
 @dataclass(frozen=True)
 class Member:
-    """This worker among all of a run; timeout in seconds."""
+    """This worker among all of a run; timeout in seconds. host: names those whose memory it can read."""
 
     worker: int
     n_workers: int
     device: torch.device
     timeout_seconds: float
+    host: str = ""
 
 
 class Rendezvous:

@@ -32,7 +32,7 @@ from realgraph.runtime.store.bundle import (
     PeerLostError,
     Release,
 )
-from realgraph.runtime.store.memory import Bytes, aligned, map_bytes
+from realgraph.runtime.store.memory import Bytes, Window, aligned, map_bytes
 from realgraph.runtime.store.store import MissingValueError, Store, StoredValue
 from realgraph.runtime.wire.frames import LENGTH_BYTES, framed
 from realgraph.runtime.wire.protocol import Peer
@@ -230,14 +230,6 @@ class _Loan:
     """Keeps an answer's values from reuse while tensors over them live."""
 
 
-class _Window:
-    """Lets numpy look at `data`, which is mapped read-only, without the warning that torch gives for such arrays."""
-
-    def __init__(self, data: Bytes, loan: _Loan) -> None:
-        self.__array_interface__ = data.__array_interface__ | {"data": (data.ctypes.data, False)}
-        self.keeps = (data, loan)
-
-
 class LocalChannel:
     """A reader's connection to one owner on this host.
 
@@ -325,7 +317,7 @@ class LocalChannel:
     def _views(self, extents: Sequence[Extent]) -> list[Tensor]:
         loan = _Loan()
         weakref.finalize(loan, self._end_loan).atexit = False
-        views = [bundle.shaped(np.asarray(_Window(self._bytes(extent), loan)), 0, extent) for extent in extents]
+        views = [bundle.shaped(np.asarray(Window(self._bytes(extent), loan)), 0, extent) for extent in extents]
         return [value for view, extent in zip(views, extents, strict=True) for value in bundle.cut(view, extent)]
 
     def _end_loan(self) -> None:

@@ -55,6 +55,15 @@ def map_bytes(fd: int, nbytes: int, *, writable: bool) -> Bytes:
     return np.frombuffer(mapping, dtype=np.uint8)
 
 
+class Window:
+    """Lets numpy look at `data`, which is mapped read-only, without the warning that torch gives for such arrays.
+    loan: whatever shall live as long as the arrays."""
+
+    def __init__(self, data: Bytes, loan: object = None) -> None:
+        self.__array_interface__ = data.__array_interface__ | {"data": (data.ctypes.data, False)}
+        self.keeps = (data, loan)
+
+
 @dataclass
 class Segment:
     """A mapped piece of memory."""

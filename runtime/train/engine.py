@@ -31,6 +31,7 @@ from realgraph.runtime.parallel.experts.block import join_experts, shard_experts
 from realgraph.runtime.parallel.experts.routing import load_metrics, record_of
 from realgraph.runtime.parallel.groups import LayoutRanks, Ranks, shard
 from realgraph.runtime.parallel.pipeline.stage import cut_stages
+from realgraph.runtime.parallel.segments import WeightSegment, share_weights
 from realgraph.runtime.parallel.tensor.network import cut_network
 from realgraph.runtime.parallel.tensor.pieces import cut_of, shard_of
 from realgraph.runtime.train import files as train_files
@@ -61,6 +62,7 @@ class TorchTrainEngine:
         self.ranks = ranks
         self.optimizer_steps = 0
         self.gate_passed = False
+        self.segment: WeightSegment | None = None  # that the weights lie in
         self.passes = ModelPasses(role, model, ranks, settings)
         # no worker has all of it
         self.divided = self.passes.sharded or bool(cut_of(model.network).by_name) or self.passes.pipe is not None
@@ -226,7 +228,7 @@ class TorchTrainEngine:
     def load_weights(self, parts: Parts, version: int) -> None:
         """Take weights in place; moments stay. Raises ValueError for parts that are missing or have no place."""
         self._reshard()
-        take_weights(self.model.network, parts, lambda own, new: own.copy_(new))
+        take_weights(self.model.network, parts, lambda own, new: own.copy_(new), self.contents.weights)
         if self.masters is not None:
             self.masters.refresh()
         self.version = version
@@ -236,8 +238,9 @@ class TorchTrainEngine:
         if self.masters is None:
             raise ValueError("this role was opened without `ema_rate`")
         masters = dict(zip(self.masters.names, self.masters.tensors, strict=True))
+        held = {name: part._replace(values=masters[name]) for name, part in self.contents.weights.items()}
         self._reshard()
-        take_weights(self.model.network, parts, lambda own, new: own.lerp_(new.to(own), rate), masters)
+        take_weights(self.model.network, parts, lambda own, new: own.lerp_(new.to(own), rate), held)
         self.masters.publish()
         self.version = version
 
@@ -317,7 +320,10 @@ def open_engine(
     dtype = master if fsdp and has_masters else None
     model = build(role, path, Start(ranks.device, dtype, shard=cut_up))
     model.context = ranks.cp if ranks.cp.size > 1 else None
-    return TorchTrainEngine(role, model, layout, ranks, settings)
+    segment = share_weights(model) if settings.shared and ranks.device.type == "cpu" else None
+    engine = TorchTrainEngine(role, model, layout, ranks, settings)
+    engine.segment = segment
+    return engine
 
 
 def layer_stages(model: PackedModel, layout: Layout) -> Stages:

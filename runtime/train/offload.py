@@ -14,6 +14,7 @@ from realgraph.runtime.batch import Packed
 from realgraph.runtime.engine import Parts, SharedWeights, TrainEngine, TrainSettings, Weights, WeightSpec
 from realgraph.runtime.parallel.exchange import WeightPart
 from realgraph.runtime.parallel.groups import LayoutRanks
+from realgraph.runtime.parallel.segments import WeightSegment
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from realgraph.runtime.train.files import HostSnapshot
 from realgraph.runtime.train.host_states import HostStates
@@ -78,6 +79,11 @@ class OffloadedEngine:
     def device(self) -> torch.device:
         """The device that the states are brought to."""
         return self._engine.device
+
+    @property
+    def segment(self) -> WeightSegment | None:
+        """None: what comes and goes can't be read by others."""
+        return None
 
     def weight_specs(self) -> Sequence[WeightSpec]:
         """See TrainEngine."""

@@ -39,7 +39,7 @@ class Resources:
         seconds = job.runtime.start_seconds
         store = reach_store(address, n_workers, seconds) if n_workers > 1 else None
         layouts = {allocation.layout for allocation in job.plan.allocations.values()}
-        member = Member(self.worker, n_workers, self.device, ABANDONED_SECONDS)
+        member = Member(self.worker, n_workers, self.device, ABANDONED_SECONDS, self.peer.host)
         self._collectives = Collectives(member, store, layouts, one_host=job.cluster.nodes == 1)
         return self._collectives
 

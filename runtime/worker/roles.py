@@ -37,9 +37,10 @@ from realgraph.runtime.functions.functions import load_applied
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.models.weights import read_config, resolve
 from realgraph.runtime.parallel.checksums import Checksums
-from realgraph.runtime.parallel.exchange import Reallocation, WorkerParts, exchange, layout_boxes, reallocation
+from realgraph.runtime.parallel.exchange import Reallocation, WorkerParts, layout_boxes, reallocation
 from realgraph.runtime.parallel.groups import Collectives, Ranks
-from realgraph.runtime.parallel.shares import shares
+from realgraph.runtime.parallel.mapped import MappedRoute
+from realgraph.runtime.parallel.shares import Shares, shares
 from realgraph.runtime.worker.engines import ENGINES
 
 MAX_LOGPROB_GAP = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.05, "float16": 0.02}  # mean nats a sampled token
@@ -86,7 +87,7 @@ class Roles:
         ] = []  # copies of the roles that a checkpoint holds
         self._kept: dict[str, Snapshot] = {}
         self._keeping = threading.Lock()
-        self._reallocations: dict[_Between, Reallocation] = {}
+        self._reallocations: dict[_Between, _Route] = {}
         role_copies = copies(job.graph, job.plan.allocations)
         self._trained_layouts = {copy.role: copy.layout for copy in role_copies if copy.trained}
         for copy in role_copies:
@@ -167,7 +168,14 @@ class Roles:
             generator_trains=max(1, generator_trains),
             functions=load_applied(applied, job.user_dir),
             offloaded=away,
+            shared=not away and self._sends(copy.role),
         )
+
+    def _sends(self, role: str) -> bool:
+        """The trained weights of `role` go to other copies, of which some may lie on other workers."""
+        roles = [role, *(name for name, one in self._job.graph.models.items() if one.init == role and one.ema_rate)]
+        others = [one for one in copies(self._job.graph, self._job.plan.allocations) if not one.trained]
+        return self._collectives.member.n_workers > 1 and any(one.role in roles for one in others)
 
     def load(self, checkpoint: Path) -> None:
         """Take back the states of a checkpoint into every copy of them, as if all had just been reallocated."""
@@ -279,24 +287,27 @@ class Roles:
         source: the engine here that has the trained weights, else the one that they come to.
         """
         shapes = {spec.name: spec.shape for spec in source.weight_specs()}
-        moves = self._reallocation(between, source.weight_specs())
+        moves, route, shown = self._reallocation(between, source.weight_specs())
         owner = self.trained.get(between.role)
         with owner.held_parts() if owner is not None else nullcontext({}) as held:
-            place = WorkerParts(self._worker, source.device, held, moves.wants.get(self._worker, {}))
+            segment = owner.segment if owner is not None else None
+            place = WorkerParts(self._worker, source.device, held, moves.wants.get(self._worker, {}), segment)
             if not self._job.runtime.verify_weights:
-                yield exchange(moves, place)
+                yield route.bring(place)
                 return
-            shown = shares(layout_boxes(shapes, between.layouts[0], self._model_of(between.role)), shapes)
             sums = Checksums(moves, place, shapes, shown)
-            yield sums.watch(exchange(moves, place))
+            yield sums.watch(route.bring(place))
             sums.compare()
 
-    def _reallocation(self, between: "_Between", specs: Sequence[WeightSpec]) -> Reallocation:
-        """The messages of a reallocation, alike on all workers; made once."""
+    def _reallocation(self, between: "_Between", specs: Sequence[WeightSpec]) -> "_Route":
+        """A reallocation, its messages and shares alike on all workers; made once."""
         if between not in self._reallocations:
             shapes, (dtype,) = {spec.name: spec.shape for spec in specs}, {spec.dtype for spec in specs}
-            made = reallocation(shapes, dtype, between.layouts, self._collectives.member, self._model_of(between.role))
-            self._reallocations[between] = made
+            member, model = self._collectives.member, self._model_of(between.role)
+            moves = reallocation(shapes, dtype, between.layouts, member, model)
+            held = layout_boxes(shapes, between.layouts[0], model)
+            shown = shares(held, shapes) if self._job.runtime.verify_weights else {}
+            self._reallocations[between] = _Route(moves, MappedRoute(moves, self._worker, member.host), shown)
         return self._reallocations[between]
 
     def _model_of(self, role: str) -> tuple[ModelSpec, Head]:
@@ -310,3 +321,12 @@ class _Between(NamedTuple):
 
     role: str
     layouts: tuple[Layout, Layout]
+
+
+class _Route(NamedTuple):
+    """A reallocation: what goes to whom, how it gets to this worker, and the boxes that each sender's checksums are
+    of."""
+
+    moves: Reallocation
+    mapped: MappedRoute
+    shown: Shares

@@ -1,0 +1,298 @@
+"""Weights that are read out of other workers' memory: who reads, who is sent messages, and what both sides wait for."""
+
+import gc
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from realgraph.graphs.spec import ModelRole
+from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.runtime.engine import TrainSettings
+from realgraph.runtime.parallel import mapped
+from realgraph.runtime.parallel.cuts import Box
+from realgraph.runtime.parallel.exchange import UNBOUNDED, Reallocation, WeightPart, WorkerParts, exchange
+from realgraph.runtime.parallel.groups import CollectiveError, LayoutRanks
+from realgraph.runtime.parallel.mapped import MappedRoute
+from realgraph.runtime.parallel.routes import rounds
+from realgraph.runtime.parallel.segments import WeightSegment, share_weights
+from realgraph.runtime.train.engine import open_engine
+from realgraph.runtime.worker.failures import failure
+from tests import tiny
+from tests.engines import CPU, OPTIMIZER, call
+from tests.ranks import RankProcesses, joined
+
+BUCKET = 256  # bytes
+LAYOUTS = (Layout(DeviceMesh(0, 3), dp=3), Layout(DeviceMesh(0, 3), dp=3, sharding="fsdp"))
+Held = dict[int, dict[str, Box]]
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[RankProcesses]:
+    processes = RankProcesses(3, LAYOUTS)
+    yield processes
+    processes.close()
+
+
+def full(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    return {
+        name: torch.arange(math.prod(shape), dtype=torch.float64).view(shape) + 1000 * i
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+
+
+def move(held: Held, wanted: Held, dtype: torch.dtype = torch.float64) -> Reallocation:
+    reads = tuple(message for each in rounds(held, wanted, [0] * 3, 1, UNBOUNDED) for message in each)
+    return Reallocation(rounds(held, wanted, [0] * 3, dtype.itemsize, BUCKET), wanted, dtype, BUCKET, reads)
+
+
+def placed(worker: int, held: Held, wanted: Held, whole: dict[str, Tensor]) -> WorkerParts:
+    """What a worker holds, in a segment."""
+    model = torch.nn.ParameterDict(
+        {name.replace(".", "/"): whole[name][box.slices].clone() for name, box in held.get(worker, {}).items()}
+    )
+    segment = share_weights(model) if len(model) else None
+    holds = {
+        name: WeightPart(name, box, model[name.replace(".", "/")].detach())
+        for name, box in held.get(worker, {}).items()
+    }
+    return WorkerParts(worker, CPU, holds, wanted.get(worker, {}), segment)
+
+
+def taken(parts: Iterator[WeightPart], shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], int]:
+    """The tensors, nan where nothing came, and how many elements came."""
+    into = {name: torch.full(shape, math.nan, dtype=torch.float64) for name, shape in shapes.items()}
+    n = 0
+    for name, box, values in parts:
+        into[name][box.slices] = values
+        n += box.numel
+    return into, n
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(one[name].nan_to_num(-1), other[name].nan_to_num(-1)) for name in one)
+
+
+# --- random boxes -----------------------------------------------------------------------------------------------------
+
+
+def drawn(rng: Random, shapes: dict[str, tuple[int, ...]], workers: list[int]) -> Held:
+    """Every tensor cut in one dim, each part on a worker, some on others too."""
+    found: Held = {worker: {} for worker in workers}
+    for name, shape in shapes.items():
+        dim = rng.randrange(len(shape))
+        n = rng.randint(1, min(len(workers), shape[dim]))
+        cuts = [0, *sorted(rng.sample(range(1, shape[dim]), n - 1)), shape[dim]]
+        order = rng.sample(workers, len(workers))
+        for i, worker in enumerate(order):
+            part = i if i < n else rng.randrange(n)
+            start = tuple(cuts[part] if d == dim else 0 for d in range(len(shape)))
+            size = tuple(cuts[part + 1] - cuts[part] if d == dim else s for d, s in enumerate(shape))
+            found[worker][name] = Box(start, size)
+    return found
+
+
+def both_ways(ranks: LayoutRanks, seed: int) -> tuple[bool, bool, int, int]:
+    """The parts that this worker wants, by both ways: right, alike; elements that came, and that it wants."""
+    rng, me = Random(seed), ranks.mesh.rank
+    shapes = {f"t.{i}": tuple(rng.randint(1, 9) for _ in range(rng.randint(1, 3))) for i in range(rng.randint(1, 6))}
+    held = drawn(rng, shapes, rng.sample(range(3), rng.randint(1, 3)))
+    wanted = drawn(rng, shapes, rng.sample(range(3), rng.randint(1, 3)))
+    dtype = rng.choice([torch.float64, torch.float64, torch.float32])
+    whole, moves = full(shapes), move(held, wanted, dtype)
+    place = placed(me, held, wanted, whole)
+    sent, _ = taken(exchange(moves, place), shapes)
+    route = MappedRoute(moves, me, "")
+    read, n = taken(route.bring(place), shapes)
+    with torch.no_grad():
+        for part in place.holds.values():  # training goes on in place
+            part.values.add_(1)
+    again, _ = taken(route.bring(place), shapes)
+    expected = {name: torch.full_like(tensor, math.nan) for name, tensor in whole.items()}
+    for name, box in place.wants.items():
+        expected[name][box.slices] = whole[name][box.slices]
+    right = same(read, expected) and same(again, {name: tensor + 1 for name, tensor in expected.items()})
+    return right, same(read, sent), n, sum(box.numel for box in place.wants.values())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_reading_gives_what_messages_give_and_no_element_twice(three: RankProcesses, seed: int) -> None:
+    for right, alike, came, wanted in three.run(both_ways, seed):
+        assert right
+        assert alike
+        assert came == wanted
+
+
+# --- what both sides wait for -----------------------------------------------------------------------------------------
+
+SHAPES = {"a": (8, 3), "b": (5,), "c": (40, 2)}
+WHOLE = {name: Box((0,) * len(shape), shape) for name, shape in SHAPES.items()}
+
+
+def spoiled(ranks: LayoutRanks) -> bool:
+    """Worker 0 changes its weights as soon as it may, while the others take their time. True where all came."""
+    held, wanted, me = {0: WHOLE}, {1: WHOLE, 2: WHOLE}, ranks.mesh.rank
+    place = placed(me, held, wanted, full(SHAPES))
+
+    def slowly(parts: Iterator[WeightPart]) -> Iterator[WeightPart]:
+        for part in parts:
+            time.sleep(0.1)
+            yield part
+
+    found, _ = taken(slowly(MappedRoute(move(held, wanted), me, "").bring(place)), SHAPES)
+    for part in place.holds.values():
+        part.values.fill_(math.nan)
+    return me == 0 or same(found, full(SHAPES))
+
+
+def test_weights_do_not_change_until_all_have_read_them(three: RankProcesses) -> None:
+    assert three.run(spoiled) == [True] * 3
+
+
+def late(ranks: LayoutRanks) -> bool:
+    """Worker 0 changes its weights just before it comes. True where the others read the last ones."""
+    held, wanted, me = {0: WHOLE}, {1: WHOLE, 2: WHOLE}, ranks.mesh.rank
+    place, route = placed(me, held, wanted, full(SHAPES)), MappedRoute(move(held, wanted), me, "")
+    taken(route.bring(place), SHAPES)
+    if me == 0:
+        time.sleep(0.2)
+        for part in place.holds.values():
+            part.values.mul_(2)
+    found, _ = taken(route.bring(place), SHAPES)
+    return me == 0 or same(found, {name: 2 * tensor for name, tensor in full(SHAPES).items()})
+
+
+def test_nothing_is_read_before_it_is_final(three: RankProcesses) -> None:
+    assert three.run(late) == [True] * 3
+
+
+# --- who can't read ---------------------------------------------------------------------------------------------------
+
+
+def out_of_reach(ranks: LayoutRanks, why: str) -> tuple[int, bool]:
+    """Worker 2 can't read the memory of worker 0, 1 mostly can: bytes of weights that this one sent; if all came."""
+    held, wanted, me = {0: WHOLE}, {1: WHOLE, 2: WHOLE}, ranks.mesh.rank
+    place, n_sent, isend = placed(me, held, wanted, full(SHAPES)), [0], dist.isend
+    host = "another" if why == "other host" and me == 2 else "one"
+
+    def counted(flat: Tensor, to: int) -> Any:
+        n_sent[0] += flat.nbytes if flat.is_floating_point() else 0
+        return isend(flat, to)
+
+    def refused(path: str, flags: int) -> int:
+        raise PermissionError(13, "Permission denied", path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "isend", counted)
+        if why == "sandbox" and me == 2:
+            patch.setattr(mapped.os, "open", refused)
+        other = WeightSegment(place.segment.nbytes - 64) if me == 0 and place.segment is not None else None
+        if why == "other process" and me == 0 and place.segment is not None and other is not None:
+            patch.setattr(place.segment, "descriptor", other.descriptor)  # as numbers mean others in a namespace
+        if why == "not shared":
+            place = place._replace(segment=None)
+        route = MappedRoute(move(held, wanted), me, host)
+        found = [taken(route.bring(place), SHAPES)[0] for _ in range(2)]
+    return n_sent[0] // 2, me == 0 or all(same(one, full(SHAPES)) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("why", "sent"), {"nothing": 0, "sandbox": 1, "other host": 1, "other process": 2, "not shared": 2}.items()
+)
+def test_who_cannot_read_is_sent_messages(three: RankProcesses, why: str, sent: int) -> None:
+    found = three.run(out_of_reach, why)
+    n_bytes = sum(box.numel for box in WHOLE.values()) * 8
+    assert [right for _, right in found] == [True] * 3
+    assert [n for n, _ in found] == [sent * n_bytes, 0, 0]
+
+
+# --- what is left -----------------------------------------------------------------------------------------------------
+
+
+def left_over(ranks: LayoutRanks) -> tuple[tuple[int, int], ...]:
+    """Open descriptors and mapped segments: before, amid, and after a reallocation whose ends are closed."""
+
+    def counts() -> tuple[int, int]:
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return len(os.listdir("/proc/self/fd")), sum("memfd:realgraph " in line for line in maps)
+
+    held, wanted, me = {0: WHOLE}, {1: WHOLE}, ranks.mesh.rank
+    moves, before = move(held, wanted), counts()
+    place, route = placed(me, held, wanted, full(SHAPES)), MappedRoute(moves, me, "")
+    for _ in range(3):
+        taken(route.bring(place), SHAPES)
+    amid = counts()
+    route.close()
+    del place
+    return before, amid, counts()
+
+
+def test_no_descriptor_and_no_mapping_is_left(three: RankProcesses) -> None:
+    for me, (before, amid, after) in enumerate(three.run(left_over)):
+        assert before == after
+        n_descriptors, n_mapped = amid[0] - before[0], amid[1] - before[1]
+        assert (n_descriptors, n_mapped) == [(2, 1), (1, 1), (0, 0)][me]  # Python's mmap has a descriptor of its own
+
+
+def without_worker_1(ranks: LayoutRanks, file: Path) -> None:
+    """Worker 1 is killed while it reads; what the worker that it reads from says goes to `file`."""
+    held, wanted, me = {0: WHOLE}, {1: WHOLE}, ranks.mesh.rank
+    place = placed(me, held, wanted, full(SHAPES))
+    try:
+        for _ in MappedRoute(move(held, wanted), me, "").bring(place):
+            os.kill(os.getpid(), signal.SIGKILL)
+    except CollectiveError as error:
+        failed = failure(me, "rollout", error)
+        file.write_text(f"{failed.kind}: {failed.error}")
+
+
+def test_a_worker_that_is_killed_while_it_reads_is_named(tmp_path: Path) -> None:
+    processes = RankProcesses(2, seconds=20.0)
+    try:
+        with pytest.raises((EOFError, ConnectionResetError)):  # of the one that was killed
+            processes.run(without_worker_1, tmp_path / "said")
+    finally:
+        for process in processes._processes[1:]:
+            process.join(10)
+        processes._pipes[0].send(None)
+        processes._processes[0].join(10)
+    assert (tmp_path / "said").read_text().startswith("worker: weights to or from worker 1 did not arrive: ")
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+def trained(ranks: LayoutRanks, folder: Path, layout: Layout, shared: bool) -> tuple[dict[str, Any], float, bool]:
+    """Weights after two steps, the bytes of what lies here, and if all of it still lies in the segment."""
+    (groups,) = joined
+    settings = TrainSettings(max_tokens_per_microbatch=40, optimizer=OPTIMIZER, total_steps=4, shared=shared)
+    role = ModelRole(trainable=True, dtype="float32")
+    engine = open_engine(role, str(folder), layout, groups.of_layout(layout), settings)
+    batch = tiny.batch(tiny.lengths(6, 20, 3), 3)
+    for _ in range(2):
+        engine.train(call(), [batch.select([2 * ranks.mesh.rank, 2 * ranks.mesh.rank + 1])])
+        engine.inference(batch, "logprobs", 1.0)
+    weights = {name: tensor.numpy().copy() for name, tensor in engine.weights()}
+    segment, parts = engine.segment, engine.contents.weights.values()
+    inside = segment is not None and all(segment.offset(p.values) is not None or not p.values.numel() for p in parts)
+    return weights, sum(part.values.nbytes for part in parts), inside
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["replicated", "fsdp"])
+def test_engines_train_in_shared_memory_as_in_their_own(three: RankProcesses, tmp_path: Path, layout: Layout) -> None:
+    folder = tiny.save(tmp_path / "model", "qwen3")  # of sizes that three ranks can't share evenly
+    ours, plain = three.run(trained, folder, layout, True), three.run(trained, folder, layout, False)
+    for (shared, n_bytes, inside), (own, n_own, other) in zip(ours, plain, strict=True):
+        assert (inside, other) == (True, False)
+        assert n_bytes == n_own
+        assert all((shared[name] == own[name]).all() for name in own)
