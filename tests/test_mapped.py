@@ -56,7 +56,7 @@ def move(held: Held, wanted: Held, dtype: torch.dtype = torch.float64) -> Reallo
 
 
 def placed(worker: int, held: Held, wanted: Held, whole: dict[str, Tensor]) -> WorkerParts:
-    """What a worker holds, in a segment."""
+    """A worker's own parts, in a segment."""
     model = torch.nn.ParameterDict(
         {name.replace(".", "/"): whole[name][box.slices].clone() for name, box in held.get(worker, {}).items()}
     )
@@ -219,21 +219,22 @@ def test_who_cannot_read_is_sent_messages(three: RankProcesses, why: str, sent: 
 
 
 def left_over(ranks: LayoutRanks) -> tuple[tuple[int, int], ...]:
-    """Open descriptors and mapped segments: before, amid, and after a reallocation whose ends are closed."""
+    """Open descriptors and mapped segments: before, amid, and after a reallocation whose ends are gone."""
 
     def counts() -> tuple[int, int]:
-        gc.collect()
         maps = Path("/proc/self/maps").read_text().splitlines()
         return len(os.listdir("/proc/self/fd")), sum("memfd:realgraph " in line for line in maps)
 
     held, wanted, me = {0: WHOLE}, {1: WHOLE}, ranks.mesh.rank
-    moves, before = move(held, wanted), counts()
+    moves = move(held, wanted)
+    gc.collect()
+    before = counts()
     place, route = placed(me, held, wanted, full(SHAPES)), MappedRoute(moves, me, "")
     for _ in range(3):
         taken(route.bring(place), SHAPES)
     amid = counts()
-    route.close()
-    del place
+    del place, route
+    gc.collect()
     return before, amid, counts()
 
 
