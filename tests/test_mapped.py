@@ -18,7 +18,6 @@ from torch import Tensor
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.engine import TrainSettings
-from realgraph.runtime.parallel import mapped
 from realgraph.runtime.parallel.cuts import Box
 from realgraph.runtime.parallel.exchange import UNBOUNDED, Reallocation, WeightPart, WorkerParts, exchange
 from realgraph.runtime.parallel.groups import CollectiveError, LayoutRanks
@@ -194,7 +193,7 @@ def out_of_reach(ranks: LayoutRanks, why: str) -> tuple[int, bool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "isend", counted)
         if why == "sandbox" and me == 2:
-            patch.setattr(mapped.os, "open", refused)
+            patch.setattr(os, "open", refused)
         other = WeightSegment(place.segment.nbytes - 64) if me == 0 and place.segment is not None else None
         if why == "other process" and me == 0 and place.segment is not None and other is not None:
             patch.setattr(place.segment, "descriptor", other.descriptor)  # as numbers mean others in a namespace
