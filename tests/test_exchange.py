@@ -241,7 +241,6 @@ def read_again(moves: Reallocation, place: WorkerParts, target: TorchTrainEngine
             target.load_weights(watched(route.bring(place)), version)
     assert n_read == [n_read[0]] * 2
     assert n_sent == [n_sent[0]] * 2
-    route.close()
     return n_read[0], n_sent[0]
 
 

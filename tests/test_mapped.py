@@ -18,7 +18,6 @@ from torch import Tensor
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.engine import TrainSettings
-from realgraph.runtime.parallel import mapped
 from realgraph.runtime.parallel.cuts import Box
 from realgraph.runtime.parallel.exchange import UNBOUNDED, Reallocation, WeightPart, WorkerParts, exchange
 from realgraph.runtime.parallel.groups import CollectiveError, LayoutRanks
@@ -56,7 +55,7 @@ def move(held: Held, wanted: Held, dtype: torch.dtype = torch.float64) -> Reallo
 
 
 def placed(worker: int, held: Held, wanted: Held, whole: dict[str, Tensor]) -> WorkerParts:
-    """What a worker holds, in a segment."""
+    """A worker's own parts, in a segment."""
     model = torch.nn.ParameterDict(
         {name.replace(".", "/"): whole[name][box.slices].clone() for name, box in held.get(worker, {}).items()}
     )
@@ -194,7 +193,7 @@ def out_of_reach(ranks: LayoutRanks, why: str) -> tuple[int, bool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "isend", counted)
         if why == "sandbox" and me == 2:
-            patch.setattr(mapped.os, "open", refused)
+            patch.setattr(os, "open", refused)
         other = WeightSegment(place.segment.nbytes - 64) if me == 0 and place.segment is not None else None
         if why == "other process" and me == 0 and place.segment is not None and other is not None:
             patch.setattr(place.segment, "descriptor", other.descriptor)  # as numbers mean others in a namespace
@@ -219,21 +218,22 @@ def test_who_cannot_read_is_sent_messages(three: RankProcesses, why: str, sent: 
 
 
 def left_over(ranks: LayoutRanks) -> tuple[tuple[int, int], ...]:
-    """Open descriptors and mapped segments: before, amid, and after a reallocation whose ends are closed."""
+    """Open descriptors and mapped segments: before, amid, and after a reallocation whose ends are gone."""
 
     def counts() -> tuple[int, int]:
-        gc.collect()
         maps = Path("/proc/self/maps").read_text().splitlines()
         return len(os.listdir("/proc/self/fd")), sum("memfd:realgraph " in line for line in maps)
 
     held, wanted, me = {0: WHOLE}, {1: WHOLE}, ranks.mesh.rank
-    moves, before = move(held, wanted), counts()
+    moves = move(held, wanted)
+    gc.collect()
+    before = counts()
     place, route = placed(me, held, wanted, full(SHAPES)), MappedRoute(moves, me, "")
     for _ in range(3):
         taken(route.bring(place), SHAPES)
     amid = counts()
-    route.close()
-    del place
+    del place, route
+    gc.collect()
     return before, amid, counts()
 
 

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from realgraph.runtime.store.memory import ALIGN_BYTES, Arena, SharedBlock
+from realgraph.runtime.memory.anonymous import ALIGN_BYTES
+from realgraph.runtime.store.memory import Arena, SharedBlock
 from realgraph.runtime.store.store import DTYPES, MissingValueError, Store
 
 

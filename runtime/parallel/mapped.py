@@ -18,11 +18,11 @@ import torch.distributed as dist
 from msgspec import Struct
 from torch import Tensor
 
+from realgraph.runtime.memory.anonymous import Window, map_bytes
 from realgraph.runtime.parallel.cuts import Box
 from realgraph.runtime.parallel.exchange import Reallocation, WeightPart, WorkerParts, exchange, naming
 from realgraph.runtime.parallel.routes import cut_to
 from realgraph.runtime.parallel.segments import MARK_BYTES
-from realgraph.runtime.store.memory import Window, map_bytes
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class OutOfReach(OSError):
 
 
 class MappedRoute:
-    """One worker's end of the reallocations between two layouts.
+    """One worker's end of the reallocations between two layouts. The senders' memory stays mapped as long as it lives.
 
     host: the name of this worker's. Workers under another one are sent messages, whatever memory they could open.
     """
@@ -88,10 +88,6 @@ class MappedRoute:
         for reader in sorted(readers):  # until then weights must not change
             _heard(_word(), reader)
         _settle(done)
-
-    def close(self) -> None:
-        """Let go of the senders' memory."""
-        self._reach, self._found = {}, None
 
     def _meet(self, place: WorkerParts) -> None:
         """Tell the receivers that the weights are final, and where they lie if that is new; hear it of the senders."""
@@ -141,7 +137,7 @@ class MappedRoute:
         return found
 
     def _read(self) -> Iterator[WeightPart]:
-        """What was found, in the dtype in which weights travel."""
+        """The parts that were found, in the dtype in which weights travel."""
         dtype = self._moves.dtype
         for name, box, values in self._found or ():
             if values.dtype == dtype:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from realgraph.runtime.store.memory import ALIGN_BYTES, aligned, map_bytes, open_anonymous
+from realgraph.runtime.memory.anonymous import ALIGN_BYTES, aligned, map_bytes, open_anonymous
 
 log = logging.getLogger(__name__)
 

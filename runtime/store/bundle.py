@@ -13,7 +13,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from realgraph.runtime.store.memory import ALIGN_BYTES, Bytes, aligned
+from realgraph.runtime.memory.anonymous import ALIGN_BYTES, Bytes, aligned
 from realgraph.runtime.store.store import DTYPE_NAMES, DTYPES, Store, StoredValue
 
 FRAME_BYTES = 4 << 20

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
+from realgraph.runtime.memory.anonymous import Bytes, Window, aligned, map_bytes
 from realgraph.runtime.store import bundle
 from realgraph.runtime.store.bundle import (
     Deadline,
@@ -32,7 +33,6 @@ from realgraph.runtime.store.bundle import (
     PeerLostError,
     Release,
 )
-from realgraph.runtime.store.memory import Bytes, Window, aligned, map_bytes
 from realgraph.runtime.store.store import MissingValueError, Store, StoredValue
 from realgraph.runtime.wire.frames import LENGTH_BYTES, framed
 from realgraph.runtime.wire.protocol import Peer

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from realgraph.runtime.store.memory import SEGMENT_BYTES, Arena, SharedBlock, aligned
+from realgraph.runtime.memory.anonymous import aligned
+from realgraph.runtime.store.memory import SEGMENT_BYTES, Arena, SharedBlock
 
 _SHARED_BYTES = 64 << 10  # of a block for several small values: what one of them can at most keep from reuse
 _DTYPES = (
