@@ -20,6 +20,7 @@ from realgraph.runtime.generate.cut_sampling import CutVocabulary
 from realgraph.runtime.generate.decode_graph import DecodeGraphs, decode_logits
 from realgraph.runtime.generate.sampling import SamplingSettings, draw
 from realgraph.runtime.parallel.cuts import EMBEDDING
+from realgraph.runtime.parallel.experts.passes import shared_passes_of
 from realgraph.runtime.parallel.experts.routing import record_of
 from realgraph.runtime.parallel.tensor.network import edges_of
 from realgraph.runtime.parallel.tensor.pieces import cut_of
@@ -58,7 +59,7 @@ def rectangles(n: int, length: int, most: int) -> list[tuple[int, int, int]]:
 def _cut_vocabulary(module: nn.Module) -> CutVocabulary | None:
     """The cut of the logits over tensor-parallel ranks."""
     cut = cut_of(module)
-    return CutVocabulary(cut.ranks, cut.by_name[EMBEDDING].spans) if cut.by_name else None
+    return CutVocabulary(cut.ranks, cut.by_name[EMBEDDING].spans) if EMBEDDING in cut.by_name else None
 
 
 class CachedModel:
@@ -77,7 +78,7 @@ class CachedModel:
         self.max_length: int = config.max_position_embeddings
         self.vocabulary: int = config.vocab_size
         self.cache = KVCache(cache_shape(config, len(network.model.layers[0].self_attn.k_proj.weight), weight))
-        self._edges, self._cut = edges_of(module), _cut_vocabulary(module)
+        self._edges, self._cut, self._shared = edges_of(module), _cut_vocabulary(module), shared_passes_of(module)
         self.module = module
         self._config = config
         self.modules = list(module.modules())
@@ -121,6 +122,11 @@ class CachedModel:
         """A token per row of logits that `prefill` and `decode` gave; see `sampling.draw`. On every rank the same."""
         return draw(logits, settings, positions) if self._cut is None else self._cut.draw(logits, settings, positions)
 
+    def finish_passes(self) -> None:
+        """The passes of a step have ended here: those of replicas that share experts go on with this worker's."""
+        if self._shared is not None:
+            self._shared.finish()
+
     def weights_changed(self) -> None:
         """To be called after every change of weights, in place or not."""
         if self._graphs is not None:
@@ -147,6 +153,8 @@ class CachedModel:
         widest = max(counts)
         tokens = torch.tensor([[*row, *[row[-1]] * (widest - len(row))] for row in rows], device=self.device)
         rollout_pass = PrefillPass(self.cache, pages, starts, counts)
+        if self._shared is not None:
+            self._shared.begin()
         if self._lean is not None:
             last = torch.tensor([i * widest + count - 1 for i, count in enumerate(counts)], device=self.device)
             return self._lean.logits(tokens, rollout_pass.positions, rollout_pass, last)
@@ -179,6 +187,8 @@ class CachedModel:
             runs = self._runs(len(positions), int(positions.max()) + 1)
         rollout_pass = DecodePass(self.cache, pages, on_device, runs)
         newest = torch.from_numpy(tokens).to(self.device)
+        if self._shared is not None:
+            self._shared.begin()
         if self._lean is not None:
             if states is None or (alike := Alike.of(states)) is None:
                 return self._lean.logits(newest[:, None], on_device[:, None], rollout_pass)

@@ -91,17 +91,20 @@ class ContinuousBatch:
         self._keep([slot for slot, s in enumerate(self._running) if s.request.id not in gone])
 
     def step(self) -> list[Completion]:
-        """Admit what fits, decode one token for each running sequence, return what finished.
+        """Admit what fits, decode one token for each running sequence, return what finished. Collective over replicas
+        that share experts, with sequences or without.
 
         Raises FloatingPointError where the model's logits are NaN; nothing is drawn then.
         """
-        if self.idle:
-            return []
         with self._model.borrowed():
+            if self.idle:
+                self._model.finish_passes()
+                return []
             self._make_room()
             self._admit()
             self._model.cache.reserve(self._pool.total)
             logits, n = self._logits(), len(self._running)
+            self._model.finish_passes()
             tokens, logprobs = self._model.draw(logits, self._slots.settings(n), self._slots.next_positions(n))
             return self._collect(tokens.tolist(), logprobs.tolist())
 
