@@ -36,14 +36,20 @@ EP2 = Layout(DeviceMesh(0, 4), dp=4, ep=2)
 EP4 = Layout(DeviceMesh(0, 4), dp=4, ep=4)
 EP4_TP2 = Layout(DeviceMesh(0, 4), dp=2, tp=2, ep=4)
 TP4_EP2 = Layout(DeviceMesh(0, 4), tp=4, ep=2)
-LAYOUTS = {"tp4": TP4, "dp2_tp2": DP2_TP2, "ep2": EP2, "ep4": EP4, "ep4_tp2": EP4_TP2, "tp4_ep2": TP4_EP2}
+DP2_PP2 = Layout(DeviceMesh(0, 4), dp=2, pp=2)
+TP2_PP2 = Layout(DeviceMesh(0, 4), tp=2, pp=2, stages=((1, 1), (1, 1)))
+EP2_PP2 = Layout(DeviceMesh(0, 4), dp=2, pp=2, ep=2)
+LAYOUTS = {
+    **{"tp4": TP4, "dp2_tp2": DP2_TP2, "ep2": EP2, "ep4": EP4, "ep4_tp2": EP4_TP2, "tp4_ep2": TP4_EP2},
+    **{"dp2_pp2": DP2_PP2, "tp2_pp2": TP2_PP2, "ep2_pp2": EP2_PP2},
+}
 KINDS = ("qwen3", "llama", "gemma2")
 LIMITS = RolloutLimits(max_running=6, max_cache_tokens=240, prefill_tokens=64)
 
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[RankProcesses]:
-    processes = RankProcesses(4, [TP4, DP2_TP2, EP2, EP4, EP4_TP2, TP4_EP2])
+    processes = RankProcesses(4, [*LAYOUTS.values()])
     yield processes
     processes.close()
 
@@ -97,12 +103,12 @@ def generate_together(ranks: LayoutRanks, folder: Path, layout: Layout, role: Mo
 
 
 def plain_network(module: Any, kind: str) -> Any:
-    """The same weights in transformers' own network; of a mixture, whose files name each expert, but for the experts."""
+    """The same weights in transformers' own network; of a mixture all but its experts are transformers'."""
     if record_of(module) is not None:
         mixture: Any = copy.deepcopy(module)
         mixture.config._attn_implementation = "eager"
         return mixture
-    plain = tiny.network(kind, 0).to(next(module.parameters()).dtype)
+    plain = tiny.network(kind, 0, num_hidden_layers=module.config.num_hidden_layers).to(next(module.parameters()).dtype)
     plain.load_state_dict(module.state_dict())
     return plain
 
@@ -114,6 +120,10 @@ CASES = [
     ("ep4", "qwen3_moe", "float32"),
     ("ep4_tp2", "qwen3_moe", "float64"),
     ("tp4_ep2", "mixtral", "float64"),
+    ("dp2_pp2", "qwen3", "float64"),
+    ("dp2_pp2", "gemma2", "float32"),
+    ("tp2_pp2", "gemma3_text", "float64"),
+    ("ep2_pp2", "qwen3_moe", "float64"),
 ]
 
 
@@ -123,7 +133,9 @@ def test_a_replica_draws_what_one_process_draws(
 ) -> None:
     """tp4 over 2 KV heads and 61 tokens; behaviour log-probabilities are those of a full forward. Replicas that share
     experts have different requests, or none."""
-    folder, role, layout = tiny.save(tmp_path / kind, kind), ModelRole(path="x", dtype=dtype), LAYOUTS[name]
+    layers = 4 if LAYOUTS[name].pp > 1 else 2
+    folder = tiny.save(tmp_path / kind, kind, num_hidden_layers=layers)
+    role, layout = ModelRole(path="x", dtype=dtype), LAYOUTS[name]
     found = [one for one in four.run(generate_together, folder, layout, role, 7) if one is not None]
     assert len(found) == layout.dp
     wanted = wanted_of(7)

@@ -5,6 +5,7 @@ The module may belong to a train engine: its attention function and training fla
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from realgraph.runtime.generate.sampling import SamplingSettings, draw
 from realgraph.runtime.parallel.cuts import EMBEDDING
 from realgraph.runtime.parallel.experts.passes import shared_passes_of
 from realgraph.runtime.parallel.experts.routing import record_of
+from realgraph.runtime.parallel.pipeline.rollout import staged_rollout
 from realgraph.runtime.parallel.tensor.network import edges_of
 from realgraph.runtime.parallel.tensor.pieces import cut_of
 
@@ -63,7 +65,7 @@ def _cut_vocabulary(module: nn.Module) -> CutVocabulary | None:
 
 
 class CachedModel:
-    """The module (under tensor parallelism this rank's part), its cache and, on a GPU, the graphs of its decode steps.
+    """The module (this rank's part of it), its cache and, on a GPU, the graphs of its decode steps.
 
     Raises ValueError for a model with attention other than causal, full or sliding.
     """
@@ -77,7 +79,10 @@ class CachedModel:
         self.device = weight.device
         self.max_length: int = config.max_position_embeddings
         self.vocabulary: int = config.vocab_size
-        self.cache = KVCache(cache_shape(config, len(network.model.layers[0].self_attn.k_proj.weight), weight))
+        self._staged = staged_rollout(module)
+        numbers = range(config.num_hidden_layers) if self._staged is None else self._staged.layers
+        kv_width = len(next(iter(network.model.layers)).self_attn.k_proj.weight)
+        self.cache = KVCache(replace(cache_shape(config, kv_width, weight), layers=len(numbers)), numbers)
         self._edges, self._cut, self._shared = edges_of(module), _cut_vocabulary(module), shared_passes_of(module)
         self.module = module
         self._config = config
@@ -85,7 +90,7 @@ class CachedModel:
         # dynamic rotary tables look at the positions on the host, experts at their loads, which no graph can do
         rope = str(getattr(config, "rope_parameters", ""))
         on_host = "dynamic" in rope or "longrope" in rope or record_of(module) is not None
-        replay = cuda_graphs and self.device.type == "cuda" and not on_host
+        replay = cuda_graphs and self.device.type == "cuda" and not on_host and self._staged is None
         shape = self.cache.shape
         per_token = shape.bytes_per_token // shape.layers
         self._spare_tokens, self._most_tokens = (
@@ -98,7 +103,8 @@ class CachedModel:
         return rectangles(n, length, self._most_tokens)
 
     def _lean_decoder(self) -> LeanDecoder | None:
-        return LeanDecoder(self.module) if self.device.type == "cpu" and lean_applies(self.module) else None
+        applies = self.device.type == "cpu" and self._staged is None and lean_applies(self.module)
+        return LeanDecoder(self.module) if applies else None
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
@@ -118,9 +124,16 @@ class CachedModel:
             for module in training:
                 module.training = True
 
-    def draw(self, logits: Tensor, settings: SamplingSettings, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def draw(self, logits: Tensor | None, settings: SamplingSettings, positions: Tensor) -> tuple[Tensor, Tensor]:
         """A token per row of logits that `prefill` and `decode` gave; see `sampling.draw`. On every rank the same."""
-        return draw(logits, settings, positions) if self._cut is None else self._cut.draw(logits, settings, positions)
+        drawn: tuple[Tensor, Tensor] | None = None
+        if logits is not None:
+            how = draw if self._cut is None else self._cut.draw
+            drawn = how(logits, settings, positions)
+        if self._staged is not None:
+            return self._staged.share(drawn, len(positions))
+        assert drawn is not None, "only stages before the last have no logits"
+        return drawn
 
     def finish_passes(self) -> None:
         """The passes of a step have ended here: those of replicas that share experts go on with this worker's."""
@@ -158,6 +171,9 @@ class CachedModel:
         if self._lean is not None:
             last = torch.tensor([i * widest + count - 1 for i, count in enumerate(counts)], device=self.device)
             return self._lean.logits(tokens, rollout_pass.positions, rollout_pass, last)
+        if self._staged is not None:
+            self._staged.run(tokens, rollout_pass.positions, {"rollout_pass": rollout_pass})
+            return None
         # no position is asked for logits: only the keys and values matter
         self.module(
             input_ids=tokens,
@@ -174,9 +190,9 @@ class CachedModel:
         positions: NDArray[np.int64],
         tables: NDArray[np.int64],
         states: NDArray[np.int64] | None = None,
-    ) -> Tensor:
-        """Logits [n, V] after the newest tokens [n], at positions [n], of n sequences with pages `tables` [n, m]; their
-        keys are stored. states: [n], equal where sequences hold equal tokens, which are then computed once where the
+    ) -> Tensor | None:
+        """Logits [n, V] after the newest tokens [n], at positions [n], of n sequences with pages `tables` [n, m]; None
+        in pipeline stages before the last. Their keys are stored. states: [n], equal where sequences hold equal tokens, which are then computed once where the
         walk can."""
         if self._graphs is not None:
             return self._graphs.logits(tokens, positions, tables)
@@ -189,6 +205,8 @@ class CachedModel:
         newest = torch.from_numpy(tokens).to(self.device)
         if self._shared is not None:
             self._shared.begin()
+        if self._staged is not None:
+            return self._staged.logits(newest[:, None], on_device[:, None], {"rollout_pass": rollout_pass})
         if self._lean is not None:
             if states is None or (alike := Alike.of(states)) is None:
                 return self._lean.logits(newest[:, None], on_device[:, None], rollout_pass)

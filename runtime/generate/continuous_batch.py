@@ -255,8 +255,8 @@ class ContinuousBatch:
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def _logits(self) -> Tensor:
-        """[n, V] for the next token of each slot: decoded, or given by the prefill."""
+    def _logits(self) -> Tensor | None:
+        """[n, V] for the next token of each slot: decoded, or given by the prefill; None in stages before the last."""
         prefilled = self._prefill.logits(self._running, self._ready)
         n = self._ready if prefilled is not None else len(self._running)
         if not n:
@@ -264,7 +264,7 @@ class ContinuousBatch:
             return prefilled
         slots = self._slots
         decoded = self._model.decode(slots.newest[:n], slots.position[:n], slots.pages(n), slots.state[:n])
-        return decoded if prefilled is None else torch.cat([decoded, prefilled])
+        return decoded if prefilled is None or decoded is None else torch.cat([decoded, prefilled])
 
     def _collect(self, tokens: list[int], logprobs: list[float]) -> list[Completion]:
         """Append what was drawn; take out what has ended."""

@@ -10,9 +10,11 @@ from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 from realgraph.runtime.generate.engine import TorchRolloutEngine
 from realgraph.runtime.generate.session import GenerationSession
 from realgraph.runtime.models.models import Start, build, network_over
+from realgraph.runtime.models.weights import whole_shapes
 from realgraph.runtime.parallel.experts.block import join_experts
 from realgraph.runtime.parallel.experts.passes import share_passes
 from realgraph.runtime.parallel.groups import LayoutRanks
+from realgraph.runtime.parallel.pipeline.stage import cut_stages, layer_stages
 from realgraph.runtime.parallel.tensor.network import cut_network
 
 
@@ -30,9 +32,12 @@ def open_rollout(
     session = GenerationSession(ranks) if ranks is not None and ranks.session.size > 1 else None
 
     def cut_up(network: nn.Module) -> None:
+        shapes = whole_shapes(network)
         if ranks is not None and (ranks.tp.size > 1 or ranks.ep.size > 1):
             cut_network(network, role.head, ranks.tp, ranks.ep)
             join_experts(network, ranks.ep)
+        if ranks is not None and ranks.pp.size > 1:
+            cut_stages(network, layer_stages(network.config, role.head, ranks.layout), ranks.pp, shapes)
         if ranks is not None and session is not None and session.n_heads > 1:
             share_passes(network, ranks.session)
 

@@ -150,7 +150,6 @@ class SparseBlock(nn.Module):
         rows = dispatch.give_back(self.experts(there, dispatch.received))
         return _combined(rows, order, weights).to(x.dtype)
 
-
     def pass_by(self) -> None:
         """Take part in the exchanges of a pass without rows of one's own: those of others may come. Collective."""
         assert self.spread is not None, "every expert is here"

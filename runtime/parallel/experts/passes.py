@@ -1,7 +1,7 @@
 """Forward passes of generation where replicas share experts: as many on each as on the one with the most.
 
-The all-to-all exchanges of a layer take every worker whose experts are spread, with rows or without. Replicas make passes
-of their own sequences, some more than others in a step; who has no more sends no rows along until all are done.
+The all-to-all exchanges of a layer take every worker whose experts are spread, with rows or without. Replicas make
+passes of their own sequences, some more than others in a step; who has no more sends no rows along until all are done.
 """
 
 from typing import Any
