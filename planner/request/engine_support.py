@@ -21,7 +21,8 @@ class EngineSupport(Struct, frozen=True):
 
     name: str = "the engines of this version"  # in messages
     axes: tuple[Axis, ...] = ()  # of parallelism, besides dp, of calls that train or infer
-    generate_axes: tuple[Axis, ...] = ()  # of calls that generate
+    # of calls that generate; cp is none of any engine's, as a decode step has one token a sequence
+    generate_axes: tuple[Axis, ...] = ()
     # kinds of calls whose weights and optimizer states may wait in the host's memory between two of them
     offload: tuple[Phase, ...] = ("train", "inference")
     # masters and moments of a layout that cuts the model lie cut over its data-parallel copies (ZeRO-1), not in each
@@ -45,7 +46,7 @@ TORCH = EngineSupport(
 EVERY = EngineSupport(
     name="some engine",
     axes=("tp", "pp", "ep", "cp"),
-    generate_axes=("tp", "pp", "ep", "cp"),
+    generate_axes=("tp", "pp", "ep"),
     offload=("train", "inference", "generate"),
     distributed_optimizer=True,
     drops_copies=True,

@@ -192,8 +192,8 @@ class CachedModel:
         states: NDArray[np.int64] | None = None,
     ) -> Tensor | None:
         """Logits [n, V] after the newest tokens [n], at positions [n], of n sequences with pages `tables` [n, m]; None
-        in pipeline stages before the last. Their keys are stored. states: [n], equal where sequences hold equal tokens, which are then computed once where the
-        walk can."""
+        in pipeline stages before the last. Their keys are stored. states: [n], equal where sequences hold equal
+        tokens, which are then computed once where the walk can."""
         if self._graphs is not None:
             return self._graphs.logits(tokens, positions, tables)
         on_device, pages = torch.from_numpy(positions).to(self.device), torch.from_numpy(tables).to(self.device)
