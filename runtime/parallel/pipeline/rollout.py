@@ -18,13 +18,15 @@ Drawn = tuple[Tensor, Tensor]  # tokens [n] int64, and their log-probabilities [
 
 
 class StagedRollout:
-    """The passes of one stage's part of a network."""
+    """The passes of one stage's part of a network. Making it is collective over the stages."""
 
     def __init__(self, network: Any, stage: PipelineStage) -> None:
         self._network, self._stage = network, stage
         self.layers = tuple(number for chunk in stage.chunks for number in chunk.layers)  # those that are here
         self._hidden: int = network.config.hidden_size
         self._dtype: torch.dtype = next(network.parameters()).dtype
+        # the first use of a group of GPUs takes all of its members, and neighbours alone talk first
+        stage.ranks.add(torch.zeros(1, device=stage.ranks.device))
 
     @property
     def draws(self) -> bool:
@@ -61,7 +63,7 @@ class StagedRollout:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def share(self, drawn: Drawn | None, n: int) -> Drawn:
-        """What the last stage has drawn for n sequences, on every stage. Collective over the stages."""
+        """Tokens that the last stage has drawn for n sequences, on every stage. Collective over the stages."""
         ranks = self._stage.ranks
         if drawn is None:
             told = torch.empty((2, n), dtype=torch.float64, device=ranks.device)
