@@ -32,7 +32,8 @@ from realgraph.runtime.batch import Packed
 from realgraph.runtime.engine import TrainSettings
 from realgraph.runtime.models.models import Start, build
 from realgraph.runtime.parallel.groups import LayoutRanks
-from realgraph.runtime.train.engine import layer_stages, open_engine
+from realgraph.runtime.parallel.pipeline.stage import layer_stages
+from realgraph.runtime.train.engine import open_engine
 from realgraph.runtime.train.passes import Aim
 from tests import tiny
 from tests.ranks import RankProcesses, joined
@@ -124,7 +125,9 @@ def torchs(ranks: LayoutRanks, folder: Path, layout: Layout, work: Work, rounds:
     here = joined[0].of_layout(layout)
     assert here.pp.group is not None
     ((layers,),) = [
-        chunks for stage, chunks in enumerate(layer_ranges(layer_stages(model, layout))) if stage == here.pp.rank
+        chunks
+        for stage, chunks in enumerate(layer_ranges(layer_stages(model.config, model.head, layout)))
+        if stage == here.pp.rank
     ]
     part = TorchPart(model.network, layers, here.pp.rank == here.pp.size - 1).requires_grad_()
     stage = TorchStage(part, here.pp.rank, here.pp.size, ranks.device, group=here.pp.group)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.runs import GRPO, finish, home, numbers, write_run
+from tests.runs import BASE, GRPO, finish, home, numbers, records, write_run
 
 __all__ = ["home"]
 
@@ -21,6 +21,7 @@ EP2 = {"devices": 2, "dp": 2, "ep": 2}
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "apart": (4, {"train": {"first": 0, **EP2}, "rollout": {"first": 2, "devices": 2}}),
+    "generating": (2, {"train": EP2, "rollout": EP2}),
     "ep4_tp2": (4, {"train": {"devices": 4, "dp": 2, "tp": 2, "ep": 4}}),
 }
 BUSY = ("running", "waiting")  # how many sequences decode at once depends on the clock
@@ -61,7 +62,8 @@ def ran(home: Path, name: str) -> Path:
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "one"])
 def test_a_run_with_experts_apart_has_the_numbers_of_one_device(home: Path, name: str) -> None:
     plan = json.loads((ran(home, name) / "plan.json").read_text())["allocations"]
-    assert plan["train"]["layout"]["ep"] == RUNS[name][1]["train"]["ep"]
+    for call, pin in RUNS[name][1].items():
+        assert plan[call]["layout"]["ep"] == pin.get("ep", 1)
     ours, theirs = numbers(ran(home, name)), numbers(ran(home, "one"))
     assert ours.keys() == theirs.keys() == set(range(STEPS))
     for step, expected in theirs.items():
@@ -79,6 +81,26 @@ def test_a_run_with_experts_apart_has_the_numbers_of_one_device(home: Path, name
     with torch.no_grad():
         logits, expected_logits = (model(tokens).logits for model in saved)
     torch.testing.assert_close(logits, expected_logits, rtol=TOLERANCE, atol=5 * TOLERANCE)
+
+
+def test_a_stream_of_replicas_that_share_experts_gives_way_and_goes_on(home: Path) -> None:
+    """Training, evaluations and new weights come while samples are made; replicas end at different times."""
+    if not (home / "moe").is_dir():
+        write_mixture(home)
+    late = {
+        **SAVED,
+        "staleness": 1,
+        "batch": {"max_new_tokens": 48},
+        "eval": {"every": 1, "data": {**BASE["data"], "path": "test.jsonl"}, "limit": 9},
+    }
+    machine = {"cluster": {"devices": 2}, "allocation": {"train": EP2, "rollout": EP2}}
+    folder = finish(home, "run", str(write_run(home, "experts_late", GRPO, late, machine)), name="experts_late").folder
+    assert [record["step"] for record in records(folder, "eval")] == list(range(STEPS + 1))
+    steps = [record["metrics"] for record in records(folder)]
+    assert max(step["staleness/max"] for step in steps) >= 1
+    gaps = [value for step in steps for name, value in step.items() if name.endswith("update_gap")]
+    assert len(gaps) == STEPS
+    assert max(gaps) < 1e-4
 
 
 def weights_of(run: Path) -> Path:

@@ -28,6 +28,7 @@ RUNS = [
     ),
     LayoutRun("ppo_tp_pp", "ppo", 4, dict.fromkeys(PPO_CALLS, FOUR)),
     LayoutRun("sft_pp", "sft", 2, {"train": SMALL}),
+    LayoutRun("grpo_all_pp", "grpo", 2, {"train": SMALL, "rollout": TWO}),
 ]
 
 

@@ -20,7 +20,8 @@ from realgraph.runtime.parallel.cuts import Box, Shard, cut
 from realgraph.runtime.parallel.groups import CollectiveError, LayoutRanks
 from realgraph.runtime.parallel.pipeline.executor import StageExecutor, StagePasses
 from realgraph.runtime.parallel.pipeline.schedules import Action, Pipe
-from realgraph.runtime.train.engine import TorchTrainEngine, layer_stages, open_engine
+from realgraph.runtime.parallel.pipeline.stage import layer_stages
+from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from tests import tiny
 from tests.engines import CPU, OPTIMIZER, call
 from tests.ranks import RankProcesses, joined
@@ -155,6 +156,6 @@ def test_a_stage_that_stays_away_is_named_within_the_deadline() -> None:
 def test_stages_that_a_model_can_not_lie_on_are_refused(folders: dict[str, Path]) -> None:
     model = build(ModelRole(), str(folders["llama"]), Start(CPU))
     with pytest.raises(ConfigError, match="the stages have 5 layers, the model 4"):
-        layer_stages(model, Layout(DeviceMesh(0, 2), pp=2, stages=((3,), (2,))))
+        layer_stages(model.config, model.head, Layout(DeviceMesh(0, 2), pp=2, stages=((3,), (2,))))
     with pytest.raises(ConfigError, match="a stage without layers"):
-        layer_stages(model, Layout(DeviceMesh(0, 2), pp=2, stages=((4,), (0,))))
+        layer_stages(model.config, model.head, Layout(DeviceMesh(0, 2), pp=2, stages=((4,), (0,))))

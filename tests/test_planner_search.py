@@ -184,7 +184,7 @@ def test_any_pins_give_a_valid_live_plan_whose_fullest_device_is_found(asked: Pl
         ({"trian": Pin(devices=4)}, "did you mean 'train'"),
         ({"reward": Pin(devices=4)}, "holds no devices"),
         ({"train": Pin(tp=3)}, "tp 3 does not divide 16 attention heads"),
-        ({"rollout": Pin(pp=2)}, "needs pipeline parallelism"),
+        ({"rollout": Pin(cp=2)}, "a decode step has one"),
         ({"train": Pin(devices=16)}, "not all of the cluster's, 0 to 7"),
         ({"train": Pin(first=1, devices=2)}, "must begin at a multiple of 2"),
         ({"train": Pin(devices=3)}, "power of two"),

@@ -36,7 +36,7 @@ LATE = tuple(Turn(name) for name in ("ref", "values", "actor_train", "critic_tra
 @pytest.mark.parametrize(
     ("plan", "path", "says"),
     [
-        (edited(FOUND, "generate", pp=2, dp=4), "$.allocations.generate.layout.pp", "dp and tp only"),
+        (edited(FOUND, "generate", cp=2, dp=4), "$.allocations.generate.layout.cp", "a decode step has one"),
         (edited(FOUND, "ref", tp=3, dp=2), "$.allocations.ref.layout.tp", "set tp to 1, 2, 4, 8 or 16"),
         (edited(FOUND, "ref", dp=4), "$.allocations.ref.layout", "the mesh has 8 devices"),
         (edited(FOUND, "ref", dp=0), "$.allocations.ref.layout.dp", "at least 1"),
@@ -195,12 +195,12 @@ def test_a_table_of_costs_that_changed_is_told_and_a_missing_one_is_not() -> Non
     assert [p.where.path for p in validate(plan, other)] == ["$.hashes.costs"]
 
 
-def test_the_wide_space_validates_what_installed_engines_refuse() -> None:
+def test_the_wide_space_validates_what_other_engines_refuse() -> None:
     pins = {"train": Pin(tp=4, pp=2), "rollout": Pin(pp=2)}
     wide = request(grpo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), engine="any", pins=pins)
     plan = search(wide)
     assert validate(plan, wide) == ()
-    problems = validate(plan, replace(wide, engine=TORCH), "plan.json")
+    problems = validate(plan, replace(wide, engine=replace(TORCH, generate_axes=("tp",))), "plan.json")
     places = {p.where.path for p in problems}
     assert "$.allocations.rollout.layout.pp" in places
     assert not places & {"$.allocations.train.layout.tp", "$.allocations.train.layout.pp"}

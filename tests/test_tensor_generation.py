@@ -1,5 +1,6 @@
 """Replicas of several workers generate together: the samples of one process, whatever their callers do meanwhile."""
 
+import copy
 import random
 import threading
 from collections.abc import Iterator, Sequence
@@ -20,8 +21,9 @@ from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 from realgraph.runtime.generate.cut_sampling import CutVocabulary
 from realgraph.runtime.generate.opening import open_rollout
 from realgraph.runtime.generate.sampling import SamplingSettings, draw
-from realgraph.runtime.models.models import DTYPES, Start, build
+from realgraph.runtime.models.models import Start, build
 from realgraph.runtime.models.weights import whole
+from realgraph.runtime.parallel.experts.routing import record_of
 from realgraph.runtime.parallel.groups import LayoutRanks, Ranks
 from tests import tiny
 from tests.ranks import RankProcesses, joined
@@ -30,12 +32,24 @@ from tests.rollouts import assert_exact, requests, run
 CPU = torch.device("cpu")
 TP4 = Layout(DeviceMesh(0, 4), tp=4)
 DP2_TP2 = Layout(DeviceMesh(0, 4), dp=2, tp=2)
+EP2 = Layout(DeviceMesh(0, 4), dp=4, ep=2)
+EP4 = Layout(DeviceMesh(0, 4), dp=4, ep=4)
+EP4_TP2 = Layout(DeviceMesh(0, 4), dp=2, tp=2, ep=4)
+TP4_EP2 = Layout(DeviceMesh(0, 4), tp=4, ep=2)
+DP2_PP2 = Layout(DeviceMesh(0, 4), dp=2, pp=2)
+TP2_PP2 = Layout(DeviceMesh(0, 4), tp=2, pp=2, stages=((1, 1), (1, 1)))
+EP2_PP2 = Layout(DeviceMesh(0, 4), dp=2, pp=2, ep=2)
+LAYOUTS = {
+    **{"tp4": TP4, "dp2_tp2": DP2_TP2, "ep2": EP2, "ep4": EP4, "ep4_tp2": EP4_TP2, "tp4_ep2": TP4_EP2},
+    **{"dp2_pp2": DP2_PP2, "tp2_pp2": TP2_PP2, "ep2_pp2": EP2_PP2},
+}
+KINDS = ("qwen3", "llama", "gemma2")
 LIMITS = RolloutLimits(max_running=6, max_cache_tokens=240, prefill_tokens=64)
 
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[RankProcesses]:
-    processes = RankProcesses(4, [TP4, DP2_TP2])
+    processes = RankProcesses(4, [*LAYOUTS.values()])
     yield processes
     processes.close()
 
@@ -47,19 +61,24 @@ def wanted_of(seed: int) -> list[Request]:
     return [replace(request, **changes[request.id % 4]) for request in made]
 
 
+def share_of(part: Sequence[Request], rank: int) -> Sequence[Request]:
+    """The requests of a data-parallel rank: all, all but two, two, none."""
+    return (part, part[2:], part[:2], ())[rank]
+
+
 def generate_together(ranks: LayoutRanks, folder: Path, layout: Layout, role: ModelRole, seed: int) -> Any:
     """On the head: the samples, the second half after a change of weights. The others pause now and then."""
     groups, rng, told = joined[0].of_layout(layout), random.Random(seed + ranks.mesh.rank), threading.Event()
     engine = open_rollout(role, OwnWeights(str(folder), CPU), LIMITS, lambda tokens: "", told.set, groups)
     wanted = wanted_of(seed)
     done: dict[int, Completion] = {}
-    for part in (wanted[:6], wanted[6:]):
+    for part in (share_of(wanted[:6], groups.dp.rank), share_of(wanted[6:], groups.dp.rank)):
         if groups.heads:
-            engine.submit([replace(part[0], id=99, seed=1), *part])
+            engine.submit([replace(wanted[0], id=99, seed=1), *part])
             engine.abort([99])
             with engine.set_aside():
                 engine.submit(part[:2])
-                assert engine.take(30.0)
+                assert engine.take(30.0) if part else engine.status().running == 0
             while not {request.id for request in part} <= done.keys():
                 done |= {completion.id: completion for completion in engine.take(30.0)}
                 engine.pause()
@@ -80,27 +99,52 @@ def generate_together(ranks: LayoutRanks, folder: Path, layout: Layout, role: Mo
     engine.pause()
     ranks.mesh.barrier()
     assert engine.close(10.0)
-    return done
+    return done if groups.heads else None
 
 
-@pytest.mark.parametrize("layout", [TP4, DP2_TP2], ids=["tp4", "dp2_tp2"])
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma2"])
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def plain_network(module: Any, kind: str) -> Any:
+    """The same weights in transformers' own network; of a mixture all but its experts are transformers'."""
+    if record_of(module) is not None:
+        mixture: Any = copy.deepcopy(module)
+        mixture.config._attn_implementation = "eager"
+        return mixture
+    plain = tiny.network(kind, 0, num_hidden_layers=module.config.num_hidden_layers).to(next(module.parameters()).dtype)
+    plain.load_state_dict(module.state_dict())
+    return plain
+
+
+CASES = [
+    *((layout, kind, dtype) for layout in ("tp4", "dp2_tp2") for kind in KINDS for dtype in ("float64", "float32")),
+    ("ep2", "qwen3_moe", "float64"),
+    ("ep4", "mixtral", "float64"),
+    ("ep4", "qwen3_moe", "float32"),
+    ("ep4_tp2", "qwen3_moe", "float64"),
+    ("tp4_ep2", "mixtral", "float64"),
+    ("dp2_pp2", "qwen3", "float64"),
+    ("dp2_pp2", "gemma2", "float32"),
+    ("tp2_pp2", "gemma3_text", "float64"),
+    ("ep2_pp2", "qwen3_moe", "float64"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "dtype"), CASES)
 def test_a_replica_draws_what_one_process_draws(
-    four: RankProcesses, tmp_path: Path, layout: Layout, kind: str, dtype: str
+    four: RankProcesses, tmp_path: Path, name: str, kind: str, dtype: Any
 ) -> None:
-    """tp4 over 2 KV heads and 61 tokens; behaviour log-probabilities are those of a full forward."""
-    folder, role = tiny.save(tmp_path / kind, kind), ModelRole(path="x", dtype=dtype)  # type: ignore[arg-type]
-    found = [one for one in four.run(generate_together, folder, layout, role, 7) if one]
+    """tp4 over 2 KV heads and 61 tokens; behaviour log-probabilities are those of a full forward. Replicas that share
+    experts have different requests, or none."""
+    layers = 4 if LAYOUTS[name].pp > 1 else 2
+    folder = tiny.save(tmp_path / kind, kind, num_hidden_layers=layers)
+    role, layout = ModelRole(path="x", dtype=dtype), LAYOUTS[name]
+    found = [one for one in four.run(generate_together, folder, layout, role, 7) if one is not None]
     assert len(found) == layout.dp
     wanted = wanted_of(7)
     for part, start in ((wanted[:6], Start(CPU)), (wanted[6:], Start(CPU, seed=3))):
         module = build(role, str(folder), start).network
         expected = run(ContinuousBatch(module, LIMITS), part)
-        plain = tiny.network(kind, 0).to(DTYPES[role.dtype])
-        plain.load_state_dict(module.state_dict())
-        for done in found:
-            for request in part:
+        plain = plain_network(module, kind)
+        for rank, done in enumerate(found):
+            for request in share_of(part, rank):
                 if dtype == "float64":
                     assert done[request.id].tokens == expected[request.id].tokens
                     assert done[request.id].logprobs == pytest.approx(expected[request.id].logprobs, abs=1e-6)

@@ -19,6 +19,7 @@ __all__ = ["home", "own"]
 ROLLOUT = {"rollout": {"devices": 2}}
 BOTH = {"devices": 2, "tp": 2}
 FOUR = {"devices": 4, "dp": 2, "tp": 2}
+STAGED = {"devices": 4, "tp": 2, "pp": 2}
 SHARED = {"devices": 2, "cp": 2, "max_tokens_per_microbatch": 24}  # few samples at once: some are cut
 MIXED = {"devices": 4, "dp": 2, "cp": 2, "max_tokens_per_microbatch": 24}
 PPO_CALLS = ("train_actor", "train_critic", "ref_logp", "values")
@@ -65,20 +66,21 @@ LATE: dict[str, Any] = {
 
 
 LATE_RUNS: dict[str, dict[str, Any]] = {
-    "late": {"train": BOTH, "rollout": BOTH},
+    "late": {"train": STAGED, "rollout": STAGED},
     "late_to_dp": {"train": BOTH, "rollout": {"devices": 2}},
     "late_apart": MOVED,
 }
 
 
 @pytest.mark.parametrize("name", LATE_RUNS)
-def test_a_stream_of_a_tensor_parallel_replica_gives_way_and_goes_on(home: Path, name: str) -> None:
+def test_a_stream_of_a_replica_of_several_workers_gives_way_and_goes_on(home: Path, name: str) -> None:
     """Training, evaluations and new weights come while samples are made, and both sides agree about the model."""
-    n_devices = 4 if name == "late_apart" else 2
+    n_devices = 2 if name == "late_to_dp" else 4
     machine = {"cluster": {"devices": n_devices}, "allocation": LATE_RUNS[name]}
     folder = finish(home, "run", str(write_run(home, f"tensor_{name}", GRPO, LATE, machine)), name=f"tensor_{name}")
     plan = json.loads((folder.folder / "plan.json").read_text())["allocations"]
-    assert plan["rollout"]["layout"]["tp"] == LATE_RUNS[name]["rollout"].get("tp", 1)
+    for axis in ("tp", "pp"):
+        assert plan["rollout"]["layout"][axis] == LATE_RUNS[name]["rollout"].get(axis, 1)
     assert [record["step"] for record in records(folder.folder, "eval")] == list(range(STEPS + 1))
     steps = [record["metrics"] for record in records(folder.folder)]
     assert max(step["staleness/max"] for step in steps) >= 1
@@ -89,8 +91,10 @@ def test_a_stream_of_a_tensor_parallel_replica_gives_way_and_goes_on(home: Path,
 
 
 def test_a_killed_follower_of_a_replica_is_named(own: Path) -> None:
-    run = Broken(own, {"allocation": {"train": BOTH, "rollout": BOTH}})
+    """The head is on the last stage."""
+    stages = {"devices": 2, "pp": 2}
+    run = Broken(own, {"allocation": {"train": stages, "rollout": stages}})
     run.at_step(2)
-    os.kill(run.running.workers()[1], signal.SIGKILL)
+    os.kill(run.running.workers()[0], signal.SIGKILL)
     error = run.error()
-    assert re.search(r"worker 1 was lost (while it ran|between).*: was killed by SIGKILL", error), error
+    assert re.search(r"worker 0 was lost (while it ran|between).*: was killed by SIGKILL", error), error

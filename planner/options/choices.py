@@ -1,8 +1,8 @@
 """The choices of a call on a mesh of a given size: layouts, micro-batches, recomputation, residency. Prices nothing.
 
-What engines can do (`EngineSupport`) bounds it: this version's train and infer under data, tensor, pipeline and context
-parallelism with whole or FSDP-sharded weights, generate under data and tensor parallelism, and keep every copy of a
-role's weights; others drop copies after use.
+What engines can do (`EngineSupport`) bounds it: this version's train and infer under data, tensor, pipeline, expert and
+context parallelism with whole or FSDP-sharded weights, generate under all of these axes but the last, and keep every
+copy of a role's weights; others drop copies after use.
 """
 
 import math
@@ -177,8 +177,6 @@ def _context_ranks(request: PlanRequest, call: str, devices: int, cluster: Clust
     pinned = request.pins.get(call, Pin()).cp
     if pinned:
         return [pinned] if devices % pinned == 0 else []
-    if isinstance(request.graph.calls[call], Generate):
-        return [1]
     if cluster.is_cpu:
         return [cp for cp in _asked(request, call, "cp") if devices % cp == 0]
     longest = sample_tokens(request)
@@ -193,7 +191,7 @@ def _with_experts(request: PlanRequest, call: str, layout: Layout) -> Iterator[L
     if pinned:
         sizes = (pinned,)
     elif request.cluster.is_cpu and "ep" in _axes(request, call):  # as of tp: no formula knows what it takes there
-        sizes = _asked(request, call, "ep")
+        sizes = (1,) if isinstance(request.graph.calls[call], Generate) else _asked(request, call, "ep")
     for ep in sizes:
         wide = layout.dp * layout.cp * layout.tp if pinned or request.cluster.is_cpu else layout.dp
         if wide % ep == 0 and not any(shape_faults(model, tp=1, pp=1, ep=ep)):

@@ -117,6 +117,15 @@ def rank_workers(layout: Layout, rank: int) -> tuple[int, ...]:
     return (head, *(worker for first in firsts for worker in range(first, first + size) if worker != head))
 
 
+def session_groups(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """The workers that take every step of generation together, ascending: all of a data-parallel rank, and of those
+    ranks that share experts with it."""
+    inner = stride_of(layout, "dp")
+    together = math.lcm(inner, layout.ep) // inner
+    sessions = (range(first, first + together) for first in range(0, layout.dp, together))
+    return tuple(tuple(sorted(w for rank in ranks for w in rank_workers(layout, rank))) for ranks in sessions)
+
+
 def _place(layout: Layout, device: int) -> int:
     """A device's number in its mesh, from 0."""
     if device not in layout.mesh.devices:

@@ -21,7 +21,8 @@ class EngineSupport(Struct, frozen=True):
 
     name: str = "the engines of this version"  # in messages
     axes: tuple[Axis, ...] = ()  # of parallelism, besides dp, of calls that train or infer
-    generate_axes: tuple[Axis, ...] = ()  # of calls that generate
+    # of calls that generate; cp is none of any engine's, as a decode step has one token a sequence
+    generate_axes: tuple[Axis, ...] = ()
     # kinds of calls whose weights and optimizer states may wait in the host's memory between two of them
     offload: tuple[Phase, ...] = ("train", "inference")
     drops_copies: bool = False  # a copy of trained weights may be given up after its call, and brought again
@@ -37,11 +38,13 @@ class EngineSupport(Struct, frozen=True):
         return self.generate_axes if generates else self.axes
 
 
-TORCH = EngineSupport(axes=("tp", "pp", "ep", "cp"), generate_axes=("tp",), schedules=("1f1b", "interleaved"))
+TORCH = EngineSupport(
+    axes=("tp", "pp", "ep", "cp"), generate_axes=("tp", "pp", "ep"), schedules=("1f1b", "interleaved")
+)
 EVERY = EngineSupport(
     name="some engine",
     axes=("tp", "pp", "ep", "cp"),
-    generate_axes=("tp", "pp", "ep", "cp"),
+    generate_axes=("tp", "pp", "ep"),
     offload=("train", "inference", "generate"),
     drops_copies=True,
     transports=("device", "host"),

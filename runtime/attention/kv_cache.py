@@ -61,8 +61,10 @@ class KVCache:
     `epoch` counts reallocations, which move every address.
     """
 
-    def __init__(self, shape: CacheShape) -> None:
+    def __init__(self, shape: CacheShape, numbers: Sequence[int] | None = None) -> None:
+        """numbers: of the layers, where they are not those from 0 on."""
         self.shape = shape
+        self._place = {number: i for i, number in enumerate(range(shape.layers) if numbers is None else numbers)}
         self.pages = 0
         self.epoch = 0
         self.layers: list[Tensor] = []
@@ -113,7 +115,7 @@ class KVCache:
         """Write keys and values, each [n, q, kv_heads, head_dim], to places [n x q]: page x PAGE_TOKENS + position in
         the page."""
         shape = self.shape
-        rows = self.layers[layer].view(2, -1, shape.kv_heads * shape.head_dim)
+        rows = self.layers[self._place[layer]].view(2, -1, shape.kv_heads * shape.head_dim)
         rows[0].index_copy_(0, places, key.reshape(len(places), -1))
         rows[1].index_copy_(0, places, value.reshape(len(places), -1))
 
@@ -126,7 +128,7 @@ class KVCache:
         """Keys and values [n, kv_heads, length, head_dim] of the first `length` positions of n sequences, whose pages
         are `rows`. On a host they lie in memory that the next call takes again."""
         shape = self.shape
-        flat = self.layers[layer].view(2 * self.pages, self._page_numbers)
+        flat = self.layers[self._place[layer]].view(2 * self.pages, self._page_numbers)
         if shape.device.type == "cpu":
             if len(self._scratch) < len(rows):
                 self._scratch = _zeros((len(rows), self._page_numbers), shape)

@@ -5,6 +5,7 @@ The module may belong to a train engine: its attention function and training fla
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,9 @@ from realgraph.runtime.generate.cut_sampling import CutVocabulary
 from realgraph.runtime.generate.decode_graph import DecodeGraphs, decode_logits
 from realgraph.runtime.generate.sampling import SamplingSettings, draw
 from realgraph.runtime.parallel.cuts import EMBEDDING
+from realgraph.runtime.parallel.experts.passes import shared_passes_of
 from realgraph.runtime.parallel.experts.routing import record_of
+from realgraph.runtime.parallel.pipeline.rollout import staged_rollout
 from realgraph.runtime.parallel.tensor.network import edges_of
 from realgraph.runtime.parallel.tensor.pieces import cut_of
 
@@ -58,11 +61,11 @@ def rectangles(n: int, length: int, most: int) -> list[tuple[int, int, int]]:
 def _cut_vocabulary(module: nn.Module) -> CutVocabulary | None:
     """The cut of the logits over tensor-parallel ranks."""
     cut = cut_of(module)
-    return CutVocabulary(cut.ranks, cut.by_name[EMBEDDING].spans) if cut.by_name else None
+    return CutVocabulary(cut.ranks, cut.by_name[EMBEDDING].spans) if EMBEDDING in cut.by_name else None
 
 
 class CachedModel:
-    """The module (under tensor parallelism this rank's part), its cache and, on a GPU, the graphs of its decode steps.
+    """The module (this rank's part of it), its cache and, on a GPU, the graphs of its decode steps.
 
     Raises ValueError for a model with attention other than causal, full or sliding.
     """
@@ -76,15 +79,18 @@ class CachedModel:
         self.device = weight.device
         self.max_length: int = config.max_position_embeddings
         self.vocabulary: int = config.vocab_size
-        self.cache = KVCache(cache_shape(config, len(network.model.layers[0].self_attn.k_proj.weight), weight))
-        self._edges, self._cut = edges_of(module), _cut_vocabulary(module)
+        self._staged = staged_rollout(module)
+        numbers = range(config.num_hidden_layers) if self._staged is None else self._staged.layers
+        kv_width = len(next(iter(network.model.layers)).self_attn.k_proj.weight)
+        self.cache = KVCache(replace(cache_shape(config, kv_width, weight), layers=len(numbers)), numbers)
+        self._edges, self._cut, self._shared = edges_of(module), _cut_vocabulary(module), shared_passes_of(module)
         self.module = module
         self._config = config
         self.modules = list(module.modules())
         # dynamic rotary tables look at the positions on the host, experts at their loads, which no graph can do
         rope = str(getattr(config, "rope_parameters", ""))
         on_host = "dynamic" in rope or "longrope" in rope or record_of(module) is not None
-        replay = cuda_graphs and self.device.type == "cuda" and not on_host
+        replay = cuda_graphs and self.device.type == "cuda" and not on_host and self._staged is None
         shape = self.cache.shape
         per_token = shape.bytes_per_token // shape.layers
         self._spare_tokens, self._most_tokens = (
@@ -97,7 +103,8 @@ class CachedModel:
         return rectangles(n, length, self._most_tokens)
 
     def _lean_decoder(self) -> LeanDecoder | None:
-        return LeanDecoder(self.module) if self.device.type == "cpu" and lean_applies(self.module) else None
+        applies = self.device.type == "cpu" and self._staged is None and lean_applies(self.module)
+        return LeanDecoder(self.module) if applies else None
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
@@ -117,9 +124,21 @@ class CachedModel:
             for module in training:
                 module.training = True
 
-    def draw(self, logits: Tensor, settings: SamplingSettings, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def draw(self, logits: Tensor | None, settings: SamplingSettings, positions: Tensor) -> tuple[Tensor, Tensor]:
         """A token per row of logits that `prefill` and `decode` gave; see `sampling.draw`. On every rank the same."""
-        return draw(logits, settings, positions) if self._cut is None else self._cut.draw(logits, settings, positions)
+        drawn: tuple[Tensor, Tensor] | None = None
+        if logits is not None:
+            how = draw if self._cut is None else self._cut.draw
+            drawn = how(logits, settings, positions)
+        if self._staged is not None:
+            return self._staged.share(drawn, len(positions))
+        assert drawn is not None, "only stages before the last have no logits"
+        return drawn
+
+    def finish_passes(self) -> None:
+        """The passes of a step have ended here: those of replicas that share experts go on with this worker's."""
+        if self._shared is not None:
+            self._shared.finish()
 
     def weights_changed(self) -> None:
         """To be called after every change of weights, in place or not."""
@@ -147,9 +166,14 @@ class CachedModel:
         widest = max(counts)
         tokens = torch.tensor([[*row, *[row[-1]] * (widest - len(row))] for row in rows], device=self.device)
         rollout_pass = PrefillPass(self.cache, pages, starts, counts)
+        if self._shared is not None:
+            self._shared.begin()
         if self._lean is not None:
             last = torch.tensor([i * widest + count - 1 for i, count in enumerate(counts)], device=self.device)
             return self._lean.logits(tokens, rollout_pass.positions, rollout_pass, last)
+        if self._staged is not None:
+            self._staged.run(tokens, rollout_pass.positions, {"rollout_pass": rollout_pass})
+            return None
         # no position is asked for logits: only the keys and values matter
         self.module(
             input_ids=tokens,
@@ -166,10 +190,10 @@ class CachedModel:
         positions: NDArray[np.int64],
         tables: NDArray[np.int64],
         states: NDArray[np.int64] | None = None,
-    ) -> Tensor:
-        """Logits [n, V] after the newest tokens [n], at positions [n], of n sequences with pages `tables` [n, m]; their
-        keys are stored. states: [n], equal where sequences hold equal tokens, which are then computed once where the
-        walk can."""
+    ) -> Tensor | None:
+        """Logits [n, V] after the newest tokens [n], at positions [n], of n sequences with pages `tables` [n, m]; None
+        in pipeline stages before the last. Their keys are stored. states: [n], equal where sequences hold equal
+        tokens, which are then computed once where the walk can."""
         if self._graphs is not None:
             return self._graphs.logits(tokens, positions, tables)
         on_device, pages = torch.from_numpy(positions).to(self.device), torch.from_numpy(tables).to(self.device)
@@ -179,6 +203,10 @@ class CachedModel:
             runs = self._runs(len(positions), int(positions.max()) + 1)
         rollout_pass = DecodePass(self.cache, pages, on_device, runs)
         newest = torch.from_numpy(tokens).to(self.device)
+        if self._shared is not None:
+            self._shared.begin()
+        if self._staged is not None:
+            return self._staged.logits(newest[:, None], on_device[:, None], {"rollout_pass": rollout_pass})
         if self._lean is not None:
             if states is None or (alike := Alike.of(states)) is None:
                 return self._lean.logits(newest[:, None], on_device[:, None], rollout_pass)

@@ -91,17 +91,20 @@ class ContinuousBatch:
         self._keep([slot for slot, s in enumerate(self._running) if s.request.id not in gone])
 
     def step(self) -> list[Completion]:
-        """Admit what fits, decode one token for each running sequence, return what finished.
+        """Admit what fits, decode one token for each running sequence, return what finished. Collective over replicas
+        that share experts, with sequences or without.
 
         Raises FloatingPointError where the model's logits are NaN; nothing is drawn then.
         """
-        if self.idle:
-            return []
         with self._model.borrowed():
+            if self.idle:
+                self._model.finish_passes()
+                return []
             self._make_room()
             self._admit()
             self._model.cache.reserve(self._pool.total)
             logits, n = self._logits(), len(self._running)
+            self._model.finish_passes()
             tokens, logprobs = self._model.draw(logits, self._slots.settings(n), self._slots.next_positions(n))
             return self._collect(tokens.tolist(), logprobs.tolist())
 
@@ -252,8 +255,8 @@ class ContinuousBatch:
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def _logits(self) -> Tensor:
-        """[n, V] for the next token of each slot: decoded, or given by the prefill."""
+    def _logits(self) -> Tensor | None:
+        """[n, V] for the next token of each slot: decoded, or given by the prefill; None in stages before the last."""
         prefilled = self._prefill.logits(self._running, self._ready)
         n = self._ready if prefilled is not None else len(self._running)
         if not n:
@@ -261,7 +264,7 @@ class ContinuousBatch:
             return prefilled
         slots = self._slots
         decoded = self._model.decode(slots.newest[:n], slots.position[:n], slots.pages(n), slots.state[:n])
-        return decoded if prefilled is None else torch.cat([decoded, prefilled])
+        return decoded if prefilled is None or decoded is None else torch.cat([decoded, prefilled])
 
     def _collect(self, tokens: list[int], logprobs: list[float]) -> list[Completion]:
         """Append what was drawn; take out what has ended."""

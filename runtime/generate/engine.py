@@ -12,10 +12,9 @@ from realgraph.runtime.engine import Completion, EngineClosed, EngineStatus, Par
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 from realgraph.runtime.generate.session import (
     Aborted,
-    Dismissed,
+    GenerationSession,
     News,
     RankState,
-    ReplicaSession,
     Restored,
     SetAside,
     Submitted,
@@ -26,6 +25,7 @@ log = logging.getLogger(__name__)
 STEP_SECONDS = 1800.0  # a decode step, prefills included, takes no longer; the master's deadlines are tighter
 IDLE_SECONDS = 3600.0  # callers wake the thread; this only bounds one wait
 BEAT_SECONDS = 0.5  # between two exchanges of a session without work
+SHARED_BEAT_SECONDS = 0.02  # the same where other heads may have some meanwhile
 HELD_SECONDS = 0.01  # the same where there is work, and a rank can't take part yet
 
 
@@ -35,12 +35,15 @@ class TorchRolloutEngine:
 
     notify: called by the engine's thread whenever there is something to take. The thread starts with the first request.
 
-    session: the replica's, where several workers generate together (its thread runs from the start). Requests come to
-    the head's engine alone; all others are called alike on every worker.
+    session: where several workers generate together (its thread runs from the start). Requests come to the engines of
+    heads alone; all others are called alike on every worker.
     """
 
     def __init__(
-        self, batch: ContinuousBatch, notify: Callable[[], None] = lambda: None, session: ReplicaSession | None = None
+        self,
+        batch: ContinuousBatch,
+        notify: Callable[[], None] = lambda: None,
+        session: GenerationSession | None = None,
     ) -> None:
         self._batch, self._notify, self._session = batch, notify, session
         self._changed = threading.Condition()  # holds all below, and the batch unless a step runs
@@ -54,7 +57,11 @@ class TorchRolloutEngine:
         self._thread: threading.Thread | None = None
         self._news: list[News] = []  # of the head, for the next exchange
         self._aside: list[tuple[ExitStack, Exception | None]] = []  # of a follower, one for each SetAside
-        self._dismissed = 0  # times that the head has let this follower go, and it has not gone yet
+        self._untold = False  # the head has news, or has dismissed who follows it, since the last exchange
+        self._together_busy = False  # at the last exchange somebody had sequences
+        self._dismissals = 0  # by this head's callers
+        self._dismissed = 0  # times that all heads have let each other and their followers go
+        self._followed = 0  # times that this worker has followed until then, or does now
         if session is not None:
             self._start()
 
@@ -65,8 +72,9 @@ class TorchRolloutEngine:
     def _tell(self, news: News) -> None:
         """Have the followers do the same before the next step."""
         if self._session is not None:
-            assert self._session.leads, "requests come to the head of a session"
+            assert self._session.leads, "requests come to the heads of a session"
             self._news.append(news)
+            self._untold = True
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -126,21 +134,25 @@ class TorchRolloutEngine:
 
     def dismiss(self) -> None:
         """See RolloutEngine."""
-        with self._changed:
-            self._tell(Dismissed())
-            self._changed.notify_all()
+        if self._session is not None:
+            assert self._session.leads, "followers are let go by their head"
+            with self._changed:
+                self._dismissals, self._untold = self._dismissals + 1, True
+            self.follow()
 
     def follow(self) -> None:
         """See RolloutEngine."""
         with self._changed:
-            assert self._session is not None and not self._session.leads, "the head has nobody to follow"
+            assert self._session is not None, "one alone has nobody to follow"
+            self._followed += 1
             paused, self._paused = self._paused, False
             self._changed.notify_all()
-            ended = self._changed.wait_for(lambda: self._dismissed or self._failure or self._closed, STEP_SECONDS)
+            ended = self._changed.wait_for(
+                lambda: self._dismissed >= self._followed or self._failure or self._closed, STEP_SECONDS
+            )
             self._check()
             if not ended:
-                raise TimeoutError(f"the head of {self._session.name} has not gone on after {STEP_SECONDS:g} s")
-            self._dismissed -= 1
+                raise TimeoutError(f"a head of {self._session.name} has not gone on after {STEP_SECONDS:g} s")
         with self._between_steps():
             self._paused = paused
 
@@ -267,15 +279,15 @@ class TorchRolloutEngine:
 
     # --- a session of several workers ---------------------------------------------------------------------------------
 
-    def _serve_session(self, session: ReplicaSession) -> None:
-        """Exchanges, and the steps on which all ranks agree, until one of them closes or is gone."""
-        held = False  # there was work that some rank could not take part in
+    def _serve_session(self, session: GenerationSession) -> None:
+        """Exchanges, and the steps on which all workers agree, until one of them closes or is gone."""
+        held = False  # there was work that some worker could not take part in
         while True:
             with self._changed:
-                if session.leads:  # the others follow
-                    self._await_turn(held)
-                own = RankState(self._halted or self._batch.idle, self._closed, bool(self._failure), self.version)
-                news, self._news = self._news, []
+                if session.sets_the_pace:
+                    self._await_turn(held, SHARED_BEAT_SECONDS if session.n_heads > 1 else BEAT_SECONDS)
+                own = self._state()
+                news, self._news, self._untold = self._news, [], False
                 self._stepping = not own.halted  # callers wait for the outcome
             try:
                 agreement = session.exchange(own, news)
@@ -286,9 +298,10 @@ class TorchRolloutEngine:
                 if not session.leads:
                     for one in agreement.news:
                         self._take_in(one)
+                self._together_busy, self._dismissed = agreement.busy, agreement.dismissals
                 if agreement.closed:
                     self._closed = True
-                failed = bool(agreement.failed) and self._failure is None
+                failed = agreement.failed and self._failure is None
                 if failed:
                     self._failure = RuntimeError(f"generation has failed on another of {session.name}")
                 self._stepping = agreement.go
@@ -297,16 +310,24 @@ class TorchRolloutEngine:
                     return
             if failed:
                 self._notify()
-            held = not agreement.go and not agreement.news
+            held = not agreement.go and agreement.quiet
             if agreement.go:
                 self._step()
 
-    def _await_turn(self, held: bool) -> None:
-        """Wait for a reason to make another exchange. held: the last one found a rank that could not take part."""
-        if self._batch.idle or not (held or self._halted):
-            self._changed.wait_for(lambda: self._news or self._ready or self._closed, BEAT_SECONDS)
-        else:
-            self._changed.wait_for(lambda: self._news or self._closed, HELD_SECONDS)
+    def _state(self) -> RankState:
+        """This worker's, for an exchange. Without sequences it takes part where it has heard that others have some;
+        else its callers would wait for them."""
+        busy = not self._batch.idle
+        halted = self._halted or not (busy or self._together_busy)
+        return RankState(halted, busy, self._closed, bool(self._failure), self.version, self._dismissals)
+
+    def _await_turn(self, held: bool, beat: float) -> None:
+        """Wait for a reason to make another exchange, without any for `beat` seconds. held: the last one found a worker
+        that could not take part."""
+        if not self._together_busy and self._batch.idle:
+            self._changed.wait_for(lambda: self._untold or self._ready or self._closed, beat)
+        elif held or self._halted:
+            self._changed.wait_for(lambda: self._untold or self._closed, HELD_SECONDS)
 
     def _take_in(self, news: News) -> None:
         """Do what the head has done."""
@@ -322,8 +343,6 @@ class TorchRolloutEngine:
             case Restored():
                 aside, self._failure = self._aside.pop()
                 aside.close()
-            case Dismissed():
-                self._dismissed += 1
 
     def _fail(self, error: Exception) -> None:
         with self._changed:

@@ -8,10 +8,13 @@ from realgraph.graphs.spec import ModelRole
 from realgraph.runtime.engine import Decode, OwnWeights, RolloutLimits, SharedWeights, WeightSource
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 from realgraph.runtime.generate.engine import TorchRolloutEngine
-from realgraph.runtime.generate.session import ReplicaSession
+from realgraph.runtime.generate.session import GenerationSession
 from realgraph.runtime.models.models import Start, build, network_over
+from realgraph.runtime.models.weights import whole_shapes
 from realgraph.runtime.parallel.experts.block import join_experts
+from realgraph.runtime.parallel.experts.passes import share_passes
 from realgraph.runtime.parallel.groups import LayoutRanks
+from realgraph.runtime.parallel.pipeline.stage import cut_stages, layer_stages
 from realgraph.runtime.parallel.tensor.network import cut_network
 
 
@@ -26,12 +29,17 @@ def open_rollout(
     """notify: called whenever the engine has something to take. ranks: of the call's layout; default: one worker alone.
 
     Raises ConfigError for files that it can't take, ValueError for attention other than causal, full or sliding."""
-    together = ranks is not None and ranks.tp.size > 1
+    session = GenerationSession(ranks) if ranks is not None and ranks.session.size > 1 else None
 
     def cut_up(network: nn.Module) -> None:
-        if ranks is not None and together:
+        shapes = whole_shapes(network)
+        if ranks is not None and (ranks.tp.size > 1 or ranks.ep.size > 1):
             cut_network(network, role.head, ranks.tp, ranks.ep)
             join_experts(network, ranks.ep)
+        if ranks is not None and ranks.pp.size > 1:
+            cut_stages(network, layer_stages(network.config, role.head, ranks.layout), ranks.pp, shapes)
+        if ranks is not None and session is not None and session.n_heads > 1:
+            share_passes(network, ranks.session)
 
     match weights:
         case OwnWeights(path=path, device=device):
@@ -41,4 +49,4 @@ def open_rollout(
         case SharedWeights(folder=folder, tensors=tensors):
             network = network_over(role, folder, tensors, cut_up)
             batch = ContinuousBatch(network, limits, decode=decode, source=folder)
-    return TorchRolloutEngine(batch, notify, ReplicaSession(ranks.session) if ranks is not None and together else None)
+    return TorchRolloutEngine(batch, notify, session)

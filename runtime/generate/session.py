@@ -1,9 +1,10 @@
-"""The workers of one tensor-parallel replica as one generation session: what the head decides, the others follow.
+"""Workers that generate together as one session: what the heads decide, the others follow.
 
-Every worker has the same sequences and so makes the same batch of each step; only what comes from outside, requests and
-their ends, is told by the head (rank 0). Before each step the ranks exchange a few numbers, and with them the head's
-news. A step runs where nobody objects: a rank whose callers are at work, that is paused, or whose weights are of
-another version, holds all of them up. So no rank waits inside a step for one that is not in it.
+The workers of a data-parallel rank have the same sequences and so make the same batch of each step; only what comes
+from outside, requests and their ends, is told by their head. Ranks whose experts are spread over each other's workers
+have requests of their own, and make each step together. Before each step all exchange a few numbers, and with them the
+heads' news. A step runs where nobody objects: a worker whose callers are at work, that is paused, or whose weights are
+of another version, holds all of them up. So no worker waits inside a step for one that is not in it.
 
 Messages travel by CPU tensors over a group of their own, beside the calls of other threads.
 """
@@ -14,8 +15,9 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
+from realgraph.planner.plan.axes import Coordinates, device_at, head_worker, session_groups
 from realgraph.runtime.engine import Request
-from realgraph.runtime.parallel.groups import Ranks
+from realgraph.runtime.parallel.groups import LayoutRanks
 
 
 class Submitted(msgspec.Struct, frozen=True, tag=True):
@@ -38,45 +40,62 @@ class Restored(msgspec.Struct, frozen=True, tag=True):
     """Those that were set aside go on."""
 
 
-class Dismissed(msgspec.Struct, frozen=True, tag=True):
-    """Those who only follow may go their ways."""
-
-
-News = Submitted | Aborted | SetAside | Restored | Dismissed
+News = Submitted | Aborted | SetAside | Restored
 _DECODER = msgspec.msgpack.Decoder(tuple[News, ...])
 
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank before a step. halted: it takes part in none now. closed: it never will again. failed: nor can it.
-    version: of its weights."""
+    """One worker before a step. halted: it takes part in none now. busy: it has sequences. closed: it never will take
+    part again. failed: nor can it. version: of its weights. dismissals: that its callers have made, if it is a head."""
 
     halted: bool
+    busy: bool
     closed: bool
     failed: bool
     version: int
+    dismissals: int
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The outcome of an exchange. news: of the head, in order. go: all ranks take the step now."""
+    """The outcome of an exchange. news: of this worker's head, in order. quiet: no head had any. go: all take the step
+    now. busy: somebody has sequences. dismissals: that all heads have made."""
 
     news: tuple[News, ...]
+    quiet: bool
     go: bool
+    busy: bool
     closed: bool
-    failed: tuple[int, ...]  # ranks
+    failed: bool
+    dismissals: int
 
 
-class ReplicaSession:
-    """One rank's end of a replica's session. Used by one thread."""
+class GenerationSession:
+    """One worker's end of a session. Used by one thread."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: LayoutRanks) -> None:
+        layout, self._ranks = ranks.layout, ranks.session
+        at = Coordinates(pp=ranks.pp.rank, dp=ranks.dp.rank, cp=ranks.cp.rank, tp=ranks.tp.rank)
+        workers = next(group for group in session_groups(layout) if device_at(layout, at) in group)
+        heads = [head_worker(layout, rank) for rank in range(layout.dp)]
+        self._heads = [workers.index(head) for head in heads if head in workers]
+        self._head = workers.index(heads[at.dp])
 
     @property
     def leads(self) -> bool:
-        """True on the head."""
-        return self._ranks.rank == 0
+        """True on a head."""
+        return self._ranks.rank == self._head
+
+    @property
+    def sets_the_pace(self) -> bool:
+        """True on the head that waits between two exchanges; all others wait for it inside them."""
+        return self._ranks.rank == self._heads[0]
+
+    @property
+    def n_heads(self) -> int:
+        """Data-parallel ranks that generate together."""
+        return len(self._heads)
 
     @property
     def name(self) -> str:
@@ -84,16 +103,28 @@ class ReplicaSession:
         return self._ranks.name
 
     def exchange(self, own: RankState, news: Sequence[News]) -> Agreement:
-        """Collective. news: of the head; the others have none. Raises CollectiveError where a rank is gone."""
+        """Collective. news: of a head; the others have none. Raises CollectiveError where a worker is gone."""
         text = msgspec.msgpack.encode(news) if news else b""
-        numbers = torch.tensor([own.halted, own.closed, own.failed, own.version, len(text)])
-        halted, closed, failed, version, size = self._ranks.collect(numbers).unbind(1)
-        said: tuple[News, ...] = ()
-        if n := int(size[0]):
-            buffer = torch.zeros(n, dtype=torch.uint8)
-            if self.leads:
-                buffer.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-            said = _DECODER.decode(self._ranks.add(buffer).numpy().tobytes())
+        numbers = [own.halted, own.busy, own.closed, own.failed, own.version, own.dismissals, len(text)]
+        told = self._ranks.collect(torch.tensor(numbers, dtype=torch.int64))
+        halted, busy, closed, failed, version, dismissals, sizes = told.unbind(1)
         alike = bool((version == version[0]).all())
         stopped = bool((halted + closed + failed).any())
-        return Agreement(said, alike and not stopped, bool(closed.any()), tuple(failed.nonzero().flatten().tolist()))
+        return Agreement(
+            news=self._told(text, sizes.tolist()) if sizes.any() else (),
+            quiet=not sizes.any(),
+            go=alike and not stopped and bool(busy.any()),
+            busy=bool(busy.any()),
+            closed=bool(closed.any()),
+            failed=bool(failed.any()),
+            dismissals=int(dismissals[self._heads].min()),
+        )
+
+    def _told(self, text: bytes, sizes: Sequence[int]) -> tuple[News, ...]:
+        """The news of this worker's head. sizes: bytes of every worker's. Collective."""
+        everybodys = torch.zeros(sum(sizes), dtype=torch.uint8)
+        parts = torch.split(everybodys, list(sizes))
+        if text:
+            parts[self._ranks.rank].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        self._ranks.add(everybodys)
+        return _DECODER.decode(parts[self._head].numpy().tobytes()) if sizes[self._head] else ()

@@ -341,7 +341,7 @@ def network_over(
     for name, tensor in tensors.items():
         place, _, last = name.rpartition(".")
         setattr(modules[place], last, nn.Parameter(tensor, requires_grad=False))
-    network.tie_weights()
+    tie(network)
     for module in modules.values():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.empty_like(buffer, device=first.device)

@@ -25,7 +25,7 @@ from torch.distributed import DistError, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from realgraph.planner.plan.axes import MeshAxis, expert_copies, expert_groups, groups_of
+from realgraph.planner.plan.axes import MeshAxis, expert_copies, expert_groups, groups_of, session_groups
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.parallel.ports import listening_sockets, refuse_connections
 from realgraph.runtime.processes.environment import set_for_library
@@ -187,6 +187,7 @@ class LayoutRanks:
     """The workers of one layout, seen from one of them: all of the mesh, those along each axis, and `copies`, the dp x
     cp workers with the same part of the weights, who sum gradients and shard by FSDP."""
 
+    layout: Layout
     mesh: Ranks
     dp: Ranks
     cp: Ranks
@@ -195,13 +196,14 @@ class LayoutRanks:
     copies: Ranks
     ep: Ranks  # over which whole experts are spread
     expert_copies: Ranks  # of one stage that hold the same experts, where they are spread
-    session: Ranks  # those of tp, for messages between threads that generate
+    session: Ranks  # those of `axes.session_groups`, for messages between threads that generate
 
     @classmethod
     def alone(cls, device: torch.device) -> "LayoutRanks":
         """One worker without peers."""
         one = Ranks(device)
-        return cls(one, one, one, one, one, one, one, one, Ranks(torch.device("cpu")))
+        layout = Layout(DeviceMesh(0, 1))
+        return cls(layout, one, one, one, one, one, one, one, one, Ranks(torch.device("cpu")))
 
     @property
     def device(self) -> torch.device:
@@ -248,7 +250,7 @@ class Collectives:
         layouts = tuple(layouts)
         for workers in sorted(_groups_of(layouts)):
             self._open(store, workers, backend, deadline)
-        for workers in sorted({w for layout in layouts for w in groups_of(layout, "tp") if len(w) > 1}):
+        for workers in sorted({w for layout in layouts for w in session_groups(layout) if len(w) > 1}):
             group = dist.new_group(list(workers), timeout=deadline, backend="gloo")
             if member.worker in workers:
                 assert isinstance(group, ProcessGroup)
@@ -284,8 +286,8 @@ class Collectives:
         dp, cp, tp, pp, copies, ep, expert_copies = (self._own(groups) for groups in _axis_groups(layout))
         along = (self._of(dp), self._of(cp), self._of(tp), self._of(pp), self._of(copies))
         experts = (self._of(ep), self._of(expert_copies))
-        session = self._sessions.get(tp, Ranks(torch.device("cpu")))
-        return LayoutRanks(self.ranks(layout.mesh), *along, *experts, session)
+        session = self._sessions.get(self._own(session_groups(layout)), Ranks(torch.device("cpu")))
+        return LayoutRanks(layout, self.ranks(layout.mesh), *along, *experts, session)
 
     def _own(self, groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
         """The one of the groups that this worker is in."""

@@ -16,9 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.spec import ModelRole, Train
 from realgraph.planner.costs.memory.terms import distributes_states
-from realgraph.planner.inputs.model_spec import spec_from_config
-from realgraph.planner.plan.layout import Layout, Recompute, Stages
-from realgraph.planner.plan.stages import stages_fault, stages_of
+from realgraph.planner.plan.layout import Layout, Recompute
 from realgraph.planner.request.engine_support import TORCH, Axis, axes_text
 from realgraph.runtime.algorithms import losses
 from realgraph.runtime.batch import Packed
@@ -30,7 +28,7 @@ from realgraph.runtime.parallel.exchange import WeightPart
 from realgraph.runtime.parallel.experts.block import join_experts, shard_experts
 from realgraph.runtime.parallel.experts.routing import load_metrics, record_of
 from realgraph.runtime.parallel.groups import LayoutRanks, Ranks, shard
-from realgraph.runtime.parallel.pipeline.stage import cut_stages
+from realgraph.runtime.parallel.pipeline.stage import cut_stages, layer_stages
 from realgraph.runtime.parallel.segments import WeightSegment, share_weights
 from realgraph.runtime.parallel.tensor.network import cut_network
 from realgraph.runtime.parallel.tensor.pieces import cut_of, shard_of
@@ -310,7 +308,7 @@ def open_engine(
             cut_network(model.network, model.head, ranks.tp, ranks.ep)
             join_experts(model.network, ranks.ep)
         if ranks.pp.size > 1:
-            cut_stages(model.network, layer_stages(model, layout), ranks.pp, shapes)
+            cut_stages(model.network, layer_stages(model.config, model.head, layout), ranks.pp, shapes)
         if fsdp:
             compute = DTYPES[role.dtype]
             dtypes = (compute, master if has_masters else compute)
@@ -324,15 +322,6 @@ def open_engine(
     engine = TorchTrainEngine(role, model, layout, ranks, settings)
     engine.segment = segment
     return engine
-
-
-def layer_stages(model: PackedModel, layout: Layout) -> Stages:
-    """The layers of each stage and chunk of a layout. Raises ConfigError for stages that the model can't lie on."""
-    spec = spec_from_config(model.config.to_dict(), Where())
-    stages = stages_of(spec, model.head, layout)
-    if fault := stages_fault(stages, spec.layers, layout.pp, len(stages[0])):
-        raise ConfigError([Problem(Where(path="$.layout.stages"), fault, "take the stages of the plan", "layout")])
-    return stages
 
 
 def check_support(role: ModelRole, layout: Layout) -> None:

@@ -233,9 +233,11 @@ class Roles:
         """This worker takes the requests of the generate call `call`; the others of its replica follow."""
         return self._led[call]
 
-    def tensor_ranks(self, role: str) -> Ranks:
-        """The workers over which the trained copy of `role` is cut by tensor parallelism, this one among them."""
-        return self._collectives.of_layout(self._trained_layouts[role]).tp
+    def sharing_ranks(self, role: str) -> tuple[Ranks, ...]:
+        """The workers along each axis, this one among them, that pass the same samples through the trained copy of
+        `role`."""
+        ranks = self._collectives.of_layout(self._trained_layouts[role])
+        return ranks.tp, ranks.cp, ranks.pp
 
     def reads_in_place(self, call: str, engine: TrainEngine) -> bool:
         """The generate call `call` reads the weights of `engine`, as they are at any time."""

@@ -35,7 +35,7 @@ class GateProbe:
 
 
 def shared(probes: Sequence[GateProbe], ranks: Ranks) -> list[GateProbe]:
-    """The probes of all ranks, on each of them: a pass under tensor parallelism has the same samples everywhere."""
+    """The probes of all ranks, on each of them: the workers of a data-parallel rank pass the same samples."""
     if ranks.size == 1:
         return list(probes)
     pieces = [torch.zeros(0, dtype=torch.float64)]
@@ -148,7 +148,8 @@ class UpdateGate:
 
     def _compare(self, engine: TrainEngine, probes: list[GateProbe]) -> dict[str, Metric]:
         """The gap as a metric. Called by all ranks where the weights are divided, with probes or without."""
-        probes = shared(probes, self._roles.tensor_ranks(self._role))
+        for ranks in self._roles.sharing_ranks(self._role):
+            probes = shared(probes, ranks)
         lengths = tuple(probe.tokens.shape[1] for probe in probes for _ in range(PROBE_SAMPLES))
         tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(probe.tokens.flatten() for probe in probes)])
         batch = Packed(tokens, lengths, torch.ones_like(tokens, dtype=torch.bool))

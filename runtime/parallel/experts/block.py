@@ -121,7 +121,10 @@ class SparseBlock(nn.Module):
         routes = choose(x, self.gate.weight, self.settings.top_k, normalised=self.settings.normalised)
         self.record.add(self.layer, routes, live)
         if self.spread is not None:
-            out = self._apart(x[:live], routes.weights[:live], routes.experts[:live], self.spread)
+            own = slice(live) if self.edges is None else self.edges.own_share(live)
+            out = self._apart(x[own], routes.weights[own], routes.experts[own], self.spread)
+            if self.edges is not None:
+                out = self.edges.join_shares(out, live)
             out = F.pad(out, (0, 0, 0, len(x) - live))
         elif self.edges is not None:
             edges = self.edges
@@ -146,6 +149,13 @@ class SparseBlock(nn.Module):
         there = dispatch.send(x.index_select(0, order // self.settings.top_k))
         rows = dispatch.give_back(self.experts(there, dispatch.received))
         return _combined(rows, order, weights).to(x.dtype)
+
+    def pass_by(self) -> None:
+        """Take part in the exchanges of a pass without rows of one's own: those of others may come. Collective."""
+        assert self.spread is not None, "every expert is here"
+        none = self.gate.weight.new_zeros((0, self.settings.hidden))
+        dispatch = Dispatch(none.new_zeros(self.settings.n_experts, dtype=torch.int64), self.spread)
+        dispatch.give_back(self.experts(dispatch.send(none), dispatch.received))
 
 
 def _combined(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from realgraph.planner.plan.layout import Stages
-from realgraph.planner.plan.stages import layer_ranges
+from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.planner.inputs.model_spec import Head, spec_from_config
+from realgraph.planner.plan.layout import Layout, Stages
+from realgraph.planner.plan.stages import layer_ranges, stages_fault, stages_of
 from realgraph.runtime.attention.attention import PartOfRow
 from realgraph.runtime.attention.segments import Segments
 from realgraph.runtime.cpu.train import lean_layers, lean_trains
@@ -120,6 +122,15 @@ def cut_stages(network: Any, stages: Stages, ranks: Ranks, shapes: Mapping[str, 
     network.pipeline_stage = stage
 
 
+def layer_stages(config: Any, head: Head, layout: Layout) -> Stages:
+    """The layers of each stage and chunk of a layout. Raises ConfigError for stages that the model can't lie on."""
+    spec = spec_from_config(config.to_dict(), Where())
+    stages = stages_of(spec, head, layout)
+    if fault := stages_fault(stages, spec.layers, layout.pp, len(stages[0])):
+        raise ConfigError([Problem(Where(path="$.layout.stages"), fault, "take the stages of the plan", "layout")])
+    return stages
+
+
 def stage_of(network: nn.Module) -> PipelineStage | None:
     """The stage that a network was cut to."""
     stage = getattr(network, "pipeline_stage", None)
@@ -154,17 +165,26 @@ def through(
     if hidden.device.type == "cpu" and lean_trains(network):
         hidden = lean_layers(model, layers, (hidden[0], positions), segments)[None]
     else:
-        turns = _rotations(model, hidden, positions[None])
-        for number, layer in zip(chunk.layers, layers, strict=True):
-            hidden = layer(
-                hidden,
-                attention_mask=None,
-                position_embeddings=turns[_kind(model, number)],
-                position_ids=positions[None],
-                use_cache=False,
-                segments=segments,
-            )
+        return walk(model, chunk, (hidden, positions[None]), {"segments": segments})[0]
     out: Tensor = (model.norm(hidden) if chunk.last else hidden)[0]
+    return out
+
+
+def walk(model: Any, chunk: Chunk, rows: tuple[Tensor, Tensor], given: Mapping[str, object]) -> Tensor:
+    """[n, q, hidden] behind a chunk's layers, normed behind the last. rows: the states before it, and their positions
+    [n, q]. given: to every layer, by name."""
+    hidden, positions = rows
+    turns = _rotations(model, hidden, positions)
+    for number, layer in zip(chunk.layers, layers_of(model, chunk), strict=True):
+        hidden = layer(
+            hidden,
+            attention_mask=None,
+            position_embeddings=turns[_kind(model, number)],
+            position_ids=positions,
+            use_cache=False,
+            **given,
+        )
+    out: Tensor = model.norm(hidden) if chunk.last else hidden
     return out
 
 

@@ -47,6 +47,22 @@ class Edges:
         """Those of this rank's `n` rows that are no padding, which comes last."""
         return min(max(self.n_rows - n * self.ranks.rank, 0), n) if self.cut else n
 
+    def own_share(self, n: int) -> slice:
+        """The part of this rank's `n` rows that it computes, where rows are computed apart; where all ranks have all
+        of them each computes its share."""
+        if self.cut:
+            return slice(n)
+        each = -(-n // self.ranks.size)
+        return slice(each * self.ranks.rank, each * (self.ranks.rank + 1))
+
+    def join_shares(self, rows: Tensor, n: int) -> Tensor:
+        """The `n` rows of which this rank has computed those of `own_share`; in passes without gradients."""
+        if self.cut:
+            return rows
+        each = -(-n // self.ranks.size)
+        padded = torch.cat([rows, rows.new_zeros((each - len(rows), *rows.shape[1:]))])
+        return self.ranks.gather_rows(padded)[:n]
+
     def enter(self, x: Tensor) -> Tensor:
         """[1, own rows, ...] -> [1, all rows, ...]; the gradient is the ranks' sum, as each has a part of it."""
         if not self.cut:

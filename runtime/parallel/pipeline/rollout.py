@@ -1,0 +1,79 @@
+"""Forward passes of generation through the stages of a pipeline, as one of them makes them. Knows no cache, no request.
+
+Every stage has the same sequences, and each the keys and values of its own layers. Hidden states go from stage to
+stage; the last one draws, and tells all others what.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from realgraph.runtime.parallel.pipeline.schedules import Action, Handover
+from realgraph.runtime.parallel.pipeline.stage import PipelineStage, stage_of, walk
+from realgraph.runtime.parallel.pipeline.transfers import Transfers
+
+Drawn = tuple[Tensor, Tensor]  # tokens [n] int64, and their log-probabilities [n]
+
+
+class StagedRollout:
+    """The passes of one stage's part of a network. Making it is collective over the stages."""
+
+    def __init__(self, network: Any, stage: PipelineStage) -> None:
+        self._network, self._stage = network, stage
+        self.layers = tuple(number for chunk in stage.chunks for number in chunk.layers)  # those that are here
+        self._hidden: int = network.config.hidden_size
+        self._dtype: torch.dtype = next(network.parameters()).dtype
+        # the first use of a group of GPUs takes all of its members, and neighbours alone talk first
+        stage.ranks.add(torch.zeros(1, device=stage.ranks.device))
+
+    @property
+    def draws(self) -> bool:
+        """True on the last stage."""
+        return self._stage.ranks.rank == self._stage.last
+
+    def run(self, tokens: Tensor, positions: Tensor, given: Mapping[str, object]) -> Tensor | None:
+        """The normed states [n, q, hidden] behind all layers, in the last stage. tokens, positions: [n, q] int64.
+        given: to every layer. Collective over the stages."""
+        here, pipe, transfers = self._stage.ranks.rank, self._stage.pipe, Transfers(self._stage.ranks)
+        out: Tensor | None = None
+        for number, chunk in enumerate(self._stage.chunks):
+            if (before := pipe.before(here, number)) is None:
+                hidden = self._network.model.embed_tokens(tokens)
+            else:
+                action = Action("F", 0, number)
+                room = torch.empty((*tokens.shape, self._hidden), dtype=self._dtype, device=tokens.device)
+                transfers.post([(Handover(before[0], here, action), room)])
+                hidden = transfers.take(action)
+            out = walk(self._network.model, chunk, (hidden, positions), given)
+            if (after := pipe.next(here, number)) is not None:
+                transfers.post([(Handover(here, after[0], Action("F", 0, after[1])), out.contiguous())])
+        transfers.finish()
+        return out if self.draws else None
+
+    def logits(self, tokens: Tensor, positions: Tensor, given: Mapping[str, object]) -> Tensor | None:
+        """[n, V] for the token after each of the newest ones [n, 1], in the last stage; under tensor parallelism this
+        rank's part. Collective over the stages."""
+        states = self.run(tokens, positions, given)
+        if states is None:
+            return None
+        logits: Tensor = self._network.lm_head(states[:, -1])
+        cap = getattr(self._network.config, "final_logit_softcapping", None)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def share(self, drawn: Drawn | None, n: int) -> Drawn:
+        """Tokens that the last stage has drawn for n sequences, on every stage. Collective over the stages."""
+        ranks = self._stage.ranks
+        if drawn is None:
+            told = torch.empty((2, n), dtype=torch.float64, device=ranks.device)
+        else:
+            told = torch.stack([part.double() for part in drawn])
+        tokens, logprobs = ranks.broadcast(told, self._stage.last)
+        return tokens.long(), logprobs
+
+
+def staged_rollout(network: nn.Module) -> StagedRollout | None:
+    """The passes of a network that was cut to a stage."""
+    stage = stage_of(network)
+    return None if stage is None else StagedRollout(network, stage)
