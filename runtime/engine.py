@@ -16,6 +16,7 @@ from realgraph.runtime.batch import Packed
 from realgraph.runtime.parallel.exchange import WeightPart
 from realgraph.runtime.wire.protocol import Mean, Metric
 
+RELEASED = -1  # the version of weights that were given up
 Decode = Callable[[Sequence[int]], str]  # token ids to text
 
 
@@ -171,6 +172,10 @@ class TrainEngine(Protocol):
 
     def load_weights(self, parts: Parts, version: int) -> None:
         """Take weights in place, part by part: all that lies here, each once. Raises ValueError for anything else."""
+        ...
+
+    def release(self) -> None:
+        """Give up the memory of frozen weights: until `load_weights` there are none, and the version is RELEASED."""
         ...
 
     def inference(self, batch: Packed, output: Literal["logprobs", "values", "scores"], temperature: float) -> Tensor:
@@ -348,6 +353,11 @@ class RolloutEngine(Protocol):
     def switch(self, version: int) -> None:
         """Generate under the weights that were prepared, or that changed in place where they are shared. Running
         requests go on, their caches recomputed; tokens from here on carry `version`."""
+        ...
+
+    def release(self, *, weights: bool) -> None:
+        """Give up the memory of caches; requests that are left go on with their tokens. weights: that of weights, too,
+        those of another engine left aside: until `switch` no token is drawn, and the version is RELEASED."""
         ...
 
     def load(self, folder: Path) -> None:

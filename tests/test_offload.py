@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from realgraph.runtime.models.host_states import HostStates
 from realgraph.runtime.models.weights import whole
 from realgraph.runtime.train.engine import TorchTrainEngine
-from realgraph.runtime.train.host_states import HostStates
 from realgraph.runtime.train.offload import OffloadedEngine
 from tests import tiny
 from tests.engines import call, engine, folder, same, weights_of
-from tests.runs import finish, home, numbers, write_run
+from tests.runs import finish, home, numbers, records, write_run
 
 __all__ = ["folder", "home"]
 
@@ -114,7 +114,9 @@ LEARNT = ("loss", "grad_norm", "reward")
 
 @pytest.mark.parametrize("sharding", ["replicated", "fsdp"])
 def test_a_run_with_offloaded_states_trains_as_one_without(home: Path, sharding: str) -> None:
-    """The policy and the reference wait in host memory; the critic stays. Generation has a copy of its own then."""
+    """The policy and the reference wait in host memory; the critic stays. Generation has a copy of its own then, which
+    is given up after each use and brought again before the next, the first included: whole weights give the very
+    numbers of generation that reads them in place."""
     base = {
         "graph": "ppo",
         "params": {"actor_lr": 3e-3},
@@ -129,6 +131,13 @@ def test_a_run_with_offloaded_states_trains_as_one_without(home: Path, sharding:
     assert [plan["allocations"][call]["residency"] for call in AWAY] == ["offloaded", "offloaded"]
     ours, theirs = numbers(home / f"{sharding}-away"), numbers(home / f"{sharding}-plain")
     assert ours.keys() == theirs.keys() == {0, 1, 2}
+    assert plan["allocations"]["rollout"]["residency"] == "reallocated"
+    assert all("reallocate/seconds" in record["metrics"] for record in records(home / f"{sharding}-away"))
     for step, metrics in theirs.items():
         for key in (key for key in metrics if key.rpartition("/")[2] in LEARNT):
+            if sharding == "replicated":
+                assert ours[step][key] == metrics[key], (step, key)
             assert ours[step][key] == pytest.approx(metrics[key], rel=1e-4), (step, key)
+    if sharding == "replicated":
+        last = "checkpoints/step-000003/actor/model.safetensors"
+        assert (home / f"{sharding}-away" / last).read_bytes() == (home / f"{sharding}-plain" / last).read_bytes()

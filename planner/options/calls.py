@@ -61,6 +61,15 @@ def is_trained(request: PlanRequest, role: str) -> bool:
     return any(isinstance(call, Train) and call.model == role for call in request.graph.calls.values())
 
 
+def drops_copy(request: PlanRequest, call: str) -> bool:
+    """True where a call's own copy of trained weights is given up after each use, and brought again before the next.
+
+    A stream of generation uses its copy all the time.
+    """
+    streams = request.workload.staleness > 0 and isinstance(request.graph.calls[call], Generate)
+    return request.engine.drops_copies and not streams
+
+
 def setting_seconds(request: PlanRequest, call: str, setting: Setting, candidate: CallOption) -> float:
     """Predicted seconds of one mesh-holding call, its inputs' way to its devices included: see `formula_seconds`."""
     inputs = input_seconds(request, call, setting.layout, setting.cluster)

@@ -1,8 +1,8 @@
 """The choices of a call on a mesh of a given size: layouts, micro-batches, recomputation, residency. Prices nothing.
 
 What engines can do (`EngineSupport`) bounds it: this version's train and infer under data, tensor, pipeline and context
-parallelism with whole or FSDP-sharded weights, generate under data and tensor parallelism, and keep every copy of a
-role's weights; others drop copies after use.
+parallelism with whole or FSDP-sharded weights, generate under data and tensor parallelism, and drop copies of trained
+weights after use.
 """
 
 import math
@@ -15,6 +15,7 @@ from realgraph.planner.costs.memory.memory import element_bytes
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.model_spec import shape_faults
 from realgraph.planner.options.calls import (
+    drops_copy,
     is_trained,
     longest_part,
     most_running,
@@ -261,7 +262,7 @@ def _ways(
     plain = CallOption(layout, kv_cache_tokens=tokens) if isinstance(kind, Generate) else CallOption(layout, tokens)
     if reads:
         yield replace(plain, residency="reallocated")
-        if not request.engine.drops_copies and (not isinstance(kind, Generate) or layout.sharding == "replicated"):
+        if not drops_copy(request, call) and (not isinstance(kind, Generate) or layout.sharding == "replicated"):
             yield replace(plain, residency="in_place")
         return
     for candidate in passes_for(request, call, plain, cluster) if isinstance(kind, Train) else (plain,):

@@ -118,12 +118,17 @@ def held_copies(request: PlanRequest, allocations: Allocations) -> tuple[Residen
         key = (role, "trained") if trained or candidate.residency == "in_place" else (role, layout, candidate.residency)
         if key in copies:
             held = copies[key]
-            footprint = held.footprint if held.trained or not trained else own.resident
+            footprint = held.footprint if held.trained else own.resident if trained else _larger(held, own)
             host = max(held.host, own.host)
             copies[key] = ResidentCopy(role, held.layout, (*held.calls, call), held.trained or trained, footprint, host)
         else:
             copies[key] = ResidentCopy(role, layout, (call,), trained, own.resident, own.host)
     return tuple(copies.values())
+
+
+def _larger(held: ResidentCopy, own: Holding) -> Footprint:
+    """The bytes of a copy of which one call may keep what another gives up."""
+    return max(held.footprint, own.resident, key=lambda footprint: footprint.total)
 
 
 def active_of(request: PlanRequest, allocations: Allocations, call: str) -> Footprint:

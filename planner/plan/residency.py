@@ -1,6 +1,6 @@
 """Copies of a role's weights: where they lie, and which calls read which. Prices nothing."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
@@ -55,6 +55,27 @@ def reallocations(graph: Graph, options: Options) -> dict[str, str]:
         if not copy.trained and copy.role in trained
         for name in copy.calls
     }
+
+
+def dropped_copies(graph: Graph, options: Options, staleness: int) -> dict[str, tuple[str, ...]]:
+    """call -> the calls that use its copy (itself among them), where the weights are given up after the call and
+    brought again before the next: copies of trained weights on devices that run other calls, too.
+
+    staleness: of the plan. With any, generation goes on over many steps and keeps its copy.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for copy in copies(graph, options):
+        streams = staleness > 0 and any(isinstance(graph.calls[name], Generate) for name in copy.calls)
+        refreshed = not copy.trained and copy.role in _trained(graph, options)
+        if refreshed and not streams and shares_devices(options, copy.calls):
+            found |= dict.fromkeys(copy.calls, copy.calls)
+    return found
+
+
+def shares_devices(options: Options, calls: Sequence[str]) -> bool:
+    """True where a device of these calls, which have one mesh, runs others, too."""
+    mesh = options[calls[0]].layout.mesh
+    return any(option.layout.mesh.overlaps(mesh) for name, option in options.items() if name not in calls)
 
 
 def _trained(graph: Graph, options: Options) -> dict[str, tuple[str, CallOption]]:

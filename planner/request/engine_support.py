@@ -39,7 +39,9 @@ class EngineSupport(Struct, frozen=True):
         return self.generate_axes if generates else self.axes
 
 
-TORCH = EngineSupport(axes=("tp", "pp", "ep", "cp"), generate_axes=("tp",), schedules=("1f1b", "interleaved"))
+TORCH = EngineSupport(
+    axes=("tp", "pp", "ep", "cp"), generate_axes=("tp",), drops_copies=True, schedules=("1f1b", "interleaved")
+)
 EVERY = EngineSupport(
     name="some engine",
     axes=("tp", "pp", "ep", "cp"),

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from realgraph.planner.request.engine_support import TORCH
 from realgraph.runtime.attention.pages import PagePool, pages_for
-from realgraph.runtime.engine import Completion, Decode, Parts, Request, RolloutLimits, WeightSpec
+from realgraph.runtime.engine import RELEASED, Completion, Decode, Parts, Request, RolloutLimits, WeightSpec
 from realgraph.runtime.generate.cached_model import CachedModel
 from realgraph.runtime.generate.prefill import Prefill, shared_pages
 from realgraph.runtime.generate.request_bounds import RequestBounds
 from realgraph.runtime.generate.slots import RunningSequence, Slots
+from realgraph.runtime.models.host_states import DroppedStorages
 from realgraph.runtime.models.train_state import read_counters
 from realgraph.runtime.models.weights import read_into, take_weights, weight_specs
 
@@ -64,6 +65,7 @@ class ContinuousBatch:
         self._pool = PagePool(None if cache_tokens is None else pages_for(cache_tokens), at_once=not on_cpu)
         self._prefill = Prefill(self._model, self._limits.prefill_tokens)
         self._slots = Slots(self._most_slots, self.device)
+        self._dropped = DroppedStorages()
         self._ready = 0  # slots with a valid cache: these, from the first on
 
     # --- the interface ------------------------------------------------------------------------------------------------
@@ -153,7 +155,13 @@ class ContinuousBatch:
     def load_weights(self, parts: Parts) -> None:
         """Take weights in place, part by part; to be followed by `weights_changed`. Raises ValueError for parts that
         are missing or have no place."""
+        self._dropped.restore()
         take_weights(self._model.module, parts, lambda own, new: own.copy_(new))
+
+    def drop_weights(self) -> None:
+        """Give up the memory of weights that are here; `load_weights` takes it again."""
+        self._dropped.drop(self._model.module.parameters())
+        self.version = RELEASED
 
     def load(self, folder: Path) -> None:
         """Take the weights that `TrainEngine.save` wrote, and their version."""

@@ -21,7 +21,8 @@ from realgraph.planner.plan.stages import stages_fault, stages_of
 from realgraph.planner.request.engine_support import TORCH, Axis, axes_text
 from realgraph.runtime.algorithms import losses
 from realgraph.runtime.batch import Packed
-from realgraph.runtime.engine import Parts, SharedWeights, TrainSettings, Weights, WeightSpec, check_gap
+from realgraph.runtime.engine import RELEASED, Parts, SharedWeights, TrainSettings, Weights, WeightSpec, check_gap
+from realgraph.runtime.models.host_states import DroppedStorages
 from realgraph.runtime.models.models import DTYPES, PackedModel, Start, Wants, build
 from realgraph.runtime.models.train_state import Counters
 from realgraph.runtime.models.weights import full_tensors, take_weights, weight_specs, whole_shapes
@@ -75,6 +76,7 @@ class TorchTrainEngine:
             self.adam = Adam(self.masters, settings.optimizer)
             if self.dtype == torch.float16:
                 self.scale = LossScale(FIRST_LOSS_SCALE, dynamic=True)
+        self._dropped = DroppedStorages()
         place = layout, layout.mesh.first + ranks.mesh.rank
         self.contents = train_files.contents_of(model, place, self.dtype, self.masters, self.adam)
 
@@ -218,10 +220,17 @@ class TorchTrainEngine:
     def load_weights(self, parts: Parts, version: int) -> None:
         """Take weights in place; moments stay. Raises ValueError for parts that are missing or have no place."""
         self._reshard()
+        self._dropped.restore()
         take_weights(self.model.network, parts, lambda own, new: own.copy_(new))
         if self.masters is not None:
             self.masters.refresh()
         self.version = version
+
+    def release(self) -> None:
+        """See TrainEngine."""
+        assert self.masters is None, "only copies are given up"
+        self._dropped.drop(self.state_tensors())
+        self.version = RELEASED
 
     def average_weights(self, parts: Parts, rate: float, version: int) -> None:
         """Move weights towards others: own + rate x (other - own), in the masters' precision (a reference's EMA)."""

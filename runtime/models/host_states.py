@@ -1,4 +1,4 @@
-"""Tensors that wait in host memory while nobody uses them. Knows no model."""
+"""Tensors that leave the device while nobody uses them: for host memory, or for good. Knows no model."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -76,6 +76,29 @@ class HostStates:
         self._away += [(storage, storage.nbytes(), None) for key, storage in scratch.items() if key not in kept]
         for storage, _, _ in self._away:
             storage.resize_(0)
+
+
+class DroppedStorages:
+    """Storages of tensors that are written anew before they are used: they give up their memory, and take it again.
+
+    Tensors keep their identity.
+    """
+
+    def __init__(self) -> None:
+        self._dropped: list[tuple[torch.UntypedStorage, int]] = []  # with its size
+
+    def drop(self, tensors: Iterable[Tensor]) -> None:
+        """Give up the memory of these; what has none already is passed over."""
+        for storage in _storages(tensors).values():
+            self._dropped.append((storage, storage.nbytes()))
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Room again, zeros: nobody sends the padding of shards."""
+        for storage, size in self._dropped:
+            storage.resize_(size)
+            _view(storage).zero_()
+        self._dropped = []
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
