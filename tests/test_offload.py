@@ -20,8 +20,9 @@ __all__ = ["folder", "home"]
 
 
 def held(one: TorchTrainEngine) -> int:
-    """Bytes of its states on the device."""
-    return sum(tensor.untyped_storage().nbytes() for tensor in [*one.state_tensors(), *one.scratch_tensors()])
+    """Bytes of its states and gradients on the device."""
+    assert one.masters is not None
+    return sum(tensor.untyped_storage().nbytes() for tensor in [*one.state_tensors(), one.masters.flat])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -91,16 +92,38 @@ def test_threads_that_use_the_states_at_once_share_one_coming_and_going(folder: 
     assert held(inner) == 0
 
 
-def test_views_tied_tensors_and_scratch_come_back_through_their_storage() -> None:
+def test_gradients_have_memory_only_while_a_call_trains(folder: Path) -> None:
+    one = engine(folder)
+    masters, adam = one.masters, one.adam
+    assert masters is not None and adam is not None
+    step, inside = adam.step, []
+
+    def watched(lr: float) -> None:
+        inside.append(masters.flat.untyped_storage().nbytes())
+        step(lr)
+
+    adam.step = watched  # type: ignore[method-assign]
+    for _ in range(2):
+        assert masters.flat.untyped_storage().nbytes() == 0
+        one.train(call(), [tiny.batch([9, 12])])
+        one.inference(tiny.batch([5]), "logprobs", 1.0)
+    assert masters.flat.untyped_storage().nbytes() == 0
+    assert inside == [masters.flat.nbytes] * 2
+    one.adam = None
+    with pytest.raises(ValueError, match="frozen"):  # a call that fails gives them back, too
+        one.train(call(), [tiny.batch([9, 12])])
+    assert masters.flat.untyped_storage().nbytes() == 0
+
+
+def test_views_and_tied_tensors_come_back_through_their_storage() -> None:
     flat = torch.arange(6.0)
-    first, second, scratch = flat[:2], flat[2:], torch.ones(3)
-    states = HostStates(lambda: [first, second, flat], lambda: [scratch])
+    first, second = flat[:2], flat[2:]
+    states = HostStates(lambda: [first, second, flat])
     assert states.away
     assert states.nbytes == flat.nbytes
-    assert flat.untyped_storage().nbytes() == scratch.untyped_storage().nbytes() == 0
+    assert flat.untyped_storage().nbytes() == 0
     with states.used(changed=True):
         assert torch.equal(flat, torch.arange(6.0))
-        assert torch.equal(scratch, torch.zeros(3))
         first += 10
     with states.used(changed=False):
         assert torch.equal(flat, torch.tensor([10.0, 11.0, 2.0, 3.0, 4.0, 5.0]))

@@ -76,7 +76,10 @@ class TorchTrainEngine:
             self.adam = Adam(self.masters, settings.optimizer)
             if self.dtype == torch.float16:
                 self.scale = LossScale(FIRST_LOSS_SCALE, dynamic=True)
-        self._dropped = DroppedStorages()
+        self._dropped = DroppedStorages()  # of a copy that was given up
+        self._gradients = DroppedStorages()  # between two train calls
+        if self.masters is not None:
+            self._gradients.drop([self.masters.flat])
         place = layout, layout.mesh.first + ranks.mesh.rank
         self.contents = train_files.contents_of(model, place, self.dtype, self.masters, self.adam)
 
@@ -103,11 +106,24 @@ class TorchTrainEngine:
         if losses.needs(call.loss).proximal and len(parts) > 1:
             parts = self.passes.with_proximal(parts, call.temperature)
         tally = PassTotals()
-        with recomputing(self.model.network, recompute or ("full" if self.role.gradient_checkpointing else "none")):
+        with (
+            self._room_for_gradients(),
+            recomputing(self.model.network, recompute or ("full" if self.role.gradient_checkpointing else "none")),
+        ):
             for step, part in enumerate(parts):
                 tally.add(self._step(call, part, first=step == 0))
         self.version += 1
         return {**tally.metrics, **self._counts(parts, call.epochs)} if self.ranks.heads else {}
+
+    @contextmanager
+    def _room_for_gradients(self) -> Iterator[None]:
+        """The gradients' memory, inside: other calls have it between two train calls."""
+        assert self.masters is not None
+        self._gradients.restore()
+        try:
+            yield
+        finally:
+            self._gradients.drop([self.masters.flat])
 
     def _step(self, call: Train, part: StepShare, *, first: bool) -> dict[str, Metric]:
         """One optimizer step. In float16 an overflow halves the loss scale and does the passes again."""
@@ -251,10 +267,6 @@ class TorchTrainEngine:
         if self.adam is not None:
             own += self.adam.moments()
         return own
-
-    def scratch_tensors(self) -> list[Tensor]:
-        """Tensors that are written anew in each call: gradients."""
-        return [self.masters.flat] if self.masters is not None else []
 
     def _reshard(self) -> None:
         """Free what a forward pass has left gathered: FSDP2 keeps the outermost parameters for a backward pass."""

@@ -31,7 +31,7 @@ class OffloadedEngine:
 
     def __init__(self, engine: TorchTrainEngine) -> None:
         self._engine = engine
-        self._states = HostStates(engine.state_tensors, engine.scratch_tensors)
+        self._states = HostStates(engine.state_tensors)
 
     # --- facts, which need no states ----------------------------------------------------------------------------------
 
