@@ -92,6 +92,7 @@ class OwnWeights:
 
     path: str  # a Hugging Face folder or Hub id
     device: torch.device
+    offloaded: bool = False  # they wait in host memory from each `release` to the next request
 
 
 @dataclass(frozen=True)
@@ -356,8 +357,9 @@ class RolloutEngine(Protocol):
         ...
 
     def release(self, *, weights: bool) -> None:
-        """Give up the memory of caches; requests that are left go on with their tokens. weights: that of weights, too,
-        those of another engine left aside: until `switch` no token is drawn, and the version is RELEASED."""
+        """Give up the memory of caches, and of weights that wait in host memory. Requests that are left go on with
+        their tokens. weights: that of all weights, those of another engine left aside: until `switch` no token is
+        drawn, and the version is RELEASED."""
         ...
 
     def load(self, folder: Path) -> None:

@@ -164,3 +164,18 @@ def test_a_run_with_offloaded_states_trains_as_one_without(home: Path, sharding:
     if sharding == "replicated":
         last = "checkpoints/step-000003/actor/model.safetensors"
         assert (home / f"{sharding}-away" / last).read_bytes() == (home / f"{sharding}-plain" / last).read_bytes()
+
+
+def test_a_generator_whose_weights_wait_between_two_steps_draws_the_same_samples(home: Path) -> None:
+    base = {"graph": "generate", "params": {"n": 2, "reward_fn": "rewards:score"}, "steps": 3}
+    found = []
+    for residency in ("resident", "offloaded"):
+        name = f"generate-{residency}"
+        pins = {"allocation": {"rollout": {"devices": 2, "residency": residency}}}
+        finish(home, "run", str(write_run(home, name, base, pins)))
+        rollout = json.loads((home / name / "plan.json").read_text())["allocations"]["rollout"]
+        assert (rollout["residency"], rollout["host_bytes"] > 0) == (residency, residency == "offloaded")
+        lines = [line for file in (home / name / "samples").iterdir() for line in file.read_text().splitlines()]
+        found.append(sorted(lines))
+    assert len(found[0]) == 48
+    assert found[0] == found[1]

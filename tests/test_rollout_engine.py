@@ -281,3 +281,25 @@ def test_an_engine_that_gave_all_up_goes_on_when_its_weights_are_back() -> None:
     assert {i: one.tokens for i, one in done.items()} == {i: one.tokens for i, one in expected.items()}
     assert {one.versions[-1] for one in done.values()} <= {0, 3}
     assert 3 in {version for one in done.values() for version in one.versions}
+
+
+def test_weights_wait_in_host_memory_between_two_sessions_and_come_back_bit_for_bit() -> None:
+    module, wanted = model("qwen3"), requests(random.Random(5), 6, groups_of=2)
+    expected = run(ContinuousBatch(SMALL), wanted)
+
+    def held() -> int:
+        return sum(parameter.untyped_storage().nbytes() for parameter in module.parameters())
+
+    whole_bytes = held()
+    with opened(module) as engine:
+        engine._batch.offload()
+        for _ in range(2):
+            assert (held(), engine._batch.cache_bytes) == (0, 0)
+            engine.submit(wanted[:3])
+            done = drained(engine, 3)
+            assert held() == whole_bytes
+            engine.submit(wanted[3:])
+            done |= drained(engine, 3)
+            engine.release(weights=False)
+            assert {i: one.tokens for i, one in done.items()} == {i: one.tokens for i, one in expected.items()}
+    assert (held(), engine._batch.cache_bytes) == (0, 0)

@@ -22,6 +22,7 @@ from realgraph.planner.options.calls import (
     phase_of,
     sample_tokens,
     sequences_in_flight,
+    stays_on_devices,
     tokens_in_flight,
 )
 from realgraph.planner.options.passes import balance_fault, passes_for, shared_states
@@ -71,7 +72,8 @@ def _may_wait(request: PlanRequest, call: str, cluster: Cluster) -> bool:
     """True where a call's states may wait in host memory. On a CPU that is where they are: it has to be asked for."""
     asked = request.pins.get(call, Pin()).residency == "offloaded"
     able = phase_of(request.graph.calls[call]) in request.engine.offload
-    return able and not shared_states(request, call) and (asked or not cluster.is_cpu)
+    free = not shared_states(request, call) and not stays_on_devices(request, call)
+    return able and free and (asked or not cluster.is_cpu)
 
 
 def agrees(candidate: CallOption, pin: Pin) -> bool:

@@ -34,7 +34,7 @@ def shares_trained_copy(call: ModelCall, own: CallOption, trained: CallOption) -
 
 def copies(graph: Graph, options: Options) -> tuple[Copy, ...]:
     """All copies, in the order of the graph's calls. Calls that `options` does not know are left out."""
-    calls_by_copy: dict[tuple[str, Layout, bool], list[str]] = {}
+    calls_by_copy: dict[tuple[str, Layout, bool, bool], list[str]] = {}
     trained = _trained(graph, options)
     for name, call in graph.calls.items():
         role = graph.role(name)
@@ -42,8 +42,14 @@ def copies(graph: Graph, options: Options) -> tuple[Copy, ...]:
             continue
         known = trained.get(role)
         in_place = isinstance(call, Train) or (known is not None and shares_trained_copy(call, options[name], known[1]))
-        calls_by_copy.setdefault((role, options[name].layout, in_place), []).append(name)
-    return tuple(Copy(role, layout, tuple(calls), kept) for (role, layout, kept), calls in calls_by_copy.items())
+        key = (role, options[name].layout, in_place, waits_apart(call, options[name]))
+        calls_by_copy.setdefault(key, []).append(name)
+    return tuple(Copy(role, layout, tuple(calls), kept) for (role, layout, kept, _), calls in calls_by_copy.items())
+
+
+def waits_apart(call: ModelCall, option: CallOption) -> bool:
+    """True of a generate call whose weights wait in host memory: no other call has its copy."""
+    return isinstance(call, Generate) and option.residency == "offloaded"
 
 
 def reallocations(graph: Graph, options: Options) -> dict[str, str]:

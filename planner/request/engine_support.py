@@ -23,7 +23,7 @@ class EngineSupport(Struct, frozen=True):
     axes: tuple[Axis, ...] = ()  # of parallelism, besides dp, of calls that train or infer
     generate_axes: tuple[Axis, ...] = ()  # of calls that generate
     # kinds of calls whose weights and optimizer states may wait in the host's memory between two of them
-    offload: tuple[Phase, ...] = ("train", "inference")
+    offload: tuple[Phase, ...] = ("train", "inference", "generate")
     # masters and moments of a layout that cuts the model lie cut over its data-parallel copies (ZeRO-1), not in each
     distributed_optimizer: bool = False
     drops_copies: bool = False  # a copy of trained weights may be given up after its call, and brought again
@@ -46,7 +46,6 @@ EVERY = EngineSupport(
     name="some engine",
     axes=("tp", "pp", "ep", "cp"),
     generate_axes=("tp", "pp", "ep", "cp"),
-    offload=("train", "inference", "generate"),
     distributed_optimizer=True,
     drops_copies=True,
     transports=("device", "host"),

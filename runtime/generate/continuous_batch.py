@@ -11,7 +11,7 @@ Slots without a valid cache are the last ones.
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from realgraph.runtime.generate.cached_model import CachedModel
 from realgraph.runtime.generate.prefill import Prefill, shared_pages
 from realgraph.runtime.generate.request_bounds import RequestBounds
 from realgraph.runtime.generate.slots import RunningSequence, Slots
-from realgraph.runtime.models.host_states import DroppedStorages
+from realgraph.runtime.models.host_states import DroppedStorages, HostStates
 from realgraph.runtime.models.train_state import read_counters
 from realgraph.runtime.models.weights import read_into, take_weights, weight_specs
 
@@ -66,6 +66,8 @@ class ContinuousBatch:
         self._prefill = Prefill(self._model, self._limits.prefill_tokens)
         self._slots = Slots(self._most_slots, self.device)
         self._dropped = DroppedStorages()
+        self._states: HostStates | None = None  # weights that wait in host memory
+        self._use = ExitStack()  # of them
         self._ready = 0  # slots with a valid cache: these, from the first on
 
     # --- the interface ------------------------------------------------------------------------------------------------
@@ -99,6 +101,8 @@ class ContinuousBatch:
         """
         if self.idle:
             return []
+        if self._states is not None and self._states.away:
+            self._use.enter_context(self._states.used(changed=False))
         with self._model.borrowed():
             self._make_room()
             self._admit()
@@ -175,10 +179,16 @@ class ContinuousBatch:
         self.version = version
 
     def release(self) -> None:
-        """Give the cache's memory back; running sequences are prefilled again by the next step."""
+        """Give the cache's memory back, and that of weights that wait in host memory; running sequences are prefilled
+        again by the next step."""
         self._forget()
         self._pool.shrink()
         self._model.release()
+        self._use.close()
+
+    def offload(self) -> None:
+        """Weights, which nobody changes, wait in host memory from now on, and from each `release` to the next step."""
+        self._states = HostStates(self._model.module.parameters)
 
     def _forget(self) -> None:
         """Forgets what the cache holds: it is of no use any more."""

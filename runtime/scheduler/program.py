@@ -43,7 +43,7 @@ class CallPlan(Struct, frozen=True):
     trainer_workers: tuple[int, ...] = ()  # those of `trainer`
     trainer: str = ""  # the train call of its role, where it runs on another copy of the weights: reallocations; or ""
     dropped: tuple[str, ...] = ()  # calls whose common copy of the weights is given up after this one
-    gives_way: bool = False  # of generate: its devices run other calls between two sessions
+    gives_way: bool = False  # of generate: what it holds is given up between two sessions
     per_group: bool = False  # of functions: over whole groups
     whole_groups: bool = False  # of train: a group's samples are compared, and so stay together
     minibatches: int = 1
@@ -111,7 +111,7 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
             trainer=(trainer := _trainer(graph, plan, name)),
             trainer_workers=tuple(layouts[trainer].mesh.devices) if trainer else (),
             dropped=dropped.get(name, ()),
-            gives_way=kind == "generate" and not plan.staleness and shares_devices(plan.allocations, (name,)),
+            gives_way=kind == "generate" and _gives_way(plan, name),
             per_group=isinstance(call, Function) and call.over == "group",
             whole_groups=isinstance(call, Train) and any(term.needs_whole_groups for term in call.loss.terms.values()),
             minibatches=call.minibatches if isinstance(call, Train) else 1,
@@ -125,6 +125,12 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
     batched = tuple(name for name, kind in kinds.items() if kind not in ("stream", "generate"))
     generate = generates[0] if generates else ""
     return Program(calls, generate, stream, batched, trains, owner_workers, graph.samples_per_group)
+
+
+def _gives_way(plan: Plan, generate: str) -> bool:
+    """True where nothing of the generate call stays on its devices between two sessions but weights that it keeps."""
+    away = plan.allocations[generate].residency == "offloaded"
+    return not plan.staleness and (away or shares_devices(plan.allocations, (generate,)))
 
 
 def _holds(kind: CallKind) -> bool:

@@ -141,7 +141,8 @@ class Roles:
         if beside is not None:
             weights, self._in_place[name] = beside.shared_weights(), beside
         else:
-            weights = OwnWeights(role_path(job.graph.models, copy.role), self._collectives.member.device)
+            device, away = self._collectives.member.device, planned.residency == "offloaded"
+            weights = OwnWeights(role_path(job.graph.models, copy.role), device, offloaded=away)
         role = job.graph.models[copy.role]
         ranks = self._collectives.of_layout(copy.layout)
         self.rollouts[name] = self._kind.open_rollout(role, weights, limits, self._decode, self._notify, ranks)
