@@ -17,6 +17,7 @@ from realgraph.runtime.parallel.exchange import WeightPart
 from realgraph.runtime.parallel.segments import WeightSegment
 from realgraph.runtime.wire.protocol import Mean, Metric
 
+RELEASED = -1  # the version of weights that were given up
 Decode = Callable[[Sequence[int]], str]  # token ids to text
 
 
@@ -94,6 +95,7 @@ class OwnWeights:
 
     path: str  # a Hugging Face folder or Hub id
     device: torch.device
+    offloaded: bool = False  # they wait in host memory from each `release` to the next request
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,10 @@ class TrainEngine(Protocol):
 
     def load_weights(self, parts: Parts, version: int) -> None:
         """Take weights in place, part by part: all that lies here, each once. Raises ValueError for anything else."""
+        ...
+
+    def release(self) -> None:
+        """Give up the memory of frozen weights: until `load_weights` there are none, and the version is RELEASED."""
         ...
 
     def inference(self, batch: Packed, output: Literal["logprobs", "values", "scores"], temperature: float) -> Tensor:
@@ -356,6 +362,12 @@ class RolloutEngine(Protocol):
     def switch(self, version: int) -> None:
         """Generate under the weights that were prepared, or that changed in place where they are shared. Running
         requests go on, their caches recomputed; tokens from here on carry `version`."""
+        ...
+
+    def release(self, *, weights: bool) -> None:
+        """Give up the memory of caches, and of weights that wait in host memory. Requests that are left go on with
+        their tokens. weights: that of all weights, those of another engine left aside: until `switch` no token is
+        drawn, and the version is RELEASED."""
         ...
 
     def load(self, folder: Path) -> None:

@@ -32,6 +32,7 @@ from realgraph.runtime.wire.protocol import (
     Load,
     Loaded,
     Reallocate,
+    Release,
     Sample,
     Save,
     Submit,
@@ -233,7 +234,7 @@ class PlanClock:
                 self._work(worker, task, call, reallocation_node(call))
             case Save(task=task):
                 self._later(0.0, Done(worker, task, "", {}))
-            case Drop():
+            case Drop() | Release():
                 pass
             case _:
                 raise AssertionError(command)

@@ -4,7 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from realgraph.graphs.spec import Advantage, Generate, Inference, Train
-from realgraph.planner.plan.residency import shares_trained_copy
+from realgraph.planner.plan.residency import dropped_copies, shares_trained_copy
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.scheduler.program import ranks_of
 from realgraph.runtime.wire.protocol import Evaluate, Execute, Reallocate, Submit
@@ -45,8 +45,10 @@ class Workers:
             for name, call in self.graph.calls.items()
             if isinstance(call, Generate | Inference) and call.model in versions
         }
-        # all copies are loaded from the checkpoint
-        loaded = {name: versions[self.graph.role(name)] for name in self.trainer}
+        # call -> the calls whose common copy is given up after it: before its first use, too
+        self.dropped = dropped_copies(self.graph, self.options, job.plan.staleness)
+        # all other copies are loaded from the checkpoint
+        loaded = {name: versions[self.graph.role(name)] for name in self.trainer if name not in self.dropped}
         self.all = {number: SimulatedWorker(copies=dict(loaded)) for number in range(n_workers)}
         self.generate = next((name for name, call in self.graph.calls.items() if isinstance(call, Generate)), "")
         self.engines = {rank[0] for rank in ranks_of(self.layouts[self.generate])} if self.generate else set()
@@ -60,7 +62,12 @@ class Workers:
             return self.versions[role]
         if shares_trained_copy(self.graph.calls[call], self.options[call], self.options[self.trainer[call]]):
             return self.versions[role]
-        return self.all[number].copies[call]
+        return self.all[number].copies.get(call, -1)
+
+    def give_up(self, number: int, call: str) -> None:
+        """After a use of `call`: its copy is there no more, if it is one that is brought again."""
+        for name in self.dropped.get(call, ()):
+            self.all[number].copies.pop(name, None)
 
     # --- what a worker refuses ----------------------------------------------------------------------------------------
 

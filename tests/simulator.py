@@ -31,6 +31,7 @@ from realgraph.runtime.wire.protocol import (
     Loaded,
     Mean,
     Reallocate,
+    Release,
     Sample,
     Save,
     Submit,
@@ -169,6 +170,11 @@ class Simulator:
             case Drop():
                 for group in command.groups:
                     self.drop(worker, group)
+            case Release():
+                assert command.call == self.contract.generate
+                assert number in self.contract.layouts[command.call].mesh.devices
+                assert not worker.making, "a session that goes on"
+                self.contract.give_up(number, command.call)
             case Abort():
                 worker.making.difference_update(command.groups)  # what is on its way still arrives
             case Save():
@@ -306,6 +312,8 @@ class Simulator:
             for group, keep in kept.items():
                 if not keep:
                     self.discard(group)
+            if isinstance(call, Inference):
+                self.contract.give_up(number, command.call)
             if isinstance(call, Train) and not self.awaited[command.task]:
                 self.versions[call.model] += 1
 

@@ -8,20 +8,21 @@ from typing import Any
 import pytest
 import torch
 
+from realgraph.runtime.models.host_states import HostStates
 from realgraph.runtime.models.weights import whole
 from realgraph.runtime.train.engine import TorchTrainEngine
-from realgraph.runtime.train.host_states import HostStates
 from realgraph.runtime.train.offload import OffloadedEngine
 from tests import tiny
 from tests.engines import call, engine, folder, same, weights_of
-from tests.runs import finish, home, numbers, write_run
+from tests.runs import finish, home, numbers, records, write_run
 
 __all__ = ["folder", "home"]
 
 
 def held(one: TorchTrainEngine) -> int:
-    """Bytes of its states on the device."""
-    return sum(tensor.untyped_storage().nbytes() for tensor in [*one.state_tensors(), *one.scratch_tensors()])
+    """Bytes of its states and gradients on the device."""
+    assert one.masters is not None
+    return sum(tensor.untyped_storage().nbytes() for tensor in [*one.state_tensors(), one.masters.flat])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -91,16 +92,38 @@ def test_threads_that_use_the_states_at_once_share_one_coming_and_going(folder: 
     assert held(inner) == 0
 
 
-def test_views_tied_tensors_and_scratch_come_back_through_their_storage() -> None:
+def test_gradients_have_memory_only_while_a_call_trains(folder: Path) -> None:
+    one = engine(folder)
+    masters, adam = one.masters, one.adam
+    assert masters is not None and adam is not None
+    step, inside = adam.step, []
+
+    def watched(lr: float) -> None:
+        inside.append(masters.flat.untyped_storage().nbytes())
+        step(lr)
+
+    adam.step = watched  # type: ignore[method-assign]
+    for _ in range(2):
+        assert masters.flat.untyped_storage().nbytes() == 0
+        one.train(call(), [tiny.batch([9, 12])])
+        one.inference(tiny.batch([5]), "logprobs", 1.0)
+    assert masters.flat.untyped_storage().nbytes() == 0
+    assert inside == [masters.flat.nbytes] * 2
+    one.adam = None
+    with pytest.raises(ValueError, match="frozen"):  # a call that fails gives them back, too
+        one.train(call(), [tiny.batch([9, 12])])
+    assert masters.flat.untyped_storage().nbytes() == 0
+
+
+def test_views_and_tied_tensors_come_back_through_their_storage() -> None:
     flat = torch.arange(6.0)
-    first, second, scratch = flat[:2], flat[2:], torch.ones(3)
-    states = HostStates(lambda: [first, second, flat], lambda: [scratch])
+    first, second = flat[:2], flat[2:]
+    states = HostStates(lambda: [first, second, flat])
     assert states.away
     assert states.nbytes == flat.nbytes
-    assert flat.untyped_storage().nbytes() == scratch.untyped_storage().nbytes() == 0
+    assert flat.untyped_storage().nbytes() == 0
     with states.used(changed=True):
         assert torch.equal(flat, torch.arange(6.0))
-        assert torch.equal(scratch, torch.zeros(3))
         first += 10
     with states.used(changed=False):
         assert torch.equal(flat, torch.tensor([10.0, 11.0, 2.0, 3.0, 4.0, 5.0]))
@@ -114,7 +137,9 @@ LEARNT = ("loss", "grad_norm", "reward")
 
 @pytest.mark.parametrize("sharding", ["replicated", "fsdp"])
 def test_a_run_with_offloaded_states_trains_as_one_without(home: Path, sharding: str) -> None:
-    """The policy and the reference wait in host memory; the critic stays. Generation has a copy of its own then."""
+    """The policy and the reference wait in host memory; the critic stays. Generation has a copy of its own then, which
+    is given up after each use and brought again before the next, the first included: whole weights give the very
+    numbers of generation that reads them in place."""
     base = {
         "graph": "ppo",
         "params": {"actor_lr": 3e-3},
@@ -129,6 +154,28 @@ def test_a_run_with_offloaded_states_trains_as_one_without(home: Path, sharding:
     assert [plan["allocations"][call]["residency"] for call in AWAY] == ["offloaded", "offloaded"]
     ours, theirs = numbers(home / f"{sharding}-away"), numbers(home / f"{sharding}-plain")
     assert ours.keys() == theirs.keys() == {0, 1, 2}
+    assert plan["allocations"]["rollout"]["residency"] == "reallocated"
+    assert all("reallocate/seconds" in record["metrics"] for record in records(home / f"{sharding}-away"))
     for step, metrics in theirs.items():
         for key in (key for key in metrics if key.rpartition("/")[2] in LEARNT):
+            if sharding == "replicated":
+                assert ours[step][key] == metrics[key], (step, key)
             assert ours[step][key] == pytest.approx(metrics[key], rel=1e-4), (step, key)
+    if sharding == "replicated":
+        last = "checkpoints/step-000003/actor/model.safetensors"
+        assert (home / f"{sharding}-away" / last).read_bytes() == (home / f"{sharding}-plain" / last).read_bytes()
+
+
+def test_a_generator_whose_weights_wait_between_two_steps_draws_the_same_samples(home: Path) -> None:
+    base = {"graph": "generate", "params": {"n": 2, "reward_fn": "rewards:score"}, "steps": 3}
+    found = []
+    for residency in ("resident", "offloaded"):
+        name = f"generate-{residency}"
+        pins = {"allocation": {"rollout": {"devices": 2, "residency": residency}}}
+        finish(home, "run", str(write_run(home, name, base, pins)))
+        rollout = json.loads((home / name / "plan.json").read_text())["allocations"]["rollout"]
+        assert (rollout["residency"], rollout["host_bytes"] > 0) == (residency, residency == "offloaded")
+        lines = [line for file in (home / name / "samples").iterdir() for line in file.read_text().splitlines()]
+        found.append(sorted(lines))
+    assert len(found[0]) == 48
+    assert found[0] == found[1]

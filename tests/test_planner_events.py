@@ -22,7 +22,7 @@ from realgraph.planner.plan.events import (
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.plan.option import CallOption
 from realgraph.planner.plan.plan import Allocation, Hashes, Plan, Turn
-from realgraph.planner.plan.residency import shares_trained_copy
+from realgraph.planner.plan.residency import dropped_copies, shares_trained_copy
 from tests.planner_cases import ppo
 
 PPO_SECONDS = {"generate": 30.0, "ref": 5.0, "values": 4.0, "actor_train": 25.0, "critic_train": 24.0}
@@ -218,6 +218,20 @@ def test_generation_reads_no_sharded_copy_and_inference_does() -> None:
     assert not shares_trained_copy(generate, sharded, sharded)
     assert not shares_trained_copy(inference, whole, sharded)
     assert not shares_trained_copy(inference, whole, msgspec.structs.replace(whole, residency="offloaded"))
+
+
+def test_only_copies_on_shared_devices_are_given_up_and_never_those_of_a_stream() -> None:
+    graph, both, first, last = ppo(), DeviceMesh(0, 2), DeviceMesh(0, 1), DeviceMesh(1, 1)
+
+    def dropped(staleness: int, **meshes: DeviceMesh) -> dict[str, tuple[str, ...]]:
+        plan = ppo_plan(dict.fromkeys(PPO_SECONDS, both) | meshes, {})
+        return dropped_copies(graph, plan.allocations, staleness)
+
+    assert dropped(0) == dropped(1) == {}  # all read the trained copies in place
+    assert dropped(0, generate=first, values=last) == {"generate": ("generate",), "values": ("values",)}
+    assert dropped(1, generate=first, values=last) == {"values": ("values",)}
+    others = dict.fromkeys(("values", "ref", "actor_train", "critic_train"), last)
+    assert dropped(0, **others, generate=first) == {}  # nothing else comes to its devices
 
 
 def streamed(ahead: int) -> Plan:

@@ -1,6 +1,5 @@
 """Seconds of moving weights, states and samples: against a slow count of bytes, and against common sense."""
 
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

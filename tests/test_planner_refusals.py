@@ -4,15 +4,20 @@ import pytest
 from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError
+from realgraph.graphs.maths import Loss
+from realgraph.graphs.spec import Generate, ModelCall, ModelRole, Train
 from realgraph.planner.feasibility.shortage import Shortage, shortage
 from realgraph.planner.inputs.workload import Workload
+from realgraph.planner.options.choices import candidates
+from realgraph.planner.options.constraints import constraint_problems
+from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.problem import Limits
 from realgraph.planner.problem_file.codec import build_problem
 from realgraph.planner.problem_file.spec import CallSpec, EdgeSpec, OptionSpec, ProblemFile, TieSpec
 from realgraph.planner.request.constraints import Constraints
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.search.search import search
-from tests.planner_cases import cluster, ppo, request
+from tests.planner_cases import cluster, graph, ppo, request
 
 PPO = request(
     ppo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), workload=Workload(256, 1, 512, 1024, 500.0), engine="any"
@@ -53,6 +58,26 @@ def test_an_offloaded_pin_names_the_constraint_that_forbids_it() -> None:
     asked = replace(PPO, pins={"ref": Pin(residency="offloaded")}, constraints=Constraints(offload=False))
     with pytest.raises(ConfigError, match=r"ref\.residency.*constraints\.offload is false"):
         search(asked, QUICK)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "follows", "says"),
+    [(0, False, ""), (1, False, "run all the time where samples may be stale"), (0, True, "follow the training")],
+)
+def test_only_a_generator_that_rests_and_that_nothing_changes_waits_in_host_memory(
+    staleness: int, follows: bool, says: str
+) -> None:
+    calls: dict[str, ModelCall] = {"generate": Generate(model="teacher"), "train": Train("student", Loss({}))}
+    teacher = ModelRole(dtype="bfloat16", path="x")
+    if follows:
+        teacher = replace(teacher, init="student", ema_rate=0.1)
+    roles = {"teacher": teacher, "student": ModelRole(trainable=True, dtype="bfloat16", path="x")}
+    workload = Workload(64, 8, 512, 1024, 400.0, staleness=staleness)
+    asked = request(graph(calls, [("generate", "train")], roles), workload=workload)
+    options = candidates(asked, "generate", DeviceMesh(0, 8), asked.cluster)
+    assert any(option.residency == "offloaded" for option in options) == (not says)
+    problems = constraint_problems(replace(asked, pins={"generate": Pin(residency="offloaded")}))
+    assert [says in problem.text for problem in problems] == [True] * bool(says)
 
 
 def test_more_ranks_than_samples_are_refused() -> None:

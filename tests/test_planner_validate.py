@@ -52,7 +52,11 @@ LATE = tuple(Turn(name) for name in ("ref", "values", "actor_train", "critic_tra
         (edited(FOUND, "ref", kv_cache_tokens=9), "$.allocations.ref.kv_cache_tokens", "belongs to generate calls"),
         (edited(FOUND, "ref", max_tokens_per_microbatch=None), "$.allocations.ref.max_tokens", "has no tokens"),
         (edited(FOUND, "ref", max_tokens_per_microbatch=1 << 24), "$.allocations.ref", "GB on device 0"),
-        (edited(FOUND, "generate", residency="offloaded"), "$.allocations.generate.residency", "of generate calls"),
+        (
+            edited(FOUND, "generate", residency="offloaded"),
+            "$.allocations.generate.residency",
+            "generate calls of a trained role",
+        ),
         (replace(FOUND, orders={**FOUND.orders, 3: FOUND.orders[3][1:]}), "$.orders.3", "'generate' is missing"),
         (replace(FOUND, orders={**FOUND.orders, 9: ()}), "$.orders.9", "devices 0 to 7"),
         (replace(FOUND, orders={**FOUND.orders, 0: (*FOUND.orders[0], Turn("ref"))}), "$.orders.0", "2 times"),

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from realgraph.runtime.engine import Completion, EngineClosed, Request, RolloutLimits
+from realgraph.runtime.engine import RELEASED, Completion, EngineClosed, Request, RolloutLimits
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 from realgraph.runtime.generate.engine import TorchRolloutEngine
 from realgraph.runtime.models.weights import whole
@@ -253,3 +253,53 @@ def test_a_closed_engine_says_so_and_one_that_hangs_is_left_behind(monkeypatch: 
     assert not hanging.close(0.05)
     gate.opened.set()
     assert hanging.close(SECONDS)
+
+
+def test_an_engine_that_gave_all_up_goes_on_when_its_weights_are_back() -> None:
+    """Neither caches nor weights have a byte then, and no token is drawn; afterwards the samples are what they were."""
+    module = model("qwen3")
+    copied = [(name, parameter.detach().clone()) for name, parameter in module.named_parameters()]
+    wanted = requests(random.Random(4), 6, groups_of=2)
+    expected = run(ContinuousBatch(SMALL), wanted)
+    with opened(module) as engine:
+        gate = Gate(engine)
+        engine.submit(wanted)
+        gate.opened.set()
+        until(lambda: gate.steps > 2)
+        engine.release(weights=False)
+        until(lambda: gate.steps > 4)
+        engine.release(weights=True)
+        steps = gate.steps
+        assert engine.version == RELEASED
+        assert engine._batch.cache_bytes == 0
+        assert sum(parameter.untyped_storage().nbytes() for parameter in module.parameters()) == 0
+        time.sleep(0.05)
+        assert gate.steps == steps
+        engine.prepare(whole(iter(copied)))
+        engine.switch(3)
+        done = drained(engine, 6)
+    assert {i: one.tokens for i, one in done.items()} == {i: one.tokens for i, one in expected.items()}
+    assert {one.versions[-1] for one in done.values()} <= {0, 3}
+    assert 3 in {version for one in done.values() for version in one.versions}
+
+
+def test_weights_wait_in_host_memory_between_two_sessions_and_come_back_bit_for_bit() -> None:
+    module, wanted = model("qwen3"), requests(random.Random(5), 6, groups_of=2)
+    expected = run(ContinuousBatch(SMALL), wanted)
+
+    def held() -> int:
+        return sum(parameter.untyped_storage().nbytes() for parameter in module.parameters())
+
+    whole_bytes = held()
+    with opened(module) as engine:
+        engine._batch.offload()
+        for _ in range(2):
+            assert (held(), engine._batch.cache_bytes) == (0, 0)
+            engine.submit(wanted[:3])
+            done = drained(engine, 3)
+            assert held() == whole_bytes
+            engine.submit(wanted[3:])
+            done |= drained(engine, 3)
+            engine.release(weights=False)
+            assert {i: one.tokens for i, one in done.items()} == {i: one.tokens for i, one in expected.items()}
+    assert (held(), engine._batch.cache_bytes) == (0, 0)

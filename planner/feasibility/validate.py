@@ -9,7 +9,7 @@ from realgraph.graphs.errors import Problem, Where, suggest
 from realgraph.graphs.spec import Generate, Train
 from realgraph.planner.feasibility.diagnose import shown_bytes
 from realgraph.planner.inputs.model_spec import ModelSpec, shape_faults, shape_fix
-from realgraph.planner.options.calls import sample_tokens
+from realgraph.planner.options.calls import sample_tokens, stays_on_devices
 from realgraph.planner.options.constraints import (
     FEATURES,
     lacking_axis,
@@ -173,8 +173,9 @@ def _lacking(plan: Plan, request: PlanRequest, name: str, file: str) -> Iterator
         if text := lacking_axis(support, axis, getattr(allocation.layout, axis), generates=generates):
             hint = f"set {axis} to 1, and dp to what is left of the devices"
             yield Problem(_at(file, f"{place}.layout.{axis}"), text, hint, "plan_engine")
-    if allocation.residency == "offloaded" and (text := lacking_offload(support, request.graph.calls[name])):
-        yield Problem(_at(file, f"{place}.residency"), text, "set it to resident", "plan_engine")
+    stays = lacking_offload(support, request.graph.calls[name]) or stays_on_devices(request, name)
+    if allocation.residency == "offloaded" and stays:
+        yield Problem(_at(file, f"{place}.residency"), stays, "set it to resident", "plan_engine")
     if text := lacking_transport(support, plan.reallocation_transport.get(name, "in_place")):
         hint = f"set it to {' or '.join(support.transports)}"
         yield Problem(_at(file, f"$.reallocation_transport.{name}"), text, hint, "plan_engine")

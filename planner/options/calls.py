@@ -61,6 +61,28 @@ def is_trained(request: PlanRequest, role: str) -> bool:
     return any(isinstance(call, Train) and call.model == role for call in request.graph.calls.values())
 
 
+def drops_copy(request: PlanRequest, call: str) -> bool:
+    """True where a call's own copy of trained weights is given up after each use, and brought again before the next.
+
+    A stream of generation uses its copy all the time.
+    """
+    streams = request.workload.staleness > 0 and isinstance(request.graph.calls[call], Generate)
+    return request.engine.drops_copies and not streams
+
+
+def stays_on_devices(request: PlanRequest, call: str) -> str:
+    """Reason why a generate call's weights can't wait in the host's memory between two sessions, '' where they can; ''
+    of other calls."""
+    role = request.role(call)
+    if not isinstance(request.graph.calls[call], Generate):
+        return ""
+    if is_trained(request, request.graph.role(call)):
+        return "generate calls of a trained role get its weights by reallocation: none wait for them elsewhere"
+    if role.ema_rate is not None and role.init is not None:
+        return f"weights of generate calls that follow the training of {role.init!r} stay on the devices"
+    return "" if request.workload.staleness == 0 else "generate calls run all the time where samples may be stale"
+
+
 def setting_seconds(request: PlanRequest, call: str, setting: Setting, candidate: CallOption) -> float:
     """Predicted seconds of one mesh-holding call, its inputs' way to its devices included: see `formula_seconds`."""
     inputs = input_seconds(request, call, setting.layout, setting.cluster)

@@ -1,8 +1,8 @@
 """The choices of a call on a mesh of a given size: layouts, micro-batches, recomputation, residency. Prices nothing.
 
-What engines can do (`EngineSupport`) bounds it: this version's train and infer under data, tensor, pipeline, expert and
-context parallelism with whole or FSDP-sharded weights, generate under all of these axes but the last, and keep every
-copy of a role's weights; others drop copies after use.
+The abilities of engines (`EngineSupport`) bound it: the embedded ones train and infer under data, tensor, pipeline,
+expert and context parallelism with whole or FSDP-sharded weights, generate under all of these axes but the last, and
+drop copies of trained weights after use.
 """
 
 import math
@@ -15,12 +15,14 @@ from realgraph.planner.costs.memory.memory import element_bytes
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.model_spec import shape_faults
 from realgraph.planner.options.calls import (
+    drops_copy,
     is_trained,
     longest_part,
     most_running,
     phase_of,
     sample_tokens,
     sequences_in_flight,
+    stays_on_devices,
     tokens_in_flight,
 )
 from realgraph.planner.options.passes import balance_fault, passes_for, shared_states
@@ -70,7 +72,8 @@ def _may_wait(request: PlanRequest, call: str, cluster: Cluster) -> bool:
     """True where a call's states may wait in host memory. On a CPU that is where they are: it has to be asked for."""
     asked = request.pins.get(call, Pin()).residency == "offloaded"
     able = phase_of(request.graph.calls[call]) in request.engine.offload
-    return able and not shared_states(request, call) and (asked or not cluster.is_cpu)
+    free = not shared_states(request, call) and not stays_on_devices(request, call)
+    return able and free and (asked or not cluster.is_cpu)
 
 
 def agrees(candidate: CallOption, pin: Pin) -> bool:
@@ -259,7 +262,7 @@ def _ways(
     plain = CallOption(layout, kv_cache_tokens=tokens) if isinstance(kind, Generate) else CallOption(layout, tokens)
     if reads:
         yield replace(plain, residency="reallocated")
-        if not request.engine.drops_copies and (not isinstance(kind, Generate) or layout.sharding == "replicated"):
+        if not drops_copy(request, call) and (not isinstance(kind, Generate) or layout.sharding == "replicated"):
             yield replace(plain, residency="in_place")
         return
     for candidate in passes_for(request, call, plain, cluster) if isinstance(kind, Train) else (plain,):

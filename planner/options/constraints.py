@@ -7,7 +7,7 @@ from realgraph.graphs.errors import Problem, Where, suggest
 from realgraph.graphs.spec import Generate, ModelCall, Train
 from realgraph.planner.costs.memory.terms import DType
 from realgraph.planner.inputs.model_spec import shape_faults, shape_fix
-from realgraph.planner.options.calls import is_trained, phase_of, sample_tokens
+from realgraph.planner.options.calls import is_trained, phase_of, sample_tokens, stays_on_devices
 from realgraph.planner.options.couplings import train_calls
 from realgraph.planner.options.meshes import family, mesh_fault
 from realgraph.planner.options.passes import pin_problems
@@ -145,6 +145,8 @@ def _offloaded(request: PlanRequest, name: str, where: Where) -> Iterator[Proble
     elif not isinstance(call, Train) and is_trained(request, request.graph.role(name)):
         text = f"the call reads weights that {other!r} trains: they are brought to it, none wait for it elsewhere"
         yield Problem(where, text, "leave residency out, or offload the train call", "pin")
+    elif text := stays_on_devices(request, name):
+        yield Problem(where, text, "leave residency out", "pin")
 
 
 def _lacking(request: PlanRequest, call: ModelCall, pin: Pin, where: Where) -> Iterator[Problem]:

@@ -16,7 +16,7 @@ from realgraph.planner.options.pricing import Holding, holding
 from realgraph.planner.plan.layout import Layout, Stages
 from realgraph.planner.plan.option import CallOption, Residency
 from realgraph.planner.plan.plan import Allocation
-from realgraph.planner.plan.residency import shares_trained_copy
+from realgraph.planner.plan.residency import shares_trained_copy, waits_apart
 from realgraph.planner.plan.stages import stages_of
 from realgraph.planner.request.request import PlanRequest
 
@@ -115,15 +115,22 @@ def held_copies(request: PlanRequest, allocations: Allocations) -> tuple[Residen
         role, layout = request.graph.role(call), candidate.layout
         trained = isinstance(request.graph.calls[call], Train)
         own = holding(request, call, candidate, group_for(request, layout))
-        key = (role, "trained") if trained or candidate.residency == "in_place" else (role, layout, candidate.residency)
+        key: tuple[object, ...] = (role, layout, candidate.residency, waits_apart(request.graph.calls[call], candidate))
+        if trained or candidate.residency == "in_place":
+            key = (role, "trained")
         if key in copies:
             held = copies[key]
-            footprint = held.footprint if held.trained or not trained else own.resident
+            footprint = held.footprint if held.trained else own.resident if trained else _larger(held, own)
             host = max(held.host, own.host)
             copies[key] = ResidentCopy(role, held.layout, (*held.calls, call), held.trained or trained, footprint, host)
         else:
             copies[key] = ResidentCopy(role, layout, (call,), trained, own.resident, own.host)
     return tuple(copies.values())
+
+
+def _larger(held: ResidentCopy, own: Holding) -> Footprint:
+    """The bytes of a copy of which one call may keep what another gives up."""
+    return max(held.footprint, own.resident, key=lambda footprint: footprint.total)
 
 
 def active_of(request: PlanRequest, allocations: Allocations, call: str) -> Footprint:

@@ -21,6 +21,7 @@ from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.devices import EfficiencyFactors
 from realgraph.planner.inputs.model_spec import ModelSpec
 from realgraph.planner.options.calls import (
+    drops_copy,
     formula_seconds,
     generate_work,
     input_seconds,
@@ -107,7 +108,7 @@ def options_of(
     in_place = candidate.residency == "in_place"
     if added.total + (0 if in_place else copy.total) > room:
         return
-    held = _holding(request, candidate, copy, added)
+    held = _holding((request, call), candidate, copy, added)
     resident, active = held.resident.total, held.active.total
     if in_place:
         active, shared = active + ELSEWHERE_BYTES, ELSEWHERE_BYTES
@@ -157,7 +158,7 @@ def holding(request: PlanRequest, call: str, candidate: CallOption, cluster: Clu
     """Memory that a call holds on its devices. Where a copy is dropped after use, its weights count while the call
     runs."""
     copy = copy_of(request, call, candidate.layout, cluster)
-    return _holding(request, candidate, copy, _running(request, call, candidate))
+    return _holding((request, call), candidate, copy, _running(request, call, candidate))
 
 
 def copy_of(request: PlanRequest, call: str, layout: Layout, cluster: Cluster) -> Footprint:
@@ -168,13 +169,13 @@ def copy_of(request: PlanRequest, call: str, layout: Layout, cluster: Cluster) -
     return _frozen(model, role, layout, isinstance(kind, Generate))
 
 
-def _holding(request: PlanRequest, candidate: CallOption, copy: Footprint, active: Footprint) -> Holding:
+def _holding(asked: tuple[PlanRequest, str], candidate: CallOption, copy: Footprint, active: Footprint) -> Holding:
     """The same where its own copy's bytes and what a running call adds are known."""
     if candidate.residency == "in_place":
         return Holding(Footprint(), active)
     if candidate.residency == "offloaded":
         return Holding(Footprint(), active + copy, host=copy.total)
-    if request.engine.drops_copies and candidate.residency == "reallocated":
+    if candidate.residency == "reallocated" and drops_copy(*asked):
         return Holding(Footprint(), active + copy, shared=copy.weights)
     return Holding(copy, active)
 

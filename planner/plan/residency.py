@@ -1,6 +1,6 @@
 """Copies of a role's weights: where they lie, and which calls read which. Prices nothing."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
@@ -34,7 +34,7 @@ def shares_trained_copy(call: ModelCall, own: CallOption, trained: CallOption) -
 
 def copies(graph: Graph, options: Options) -> tuple[Copy, ...]:
     """All copies, in the order of the graph's calls. Calls that `options` does not know are left out."""
-    calls_by_copy: dict[tuple[str, Layout, bool], list[str]] = {}
+    calls_by_copy: dict[tuple[str, Layout, bool, bool], list[str]] = {}
     trained = _trained(graph, options)
     for name, call in graph.calls.items():
         role = graph.role(name)
@@ -42,8 +42,14 @@ def copies(graph: Graph, options: Options) -> tuple[Copy, ...]:
             continue
         known = trained.get(role)
         in_place = isinstance(call, Train) or (known is not None and shares_trained_copy(call, options[name], known[1]))
-        calls_by_copy.setdefault((role, options[name].layout, in_place), []).append(name)
-    return tuple(Copy(role, layout, tuple(calls), kept) for (role, layout, kept), calls in calls_by_copy.items())
+        key = (role, options[name].layout, in_place, waits_apart(call, options[name]))
+        calls_by_copy.setdefault(key, []).append(name)
+    return tuple(Copy(role, layout, tuple(calls), kept) for (role, layout, kept, _), calls in calls_by_copy.items())
+
+
+def waits_apart(call: ModelCall, option: CallOption) -> bool:
+    """True of a generate call whose weights wait in host memory: no other call has its copy."""
+    return isinstance(call, Generate) and option.residency == "offloaded"
 
 
 def reallocations(graph: Graph, options: Options) -> dict[str, str]:
@@ -55,6 +61,27 @@ def reallocations(graph: Graph, options: Options) -> dict[str, str]:
         if not copy.trained and copy.role in trained
         for name in copy.calls
     }
+
+
+def dropped_copies(graph: Graph, options: Options, staleness: int) -> dict[str, tuple[str, ...]]:
+    """call -> the calls that use its copy (itself among them), where the weights are given up after the call and
+    brought again before the next: copies of trained weights on devices that run other calls, too.
+
+    staleness: of the plan. With any, generation goes on over many steps and keeps its copy.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for copy in copies(graph, options):
+        streams = staleness > 0 and any(isinstance(graph.calls[name], Generate) for name in copy.calls)
+        refreshed = not copy.trained and copy.role in _trained(graph, options)
+        if refreshed and not streams and shares_devices(options, copy.calls):
+            found |= dict.fromkeys(copy.calls, copy.calls)
+    return found
+
+
+def shares_devices(options: Options, calls: Sequence[str]) -> bool:
+    """True where a device of these calls, which have one mesh, runs others, too."""
+    mesh = options[calls[0]].layout.mesh
+    return any(option.layout.mesh.overlaps(mesh) for name, option in options.items() if name not in calls)
 
 
 def _trained(graph: Graph, options: Options) -> dict[str, tuple[str, CallOption]]:

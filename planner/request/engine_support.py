@@ -24,7 +24,7 @@ class EngineSupport(Struct, frozen=True):
     # of calls that generate; cp is none of any engine's, as a decode step has one token a sequence
     generate_axes: tuple[Axis, ...] = ()
     # kinds of calls whose weights and optimizer states may wait in the host's memory between two of them
-    offload: tuple[Phase, ...] = ("train", "inference")
+    offload: tuple[Phase, ...] = ("train", "inference", "generate")
     drops_copies: bool = False  # a copy of trained weights may be given up after its call, and brought again
     dtypes: tuple[DType, ...] = ("float32", "bfloat16", "float16", "float64")  # of weights and activations
     # of trained weights to a copy of a call's own; a call that reads the trained copy in place needs none
@@ -39,13 +39,15 @@ class EngineSupport(Struct, frozen=True):
 
 
 TORCH = EngineSupport(
-    axes=("tp", "pp", "ep", "cp"), generate_axes=("tp", "pp", "ep"), schedules=("1f1b", "interleaved")
+    axes=("tp", "pp", "ep", "cp"),
+    generate_axes=("tp", "pp", "ep"),
+    drops_copies=True,
+    schedules=("1f1b", "interleaved"),
 )
 EVERY = EngineSupport(
     name="some engine",
     axes=("tp", "pp", "ep", "cp"),
     generate_axes=("tp", "pp", "ep"),
-    offload=("train", "inference", "generate"),
     drops_copies=True,
     transports=("device", "host"),
     schedules=("1f1b", "interleaved"),

@@ -6,6 +6,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from realgraph.graphs.spec import Train
+from realgraph.planner.options.calls import drops_copy
 from realgraph.planner.options.holdings import balanced_for, candidate_of
 from realgraph.planner.options.pricing import PricedOption
 from realgraph.planner.options.tables import PreparedProblem
@@ -45,7 +46,7 @@ def choices_of(prepared: PreparedProblem, plan: Plan) -> dict[str, Choice] | Non
     for task in prepared.problem.tasks:
         allocation = plan.allocations[task.name]
         candidate = candidate_of(prepared.request, plan.allocations, task.name)
-        if candidate.residency == "in_place" and prepared.request.engine.drops_copies:
+        if candidate.residency == "in_place" and drops_copy(prepared.request, task.name):
             candidate = replace(candidate, residency="reallocated")  # one row for both: see `shared`
         if candidate.layout.stages == balanced_for(prepared.request, plan.allocations, task.name):
             candidate = replace(candidate, layout=replace(candidate.layout, stages=()))  # as options have them

@@ -11,7 +11,7 @@ Slots without a valid cache are the last ones.
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from realgraph.planner.request.engine_support import TORCH
 from realgraph.runtime.attention.pages import PagePool, pages_for
-from realgraph.runtime.engine import Completion, Decode, Parts, Request, RolloutLimits, WeightSpec
+from realgraph.runtime.engine import RELEASED, Completion, Decode, Parts, Request, RolloutLimits, WeightSpec
 from realgraph.runtime.generate.cached_model import CachedModel
 from realgraph.runtime.generate.prefill import Prefill, shared_pages
 from realgraph.runtime.generate.request_bounds import RequestBounds
 from realgraph.runtime.generate.slots import RunningSequence, Slots
+from realgraph.runtime.models.host_states import DroppedStorages, HostStates
 from realgraph.runtime.models.train_state import read_counters
 from realgraph.runtime.models.weights import read_into, take_weights, weight_specs
 
@@ -64,6 +65,9 @@ class ContinuousBatch:
         self._pool = PagePool(None if cache_tokens is None else pages_for(cache_tokens), at_once=not on_cpu)
         self._prefill = Prefill(self._model, self._limits.prefill_tokens)
         self._slots = Slots(self._most_slots, self.device)
+        self._dropped = DroppedStorages()
+        self._states: HostStates | None = None  # weights that wait in host memory
+        self._use = ExitStack()  # of them
         self._ready = 0  # slots with a valid cache: these, from the first on
 
     # --- the interface ------------------------------------------------------------------------------------------------
@@ -96,6 +100,8 @@ class ContinuousBatch:
 
         Raises FloatingPointError where the model's logits are NaN; nothing is drawn then.
         """
+        if self._states is not None and self._states.away:
+            self._use.enter_context(self._states.used(changed=False))
         with self._model.borrowed():
             if self.idle:
                 self._model.finish_passes()
@@ -156,7 +162,13 @@ class ContinuousBatch:
     def load_weights(self, parts: Parts) -> None:
         """Take weights in place, part by part; to be followed by `weights_changed`. Raises ValueError for parts that
         are missing or have no place."""
+        self._dropped.restore()
         take_weights(self._model.module, parts, lambda own, new: own.copy_(new))
+
+    def drop_weights(self) -> None:
+        """Give up the memory of weights that are here; `load_weights` takes it again."""
+        self._dropped.drop(self._model.module.parameters())
+        self.version = RELEASED
 
     def load(self, folder: Path) -> None:
         """Take the weights that `TrainEngine.save` wrote, and their version."""
@@ -170,10 +182,16 @@ class ContinuousBatch:
         self.version = version
 
     def release(self) -> None:
-        """Give the cache's memory back; running sequences are prefilled again by the next step."""
+        """Give the cache's memory back, and that of weights that wait in host memory; running sequences are prefilled
+        again by the next step."""
         self._forget()
         self._pool.shrink()
         self._model.release()
+        self._use.close()
+
+    def offload(self) -> None:
+        """Weights, which nobody changes, wait in host memory from now on, and from each `release` to the next step."""
+        self._states = HostStates(self._model.module.parameters)
 
     def _forget(self) -> None:
         """Forgets what the cache holds: it is of no use any more."""

@@ -189,6 +189,14 @@ class TorchRolloutEngine:
             self._batch.weights_changed(version)
             self._whole = True
 
+    def release(self, *, weights: bool) -> None:
+        """See RolloutEngine."""
+        with self._between_steps():
+            self._batch.release()
+            if weights:
+                self._whole = False
+                self._batch.drop_weights()
+
     def load(self, folder: Path) -> None:
         """See RolloutEngine."""
         with self._between_steps():

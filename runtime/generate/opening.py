@@ -42,10 +42,12 @@ def open_rollout(
             share_passes(network, ranks.session)
 
     match weights:
-        case OwnWeights(path=path, device=device):
+        case OwnWeights(path=path, device=device, offloaded=offloaded):
             start = Start(device, shard=lambda model: cut_up(model.network))
             model = build(role, path, start).requires_grad_(False)
             batch = ContinuousBatch(model.network, limits, decode=decode, source=model.source)
+            if offloaded:
+                batch.offload()
         case SharedWeights(folder=folder, tensors=tensors):
             network = network_over(role, folder, tensors, cut_up)
             batch = ContinuousBatch(network, limits, decode=decode, source=folder)

@@ -1,13 +1,14 @@
 """The devices: whose turn it is, which weights lie where, whether the generate session is open.
 
-A call on a trained role runs on the very version it needs: a copy that is older gets a reallocation first.
+A call on a trained role runs on the very version it needs: a copy that is older, or was given up after its last use,
+gets a reallocation first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from realgraph.planner.plan.plan import Turn, reallocation_node
+from realgraph.planner.plan.plan import REALLOCATION, Turn, reallocation_node
 from realgraph.runtime.commands.actions import Action, Checkpointed, Send
 from realgraph.runtime.commands.tasks import Task
 from realgraph.runtime.job.job import Job
@@ -16,7 +17,7 @@ from realgraph.runtime.scheduler.program import CallPlan, Program
 from realgraph.runtime.scheduler.steps import OpenSteps
 from realgraph.runtime.scheduler.transitions import SessionEvent, SessionState, session_after
 from realgraph.runtime.scheduler.turns import LaneImage, NextTurn, Turns
-from realgraph.runtime.wire.protocol import Reallocate
+from realgraph.runtime.wire.protocol import Reallocate, Release
 
 
 class DevicesImage(Struct, frozen=True):
@@ -24,6 +25,7 @@ class DevicesImage(Struct, frozen=True):
 
     versions: dict[str, int]
     copies: dict[str, int]
+    dropped: tuple[str, ...]
     session: int | None
     lanes: tuple[LaneImage, ...]
 
@@ -39,8 +41,9 @@ class Devices:
         copies = [name for name, call in program.calls.items() if call.trainer_workers]
         # call -> version of its own copy; one that a new plan brings is loaded as it was saved
         self.copies = {name: state.copies.get(name, self.versions.get(program.calls[name].role, 0)) for name in copies}
+        self.dropped = {name for name in copies if program.calls[name].dropped}  # whose copies are not on the devices
         orders = job.plan.orders
-        named = {reallocation_node(name): name for name in copies if name != program.generate or not self._staleness}
+        named = {reallocation_node(name): name for name in copies if self._keeps_turn(name, orders)}
         planned = {turn.call for order in orders.values() for turn in order}
         self._moves = {turn: name for turn, name in named.items() if turn in planned}
         self.turns = Turns({d: self._followed(order) for d, order in orders.items()}, state.step, program.generate)
@@ -49,6 +52,16 @@ class Devices:
         offsets = [turn.offset for order in job.plan.orders.values() for turn in order]
         self._ahead = max(1, max(offsets, default=0) - min(offsets, default=0))
 
+    def _keeps_turn(self, name: str, orders: Mapping[int, Sequence[Turn]]) -> bool:
+        """True where the reallocation to `name` has its turn as planned.
+
+        That to a stream has none; weights that are given up after use come just before it, not before other calls.
+        """
+        call = self._program.calls[name]
+        if call.name == self._program.generate and self._staleness:
+            return False
+        return not call.dropped or all(_comes_next(name, orders.get(device, ())) for device in call.workers)
+
     def _followed(self, order: Sequence[Turn]) -> tuple[Turn, ...]:
         """Without the turns of reallocations that keep to none: an open session gets new weights as soon as it can."""
         return tuple(turn for turn in order if turn.call in self._program.calls or turn.call in self._moves)
@@ -56,11 +69,12 @@ class Devices:
     @property
     def image(self) -> DevicesImage:
         """All that they have."""
-        return DevicesImage(dict(self.versions), dict(self.copies), self.session, self.turns.image)
+        copies, dropped = dict(self.copies), tuple(sorted(self.dropped))
+        return DevicesImage(dict(self.versions), copies, dropped, self.session, self.turns.image)
 
     def restore(self, image: DevicesImage) -> None:
         """Go on from an image."""
-        self.versions, self.copies = dict(image.versions), dict(image.copies)
+        self.versions, self.copies, self.dropped = dict(image.versions), dict(image.copies), set(image.dropped)
         self.turns.restore(image.lanes)
         if image.session is not None:
             self._move_session(SessionEvent.TURN, image.session)
@@ -70,6 +84,8 @@ class Devices:
         assert (self._session_state is SessionState.OPEN) == (self.session is not None)
         for name, version in self.copies.items():
             assert version <= self.versions[self._program.calls[name].role]
+        assert all(self._program.calls[name].dropped for name in self.dropped)
+        assert self.session is None or self._program.generate not in self.dropped
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
@@ -89,7 +105,9 @@ class Devices:
         return self.generator_weights // per_step if per_step else max(self._steps.completed, self.session or 0)
 
     def behind(self, call: str) -> bool:
-        """True where `call` runs on a copy that is older than the trained weights."""
+        """True where `call` runs on a copy that is older than the trained weights, or was given up."""
+        if call in self.dropped:
+            return True
         return call in self.copies and self.copies[call] < self.versions[self._program.calls[call].role]
 
     def reallocate(self, name: str, now: float) -> list[Action] | None:
@@ -115,6 +133,7 @@ class Devices:
         """A mesh-holding call of a step has ended on all its workers."""
         if call.kind == "train":
             self.versions[call.role] += 1
+        self.dropped.update(call.dropped)
         self.turns.release(task.number)
         self.turns.leave(task.call, task.step)
 
@@ -122,6 +141,7 @@ class Devices:
         """The copy is what is trained: nothing was trained meanwhile, the reallocation held that mesh too."""
         self.turns.release(task.number)
         self.copies[task.call] = self.versions[self._program.calls[task.call].role]
+        self.dropped.discard(task.call)
 
     def _move_session(self, event: SessionEvent, step: int | None) -> None:
         """Take `event` in the session's life; `step`: the one it is open for from now on, None where it is closed."""
@@ -130,11 +150,21 @@ class Devices:
         if self._staleness:
             self.turns.streaming = None if step is None else NextTurn(self._program.generate, step)
 
-    def close_session(self, step: int) -> None:
+    def close_session(self, step: int) -> list[Action]:
         """The batch of `step` is there: a session opened for it or an earlier one has had its turn."""
-        if self.session is not None and self.session <= step:
-            self.turns.leave(self._program.generate, self.session)
-            self._move_session(SessionEvent.BATCH_MADE, None)
+        if self.session is None or self.session > step:
+            return []
+        self.turns.leave(self._program.generate, self.session)
+        self._move_session(SessionEvent.BATCH_MADE, None)
+        return self.release_generator()
+
+    def release_generator(self) -> list[Action]:
+        """Where no session is open and other calls may come: the generator's memory is theirs."""
+        call = self._program.calls[self._program.generate]
+        if self.session is not None or not call.gives_way:
+            return []
+        self.dropped.update(call.dropped)
+        return [Send(worker, Release(call.name)) for worker in call.workers]
 
     def abandon_session(self, target: int) -> bool:
         """Close the session if the run now ends before its step; whether it did."""
@@ -223,3 +253,13 @@ class Devices:
                 self.turns.hold(lanes, task.number)
                 actions += commands
         return actions if moved else None
+
+
+def _comes_next(name: str, order: Sequence[Turn]) -> bool:
+    """True where in a device's round `name` follows the reallocation to it, but for other reallocations."""
+    turns = [turn.call for turn in order]
+    if reallocation_node(name) not in turns:
+        return False
+    first = turns.index(reallocation_node(name))
+    later = [call for call in (*turns[first:], *turns[:first]) if not call.startswith(REALLOCATION)]
+    return later[0] == name

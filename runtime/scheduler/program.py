@@ -18,7 +18,7 @@ from realgraph.graphs.spec import Advantage, Function, Generate, Inference, Trai
 from realgraph.planner.plan.axes import head_worker, rank_workers
 from realgraph.planner.plan.layout import Layout
 from realgraph.planner.plan.plan import Plan
-from realgraph.planner.plan.residency import shares_trained_copy
+from realgraph.planner.plan.residency import dropped_copies, shares_devices, shares_trained_copy
 from realgraph.runtime.job.job import Job
 
 GROUP_OWNER = ""  # owner of what lies with the worker that made the group
@@ -42,6 +42,8 @@ class CallPlan(Struct, frozen=True):
     ordinal: int = 0  # of train: train calls of the role that come before it in a step
     trainer_workers: tuple[int, ...] = ()  # those of `trainer`
     trainer: str = ""  # the train call of its role, where it runs on another copy of the weights: reallocations; or ""
+    dropped: tuple[str, ...] = ()  # calls whose common copy of the weights is given up after this one
+    gives_way: bool = False  # of generate: what it holds is given up between two sessions
     per_group: bool = False  # of functions: over whole groups
     whole_groups: bool = False  # of train: a group's samples are compared, and so stay together
     minibatches: int = 1
@@ -88,6 +90,7 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
     _check(graph, plan, kinds, workers)
     layouts = {name: plan.allocations[name].layout for name, kind in kinds.items() if _holds(kind)}
     owner_workers, batch_worker = _places(graph, generates, layouts, workers)
+    dropped = dropped_copies(graph, plan.allocations, plan.staleness)
     stream = tuple(name for name, kind in kinds.items() if kind == "stream")
     calls: dict[str, CallPlan] = {}
     trains: dict[str, int] = {}
@@ -107,6 +110,8 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
             ordinal=trains.get(role, 0) if kind == "train" else 0,
             trainer=(trainer := _trainer(graph, plan, name)),
             trainer_workers=tuple(layouts[trainer].mesh.devices) if trainer else (),
+            dropped=dropped.get(name, ()),
+            gives_way=kind == "generate" and _gives_way(plan, name),
             per_group=isinstance(call, Function) and call.over == "group",
             whole_groups=isinstance(call, Train) and any(term.needs_whole_groups for term in call.loss.terms.values()),
             minibatches=call.minibatches if isinstance(call, Train) else 1,
@@ -120,6 +125,12 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
     batched = tuple(name for name, kind in kinds.items() if kind not in ("stream", "generate"))
     generate = generates[0] if generates else ""
     return Program(calls, generate, stream, batched, trains, owner_workers, graph.samples_per_group)
+
+
+def _gives_way(plan: Plan, generate: str) -> bool:
+    """True where nothing of the generate call stays on its devices between two sessions but weights that it keeps."""
+    away = plan.allocations[generate].residency == "offloaded"
+    return not plan.staleness and (away or shares_devices(plan.allocations, (generate,)))
 
 
 def _holds(kind: CallKind) -> bool:

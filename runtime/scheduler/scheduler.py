@@ -215,7 +215,8 @@ class Scheduler:
                 self._devices.turns.release(task.number)
                 self._boundary_runner.done()
                 best = self._boundary.judge(task.step, metrics)
-                return [EvalEnded(task.step, metrics, best, tuple(task.tally.transcripts))]
+                ended = EvalEnded(task.step, metrics, best, tuple(task.tally.transcripts))
+                return [ended, *self._devices.release_generator()]
             case "save":
                 self._boundary_runner.done()
                 self._boundary.was_saved(task.step, now)
@@ -372,7 +373,7 @@ class Scheduler:
                 break
             batch = Batch(step, groups, self._program.samples_per_group, self._job.seed)
             self._steps.begin(batch, self._collection.next_batch())
-            self._devices.close_session(step)
+            actions += self._devices.close_session(step)
             moved = True
         return actions if moved or actions else None
 

@@ -20,7 +20,8 @@ from realgraph.planner.plan.layout import Layout, Recompute
 from realgraph.planner.request.engine_support import TORCH, Axis, axes_text
 from realgraph.runtime.algorithms import losses
 from realgraph.runtime.batch import Packed
-from realgraph.runtime.engine import Parts, SharedWeights, TrainSettings, Weights, WeightSpec, check_gap
+from realgraph.runtime.engine import RELEASED, Parts, SharedWeights, TrainSettings, Weights, WeightSpec, check_gap
+from realgraph.runtime.models.host_states import DroppedStorages
 from realgraph.runtime.models.models import DTYPES, PackedModel, Start, Wants, build
 from realgraph.runtime.models.train_state import Counters
 from realgraph.runtime.models.weights import full_tensors, take_weights, weight_specs, whole_shapes
@@ -76,6 +77,10 @@ class TorchTrainEngine:
             self.adam = Adam(self.masters, settings.optimizer)
             if self.dtype == torch.float16:
                 self.scale = LossScale(FIRST_LOSS_SCALE, dynamic=True)
+        self._dropped = DroppedStorages()  # of a copy that was given up
+        self._gradients = DroppedStorages()  # between two train calls
+        if self.masters is not None:
+            self._gradients.drop([self.masters.flat])
         place = layout, layout.mesh.first + ranks.mesh.rank
         self.contents = train_files.contents_of(model, place, self.dtype, self.masters, self.adam)
 
@@ -109,11 +114,24 @@ class TorchTrainEngine:
         if losses.needs(call.loss).proximal and len(parts) > 1:
             parts = self.passes.with_proximal(parts, call.temperature)
         tally = PassTotals()
-        with recomputing(self.model.network, recompute or ("full" if self.role.gradient_checkpointing else "none")):
+        with (
+            self._room_for_gradients(),
+            recomputing(self.model.network, recompute or ("full" if self.role.gradient_checkpointing else "none")),
+        ):
             for step, part in enumerate(parts):
                 tally.add(self._step(call, part, first=step == 0))
         self.version += 1
         return {**tally.metrics, **self._counts(parts, call.epochs)} if self.ranks.heads else {}
+
+    @contextmanager
+    def _room_for_gradients(self) -> Iterator[None]:
+        """The gradients' memory, inside: other calls have it between two train calls."""
+        assert self.masters is not None
+        self._gradients.restore()
+        try:
+            yield
+        finally:
+            self._gradients.drop([self.masters.flat])
 
     def _step(self, call: Train, part: StepShare, *, first: bool) -> dict[str, Metric]:
         """One optimizer step. In float16 an overflow halves the loss scale and does the passes again."""
@@ -226,10 +244,17 @@ class TorchTrainEngine:
     def load_weights(self, parts: Parts, version: int) -> None:
         """Take weights in place; moments stay. Raises ValueError for parts that are missing or have no place."""
         self._reshard()
+        self._dropped.restore()
         take_weights(self.model.network, parts, lambda own, new: own.copy_(new), self.contents.weights)
         if self.masters is not None:
             self.masters.refresh()
         self.version = version
+
+    def release(self) -> None:
+        """See TrainEngine."""
+        assert self.masters is None, "only copies are given up"
+        self._dropped.drop(self.state_tensors())
+        self.version = RELEASED
 
     def average_weights(self, parts: Parts, rate: float, version: int) -> None:
         """Move weights towards others: own + rate x (other - own), in the masters' precision (a reference's EMA)."""
@@ -251,10 +276,6 @@ class TorchTrainEngine:
         if self.adam is not None:
             own += self.adam.moments()
         return own
-
-    def scratch_tensors(self) -> list[Tensor]:
-        """Tensors that are written anew in each call: gradients."""
-        return [self.masters.flat] if self.masters is not None else []
 
     def _reshard(self) -> None:
         """Free what a forward pass has left gathered: FSDP2 keeps the outermost parameters for a backward pass."""

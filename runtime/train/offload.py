@@ -12,12 +12,12 @@ from realgraph.graphs.spec import ModelRole, Train
 from realgraph.planner.plan.layout import Layout, Recompute
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.engine import Parts, SharedWeights, TrainEngine, TrainSettings, Weights, WeightSpec
+from realgraph.runtime.models.host_states import HostStates
 from realgraph.runtime.parallel.exchange import WeightPart
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.parallel.segments import WeightSegment
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from realgraph.runtime.train.files import HostSnapshot
-from realgraph.runtime.train.host_states import HostStates
 from realgraph.runtime.wire.protocol import Metric
 
 
@@ -32,7 +32,7 @@ class OffloadedEngine:
 
     def __init__(self, engine: TorchTrainEngine) -> None:
         self._engine = engine
-        self._states = HostStates(engine.state_tensors, engine.scratch_tensors)
+        self._states = HostStates(engine.state_tensors)
 
     # --- facts, which need no states ----------------------------------------------------------------------------------
 
@@ -122,6 +122,9 @@ class OffloadedEngine:
         """See TrainEngine."""
         with self._states.used(changed=True):
             self._engine.load_weights(parts, version)
+
+    def release(self) -> None:
+        """See TrainEngine. Its weights have left the device already."""
 
     def average_weights(self, parts: Parts, rate: float, version: int) -> None:
         """See TrainEngine."""

@@ -132,11 +132,20 @@ class Abort(_Message, frozen=True):
     groups: tuple[int, ...]
 
 
+class Release(_Message, frozen=True):
+    """The generate call `call` is over for now: give back the memory of its caches, and of weights that are brought
+    again before its next use; no answer."""
+
+    call: str
+
+
 class Shutdown(_Message, frozen=True):
     """Answer `Bye` and end."""
 
 
-Command = Configure | Load | Submit | Execute | Reallocate | Drop | Save | Rescue | Evaluate | Abort | Shutdown
+Command = (
+    Configure | Load | Submit | Execute | Reallocate | Drop | Save | Rescue | Evaluate | Abort | Release | Shutdown
+)
 
 
 # --- worker -> master -------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from realgraph.runtime.wire.protocol import (
     Metric,
     Ready,
     Reallocate,
+    Release,
     Reply,
     Rescue,
     Save,
@@ -52,7 +53,7 @@ from realgraph.runtime.worker.update_gate import UpdateGate
 
 log = logging.getLogger(__name__)
 
-ModelCommand = Load | Submit | Execute | Reallocate | Save | Evaluate | Abort
+ModelCommand = Load | Submit | Execute | Reallocate | Save | Evaluate | Abort | Release
 CLOSE_SECONDS = 2.0
 
 
@@ -190,7 +191,7 @@ class Compute:
         match work:
             case Collect():
                 return self._rollouts.name if self._rollouts is not None else ""
-            case Execute(call=call) | Submit(call=call) | Reallocate(call=call):
+            case Execute(call=call) | Submit(call=call) | Reallocate(call=call) | Release(call=call):
                 return call
             case _:
                 return type(work).__name__.lower()
@@ -218,6 +219,9 @@ class Compute:
             case Abort(groups=groups):
                 if self._rollouts is not None:
                     self._rollouts.abort(groups)
+                return None
+            case Release(call=call):
+                self.roles.release(call)
                 return None
             case _:
                 with self._device():

@@ -79,6 +79,7 @@ class ModelCalls:
         if is_own(call):
             _refuse_long(call, batch, engine.max_positions)
         outputs = engine.inference(batch, call.output, call.temperature)
+        self._roles.release(command.call)
         if not is_head(self._allocations[command.call].layout, self._worker):
             return {}  # all workers of a data-parallel rank know the same outputs: its head has them for all
         self._assembler.put_packed(call.writes[0], outputs, batch)

@@ -1,8 +1,8 @@
 """The models of one worker: which engine serves which call, over which copy of a role's weights. Worker side.
 
 Knows engines by their interfaces alone; `engines.py` opens them. Copies follow the plan (`planner/plan/residency.py`):
-a call whose layout is that of the trained copy reads it in place; another has a copy of its own, refreshed by
-reallocation.
+a call whose layout is that of the trained copy reads it in place; another has a copy of its own, which a reallocation
+brings or refreshes, and which is given up after use where its devices run other calls.
 """
 
 import math
@@ -18,9 +18,10 @@ from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS
 from realgraph.graphs.spec import Generate, ModelRole, Train
 from realgraph.planner.inputs.model_spec import Head, ModelSpec, spec_from_config
 from realgraph.planner.plan.layout import Layout
-from realgraph.planner.plan.residency import Copy, copies
+from realgraph.planner.plan.residency import Copy, copies, dropped_copies
 from realgraph.planner.request.engine_support import TORCH_KIND
 from realgraph.runtime.engine import (
+    RELEASED,
     Decode,
     LostPart,
     OwnWeights,
@@ -90,9 +91,13 @@ class Roles:
         self._reallocations: dict[_Between, _Route] = {}
         role_copies = copies(job.graph, job.plan.allocations)
         self._trained_layouts = {copy.role: copy.layout for copy in role_copies if copy.trained}
+        # call -> the calls that use its copy, which is given up after it
+        self._dropped = dropped_copies(job.graph, job.plan.allocations, job.plan.staleness)
         for copy in role_copies:
             if worker in copy.layout.mesh.devices:
                 self._open(copy)
+                if copy.calls[0] in self._dropped:
+                    self.release(copy.calls[0])
 
     def _open(self, copy: Copy) -> None:
         job, role = self._job, self._job.graph.models[copy.role]
@@ -137,7 +142,8 @@ class Roles:
         if beside is not None:
             weights, self._in_place[name] = beside.shared_weights(), beside
         else:
-            weights = OwnWeights(role_path(job.graph.models, copy.role), self._collectives.member.device)
+            device, away = self._collectives.member.device, planned.residency == "offloaded"
+            weights = OwnWeights(role_path(job.graph.models, copy.role), device, offloaded=away)
         role = job.graph.models[copy.role]
         ranks = self._collectives.of_layout(copy.layout)
         self.rollouts[name] = self._kind.open_rollout(role, weights, limits, self._decode, self._notify, ranks)
@@ -178,9 +184,11 @@ class Roles:
         return self._collectives.member.n_workers > 1 and any(one.role in roles for one in others)
 
     def load(self, checkpoint: Path) -> None:
-        """Take back the states of a checkpoint into every copy of them, as if all had just been reallocated."""
+        """Take back the states of a checkpoint into every copy of them, as if all had just been reallocated; those that
+        were given up come by reallocation."""
         for name, engine in self._changing:
-            engine.load(checkpoint / name)
+            if engine.version != RELEASED:
+                engine.load(checkpoint / name)
         for engine in {id(engine): engine for engine in self._in_place.values()}.values():
             self.weights_changed(engine)
 
@@ -248,6 +256,19 @@ class Roles:
         for name, rollout in self.rollouts.items():
             if self.reads_in_place(name, engine) and rollout.version != engine.version:
                 rollout.switch(engine.version)
+
+    def release(self, call: str) -> None:
+        """After a use of `call`: give up the caches of its generators, and the weights of a copy that is brought again
+        before the next use. Every worker of the call does it alike."""
+        users = self._dropped.get(call, ())
+        for name in users:
+            engine = self.engines.get(name)
+            if engine is not None:
+                engine.release()
+        for name in users or (call,):
+            rollout = self.rollouts.get(name)
+            if rollout is not None:
+                rollout.release(weights=bool(users))
 
     def average(self, role: str) -> None:
         """Move the references that follow `role` towards it. Collective."""

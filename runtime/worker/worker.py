@@ -32,6 +32,7 @@ from realgraph.runtime.wire.protocol import (
     Hello,
     Load,
     Reallocate,
+    Release,
     Reply,
     Rescue,
     Save,
@@ -151,7 +152,7 @@ class Worker:
                 self._spawn(self._configure(command))
             case Execute(call=call) if isinstance(self._ready.job.graph.calls[call], Function):
                 self._spawn(self._run_function(command))
-            case Load() | Submit() | Execute() | Reallocate() | Save() | Evaluate() | Abort():
+            case Load() | Submit() | Execute() | Reallocate() | Save() | Evaluate() | Abort() | Release():
                 self._ready.queue(command)
             case Drop(groups=groups):
                 self._ready.drop(groups)

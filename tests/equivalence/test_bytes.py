@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.tensor import DTensor
 
 from realgraph.graphs.errors import Where
@@ -11,7 +12,7 @@ from realgraph.graphs.spec import ModelRole
 from realgraph.planner.costs.memory.memory import rescue_copies, trained_copy
 from realgraph.planner.inputs.model_spec import spec_from_config
 from realgraph.planner.plan.layout import DeviceMesh, Layout
-from realgraph.runtime.engine import TrainSettings
+from realgraph.runtime.engine import RELEASED, TrainSettings
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.train.engine import open_engine
 from tests import tiny
@@ -81,3 +82,44 @@ def test_counted_bytes_are_the_planners(four: RankProcesses, wide: Path, name: s
     if apart:
         assert 0.8 * expected["gradients"] < fullest.pop("gradients") < expected.pop("gradients")
     assert fullest == pytest.approx(expected, rel=0.02)
+
+
+def given_up(ranks: LayoutRanks, case: Case, models: Path) -> tuple[list[int], bool] | None:
+    """Bytes of a copy's weights on one worker before it is given up, then, and when it is back; and whether it is the
+    same then, and computes the same."""
+    here = ranks_of(case, ranks)
+    if here is None:
+        return None
+    role = ModelRole(dtype=case.dtype)
+    engine = open_engine(role, str(models / case.model), case.layout, here, TrainSettings(skip_idle=False))
+    batch = minibatches(case.dtype, 0)[0].select([here.dp.rank])
+
+    def held() -> int:
+        storages = {id(one): one for one in (tensor.untyped_storage() for tensor in engine.state_tensors())}
+        return sum(storage.nbytes() for storage in storages.values())
+
+    with engine.held_parts() as parts:
+        copied = [part._replace(values=part.values.clone()) for part in parts.values() if part.box.numel]
+    logprobs, nbytes = engine.inference(batch, "logprobs", 1.0), [held()]
+    engine.release()
+    engine.release()  # two calls may share a copy
+    nbytes.append(held())
+    assert engine.version == RELEASED
+    engine.load_weights(iter(copied), 7)
+    nbytes.append(held())
+    with engine.held_parts() as parts:
+        same = all(torch.equal(parts[part.name].values, part.values) for part in copied)
+    return nbytes, same and engine.version == 7 and torch.equal(engine.inference(batch, "logprobs", 1.0), logprobs)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_copy_that_is_given_up_leaves_no_byte_and_comes_back_whole(
+    four: RankProcesses, wide: Path, name: str
+) -> None:
+    layout = EVERY[name]
+    kind = "qwen3" if layout.ep == 1 else "qwen3_moe"
+    found = [one for one in four.run(given_up, Case(kind, "sft", "bfloat16", layout), wide) if one is not None]
+    assert len(found) == layout.mesh.n_devices
+    for (before, without, after), same in found:
+        assert before == after > without == 0
+        assert same

@@ -1,4 +1,4 @@
-"""Tensors that wait in host memory while nobody uses them. Knows no model."""
+"""Tensors that leave the device while nobody uses them: for host memory, or for good. Knows no model."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -13,16 +13,15 @@ Tensors = Callable[[], Iterable[Tensor]]  # asked each time: optimizer states co
 class HostStates:
     """The storages of an engine's tensors: on the device inside `used`, from any thread, else in host memory.
 
-    Tensors keep their identity: their storages give up their memory and take as much again. kept: tensors that come
-    back bit for bit. scratch: tensors whose contents are of no use between two uses; they come back as zeros.
+    Tensors keep their identity: their storages give up their memory and take as much again, and come back bit for bit.
     """
 
-    def __init__(self, kept: Tensors, scratch: Tensors) -> None:
-        self._kept, self._scratch = kept, scratch
+    def __init__(self, kept: Tensors) -> None:
+        self._kept = kept
         self._lock = threading.Lock()
         self._users = 0
         self._changed = True
-        self._away: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []  # with its size and its bytes
+        self._away: list[tuple[torch.UntypedStorage, int, Tensor]] = []  # with its size and its bytes
         self._host: dict[int, Tensor] = {}  # by storage: [bytes] uint8, pinned for a GPU
         self._put_away()
 
@@ -54,16 +53,12 @@ class HostStates:
     def _bring(self) -> None:
         for storage, size, host in self._away:
             storage.resize_(size)
-            view = _view(storage)
-            if host is None:
-                view.zero_()
-            else:
-                view.copy_(host, non_blocking=True)  # ordered before whatever the device does next
+            _view(storage).copy_(host, non_blocking=True)  # ordered before whatever the device does next
         self._away = []
 
     @torch.no_grad()
     def _put_away(self) -> None:
-        kept, scratch = _storages(self._kept()), _storages(self._scratch())
+        kept = _storages(self._kept())
         for key, storage in kept.items():
             if key not in self._host:
                 pinned = storage.device.type == "cuda"
@@ -73,9 +68,31 @@ class HostStates:
             self._host[key].copy_(_view(storage))  # ends when the bytes are there
         self._changed = False
         self._away = [(storage, storage.nbytes(), self._host[key]) for key, storage in kept.items()]
-        self._away += [(storage, storage.nbytes(), None) for key, storage in scratch.items() if key not in kept]
         for storage, _, _ in self._away:
             storage.resize_(0)
+
+
+class DroppedStorages:
+    """Storages of tensors that are written anew before they are used: they give up their memory, and take it again.
+
+    Tensors keep their identity.
+    """
+
+    def __init__(self) -> None:
+        self._dropped: list[tuple[torch.UntypedStorage, int]] = []  # with its size
+
+    def drop(self, tensors: Iterable[Tensor]) -> None:
+        """Give up the memory of these; what has none already is passed over."""
+        for storage in _storages(tensors).values():
+            self._dropped.append((storage, storage.nbytes()))
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Room again, zeros: nobody sends the padding of shards."""
+        for storage, size in self._dropped:
+            storage.resize_(size)
+            _view(storage).zero_()
+        self._dropped = []
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
