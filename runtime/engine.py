@@ -342,12 +342,13 @@ class RolloutEngine(Protocol):
         ...
 
     def follow(self) -> None:
-        """Inside a pause, on a worker that generates with the head of its replica: take part in what the head does
-        until it calls `dismiss`; then it is as before. Raises what has ended generation."""
+        """Inside a pause, on a worker that generates with others: take part in what their heads do until all of those
+        have called `dismiss`; then it is as before. Raises what has ended generation."""
         ...
 
     def dismiss(self) -> None:
-        """On the head: whoever calls `follow`, or will, goes on."""
+        """On a head: whoever calls `follow`, or will, goes on as far as this head is asked. Takes part in what other
+        heads do until they have dismissed, too. Raises what has ended generation."""
         ...
 
     def weight_specs(self) -> Sequence[WeightSpec]:

@@ -21,6 +21,7 @@ from realgraph.planner.plan.axes import (
     head_worker,
     is_head,
     rank_workers,
+    session_groups,
     stage_devices,
     stride_of,
 )
@@ -74,6 +75,21 @@ def test_experts_are_spread_over_neighbours_of_one_stage(layout: Layout) -> None
     for group in groups:
         assert len(group) == layout.ep and group == tuple(range(group[0], group[0] + layout.ep))
         assert len({coordinates_of(layout, device).pp for device in group}) == 1
+
+
+@given(layouts(), st.sampled_from((1, 2, 3, 6)))
+def test_a_session_is_the_fewest_whole_ranks_that_share_experts(layout: Layout, ep: int) -> None:
+    layout = replace(layout, ep=ep if stride_of(layout, "pp") % ep == 0 else layout.ep)
+    sessions = session_groups(layout)
+    assert sorted(device for session in sessions for device in session) == list(layout.mesh.devices)
+    ranks = [set(rank_workers(layout, rank)) for rank in range(layout.dp)]
+    groups = [set(group) for group in expert_groups(layout)]
+    for session in sessions:
+        assert list(session) == sorted(session)
+        reached = {session[0]}
+        while more := set().union(*(one for one in (*ranks, *groups) if one & reached)) - reached:
+            reached |= more
+        assert reached == set(session)
 
 
 @given(layouts())
