@@ -38,7 +38,7 @@ from realgraph.planner.plan.problem import Limits, SearchProblem, Solution
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.baselines import baselines_of
 from realgraph.planner.solve.solver import solve
-from realgraph.run.planning import RequestOptions, request_for
+from realgraph.run.planning import request_for
 from realgraph.run_file.compose import check_run
 
 HERE = Path(__file__).parent
@@ -170,7 +170,7 @@ def requested(case: Case, folder: Path) -> PlanRequest:
     file = folder / "run.yaml"
     file.write_text(run_file(case), encoding="utf-8")
     shutil.copy(HERE / "bench_rewards.py", folder)  # functions are looked for beside the run file
-    return request_for(check_run(file, ()), asked=RequestOptions(engine="any"))
+    return request_for(check_run(file, ()))
 
 
 # --- one case ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from benchmarks.machine import describe
 from benchmarks.planner import BATCH, MODELS, RESULTS, searched
 from realgraph.planner.options.tables import problem_of
 from realgraph.planner.plan.problem import SearchProblem
-from realgraph.run.planning import RequestOptions, request_for
+from realgraph.run.planning import request_for
 from realgraph.run_file.compose import check_run
 
 NINE_GAP = 0.03  # of nine calls with three trained models on 128 devices: what is claimed
@@ -166,7 +166,7 @@ def problem(case: Case, folder: Path) -> SearchProblem:
     }
     path = folder / "run.yaml"
     path.write_text(json.dumps(run), encoding="utf-8")
-    return problem_of(request_for(check_run(path, ()), asked=RequestOptions(engine="any"))).problem
+    return problem_of(request_for(check_run(path, ()))).problem
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

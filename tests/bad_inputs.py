@@ -129,7 +129,7 @@ COMMANDS = (
     ("check", "run.yaml", "params.lr=1e-5", "--json"),
     ("plan", "run.yaml", "staleness=1", "--devices", "2..4", "--target", "3", *SEARCH),
     ("plan", "run.yaml", "--explain", "train", "--seed", "1", *SEARCH),
-    ("plan", "run.yaml", "--engine", "any", "--price", "2.5", "--out", "p.json", "--html", "p.html", *SEARCH),
+    ("plan", "run.yaml", "--price", "2.5", "--out", "p.json", "--html", "p.html", *SEARCH),
     ("plan", "diff", "plan.json", "same.json", "--json"),
     ("plan", "--problem", "problem.json", "--json", "--time-limit", "1"),
     ("run", "run.yaml", "calls.train.lr=1e-5", "--plan", "plan.json", "--dry-run"),

@@ -97,7 +97,7 @@ def everything() -> Report:
             Comparison("symmetric", plan.period_seconds * 1.273, "one layout per role, all devices, best of all"),
             Comparison("colocated", plan.period_seconds * 1.137, "every call on all devices"),
             Comparison("ReaL-style heuristic", plan.period_seconds * 1.31, "tp in a node, pp across, dp the rest"),
-            Comparison("installed engines", None, "train of actor lacks 12 GB"),
+            Comparison("on half the devices", None, "train of actor lacks 12 GB"),
         ),
         hints=(Hint("128 devices", 52.8, 0.27), Hint("H200", 57.0, 0.18), Hint("without offload", 70.1, -0.04)),
         doubts=("no measured costs <b>here</b>",),

@@ -1,7 +1,6 @@
 """Graphs, clusters and requests that the planner's tests share."""
 
 from collections.abc import Iterable
-from typing import Literal
 
 from realgraph.graphs.errors import Where
 from realgraph.graphs.graph import Edge, Graph, Key
@@ -13,7 +12,6 @@ from realgraph.planner.inputs.cluster import Cluster, ClusterSpec, NodesSpec
 from realgraph.planner.inputs.detect import Probe, resolve
 from realgraph.planner.inputs.model_spec import ModelSpec, known_models, spec_from_config
 from realgraph.planner.inputs.workload import Workload
-from realgraph.planner.request.engine_support import EVERY, TORCH
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
 
@@ -93,16 +91,12 @@ def grpo(dtype: DType = "bfloat16") -> Graph:
     )
 
 
-ENGINES = {"installed": TORCH, "any": EVERY}
-
-
 def request(
     algorithm: Graph,
     model: str = "Qwen/Qwen3-1.7B",
     machine: Cluster | None = None,
     pins: dict[str, Pin] | None = None,
     workload: Workload | None = None,
-    engine: Literal["installed", "any"] = "installed",
 ) -> PlanRequest:
     return PlanRequest(
         graph=algorithm,
@@ -110,5 +104,4 @@ def request(
         cluster=machine or cluster(),
         models=dict.fromkeys(algorithm.models, known(model)),
         pins=pins or {},
-        engine=ENGINES[engine],
     )

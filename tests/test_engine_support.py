@@ -73,14 +73,16 @@ def test_tp_in_an_engines_support_is_all_that_planning_validation_and_workers_ne
     monkeypatch.setitem(
         SUPPORT, TORCH_KIND, msgspec.structs.replace(TORCH, axes=())
     )  # the same run file for engines without it
-    with pytest.raises(ConfigError, match="the engines of this version run dp only"):
+    with pytest.raises(ConfigError, match="the embedded engines run dp only"):
         prepare(run_file, overrides, None)
-    refused = validate(prepared.job.plan, msgspec.structs.replace(prepared.request, engine=engine_support.installed()))
+    refused = validate(
+        prepared.job.plan, msgspec.structs.replace(prepared.request, engine=engine_support.run_support())
+    )
     assert any("tensor parallelism" in problem.text for problem in refused)
 
 
 def supporting(monkeypatch: pytest.MonkeyPatch, **abilities: object) -> None:
-    """Give the installed engines other abilities."""
+    """Give the embedded engines other abilities."""
     monkeypatch.setitem(SUPPORT, TORCH_KIND, msgspec.structs.replace(TORCH, **abilities))
 
 
@@ -104,9 +106,9 @@ def test_a_number_format_that_an_engine_lacks_is_refused_at_its_line(
         line,
         "$.models.actor.dtype",
     )
-    assert problem.text == "the engines of this version don't compute in float16"
+    assert problem.text == "the embedded engines don't compute in float16"
     assert problem.hint == "set it to float32 or bfloat16"
-    here = msgspec.structs.replace(prepared.request, engine=engine_support.installed())
+    here = msgspec.structs.replace(prepared.request, engine=engine_support.run_support())
     edited = {problem.where.path: problem.hint for problem in validate(prepared.job.plan, here)}
     trained = {name for name in prepared.job.plan.allocations if prepared.request.graph.role(name) == "actor"}
     assert edited.keys() == {f"$.allocations.{name}" for name in trained}

@@ -10,7 +10,6 @@ from realgraph.planner.options.holdings import candidate_of, group_for
 from realgraph.planner.options.pricing import candidate_stream
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.plan.problem import Limits
-from realgraph.planner.request.engine_support import EVERY
 from realgraph.planner.request.request import PlanRequest, kept_by
 from realgraph.planner.search.assembly import events_of
 from realgraph.planner.search.search import search
@@ -41,7 +40,7 @@ CASES = [  # 8 to 128 devices; colocated, apart, and calls that pause a stream
 def planned(config: str, *overrides: str) -> tuple[PlanRequest, Plan, Job]:
     """A plan over the whole space of layouts, and the job that would run it: without evaluation and checkpoints."""
     checked = check_run(ROOT / config, [f"steps={STEPS}", "eval=null", *overrides])
-    request = replace(request_for(checked), engine=EVERY)
+    request = request_for(checked)
     plan = search(request, Limits(seconds=20.0))
     job = job_of(checked, request, plan, RunFolder(Path("/run")))
     runtime = replace(job.runtime, min_deadline_seconds=1e6)

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from realgraph.planner.inputs.workload import Workload
 from realgraph.planner.options.tables import problem_of
 from realgraph.planner.plan.problem import Choice, SearchProblem
-from realgraph.planner.request.engine_support import EVERY
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.search.assembly import plan_of
 from realgraph.planner.search.baselines import Baseline, baselines_of, colocated, megatron, real_heuristic, symmetric
@@ -111,7 +110,7 @@ def test_no_rule_beats_the_optimum(block: int) -> None:
 def test_rules_on_a_real_request(algorithm: str) -> None:
     graph = ppo() if algorithm == "ppo" else grpo()
     workload = Workload(128, 8, 512, 2048, 800.0)
-    asked = replace(request(graph, "Qwen/Qwen3-8B", cluster(nodes=2), workload=workload), engine=EVERY)
+    asked = request(graph, "Qwen/Qwen3-8B", cluster(nodes=2), workload=workload)
     prepared, best = solved(asked)
     rules = baselines_of(prepared)
     for found in (rules.symmetric, rules.colocated, rules.megatron, rules.real):
@@ -125,7 +124,7 @@ def test_rules_on_a_real_request(algorithm: str) -> None:
 def test_rules_are_judged_by_what_their_streams_come_to() -> None:
     """Rules are judged as the plan is: on the tables a stream's seconds are the least that it may take."""
     workload = Workload(128, 8, 512, 2048, 800.0, staleness=1)
-    prepared, best = solved(request(grpo(), "Qwen/Qwen3-8B", cluster(nodes=2), workload=workload, engine="any"))
+    prepared, best = solved(request(grpo(), "Qwen/Qwen3-8B", cluster(nodes=2), workload=workload))
     plan, rules, bound = (
         plan_of(prepared, best),
         baselines_of(prepared),
@@ -141,7 +140,7 @@ def test_rules_are_judged_by_what_their_streams_come_to() -> None:
 def test_in_a_mixed_cluster_rules_use_the_devices_of_one_kind() -> None:
     """Places and layouts of the rules are those of 16 A100s alone, whatever stands beside them."""
     a100 = cluster("A100-80", nodes=2)
-    mixed = replace(request(grpo(), "Qwen/Qwen3-1.7B", replace(cluster(), more=(a100,))), engine=EVERY)
+    mixed = request(grpo(), "Qwen/Qwen3-1.7B", replace(cluster(), more=(a100,)))
     whole = whole_problem(problem_of(mixed))
     assert whole is not None
     assert (whole.prepared.problem.meshes[0].first, whole.prepared.problem.meshes[0].n_devices) == (8, 16)
@@ -154,6 +153,6 @@ def test_in_a_mixed_cluster_rules_use_the_devices_of_one_kind() -> None:
 
 def test_calls_that_are_pinned_apart_leave_rules_no_devices() -> None:
     pins = {"rollout": Pin(first=0, devices=4), "train": Pin(first=4, devices=4)}
-    prepared = problem_of(request(grpo(), "Qwen/Qwen3-1.7B", cluster(), pins=pins, engine="any"))
+    prepared = problem_of(request(grpo(), "Qwen/Qwen3-1.7B", cluster(), pins=pins))
     assert whole_problem(prepared) is None
     assert baselines_of(prepared).symmetric is None

@@ -19,13 +19,11 @@ from realgraph.planner.request.constraints import Constraints
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.search import Infeasible, search
-from tests.planner_cases import ENGINES, cluster, grpo, ppo, request
+from tests.planner_cases import cluster, grpo, ppo, request
 
 replace = msgspec.structs.replace
 QUICK = Limits(gap=0.2, seconds=10.0)
-PPO = request(
-    ppo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), workload=Workload(256, 1, 512, 1024, 500.0), engine="any"
-)
+PPO = request(ppo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), workload=Workload(256, 1, 512, 1024, 500.0))
 
 
 def planned(**constraints: object) -> Plan:
@@ -211,7 +209,7 @@ def test_a_batch_that_does_not_fit_is_told_with_sizes_that_do() -> None:
 
 
 def test_too_few_devices_are_told_with_how_many_more_would_do() -> None:
-    asked = request(grpo(), "meta-llama/Llama-3.1-70B", cluster(), engine="any")
+    asked = request(grpo(), "meta-llama/Llama-3.1-70B", cluster())
     error = refused(asked)
     assert error.conflict == ()
     said = str(error)
@@ -246,7 +244,7 @@ def test_a_cap_below_the_weights_is_the_conflict() -> None:
 def test_what_no_time_was_left_to_decide_is_called_neither_spare_nor_too_large() -> None:
     """Constraints in conflict for certain stay named after an interruption, which is told apart from an end."""
     pins = {"rollout": Pin(first=0, devices=4), "train": Pin(first=4, devices=4, sharding="fsdp")}
-    asked = replace(request(grpo(), engine="any"), pins=pins, constraints=Constraints(share=(("rollout", "train"),)))
+    asked = replace(request(grpo()), pins=pins, constraints=Constraints(share=(("rollout", "train"),)))
     conflict = {"allocation.rollout", "allocation.train", "constraints.share[0]"}
     assert cut_after(asked, looks=0) == (set(), True)
     assert cut_after(asked, looks=3) == (conflict, True)
@@ -276,11 +274,8 @@ def twice() -> Graph:
     return replace(base, calls=calls, edges=(*edges, *data))
 
 
-@pytest.mark.parametrize("engine", ["installed", "any"])
-def test_two_train_calls_of_a_role_have_one_layout(engine: str) -> None:
-    asked = replace(
-        PPO, graph=twice(), engine=ENGINES[engine], models=dict.fromkeys(PPO.models, request(grpo()).model("train"))
-    )
+def test_two_train_calls_of_a_role_have_one_layout() -> None:
+    asked = replace(PPO, graph=twice(), models=dict.fromkeys(PPO.models, request(grpo()).model("train")))
     plan = search(asked, QUICK)
     assert validate(plan, asked) == ()
     assert plan.allocations["actor_train"].layout == plan.allocations["actor_again"].layout

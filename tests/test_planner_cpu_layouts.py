@@ -11,14 +11,14 @@ from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.option import CallOption
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
-from tests.planner_cases import ENGINES, cluster, ppo, request
+from tests.planner_cases import cluster, ppo, request
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp", "cp"])
 def test_on_a_cpu_a_model_is_cut_only_for_roles_that_are_pinned_so(axis: Literal["tp", "pp", "cp"]) -> None:
     long = Workload(256, 2, 512, 64512, 16e3)
     model, machine = "meta-llama/Llama-3.1-8B", cluster("cpu", devices=8)
-    here = replace(request(ppo(), model, machine, workload=long), engine=ENGINES["installed"])
+    here = request(ppo(), model, machine, workload=long)
     mesh = DeviceMesh(0, 8)
 
     def found(asked: PlanRequest, call: str) -> list[CallOption]:

@@ -21,9 +21,9 @@ from tests.planner_cases import cluster, grpo, ppo, request
 LIMITS = Limits(gap=0.005, seconds=30.0)
 LONG = Workload(128, 8, 1024, 8192, 3000.0)  # at 2 and 4 steps more is in flight than pays
 REQUESTS = {
-    "grpo 32B on 32": (request(grpo(), "Qwen/Qwen3-32B", cluster(nodes=4), workload=LONG, engine="any"), (0, 1, 2, 4)),
+    "grpo 32B on 32": (request(grpo(), "Qwen/Qwen3-32B", cluster(nodes=4), workload=LONG), (0, 1, 2, 4)),
     "ppo 8B on 8": (
-        request(ppo(), "meta-llama/Llama-3.1-8B", cluster(), workload=Workload(512, 1, 512, 1024, 512.0), engine="any"),
+        request(ppo(), "meta-llama/Llama-3.1-8B", cluster(), workload=Workload(512, 1, 512, 1024, 512.0)),
         (0, 1, 2),
     ),
 }
@@ -61,7 +61,7 @@ def test_levels_of_a_smaller_bound_are_among_those_of_a_larger_one() -> None:
 
 
 def test_a_search_that_had_no_time_gives_no_plan_that_a_rule_beats() -> None:
-    prepared = problem_of(request(ppo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), engine="any"))
+    prepared = problem_of(request(ppo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2)))
     found = solve(prepared.problem, Limits(gap=0.0, seconds=10.0))
     assert isinstance(found, Solution)
     slow = replace(found, period=found.period * 2, stopped="time limit")

@@ -1,6 +1,6 @@
 """Micro-batches of train calls: what pins and plans may say of them, what they cost, and what stages keep."""
 
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -28,18 +28,18 @@ from realgraph.planner.request.engine_support import TORCH, Axis
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.search import Infeasible, reprice, search
-from tests.planner_cases import ENGINES, cluster, graph, known, ppo, request
+from tests.planner_cases import cluster, graph, known, ppo, request
 
 BF16 = ModelRole(trainable=True, dtype="bfloat16")
 QUICK = Limits(gap=0.01, seconds=20.0)
 WORK = Workload(256, 1, 512, 2048, 600.0)
-PPO: PlanRequest = request(ppo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), workload=WORK, engine="any")
+PPO: PlanRequest = request(ppo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), workload=WORK)
 STAGES: dict[str, Pin] = {"actor_train": Pin(tp=4, pp=2), "critic_train": Pin(tp=4, pp=2)}
 
 
-def pinned(engine: Literal["installed", "any"] = "any", **fields: object) -> PlanRequest:
+def pinned(**fields: object) -> PlanRequest:
     """The request with the actor's training pinned to these fields."""
-    return replace(PPO, engine=ENGINES[engine], pins={"actor_train": replace(Pin(), **fields)})
+    return replace(PPO, pins={"actor_train": replace(Pin(), **fields)})
 
 
 def refused(asked: PlanRequest) -> str:
@@ -74,7 +74,7 @@ def test_what_is_pinned_is_what_is_planned(recompute: Recompute, schedule: Sched
     ],
 )
 def test_passes_that_nothing_can_run_are_named(fields: dict[str, Any], says: str) -> None:
-    text = refused(pinned("any", **fields))
+    text = refused(pinned(**fields))
     assert says in text and "$.allocation.actor_train" in text
 
 
@@ -94,7 +94,7 @@ def test_passes_are_of_train_calls_and_models_may_force_recomputation() -> None:
 def test_a_pin_that_keeps_too_much_is_told_what_keeps_less() -> None:
     """One train call alone, with memory half-way between what it takes and what less of its activations would leave."""
     lone = graph({"train": Train(model="actor", loss=Loss({}))}, [], {"actor": BF16})
-    base = request(lone, "meta-llama/Llama-3.1-8B", cluster(), workload=WORK, engine="any")
+    base = request(lone, "meta-llama/Llama-3.1-8B", cluster(), workload=WORK)
     pins = {way: {"train": Pin(tp=4, pp=2, recompute=way, schedule="interleaved")} for way in WAYS}
     least = {}
     for way in WAYS:
@@ -112,7 +112,7 @@ def test_a_pin_that_keeps_too_much_is_told_what_keeps_less() -> None:
 def test_two_train_calls_of_one_role_find_the_same_layers_on_every_stage() -> None:
     train = PPO.graph.calls["actor_train"]
     twice = graph({"train": train, "again": train}, [], {"actor": BF16})
-    asked = request(twice, "meta-llama/Llama-3.1-8B", cluster(nodes=2), workload=WORK, engine="any")
+    asked = request(twice, "meta-llama/Llama-3.1-8B", cluster(nodes=2), workload=WORK)
     for call in twice.calls:
         offered = candidates(asked, call, DeviceMesh(0, 16), asked.cluster)
         assert {one.schedule for one in offered} == {"1f1b"}

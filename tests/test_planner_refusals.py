@@ -19,9 +19,7 @@ from realgraph.planner.request.pins import Pin
 from realgraph.planner.search.search import search
 from tests.planner_cases import cluster, graph, ppo, request
 
-PPO = request(
-    ppo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), workload=Workload(256, 1, 512, 1024, 500.0), engine="any"
-)
+PPO = request(ppo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), workload=Workload(256, 1, 512, 1024, 500.0))
 QUICK = Limits(gap=0.05, seconds=5.0)
 GB = 1e9
 

@@ -119,7 +119,7 @@ def test_further_nodes_that_make_no_sense_are_refused(spec: ClusterSpec, path: s
 
 def test_a_mixed_cluster_is_planned_within_and_across_its_kinds() -> None:
     mixed = resolved(ClusterSpec(1, 8, "H100-SXM", more=(NodesSpec(1, "A100-80"),)))
-    asked = request(ppo(), "meta-llama/Llama-3.1-8B", mixed, engine="any")
+    asked = request(ppo(), "meta-llama/Llama-3.1-8B", mixed)
     plan = search(asked, Limits(gap=0.01, seconds=10.0))
     assert validate(plan, asked) == ()
     alone = search(replace(asked, cluster=resolved(ClusterSpec(1, 8, "H100-SXM"))), Limits(gap=0.01, seconds=10.0))

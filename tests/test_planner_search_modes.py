@@ -3,7 +3,6 @@
 import random
 from functools import cache
 from itertools import pairwise
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -27,14 +26,14 @@ from realgraph.planner.search.search import Infeasible, events_of, reprice, sear
 from realgraph.planner.solve.memory import device_excess
 from realgraph.planner.solve.solver import evaluate
 from realgraph.run.planning import with_lengths
-from tests.planner_cases import ENGINES, cluster, grpo, ppo, request
+from tests.planner_cases import cluster, grpo, ppo, request
 from tests.planner_oracles import every_choice, fits
 from tests.planner_problems import problem_of_seed
 
 replace = msgspec.structs.replace
 QUICK = Limits(gap=0.05, seconds=10.0)
 WORK = Workload(256, 1, 512, 1024, 500.0)
-PPO = request(ppo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), workload=WORK, engine="any")
+PPO = request(ppo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), workload=WORK)
 ONE_MODEL = replace(PPO, models=dict.fromkeys(PPO.models, request(grpo()).model("train")))
 
 
@@ -45,16 +44,15 @@ def best() -> Plan:
 
 
 @cache
-def best_of_one_model(engine: Literal["installed", "any"]) -> Plan:
-    return search(replace(ONE_MODEL, engine=ENGINES[engine]), QUICK)
+def best_of_one_model() -> Plan:
+    return search(ONE_MODEL, QUICK)
 
 
-@pytest.mark.parametrize("engine", ["installed", "any"])
 @pytest.mark.parametrize("call", ["generate", "ref", "actor_train"])
 def test_no_alternative_beats_the_plan_by_more_than_the_gap_and_each_says_why(
-    call: str, engine: Literal["installed", "any"]
+    call: str,
 ) -> None:
-    asked, plan = replace(ONE_MODEL, engine=ENGINES[engine]), best_of_one_model(engine)
+    asked, plan = ONE_MODEL, best_of_one_model()
     found = alternatives(asked, plan, call)
     assert len(found) >= 3
     own = plan.allocations[call].layout
@@ -113,7 +111,7 @@ def test_the_same_seed_takes_the_same_way_to_the_same_plan() -> None:
 
 
 def test_more_devices_are_never_worse() -> None:
-    asked = request(grpo(), "meta-llama/Llama-3.1-70B", cluster(nodes=8), workload=WORK, engine="any")
+    asked = request(grpo(), "meta-llama/Llama-3.1-70B", cluster(nodes=8), workload=WORK)
     sizes = [replace(asked, cluster=resize(asked.cluster, devices)) for devices in (8, 32, 64)]
     with pytest.raises(Infeasible, match="no plan fits"):
         search(sizes[0], QUICK)
@@ -144,7 +142,7 @@ def test_hints_are_searches_of_their_own() -> None:
 @pytest.mark.parametrize(("kind", "larger", "wanted"), [("H100-SXM", "GH200", False), ("L40S", "H100-PCIe", True)])
 def test_other_devices_are_hinted_at_only_where_they_are_faster(kind: str, larger: str, wanted: bool) -> None:
     """GH200s have more memory than H100s in a node of eight, but no NVLink between them."""
-    asked = request(grpo(), "Qwen/Qwen3-8B", cluster(kind), workload=WORK, engine="any")
+    asked = request(grpo(), "Qwen/Qwen3-8B", cluster(kind), workload=WORK)
     tried = next(one for one in changes_tried(asked, search(asked, QUICK), QUICK) if one.text.startswith(larger))
     assert tried.conclusive
     assert (tried.hint is not None) == wanted

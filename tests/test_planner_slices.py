@@ -164,7 +164,7 @@ def test_what_two_layouts_have_in_common_is_counted_slice_by_slice(
 
 def test_places_alike_have_equal_moves() -> None:
     """The search computes the moves of one pair of meshes for all pairs that lie to each other and to nodes alike."""
-    asked = request(grpo(), "Qwen/Qwen3-1.7B", cluster(nodes=3), engine="any")
+    asked = request(grpo(), "Qwen/Qwen3-1.7B", cluster(nodes=3))
     meshes = [mesh for mesh in family(asked.cluster).meshes if mesh.n_devices >= 2]
     moves, options = Moves(asked, [(mesh, 0) for mesh in meshes]), dict[str, dict[int, list[PricedOption]]]()
     for call in ("rollout", "train"):

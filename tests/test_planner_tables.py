@@ -2,7 +2,6 @@
 
 import random
 import time
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -28,18 +27,18 @@ from realgraph.planner.plan.plan import Hashes, Plan, Transport
 from realgraph.planner.plan.problem import Limits, OptionTable, Solution
 from realgraph.planner.request.constraints import Constraints
 from realgraph.planner.request.cost_table import CostTable, PhaseFactor
-from realgraph.planner.request.engine_support import EVERY, TORCH
+from realgraph.planner.request.engine_support import TORCH
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.solve.solver import solve
-from tests.planner_cases import ENGINES, MIXED, cluster, graph, grpo, ppo, request
+from tests.planner_cases import MIXED, cluster, graph, grpo, ppo, request
 
 replace = msgspec.structs.replace
 
 
 def test_measured_costs_speak_of_their_own_kind_of_device_alone() -> None:
     """A table of the A100s alone makes their calls take twice as long, and leaves those of the H100s as they were."""
-    asked = request(grpo(), "Qwen/Qwen3-1.7B", MIXED, engine="any")
+    asked = request(grpo(), "Qwen/Qwen3-1.7B", MIXED)
     measured = replace(asked, costs=CostTable(kind="A100-80", phases={"train": PhaseFactor(2.0, error=0.1)}))
     for first, factor in ((0, 1.0), (16, 2.0)):
         mesh, group = DeviceMesh(first, 8), MIXED.groups[group_of(MIXED, first)]
@@ -50,7 +49,7 @@ def test_measured_costs_speak_of_their_own_kind_of_device_alone() -> None:
 
 def test_measured_moves_speak_of_their_own_kind_of_device_alone() -> None:
     """Moves to A100s take twice as long, those from them to H100s as long as before; so do their bounds."""
-    asked = request(grpo(), "Qwen/Qwen3-1.7B", MIXED, engine="any")
+    asked = request(grpo(), "Qwen/Qwen3-1.7B", MIXED)
     measured = replace(asked, costs=CostTable(kind="A100-80", phases={"reallocate": PhaseFactor(2.0, error=0.1)}))
 
     def place(call: str, first: int) -> Place:
@@ -74,8 +73,8 @@ def test_measured_moves_speak_of_their_own_kind_of_device_alone() -> None:
 def test_no_move_takes_longer_than_its_bound_whatever_transports_there_are(
     machine: Cluster, transports: tuple[Transport, ...]
 ) -> None:
-    asked = request(grpo(), "Qwen/Qwen3-1.7B", machine, engine="any")
-    asked = replace(asked, engine=replace(EVERY, transports=transports))
+    asked = request(grpo(), "Qwen/Qwen3-1.7B", machine)
+    asked = replace(asked, engine=replace(TORCH, transports=transports))
 
     def place(call: str, mesh: DeviceMesh) -> Place:
         at = group_of(machine, mesh.first)
@@ -97,14 +96,14 @@ def test_no_move_takes_longer_than_its_bound_whatever_transports_there_are(
 @pytest.mark.parametrize(("dtype", "widest"), [("bfloat16", 8), ("float32", 16)])
 def test_a_replica_spans_nodes_where_none_holds_its_weights(dtype: DType, widest: int) -> None:
     """70B parameters are 141 GB in bf16 and 282 GB in float32; a node of eight A100-40 has 343 GB, not all for them."""
-    asked = request(grpo(dtype), "meta-llama/Llama-3.1-70B", cluster("A100-40", nodes=4), engine="any")
+    asked = request(grpo(dtype), "meta-llama/Llama-3.1-70B", cluster("A100-40", nodes=4))
     offered = candidates(asked, "rollout", DeviceMesh(0, 32), asked.cluster)
     assert max(candidate.layout.tp for candidate in offered) == widest
 
 
 def test_context_parallel_ranks_hold_their_part_of_a_long_sample() -> None:
     """Each of 8 ranks has 8,192 of 65,536 tokens: that is what cp is for."""
-    long = request(grpo(), "Qwen/Qwen3-8B", cluster(nodes=2), workload=Workload(64, 8, 1024, 64512, 16e3), engine="any")
+    long = request(grpo(), "Qwen/Qwen3-8B", cluster(nodes=2), workload=Workload(64, 8, 1024, 64512, 16e3))
     mesh, found = DeviceMesh(0, 16), dict[int, int]()
     for candidate in candidates(long, "train", mesh, long.cluster):
         if (candidate.layout.tp, candidate.layout.pp, candidate.layout.sharding) == (2, 1, "replicated"):
@@ -172,13 +171,12 @@ def test_of_every_row_a_kept_one_is_as_good_and_no_kept_one_is_beaten_by_an_earl
 
 EXACT = Limits(gap=1e-4, seconds=20.0)
 WORK = Workload(256, 2, 512, 2048, 600.0)
-PPO_16 = request(ppo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), workload=WORK, engine="any")
+PPO_16 = request(ppo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), workload=WORK)
 
 
-@pytest.mark.parametrize("engine", ["installed", "any"])
 @pytest.mark.parametrize("n_devices", [1, 4, 8, 16])
-def test_candidates_use_the_whole_mesh_once(engine: str, n_devices: int) -> None:
-    asked = replace(PPO_16, engine=ENGINES[engine])
+def test_candidates_use_the_whole_mesh_once(n_devices: int) -> None:
+    asked = PPO_16
     for call in asked.mesh_calls:
         found = list(candidates(asked, call, DeviceMesh(0, n_devices), asked.cluster))
         assert found
@@ -187,8 +185,7 @@ def test_candidates_use_the_whole_mesh_once(engine: str, n_devices: int) -> None
             layout = candidate.layout
             assert layout.dp * layout.tp * layout.pp * layout.cp == n_devices
             assert layout.dp <= asked.workload.n_samples
-            if engine == "installed":
-                assert layout.pp == layout.cp == layout.ep == 1 or not isinstance(asked.graph.calls[call], Generate)
+            assert layout.cp == 1 or not isinstance(asked.graph.calls[call], Generate)
         waits = any(candidate.residency == "offloaded" for candidate in found)
         assert waits == (isinstance(asked.graph.calls[call], Train) or not is_trained(asked, asked.graph.role(call)))
 
@@ -224,7 +221,7 @@ def test_every_schedule_is_offered_with_every_recomputation() -> None:
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-32B-Instruct", "meta-llama/Llama-3.1-8B"])
 def test_interleaved_stages_have_whole_turns_of_samples_and_layers_for_each_chunk(name: str) -> None:
-    asked = request(ppo(), name, cluster(nodes=4), workload=WORK, engine="any")
+    asked = request(ppo(), name, cluster(nodes=4), workload=WORK)
     train, model = asked.graph.calls["actor_train"], asked.model("actor_train")
     assert isinstance(train, Train)
     for size in (8, 16, 32):
@@ -237,9 +234,8 @@ def test_interleaved_stages_have_whole_turns_of_samples_and_layers_for_each_chun
                 assert count * layout.dp * train.minibatches <= WORK.n_samples
 
 
-@pytest.mark.parametrize("engine", ["installed", "any"])
-def test_tables_hold_what_fits_and_prices_rise_with_nothing_else(engine: str) -> None:
-    prepared = problem_of(replace(PPO_16, engine=ENGINES[engine]))
+def test_tables_hold_what_fits_and_prices_rise_with_nothing_else() -> None:
+    prepared = problem_of(PPO_16)
     problem = prepared.problem
     for task in problem.tasks:
         assert task.tables
@@ -260,12 +256,11 @@ def test_tables_hold_what_fits_and_prices_rise_with_nothing_else(engine: str) ->
     assert len(set(numbers.values())) == len(numbers)
 
 
-@pytest.mark.parametrize("engine", ["installed", "any"])
 @pytest.mark.filterwarnings("error")
-def test_a_role_that_nobody_reads_has_tables_too(engine: Literal["installed", "any"]) -> None:
+def test_a_role_that_nobody_reads_has_tables_too() -> None:
     """Supervised fine-tuning is one train call, and nothing else."""
     lone = graph({"train": Train(model="actor", loss=Loss({}))}, [], {"actor": ModelRole(trainable=True, path="x")})
-    prepared = problem_of(request(lone, machine=cluster(nodes=2), workload=WORK, engine=engine))
+    prepared = problem_of(request(lone, machine=cluster(nodes=2), workload=WORK))
     assert prepared.problem.moves == ()
     assert prepared.problem.tasks[0].tables
 
@@ -279,7 +274,7 @@ def test_the_whole_table_of_a_call_can_be_asked_for() -> None:
 
 
 def test_a_mixed_cluster_has_tables_of_each_kind() -> None:
-    prepared = problem_of(request(grpo(), "Qwen/Qwen3-1.7B", MIXED, workload=WORK, engine="any"))
+    prepared = problem_of(request(grpo(), "Qwen/Qwen3-1.7B", MIXED, workload=WORK))
     rollout = prepared.problem.tasks[0]
     by_mesh = {prepared.problem.meshes[m]: prepared.problem.tables[t] for m, t in rollout.tables.items()}
     fast, slow = by_mesh[DeviceMesh(0, 8)], by_mesh[DeviceMesh(16, 8)]
@@ -324,7 +319,6 @@ def test_a_thousand_devices_take_a_second() -> None:
         "meta-llama/Llama-3.1-70B",
         cluster(nodes=128),
         workload=Workload(512, 1, 512, 4096, 1024.0),
-        engine="any",
     )
     begun = time.process_time()
     prepared = problem_of(asked)
@@ -333,13 +327,12 @@ def test_a_thousand_devices_take_a_second() -> None:
 
 
 @pytest.mark.parametrize("call", PPO_16.mesh_calls)
-@pytest.mark.parametrize("engine", ["installed", "any"])
-def test_what_is_pruned_is_not_missed(call: str, engine: str) -> None:
+def test_what_is_pruned_is_not_missed(call: str) -> None:
     """The search with every option of a call finds nothing better than without those that were left out."""
     for memory_gb in (None, 40.0):
         models = dict.fromkeys(PPO_16.models, request(grpo()).model("train"))
         constraints = Constraints(memory_gb=memory_gb)
-        asked = replace(PPO_16, engine=ENGINES[engine], cluster=cluster(), models=models, constraints=constraints)
+        asked = replace(PPO_16, cluster=cluster(), models=models, constraints=constraints)
         few, all_of = (solve(problem_of(asked, whole).problem, EXACT) for whole in ("", call))
         assert isinstance(few, Solution)
         assert isinstance(all_of, Solution)
@@ -355,7 +348,7 @@ def drawn(seed: int) -> tuple[PlanRequest, str]:
     asked = replace(
         request(algorithm, "Qwen/Qwen3-0.6B", cluster(rng.choice(["A100-40", "H100-SXM"]), rng.choice([2, 4, 8]))),
         workload=replace(work, staleness=rng.choice([0, 0, 1])),
-        engine=rng.choice([TORCH, EVERY]),
+        engine=replace(TORCH, transports=rng.choice([("device",), ("device", "host")])),
         models={name: request(grpo(), rng.choice(SMALL_MODELS)).model("train") for name in algorithm.models},
         constraints=Constraints(memory_gb=rng.choice([None, rng.uniform(12, 40)]), offload=rng.random() < 0.7),
     )

@@ -93,7 +93,7 @@ def test_an_invalid_plan_is_refused_with_its_place(plan: Plan, path: str, says: 
     assert any(str(p.where).startswith(f"plan.json: {path}") and says in str(p) for p in problems), problems
 
 
-ANY = request(ppo(), "Qwen/Qwen3-0.6B", cluster(nodes=4), engine="any")
+ANY = request(ppo(), "Qwen/Qwen3-0.6B", cluster(nodes=4))
 WIDE = search(ANY)
 ALL = DeviceMesh(0, 32)
 
@@ -201,7 +201,7 @@ def test_a_table_of_costs_that_changed_is_told_and_a_missing_one_is_not() -> Non
 
 def test_the_wide_space_validates_what_other_engines_refuse() -> None:
     pins = {"train": Pin(tp=4, pp=2), "rollout": Pin(pp=2)}
-    wide = request(grpo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), engine="any", pins=pins)
+    wide = request(grpo(), "meta-llama/Llama-3.1-8B", cluster(nodes=2), pins=pins)
     plan = search(wide)
     assert validate(plan, wide) == ()
     problems = validate(plan, replace(wide, engine=replace(TORCH, generate_axes=("tp",))), "plan.json")
@@ -236,7 +236,7 @@ def test_router_load_balancing_goes_with_no_pipeline_stages() -> None:
 
 # --- layers of stages -------------------------------------------------------------------------------------------------
 
-PIPED = request(ppo(), "Qwen/Qwen3-0.6B", cluster(), engine="any", pins={"actor_train": Pin(pp=4, schedule="1f1b")})
+PIPED = request(ppo(), "Qwen/Qwen3-0.6B", cluster(), pins={"actor_train": Pin(pp=4, schedule="1f1b")})
 STAGED = search(PIPED)
 
 

@@ -41,7 +41,7 @@ def table(folder: Path, factor: float, name: str = "costs.json") -> Path:
 
 def planned(run_file: Path, costs: Path | None) -> Plan:
     """The plan file beside the run file, made with the costs."""
-    options = PlanOptions(out=run_file.parent / "plan.json", costs=costs, engine="installed", brief=True)
+    options = PlanOptions(out=run_file.parent / "plan.json", costs=costs, brief=True)
     return plan_command(run_file, options=options)
 
 
@@ -89,5 +89,5 @@ def test_costs_that_contradict_the_plan_or_a_resumed_run_are_refused(run_file: P
 def test_a_doubt_says_that_a_plans_seconds_are_its_own(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planned(run_file, table(run_file.parent, 3.0))
     capsys.readouterr()
-    plan_command(run_file, options=PlanOptions(edited=run_file.parent / "plan.json", engine="installed", brief=True))
+    plan_command(run_file, options=PlanOptions(edited=run_file.parent / "plan.json", brief=True))
     assert "by a table of measured costs that was not given" in capsys.readouterr().out.replace("\n", " ")

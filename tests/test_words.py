@@ -143,7 +143,7 @@ def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         (["chekc"], "command line: realgraph: no such command 'chekc'. Did you mean 'check'?"),
         (["generate", "x", "y", "--temperature=-1"], "command line: --temperature: "),
         (["plan", "x", "--time-limit", "soon"], "command line: --time-limit: "),
-        (["plan", "x", "--engine", "any one"], "command line: --engine: "),
+        (["plan", "x", "--seed", "any one"], "command line: --seed: "),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

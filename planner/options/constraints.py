@@ -14,7 +14,7 @@ from realgraph.planner.options.passes import pin_problems
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.option import TOKENS
 from realgraph.planner.plan.plan import Transport
-from realgraph.planner.request.engine_support import EVERY, Axis, EngineSupport, axes_text
+from realgraph.planner.request.engine_support import Axis, EngineSupport, axes_text
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
 
@@ -155,9 +155,7 @@ def _lacking(request: PlanRequest, call: ModelCall, pin: Pin, where: Where) -> I
     for axis in FEATURES:
         if text := lacking_axis(request.engine, axis, getattr(pin, axis) or 1, generates=generates):
             instead = "use dp" if generates else "use dp, and sharding: fsdp for models that don't fit"
-            able = axis in EVERY.axes_of(generates=generates)
-            hint = f"{instead}; `realgraph plan --engine any` plans with it" if able else instead
-            yield Problem(_field(where, axis), text, hint, "pin")
+            yield Problem(_field(where, axis), text, instead, "pin")
     if pin.residency == "offloaded" and (text := lacking_offload(request.engine, call)):
         yield Problem(_field(where, "residency"), text, "leave residency out", "pin")
 

@@ -81,9 +81,7 @@ def pin_problems(request: PlanRequest, call: str, pin: Pin, where: Where) -> Ite
     elif piped and asked.schedule not in request.engine.schedules:
         what = f"no {asked.schedule}" if "pp" in request.engine.axes else "no"
         text = f"{request.engine.name} run {what} pipeline stages"
-        yield Problem(
-            where, text, "leave schedule and chunks out; `realgraph plan --engine any` plans with them", "pin"
-        )
+        yield Problem(where, text, "leave schedule and chunks out", "pin")
     if pin.recompute is not None:
         yield from _recompute_problems(request, call, pin.recompute, where)
 

@@ -19,7 +19,7 @@ Axis = Literal["tp", "pp", "ep", "cp"]
 class EngineSupport(Struct, frozen=True):
     """The abilities of the engines of one kind. Data parallelism, whole weights and FSDP2 every engine has."""
 
-    name: str = "the engines of this version"  # in messages
+    name: str = "the embedded engines"  # in messages
     axes: tuple[Axis, ...] = ()  # of parallelism, besides dp, of calls that train or infer
     # of calls that generate; cp is none of any engine's, as a decode step has one token a sequence
     generate_axes: tuple[Axis, ...] = ()
@@ -44,16 +44,8 @@ TORCH = EngineSupport(
     drops_copies=True,
     schedules=("1f1b", "interleaved"),
 )
-EVERY = EngineSupport(
-    name="some engine",
-    axes=("tp", "pp", "ep", "cp"),
-    generate_axes=("tp", "pp", "ep"),
-    drops_copies=True,
-    transports=("device", "host"),
-    schedules=("1f1b", "interleaved"),
-)  # the whole space of plans: what engines of several systems can do together
 TORCH_KIND = "torch"
-SUPPORT: dict[str, EngineSupport] = {TORCH_KIND: TORCH}  # kind -> support, of the engines that this version has
+SUPPORT: dict[str, EngineSupport] = {TORCH_KIND: TORCH}  # kind -> support
 
 
 def axes_text(axes: Sequence[Axis]) -> str:
@@ -62,6 +54,6 @@ def axes_text(axes: Sequence[Axis]) -> str:
     return f"{', '.join(names)} and {last}" if names else last
 
 
-def installed() -> EngineSupport:
+def run_support() -> EngineSupport:
     """The abilities of the engines that a run uses."""
     return SUPPORT[TORCH_KIND]

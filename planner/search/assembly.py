@@ -105,8 +105,7 @@ def scope_of(prepared: PreparedProblem) -> str:
     if request.cluster.is_cpu:
         shown |= {axis: f"{axis} where it is pinned" for axis in request.engine.axes}
     axes = ", ".join(shown.get(axis, axis) for axis in ("dp", *request.engine.axes))
-    free = f"{axes}, recomputation and pipeline schedules"
-    what = free if request.engine.axes else "dp only, as this version's engines run"
+    what = f"{axes}, recomputation and pipeline schedules" if request.engine.axes else "dp only"
     meshes = len(problem.meshes)
     where = f"{meshes:,} mesh{'es' * (meshes != 1)} (aligned blocks and runs of nodes)"
     turns = ", generation in turns with the calls that share its devices" if request.workload.staleness else ""

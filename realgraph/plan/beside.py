@@ -13,7 +13,6 @@ from realgraph.planner.plan.plan import Plan
 from realgraph.planner.report.content import Comparison
 from realgraph.planner.report.format import change_text, gap_text, seconds_text
 from realgraph.planner.request.constraints import Constraints
-from realgraph.planner.request.engine_support import installed
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.baselines import baselines_of
 from realgraph.planner.search.levels import best_level, levels_up_to
@@ -68,7 +67,7 @@ def _devices_of(prepared: PreparedProblem, place: int) -> str:
 
 
 def other_plans(session: Session, request: PlanRequest, judged: bool) -> Iterator[Comparison]:
-    """The user's settings against free choice, and what this version's engines run. judged: the plan was given."""
+    """The user's settings against free choice. judged: the plan was given."""
     if session.stop():
         return
     pinned = bool(request.pins) or request.constraints != Constraints()
@@ -77,9 +76,6 @@ def other_plans(session: Session, request: PlanRequest, judged: bool) -> Iterato
     if pinned:
         free = replace(request, pins={}, constraints=Constraints())
         yield _searched(FREE, "without the run file's allocation and constraints", session, free)
-    if request.engine != installed():
-        own = replace(request, engine=installed())
-        yield _searched("installed engines", "what `realgraph run` of this version plans with", session, own)
 
 
 def _searched(name: str, note: str, session: Session, request: PlanRequest) -> Comparison:

@@ -1,7 +1,7 @@
 """The command line of `realgraph plan`: its options and their help. Imports nothing heavy until it is called."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -57,10 +57,6 @@ Target = Annotated[
 ]
 Robust = Annotated[bool, _searched("--robust", "Choose the plan that suffers least from errors of the costs.")]
 Colocated = Annotated[bool, _searched("--colocated", "Place every call on all devices.")]
-Engine = Annotated[
-    Literal["installed", "any"] | None,
-    _searched("--engine", "Use layouts that this version runs, or any; default: any on GPUs."),
-]
 TimeLimit = Annotated[float, _searched("--time-limit", "Time limit of the search.", "SECONDS", 0)]
 Seed = Annotated[int, _searched("--seed", "Random seed of the search.", None, 0)]
 
@@ -111,7 +107,6 @@ def plan(
     target: Target = None,
     robust: Robust = False,
     colocated: Colocated = False,
-    engine: Engine = None,
     time_limit: TimeLimit = MINUTE_SECONDS,
     seed: Seed = 0,
 ) -> None:
@@ -138,7 +133,6 @@ def plan(
         seed=seed,
         price=price,
         costs=costs,
-        engine=engine,
         lengths=lengths,
     )
     _dispatch(file, overrides or [], problem, options)

@@ -81,9 +81,7 @@ def asked_for(checked: Checked, options: PlanOptions) -> PlanRequest:
     """The request that is planned for, with what the options change. Raises ConfigError."""
     costs = load_costs(options.costs) if options.costs is not None else CostTable()
     lengths = read_lengths(options.lengths) if options.lengths is not None else ()
-    request = request_for(
-        checked, asked=RequestOptions(options.engine or "auto", costs, lengths, str(options.costs or ""))
-    )
+    request = request_for(checked, asked=RequestOptions(costs, lengths, str(options.costs or "")))
     if options.colocated:
         request = replace(request, constraints=replace(request.constraints, colocated=True))
     return request

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Literal
 
 from msgspec import Struct
 
@@ -31,7 +30,6 @@ class PlanOptions(Struct, frozen=True):
     seed: int = 0
     price: float | None = None  # USD for an hour of a device
     costs: Path | None = None
-    engine: Literal["installed", "any"] | None = None  # None: what the cluster's kind suggests
     lengths: Path | None = None
 
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -20,7 +19,7 @@ from realgraph.planner.inputs.workload import Workload
 from realgraph.planner.plan.codec import plan_from_json
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.request.cost_table import CostTable
-from realgraph.planner.request.engine_support import EVERY, installed
+from realgraph.planner.request.engine_support import run_support
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.search import Infeasible, reprice, search
 from realgraph.run_file.compose import Checked
@@ -38,7 +37,6 @@ SMALL_VOCABULARY = 2000  # with fewer tokens a token is about a character
 class RequestOptions(Struct, frozen=True):
     """Options of planning beside the run file."""
 
-    engine: Literal["installed", "any", "auto"] = "installed"  # auto: any on GPUs, installed on CPUs
     costs: CostTable = CostTable()  # measured
     lengths: tuple[int, ...] = ()  # measured new tokens of samples, in any order; they come before those of `costs`
     costs_file: str = ""  # where `costs` come from, for messages
@@ -75,14 +73,13 @@ def request_for(
     if problems:
         raise ConfigError(problems)
     pins = {name: pin for name, pin in checked.run.allocation.items() if name in checked.graph.calls}
-    whole = asked.engine == "any" or (asked.engine == "auto" and not cluster.is_cpu)
     return PlanRequest(
         graph=checked.graph,
         workload=workload,
         cluster=cluster,
         models=models,
         pins=pins,
-        engine=EVERY if whole else installed(),
+        engine=run_support(),
         costs=_costs_for(cluster, asked, checked.where("$.cluster.kind")),
         constraints=checked.run.constraints,
     )

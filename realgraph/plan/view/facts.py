@@ -2,15 +2,11 @@
 
 from collections.abc import Iterator
 
-from msgspec.structs import replace
-
-from realgraph.planner.feasibility.validate import validate
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.workload import Workload
 from realgraph.planner.options.tables import device_bytes
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.report.format import bytes_text, count_text, counted
-from realgraph.planner.request.engine_support import installed
 from realgraph.planner.request.request import PlanRequest, hashes
 from realgraph.run_file.compose import Checked
 
@@ -49,12 +45,7 @@ def fresher(request: PlanRequest, plan: Plan) -> Iterator[str]:
 
 
 def doubts_of(checked: Checked, request: PlanRequest, plan: Plan) -> Iterator[str]:
-    """Doubts: what the predictions rest on that nobody has measured, and if this version can run the plan at all."""
-    if request.engine != installed():
-        missing = validate(plan, replace(request, engine=installed()))
-        if missing:
-            why = missing[0].text.partition(";")[0]
-            yield f"the engines of this version can't run this plan ({why}): --engine installed plans what they can"
+    """What the predictions rest on that nobody has measured."""
     costs, workload = request.costs, request.workload
     if plan.hashes.costs and not hashes(request).costs:
         yield "the plan's own seconds, by a table of measured costs that was not given: --costs judges edits by it"
