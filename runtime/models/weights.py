@@ -215,7 +215,7 @@ def take_weights(
         if name not in whole:
             raise ValueError(f"weight {name!r} is unknown")
         inside = overlap(box, whole[name]) if len(box.shape) == len(whole[name].shape) else None
-        if inside is None or inside.box != box:
+        if inside is None or inside.in_first:
             raise ValueError(f"weight {name!r} is {box.shape} at {box.start}, not in {whole[name].shape}")
         common = overlap(held[name].box, box) if name in held else None
         if common is not None:

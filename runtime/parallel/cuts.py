@@ -55,7 +55,7 @@ class Box(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """The part that two boxes of one tensor hold, and its index in each."""
+    """The part that two boxes of one tensor hold, and its index in each: () where it is all of it."""
 
     box: Box
     in_first: tuple[slice, ...]
@@ -66,7 +66,9 @@ class Overlap(NamedTuple):
 def overlap(first: Box, second: Box) -> Overlap | None:
     """The part that both boxes of one tensor hold; None where there is none."""
     common = first.intersect(second)
-    return common and Overlap(common, common.within(first).slices, common.within(second).slices)
+    if common is None:
+        return None
+    return Overlap(common, *(() if common == box else common.within(box).slices for box in (first, second)))
 
 
 class Shard(Struct, frozen=True):
