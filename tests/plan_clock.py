@@ -27,12 +27,12 @@ from realgraph.runtime.wire.protocol import (
     Command,
     Done,
     Drop,
+    EndSession,
     Execute,
     Generated,
     Load,
     Loaded,
     Reallocate,
-    Release,
     Sample,
     Save,
     Submit,
@@ -234,7 +234,7 @@ class PlanClock:
                 self._work(worker, task, call, reallocation_node(call))
             case Save(task=task):
                 self._later(0.0, Done(worker, task, "", {}))
-            case Drop() | Release():
+            case Drop() | EndSession():
                 pass
             case _:
                 raise AssertionError(command)

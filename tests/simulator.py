@@ -23,6 +23,7 @@ from realgraph.runtime.wire.protocol import (
     Command,
     Done,
     Drop,
+    EndSession,
     Evaluate,
     Execute,
     Failed,
@@ -31,7 +32,6 @@ from realgraph.runtime.wire.protocol import (
     Loaded,
     Mean,
     Reallocate,
-    Release,
     Sample,
     Save,
     Submit,
@@ -170,7 +170,7 @@ class Simulator:
             case Drop():
                 for group in command.groups:
                     self.drop(worker, group)
-            case Release():
+            case EndSession():
                 assert command.call == self.contract.generate
                 assert number in self.contract.layouts[command.call].mesh.devices
                 assert not worker.making, "a session that goes on"

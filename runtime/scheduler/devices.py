@@ -17,7 +17,7 @@ from realgraph.runtime.scheduler.program import CallPlan, Program
 from realgraph.runtime.scheduler.steps import OpenSteps
 from realgraph.runtime.scheduler.transitions import SessionEvent, SessionState, session_after
 from realgraph.runtime.scheduler.turns import LaneImage, NextTurn, Turns
-from realgraph.runtime.wire.protocol import Reallocate, Release
+from realgraph.runtime.wire.protocol import EndSession, Reallocate
 
 
 class DevicesImage(Struct, frozen=True):
@@ -164,7 +164,7 @@ class Devices:
         if self.session is not None or not call.gives_way:
             return []
         self.dropped.update(call.dropped)
-        return [Send(worker, Release(call.name)) for worker in call.workers]
+        return [Send(worker, EndSession(call.name)) for worker in call.workers]
 
     def abandon_session(self, target: int) -> bool:
         """Close the session if the run now ends before its step; whether it did."""

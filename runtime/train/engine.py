@@ -75,12 +75,10 @@ class TorchTrainEngine:
             self.masters = Masters(model.network, master_dtype(role), self._state_holders(layout))
         if settings.optimizer is not None and self.masters is not None:
             self.adam = Adam(self.masters, settings.optimizer)
+            self.masters.free()
             if self.dtype == torch.float16:
                 self.scale = LossScale(FIRST_LOSS_SCALE, dynamic=True)
         self._dropped = DroppedStorages()  # of a copy that was given up
-        self._gradients = DroppedStorages()  # between two train calls
-        if self.masters is not None:
-            self._gradients.drop([self.masters.flat])
         place = layout, layout.mesh.first + ranks.mesh.rank
         self.contents = train_files.contents_of(model, place, self.dtype, self.masters, self.adam)
 
@@ -114,24 +112,15 @@ class TorchTrainEngine:
         if losses.needs(call.loss).proximal and len(parts) > 1:
             parts = self.passes.with_proximal(parts, call.temperature)
         tally = PassTotals()
-        with (
-            self._room_for_gradients(),
-            recomputing(self.model.network, recompute or ("full" if self.role.gradient_checkpointing else "none")),
-        ):
-            for step, part in enumerate(parts):
-                tally.add(self._step(call, part, first=step == 0))
+        try:
+            with recomputing(self.model.network, recompute or ("full" if self.role.gradient_checkpointing else "none")):
+                for step, part in enumerate(parts):
+                    tally.add(self._step(call, part, first=step == 0))
+        finally:
+            if self.masters is not None:
+                self.masters.free()
         self.version += 1
         return {**tally.metrics, **self._counts(parts, call.epochs)} if self.ranks.heads else {}
-
-    @contextmanager
-    def _room_for_gradients(self) -> Iterator[None]:
-        """The gradients' memory, inside: other calls have it between two train calls."""
-        assert self.masters is not None
-        self._gradients.restore()
-        try:
-            yield
-        finally:
-            self._gradients.drop([self.masters.flat])
 
     def _step(self, call: Train, part: StepShare, *, first: bool) -> dict[str, Metric]:
         """One optimizer step. In float16 an overflow halves the loss scale and does the passes again."""

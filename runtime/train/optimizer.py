@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from realgraph.graphs.spec import Optimizer
+from realgraph.runtime.models.host_states import DroppedStorages
 from realgraph.runtime.parallel.groups import Ranks
 from realgraph.runtime.parallel.pipeline.stage import stage_of
 from realgraph.runtime.parallel.tensor.pieces import cut_of, shard_of
@@ -44,6 +45,7 @@ class Masters:
         self.tensors = [own.to(dtype, copy=True) for own in self._own] if self.separate else self._own
         self.flat = torch.zeros(0, dtype=dtype)
         self._grads: list[Tensor] = []
+        self._freed = DroppedStorages()
 
     def allocate(self) -> None:
         """Make the gradient buffer; where parameter and master are one, backward adds right into it."""
@@ -64,11 +66,18 @@ class Masters:
         return tensors if self.shards is None else self.shards.own(tensors)
 
     def zero(self) -> None:
-        """Forget all gradients."""
+        """Forget all gradients, and have memory for others."""
+        self._freed.restore()
         self.flat.zero_()
         direct = not self.separate and not self.sharded
         for parameter, grad in zip(self.parameters, self._grads, strict=True):
             parameter.grad = grad if direct else None
+
+    def free(self) -> None:
+        """Give the gradients' memory up, until `zero`."""
+        for parameter in self.parameters:
+            parameter.grad = None  # nothing may be written to what has no memory
+        self._freed.drop([self.flat])
 
     @torch.no_grad()
     def collect(self) -> None:

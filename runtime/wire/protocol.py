@@ -132,7 +132,7 @@ class Abort(_Message, frozen=True):
     groups: tuple[int, ...]
 
 
-class Release(_Message, frozen=True):
+class EndSession(_Message, frozen=True):
     """The generate call `call` is over for now: give back the memory of its caches, and of weights that are brought
     again before its next use; no answer."""
 
@@ -144,7 +144,7 @@ class Shutdown(_Message, frozen=True):
 
 
 Command = (
-    Configure | Load | Submit | Execute | Reallocate | Drop | Save | Rescue | Evaluate | Abort | Release | Shutdown
+    Configure | Load | Submit | Execute | Reallocate | Drop | Save | Rescue | Evaluate | Abort | EndSession | Shutdown
 )
 
 

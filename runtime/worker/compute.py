@@ -27,6 +27,7 @@ from realgraph.runtime.wire.protocol import (
     Abort,
     Configure,
     Done,
+    EndSession,
     Evaluate,
     Execute,
     Generated,
@@ -35,7 +36,6 @@ from realgraph.runtime.wire.protocol import (
     Metric,
     Ready,
     Reallocate,
-    Release,
     Reply,
     Rescue,
     Save,
@@ -53,7 +53,7 @@ from realgraph.runtime.worker.update_gate import UpdateGate
 
 log = logging.getLogger(__name__)
 
-ModelCommand = Load | Submit | Execute | Reallocate | Save | Evaluate | Abort | Release
+ModelCommand = Load | Submit | Execute | Reallocate | Save | Evaluate | Abort | EndSession
 CLOSE_SECONDS = 2.0
 
 
@@ -191,7 +191,7 @@ class Compute:
         match work:
             case Collect():
                 return self._rollouts.name if self._rollouts is not None else ""
-            case Execute(call=call) | Submit(call=call) | Reallocate(call=call) | Release(call=call):
+            case Execute(call=call) | Submit(call=call) | Reallocate(call=call) | EndSession(call=call):
                 return call
             case _:
                 return type(work).__name__.lower()
@@ -220,7 +220,7 @@ class Compute:
                 if self._rollouts is not None:
                     self._rollouts.abort(groups)
                 return None
-            case Release(call=call):
+            case EndSession(call=call):
                 self.roles.release(call)
                 return None
             case _:

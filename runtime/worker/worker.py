@@ -26,13 +26,13 @@ from realgraph.runtime.wire.protocol import (
     Configure,
     Done,
     Drop,
+    EndSession,
     Evaluate,
     Execute,
     Heartbeat,
     Hello,
     Load,
     Reallocate,
-    Release,
     Reply,
     Rescue,
     Save,
@@ -152,7 +152,7 @@ class Worker:
                 self._spawn(self._configure(command))
             case Execute(call=call) if isinstance(self._ready.job.graph.calls[call], Function):
                 self._spawn(self._run_function(command))
-            case Load() | Submit() | Execute() | Reallocate() | Save() | Evaluate() | Abort() | Release():
+            case Load() | Submit() | Execute() | Reallocate() | Save() | Evaluate() | Abort() | EndSession():
                 self._ready.queue(command)
             case Drop(groups=groups):
                 self._ready.drop(groups)

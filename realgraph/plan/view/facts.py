@@ -45,7 +45,7 @@ def fresher(request: PlanRequest, plan: Plan) -> Iterator[str]:
 
 
 def doubts_of(checked: Checked, request: PlanRequest, plan: Plan) -> Iterator[str]:
-    """What the predictions rest on that nobody has measured."""
+    """The assumptions of the predictions that nobody has measured."""
     costs, workload = request.costs, request.workload
     if plan.hashes.costs and not hashes(request).costs:
         yield "the plan's own seconds, by a table of measured costs that was not given: --costs judges edits by it"
