@@ -159,7 +159,7 @@ class Devices:
         return self.release_generator()
 
     def release_generator(self) -> list[Action]:
-        """Where no session is open and other calls may come: the generator's memory is theirs."""
+        """Give the generator's memory to other calls, where no session is open and such may come."""
         call = self._program.calls[self._program.generate]
         if self.session is not None or not call.gives_way:
             return []
