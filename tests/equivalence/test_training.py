@@ -1,8 +1,10 @@
 """Training under any layout equals that of one process: outputs, losses, every gradient and its norm, weights and
 moments."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from realgraph.runtime.engine import NumericsError
 from realgraph.runtime.parallel.groups import LayoutRanks
 from tests import tiny
 from tests.equivalence.comparing import alone, check, compare
+from tests.equivalence.drawn import RANKS, drawn, every_layout
 from tests.equivalence.layouts import EIGHT, LAYOUTS
 from tests.equivalence.training import Case, call_of, minibatches, open_case, ranks_of, train
 from tests.ranks import RankProcesses
@@ -137,6 +140,20 @@ def test_every_layout_trains_as_one_process(
 ) -> None:
     case = Case(model, loss, "float64", LAYOUTS[layout])
     check(case, four.run(train, case, models), alone(case, models), 1e-10)
+
+
+@pytest.fixture(scope="module")
+def any_four() -> Iterator[RankProcesses]:
+    """Four processes with the groups of every layout that can be drawn."""
+    processes = RankProcesses(RANKS, every_layout())
+    yield processes
+    processes.close()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_drawn_trainings_equal_those_of_one_process(any_four: RankProcesses, models: Path, seed: int) -> None:
+    case = drawn(Random(seed))
+    check(case, any_four.run(train, case, models), alone(case, models), 1e-10)
 
 
 def test_eight_workers_train_as_one_process(eight: RankProcesses, models: Path) -> None:

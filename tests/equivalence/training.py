@@ -133,8 +133,8 @@ def share(batches: Sequence[Packed], ranks: LayoutRanks) -> list[Packed]:
 
 
 def numpy(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Tensors would travel between processes by file descriptors."""
-    return {name: tensor.detach().double().cpu().numpy().copy() for name, tensor in tensors.items()}
+    """Copies: tensors would travel between processes by file descriptors, and memory that numpy has can't be freed."""
+    return {name: tensor.detach().to("cpu", torch.float64, copy=True).numpy() for name, tensor in tensors.items()}
 
 
 class Watched(TorchTrainEngine):
