@@ -1,14 +1,15 @@
 """The training of all workers of a layout beside that of one process."""
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from realgraph.planner.plan.layout import Layout
 from realgraph.runtime.parallel.groups import LayoutRanks
-from tests.equivalence.training import Case, Training, merged, train
+from tests.equivalence.training import Case, Parts, Training, merged, train
 
 _one: dict[Case, Training] = {}  # the training of one process
 
@@ -30,20 +31,18 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float, what
         assert worst <= tolerance, (what, name, worst)
 
 
-def joined_stages(found: list[Training], layout: Layout) -> list[Training]:
-    """The workers of each copy's stages as one that has all layers. A parameter that lies on two has one gradient."""
-    size = len(found) // layout.pp
-    whole = []
-    for first, *later in (found[place::size] for place in range(size)):
-        for other in later:
-            for ours, theirs in zip([*first.gradients, first.moments], [*other.gradients, other.moments], strict=True):
-                for name in ours.keys() & theirs.keys():
-                    assert (ours[name] == theirs[name]).all(), name
-                ours.update(theirs)
-            assert first.weights.keys() == other.weights.keys()
-            assert all((first.weights[name] == tensor).all() for name, tensor in other.weights.items())
-        whole.append(first)
-    return whole
+def compare_parts(found: Sequence[Parts], theirs: Parts, tolerance: float, what: str) -> None:
+    """Every worker's part of each tensor as that part of the whole one, and together they are all of it."""
+    assert {name for parts in found for name in parts} == theirs.keys()
+    for name, (_, expected) in theirs.items():
+        here = [parts[name] for parts in found if name in parts]
+        boxes = {(start, values.shape) for start, values in here}
+        assert sum(math.prod(shape) for _, shape in boxes) == expected.size, (what, name)
+        scale = max(float(abs(expected).max()), 1e-30)
+        for start, values in here:
+            place = tuple(slice(first, first + n) for first, n in zip(start, values.shape, strict=True))
+            worst = float(abs(values - expected[place]).max()) / scale if values.size else 0.0
+            assert worst <= tolerance, (what, name, worst)
 
 
 def check(case: Case, found: list[Training | None], one: Training, tolerance: float) -> None:
@@ -58,14 +57,12 @@ def check(case: Case, found: list[Training | None], one: Training, tolerance: fl
             del expected["entropy"]  # as a metric alone it is that of a data-parallel rank's first micro-batch
         for name, value in expected.items():
             assert ours[name] == pytest.approx(value, rel=late, abs=late), (step, name)
-    for worker in here if case.layout.pp == 1 else joined_stages(here, case.layout):
-        assert len(worker.gradients) == len(one.gradients) == 4
-        for step, gradients in enumerate(one.gradients):
-            compare(worker.gradients[step], gradients, tolerance if step == 0 else late, f"gradient of step {step}")
-        compare(worker.weights, one.weights, late, "weights")
-        compare(worker.moments, one.moments, late, "moments")
-        for seen, expected in zip([*worker.gradients, worker.moments], [*one.gradients, one.moments], strict=True):
-            assert seen.keys() == expected.keys()
+    for step, gradients in enumerate(one.gradients):
+        ours = [worker.gradients[step] for worker in here]
+        compare_parts(ours, gradients, tolerance if step == 0 else late, f"gradient of step {step}")
+    assert {len(worker.gradients) for worker in here} == {len(one.gradients)} == {4}
+    compare_parts([worker.weights for worker in here], one.weights, late, "weights")
+    compare_parts([worker.moments for worker in here], one.moments, late, "moments")
     layout = case.layout
     last = here[-len(here) // layout.pp :]  # the last stage
     heads = last[:: layout.tp * layout.cp]

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from realgraph.graphs.maths import (
     KL,
@@ -30,9 +29,9 @@ from realgraph.planner.plan.layout import DeviceMesh, Layout, Recompute
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.engine import TrainSettings
 from realgraph.runtime.models.weights import whole
+from realgraph.runtime.parallel.exchange import WeightPart
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
-from realgraph.runtime.train.optimizer import Masters
 from realgraph.runtime.wire.protocol import Metric, merge
 from tests import tiny
 from tests.ranks import joined
@@ -94,16 +93,19 @@ class Case:
         return replace(self, layout=Layout(DeviceMesh(0, 1)), recompute="none")
 
 
+Parts = dict[str, tuple[tuple[int, ...], Any]]  # by name: where in the whole tensor they begin, and values
+
+
 @dataclass
 class Training:
     """All that one worker saw. before: outputs before the first step. steps: metrics of each train call. gradients: of
-    each optimizer step, clipped, whole, of the layers that it has. weights, moments (of its layers): at the end."""
+    each optimizer step, clipped, of what it steps. weights, moments: at the end, what lies there."""
 
     before: dict[str, Any] = field(default_factory=dict)
     steps: list[dict[str, Metric]] = field(default_factory=list)
-    gradients: list[dict[str, Any]] = field(default_factory=list)
-    weights: dict[str, Any] = field(default_factory=dict)
-    moments: dict[str, Any] = field(default_factory=dict)
+    gradients: list[Parts] = field(default_factory=list)
+    weights: Parts = field(default_factory=dict)
+    moments: Parts = field(default_factory=dict)
 
 
 def save_models(folder: Path) -> Path:
@@ -137,8 +139,14 @@ def numpy(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: tensor.detach().to("cpu", torch.float64, copy=True).numpy() for name, tensor in tensors.items()}
 
 
+def copied(held: Mapping[str, WeightPart]) -> Parts:
+    """The same of parts."""
+    values = numpy({name: part.values for name, part in held.items()})
+    return {name: (part.box.start, values[name]) for name, part in held.items()}
+
+
 class Watched(TorchTrainEngine):
-    """An engine that writes down every gradient."""
+    """An engine that writes down every gradient that it steps."""
 
     seen: Training
 
@@ -149,34 +157,14 @@ class Watched(TorchTrainEngine):
         adam, step = self.adam, self.adam.step
 
         def noted(lr: float) -> None:
-            masters = adam.masters
-            found = {name: whole_of(masters, i, grad) for i, (name, grad) in enumerate(grads(masters))}
-            self.seen.gradients.append(numpy(found))
+            masters, places = adam.masters, self.contents.states["exp_avg"]
+            found = {name: master.grad for name, master in zip(masters.names, masters.tensors, strict=True)}
+            stepped = {name: places[name]._replace(values=grad) for name, grad in found.items() if grad is not None}
+            self.seen.gradients.append(copied(stepped))
             step(lr)
 
         adam.step = noted  # type: ignore[method-assign]
         return self.seen
-
-
-def grads(masters: Masters) -> list[tuple[str, Tensor]]:
-    """The gradients in the flat buffer that this rank steps, by name."""
-    found = [master.grad for master in masters.tensors]
-    return [(name, grad) for name, grad in zip(masters.names, found, strict=True) if grad is not None]
-
-
-def whole_of(masters: Masters, index: int, local: Tensor) -> Tensor:
-    """The full tensor of which this rank has `local`, its part of the states of parameter `index`. Collective."""
-    parameter, name = masters.parameters[index], masters.names[index]
-    if isinstance(parameter, DTensor):
-        places, shape, stride = parameter.placements, parameter.shape, parameter.stride()
-        mesh = parameter.device_mesh
-        local = DTensor.from_local(local, mesh, places, run_check=False, shape=shape, stride=stride).full_tensor()
-    elif masters.shards is not None:
-        piece = parameter.detach().new_zeros(parameter.shape, dtype=local.dtype)
-        piece[masters.shards.boxes()[index].slices].copy_(local)
-        masters.shards.gather([piece if i == index else piece.new_empty(0) for i in range(len(masters.names))])
-        local = piece
-    return masters.cut.whole(name, local)
 
 
 def keep_norms_exact(model: nn.Module) -> None:
@@ -243,13 +231,9 @@ def train(ranks: LayoutRanks, case: Case, models: Path) -> Training | None:
     output: Any = OUTPUTS.get(case.loss, "logprobs")
     seen.before = numpy({str(i): engine.inference(batch, output, 0.8) for i, batch in enumerate(batches[:2])})
     seen.steps.append(engine.train(call_of(case), batches, case.recompute))
-    seen.weights = numpy(dict(engine.weights()))
-    assert engine.adam is not None
-    masters = engine.adam.masters
-    for moment in ("exp_avg", "exp_avg_sq"):
-        parts = engine.adam.moments_of(moment)
-        found = {f"{moment}.{n}": whole_of(masters, i, parts[i]) for i, n in enumerate(masters.names)}
-        seen.moments |= numpy(found)
+    seen.weights = copied(engine.contents.weights)
+    for kind, held in engine.contents.states.items():
+        seen.moments |= copied({f"{kind}.{name}": part for name, part in held.items()})
     return seen
 
 
