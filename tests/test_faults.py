@@ -98,7 +98,7 @@ def test_divided_weights_are_saved_where_all_their_parts_are_left(
     assert fault == "reward" or "worker 1 was lost" in error
     output = run.running.output()
     if fault == "worker":
-        lost = r"not saved: worker 0: a part of 'actor' is gone: no worker holds \[.*\] of 'model"
+        lost = r"not saved: worker \d: a part of 'actor' is gone: no worker holds \[.*\] of 'model"
         assert re.search(lost, output), output
         assert run.saved == 0
         return
