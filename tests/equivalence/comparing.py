@@ -58,8 +58,8 @@ def check(case: Case, found: list[Training | None], one: Training, tolerance: fl
         for name, value in expected.items():
             assert ours[name] == pytest.approx(value, rel=late, abs=late), (step, name)
     for step, gradients in enumerate(one.gradients):
-        ours = [worker.gradients[step] for worker in here]
-        compare_parts(ours, gradients, tolerance if step == 0 else late, f"gradient of step {step}")
+        stepped = [worker.gradients[step] for worker in here]
+        compare_parts(stepped, gradients, tolerance if step == 0 else late, f"gradient of step {step}")
     assert {len(worker.gradients) for worker in here} == {len(one.gradients)} == {4}
     compare_parts([worker.weights for worker in here], one.weights, late, "weights")
     compare_parts([worker.moments for worker in here], one.moments, late, "moments")
