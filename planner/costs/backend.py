@@ -1,8 +1,8 @@
 """Differences between engines of the same arithmetic: overlap, attention kernels, number formats, and where states lie.
 
-Two worlds share the formulas. This project's own engines hold whole copies or FSDP shards on dp alone; layouts that
-cut a model (tp, pp, cp, ep) run on an engine in the manner of Megatron-Core, with a distributed optimizer. On CPUs
-there are this project's own engines alone, which cut those states too.
+On GPUs plain copies are those of this project's engine, which all-reduces gradients after the last micro-batch;
+layouts that cut a model (tp, pp, cp, ep) are priced in the manner of Megatron-Core, with a distributed optimizer. On
+CPUs a core has no overlap, and states are cut by the same rule.
 """
 
 from typing import Literal
@@ -65,8 +65,6 @@ CORES = Backend(
     sum_bytes=0,
     step_seconds=0.0,
 )
-
-
 CORES_CUT = replace(CORES, distributed=True)
 
 
@@ -74,6 +72,6 @@ def backend_of(layout: Layout, cpu: bool = False) -> Backend:
     """The engine that runs a layout where none is named."""
     if cpu:
         return CORES_CUT if distributes_states(layout) else CORES
-    if layout.tp * layout.pp * layout.cp * layout.ep > 1:
-        return MEGATRON if layout.sharding == "replicated" else FSDP
+    if distributes_states(layout):
+        return MEGATRON
     return REPLICATED if layout.sharding == "replicated" else FSDP
