@@ -6,7 +6,7 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-PACKAGES = ("realgraph", "torch", "transformers", "numpy", "msgspec", "pyzmq", "ray", "trl")
+PACKAGES = ("realgraph", "torch", "transformers", "numpy", "msgspec", "pyzmq", "ray", "trl", "accelerate")
 
 
 def _cpu_model() -> str:

@@ -1,10 +1,13 @@
-"""Training passes of one model under parallel layouts, against one process and against torch's own pipeline.
+"""Training passes of one model under parallel layouts, against one process and against torch's own parallelism.
 
-Two processes of one core each, started once; run from the root of the repository: `OMP_NUM_THREADS=1 python -m
-benchmarks.parallel_engines`. A pass is forward and backward of a step's micro-batches, without the optimizer. Ours take
-packed samples under a budget of tokens; `torch.distributed.pipelining` (Schedule1F1B) takes micro-batches of one shape:
-equal lengths as they are, ragged ones padded to the longest. Rounds of all contenders take turns, and each counts by
-its best: only ratios carry over to other machines.
+Processes of one thread each, on two cores, started once; run from the root of the repository: `OMP_NUM_THREADS=1 python
+-m benchmarks.parallel_engines`. A pass is forward and backward of a step's micro-batches, without the optimizer. Ours
+take packed samples under a budget of tokens. `torch.distributed.pipelining` (Schedule1F1B) takes micro-batches of one
+shape: equal lengths as they are, ragged ones padded to the longest. torch's DTensor plan of tensor parallelism takes
+micro-batches of neighbouring lengths, each padded to its own longest. Experts are cut in a mixture of its own (8
+experts, 2 of them a token), against that mixture in one process. `ideal`: the cores that work, over one; two for four
+processes of fsdp2 tp2. Rounds of all contenders take turns, and each counts by its best: only ratios carry over to
+other machines.
 """
 
 import argparse
@@ -12,7 +15,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +23,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.pipelining import PipelineStage as TorchStage
 from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from benchmarks.machine import describe
 from realgraph.graphs.maths import CrossEntropy, Loss, TokenMean
@@ -50,15 +56,26 @@ LAYOUTS = {
     "pp2": Layout(DeviceMesh(0, 2), pp=2),
     "pp2 interleaved": Layout(DeviceMesh(0, 2), pp=2, stages=((3, 2), (2, 2))),
     "tp2": Layout(DeviceMesh(0, 2), tp=2),
+    "cp2": Layout(DeviceMesh(0, 2), cp=2),
     "dp2": Layout(DeviceMesh(0, 2), dp=2),
+    "fsdp2 tp2": Layout(DeviceMesh(0, 4), dp=2, tp=2, sharding="fsdp"),
 }
+MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+OF_MIXTURE = {
+    "one process": Layout(DeviceMesh(0, 1)),
+    "ep2": Layout(DeviceMesh(0, 2), dp=2, ep=2),
+}
+IDEAL = 2.0  # cores
 FEW = {"pp2 interleaved": Layout(DeviceMesh(0, 2), pp=2, stages=((1, 1), (1, 1)))}  # of a model of four layers
 CLAIMS = (  # contender, peer, lengths, ratio of the 30M model
     ("pp2", "one process", "ragged", 1.3),
     ("tp2", "one process", "ragged", 1.25),
+    ("tp2", "torch DTensor", "equal", 1.15),
+    ("tp2", "torch DTensor", "ragged", 1.15),
     ("pp2", "torch 1F1B", "equal", 0.95),
     ("pp2", "torch 1F1B", "ragged", 2.0),
 )
+Contender = Callable[[LayoutRanks, Path, Layout, "Work", int], list[float]]
 RESULTS = Path(__file__).parent / "results" / "parallel_engines.json"
 
 
@@ -84,9 +101,25 @@ class Work:
     @property
     def padded(self) -> tuple[Tensor, Tensor]:
         """[samples, longest] tokens, and the next ones, -100 where there is none."""
-        tokens = torch.nn.utils.rnn.pad_sequence(list(torch.split(self.batch.tokens, list(self.lengths))), True)
-        follows = torch.arange(tokens.shape[1]) < torch.tensor(self.lengths)[:, None] - 1
-        return tokens, tokens.roll(-1, 1).where(follows, -100)
+        return padded(torch.split(self.batch.tokens, list(self.lengths)))
+
+    @property
+    def padded_parts(self) -> list[tuple[Tensor, Tensor]]:
+        """The same of micro-batches within the budget, of neighbours in length, so that little is padded."""
+        samples = torch.split(self.batch.tokens, list(self.lengths))
+        cuts: list[list[Tensor]] = [[]]
+        for sample in samples:  # in ascending order
+            if cuts[-1] and (len(cuts[-1]) + 1) * len(sample) > self.budget:
+                cuts.append([])
+            cuts[-1].append(sample)
+        return [padded(cut) for cut in cuts]
+
+
+def padded(samples: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """[samples, longest] tokens, and the next ones, -100 where there is none."""
+    tokens = torch.nn.utils.rnn.pad_sequence(list(samples), True)
+    follows = torch.arange(tokens.shape[1]) < torch.tensor([len(sample) for sample in samples])[:, None] - 1
+    return tokens, tokens.roll(-1, 1).where(follows, -100)
 
 
 def works(vocabulary: int) -> dict[str, Work]:
@@ -120,6 +153,8 @@ def ours(ranks: LayoutRanks, folder: Path, layout: Layout, work: Work, rounds: i
 
 def torchs(ranks: LayoutRanks, folder: Path, layout: Layout, work: Work, rounds: int) -> list[float]:
     """The same of torch's Schedule1F1B over the same stages."""
+    if ranks.mesh.rank not in layout.mesh.devices:
+        return []
     model = build(ModelRole(), str(folder), Start(ranks.device))
     model.config._attn_implementation = "sdpa"
     here = joined[0].of_layout(layout)
@@ -140,6 +175,33 @@ def torchs(ranks: LayoutRanks, folder: Path, layout: Layout, work: Work, rounds:
             schedule.step(tokens)
         else:
             schedule.step(target=follow, losses=[])
+
+    return timed(step, here, rounds)
+
+
+def dtensors(ranks: LayoutRanks, folder: Path, layout: Layout, work: Work, rounds: int) -> list[float]:
+    """The same of torch's DTensor plan: heads and widths by columns, what follows them by rows, the vocabulary cut."""
+    if ranks.mesh.rank not in layout.mesh.devices:
+        return []
+    here = joined[0].of_layout(layout)
+    assert here.tp.group is not None
+    network: Any = build(ModelRole(), str(folder), Start(ranks.device)).network
+    network.config._attn_implementation = "sdpa"
+    mesh = TorchMesh.from_group(here.tp.group, "cpu")
+    column, row = ColwiseParallel, RowwiseParallel
+    for layer in network.model.layers:
+        plan = {f"self_attn.{name}_proj": column() for name in "qkv"} | {"self_attn.o_proj": row()}
+        plan |= {"mlp.gate_proj": column(), "mlp.up_proj": column(), "mlp.down_proj": row()}
+        parallelize_module(layer, mesh, plan)
+    ends = {"model.embed_tokens": row(input_layouts=Replicate()), "lm_head": column(output_layouts=Replicate())}
+    parallelize_module(network, mesh, ends)
+    network.requires_grad_()
+
+    def step() -> None:
+        network.zero_grad()
+        for tokens, follow in work.padded_parts:
+            logits = network(tokens, use_cache=False).logits
+            summed_loss(logits, follow).backward()
 
     return timed(step, here, rounds)
 
@@ -185,22 +247,34 @@ def timed(step: Callable[[], None], here: LayoutRanks, rounds: int) -> list[floa
 
 
 def measure(name: str, rounds: int) -> dict[str, Any]:
-    """Seconds and ratios of one model."""
+    """Seconds and ratios of one model, and of a mixture of its size."""
     layouts = LAYOUTS if name == "30M" else {**LAYOUTS, **FEW}
-    processes = RankProcesses(2, tuple(layouts.values()), seconds=600.0)
+    shape = SHAPES[name]
+    processes = RankProcesses(4, (*layouts.values(), *OF_MIXTURE.values()), seconds=600.0)
     best: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        model = tiny.save(Path(folder) / "model", "qwen3", **SHAPES[name])
-        for lengths, work in works(SHAPES[name]["vocab_size"]).items():
-            seconds: dict[str, list[float]] = {}
+        model = tiny.save(Path(folder) / "model", "qwen3", **shape)
+        mixture = tiny.save(Path(folder) / "mixture", "qwen3_moe", **shape, **MIXTURE)
+        contenders: dict[str, tuple[Contender, Path, Layout]] = {
+            **{name: (ours, model, layout) for name, layout in layouts.items()},
+            "torch 1F1B": (torchs, model, layouts["pp2"]),
+            "torch DTensor": (dtensors, model, layouts["tp2"]),
+            **{f"mixture, {name}": (ours, mixture, layout) for name, layout in OF_MIXTURE.items()},
+        }
+        for lengths, work in works(shape["vocab_size"]).items():
+            seconds: dict[str, list[float]] = {contender: [] for contender in contenders}
             for _ in range(rounds):
-                for contender, layout in layouts.items():
-                    seconds.setdefault(contender, []).extend(processes.run(ours, model, layout, work, 1)[0])
-                seconds.setdefault("torch 1F1B", []).extend(processes.run(torchs, model, layouts["pp2"], work, 1)[0])
+                for contender, (run, path, layout) in contenders.items():
+                    seconds[contender] += processes.run(run, path, layout, work, 1)[0]
             best[lengths] = {contender: min(found) for contender, found in seconds.items()}
             for contender, least in best[lengths].items():
-                ratio = best[lengths]["one process"] / least
-                print(f"{name:>5} {lengths:>7} {contender:>16}: {least:7.3f} s, {ratio:.2f} x one process", flush=True)
+                peer = "mixture, one process" if contender.startswith("mixture") else "one process"
+                ratio = best[lengths][peer] / least
+                print(
+                    f"{name:>5} {lengths:>7} {contender:>20}: {least:7.3f} s, {ratio:.2f} x one process, "
+                    f"ideal {1.0 if contender == peer else IDEAL:.0f}",
+                    flush=True,
+                )
     processes.close()
     return {"seconds": best, "tokens": {k: sum(w.lengths) for k, w in works(64).items()}}
 
