@@ -1,23 +1,30 @@
-"""The fork server of a run's workers as a fork of the run's own process, whose heavy modules are loaded already."""
+"""The fork server of a run's workers, and the guardians of its functions, as forks of the run's own processes, whose
+heavy modules are loaded already."""
 
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from realgraph.runtime.functions import guardian as guardian_module
 from realgraph.runtime.processes import processes
 
 PATIENCE = 90.0  # seconds that anything may take before a test gives up on it
 
 
 class Forked:
-    """A fork server that is forked from this process, which has its modules already."""
+    """A process that is forked from this one, which has its modules already."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._status: int | None = None
+
+    @property
+    def returncode(self) -> int | None:
+        return self._status
 
     def wait(self, timeout: float | None = None) -> int:
         deadline = time.monotonic() + (timeout if timeout is not None else PATIENCE)
@@ -26,7 +33,7 @@ class Forked:
             if pid:
                 self._status = os.waitstatus_to_exitcode(status)
             elif time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("fork server", timeout or PATIENCE)
+                raise subprocess.TimeoutExpired("forked process", timeout or PATIENCE)
             else:
                 time.sleep(0.005)
         return self._status
@@ -47,14 +54,43 @@ def fork_server(pipe: Any, modules: Sequence[str], threads: int) -> Forked:
         return Forked(pid)
     status = 1
     try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.setsid()
         keep = os.dup(pipe.fileno())
-        first = max(3, keep)
-        os.closerange(3, first)
-        os.closerange(first + 1, 4096)
+        _stand_alone((keep,))
         processes.serve(keep, parent, list(modules))
         status = 0
     finally:
         os._exit(status)
+
+
+def guardian(options: str, fds: tuple[int, int], user_dir: str, env: Mapping[str, str]) -> Forked:
+    """Stands for `process.open_guardian`: the guardian is a fork of this process."""
+    pid = os.fork()
+    if pid:
+        return Forked(pid)
+    try:
+        _stand_alone(fds)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.chdir(user_dir)
+        os.environ.clear()
+        os.environ.update(env)
+        for name in [name for name, module in sys.modules.items() if _lies_in(module, user_dir)]:
+            del sys.modules[name]  # an interpreter of its own would not have them
+        guardian_module.main(options)
+    finally:
+        os._exit(1)
+
+
+def _stand_alone(fds: Sequence[int]) -> None:
+    """A session of its own, default signals, and no open files but these and the standard ones."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.setsid()
+    first = 3
+    for fd in sorted(fds):
+        os.closerange(first, fd)
+        first = fd + 1
+    os.closerange(first, 4096)
+
+
+def _lies_in(module: Any, folder: str) -> bool:
+    return (getattr(module, "__file__", None) or "").startswith(f"{folder}/")

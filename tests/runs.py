@@ -1,8 +1,8 @@
 """Real runs for tests: a tiny model, a tiny data set, the command line in a process of its own, and ways to break it.
 
 The process of a run is forked from a server that has torch, transformers and the planner's compiled search loaded, and
-so is that run's own fork server: those seconds are paid once for all tests. Everything after that is what
-`realgraph run` does.
+so are that run's own fork server and the guardians of its functions: those seconds are paid once for all tests.
+Everything after that is what `realgraph run` does.
 """
 
 import importlib
@@ -25,7 +25,7 @@ import pytest
 
 from realgraph.graphs.errors import ConfigError
 from tests.crash_points import CrashPoints
-from tests.forked import PATIENCE, fork_server
+from tests.forked import PATIENCE, fork_server, guardian
 from tests.traces import processes_at, title_of
 
 PRELOAD = (
@@ -175,6 +175,7 @@ PLAIN = Special()
 def _enter(argv: list[str], folder: Path, output: str, special: Special) -> None:
     """Do what the console script does, in the process of a run."""
     from realgraph.__main__ import main
+    from realgraph.runtime.functions import process
     from realgraph.runtime.processes import local
 
     os.setsid()
@@ -187,6 +188,7 @@ def _enter(argv: list[str], folder: Path, output: str, special: Special) -> None
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(folder.parent)
     local.open_server = fork_server
+    process.open_guardian = guardian
     sys.argv = ["realgraph", *argv]
     special.apply(folder)
     main()
@@ -289,9 +291,11 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    from realgraph.runtime.functions import process
     from realgraph.runtime.processes import local
 
     local.open_server = fork_server
+    process.open_guardian = guardian
     try:
         pipe.send((True, function(*arguments)))
     except ConfigError as error:

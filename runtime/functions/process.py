@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from realgraph.runtime.processes.environment import variables
 
@@ -28,6 +29,32 @@ PASSED = re.compile(
     r"|HF_HOME|HF_HUB_CACHE|HF_DATASETS_CACHE|HF_HUB_OFFLINE|HF_DATASETS_OFFLINE|TRANSFORMERS_OFFLINE"
     r"|SSL_CERT_FILE|SSL_CERT_DIR|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE"
 )
+
+
+class Guardian(Protocol):
+    """The guardian's process, as its owner sees it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+def open_guardian(options: str, fds: tuple[int, int], user_dir: str, env: Mapping[str, str]) -> Guardian:
+    """A guardian with these options, in `user_dir`, with these files and this environment alone. Raises OSError."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "realgraph.runtime.functions.guardian", options],
+        pass_fds=fds,
+        stdin=subprocess.DEVNULL,
+        cwd=user_dir,
+        env=env,
+        start_new_session=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -47,14 +74,8 @@ class FunctionProcess:
         self._control, control = socket.socketpair()
         options = json.dumps([control.fileno(), calls.fileno(), user_dir, bounds.memory_bytes, bounds.processes])
         try:
-            self._guardian = subprocess.Popen(
-                [sys.executable, "-P", "-m", "realgraph.runtime.functions.guardian", options],
-                pass_fds=(control.fileno(), calls.fileno()),
-                stdin=subprocess.DEVNULL,
-                cwd=user_dir,
-                env=environment(variables(), env),
-                start_new_session=True,
-            )
+            fds = (control.fileno(), calls.fileno())
+            self._guardian = open_guardian(options, fds, user_dir, environment(variables(), env))
         except OSError:
             self.calls.close()
             self._control.close()
