@@ -187,22 +187,23 @@ def _context_ranks(request: PlanRequest, call: str, devices: int, cluster: Clust
 
 
 def _with_experts(request: PlanRequest, call: str, layout: Layout) -> Iterator[Layout]:
-    """The layout, its expert-parallel kin, and its sharded one; the search spreads experts over data-parallel ranks,
-    and over all devices of a stage where that is pinned."""
+    """The layout and its expert-parallel kin, each whole and sharded; the search spreads experts over data-parallel
+    ranks, and over all devices of a stage where that is pinned."""
     model, pinned = request.model(call), request.pins.get(call, Pin()).ep
     sizes: Sequence[int] = EXPERT_RANKS if "ep" in _axes(request, call) else (1,)
     if pinned:
         sizes = (pinned,)
     elif request.cluster.is_cpu and "ep" in _axes(request, call):  # as of tp: no formula knows what it takes there
         sizes = (1,) if isinstance(request.graph.calls[call], Generate) else _asked(request, call, "ep")
+    generates = isinstance(request.graph.calls[call], Generate)
+    asked = layout.mesh.n_devices == 1 and request.pins.get(call, Pin()).sharding == "fsdp"  # one rank has all shards
     for ep in sizes:
         wide = layout.dp * layout.cp * layout.tp if pinned or request.cluster.is_cpu else layout.dp
         if wide % ep == 0 and not any(shape_faults(model, tp=1, pp=1, ep=ep)):
-            yield Layout(layout.mesh, dp=layout.dp, tp=layout.tp, pp=layout.pp, ep=ep, cp=layout.cp)
-    generates = isinstance(request.graph.calls[call], Generate)
-    asked = layout.mesh.n_devices == 1 and request.pins.get(call, Pin()).sharding == "fsdp"  # one rank has all shards
-    if not generates and layout.pp == 1 and (layout.dp * layout.cp > 1 or asked) and pinned in (None, 1):
-        yield Layout(layout.mesh, dp=layout.dp, tp=layout.tp, cp=layout.cp, sharding="fsdp")
+            spread = replace(layout, ep=ep)
+            yield spread
+            if not generates and (layout.dp * layout.cp > 1 or asked):
+                yield replace(spread, sharding="fsdp")
 
 
 # --- micro-batches ----------------------------------------------------------------------------------------------------

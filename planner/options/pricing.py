@@ -194,7 +194,7 @@ def _running(request: PlanRequest, call: str, candidate: CallOption) -> Footprin
         rows = _forward(model, role, cut, tokens)
     if layout.sharding == "replicated":
         return rows
-    return rows + memory.gathered(model, role, layout, isinstance(kind, Train))
+    return rows + memory.gathered(model, role, layout, running_of(candidate) if isinstance(kind, Train) else None)
 
 
 def running_of(candidate: CallOption) -> Running:

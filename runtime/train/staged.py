@@ -154,16 +154,21 @@ class _Begun:
 def _reduced_once(model: PackedModel) -> Iterator[None]:
     """Inside, a sharded model keeps its weights gathered and adds up gradients; at the end they are reduced, once.
 
-    The reduction is asked for explicitly, as torch's own pipeline stages do: after the sync is switched on before the
-    last backward pass alone, parameters that this pass does not reach would have no gradients.
+    All stages gather at once, not each when its first micro-batch arrives. The reduction is asked for explicitly, as
+    torch's own pipeline stages do: after the sync is switched on before the last backward pass alone, parameters that
+    this pass does not reach would have no gradients.
     """
     if not isinstance(model, FSDPModule):
         yield
         return
     _set(model, last=False)
+    root: Any = fully_shard.state(model)  # type: ignore[attr-defined]
+    root._lazy_init()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
     yield
     _set(model, last=True)
-    root: Any = fully_shard.state(model)  # type: ignore[attr-defined]
     for state in root._state_ctx.all_states:
         for group in state._fsdp_param_groups:
             group.post_backward()
