@@ -25,7 +25,7 @@ from realgraph.planner.options.calls import (
     stays_on_devices,
     tokens_in_flight,
 )
-from realgraph.planner.options.passes import balance_fault, passes_for, shared_states
+from realgraph.planner.options.passes import passes_for, shared_states
 from realgraph.planner.plan.layout import AXES, DeviceMesh, Layout
 from realgraph.planner.plan.option import SETTINGS, CallOption
 from realgraph.planner.request.engine_support import Axis
@@ -164,7 +164,7 @@ def _stages(request: PlanRequest, call: str, devices: int, cluster: Cluster) -> 
     kind, pinned = request.graph.calls[call], request.pins.get(call, Pin()).pp
     if pinned:
         return [pinned] if devices % pinned == 0 else []
-    if isinstance(kind, Generate) or balance_fault(request, call, 2):
+    if isinstance(kind, Generate):
         return [1]
     layers = request.model(call).layers
     if cluster.is_cpu:

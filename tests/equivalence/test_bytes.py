@@ -102,10 +102,14 @@ def gathered_bytes(ranks: LayoutRanks, case: Case, models: Path) -> dict[str, in
 
     def watched() -> None:
         states = [fully_shard.state(m) for m in network.modules() if isinstance(m, FSDPModule)]  # type: ignore[attr-defined]
-        whole = [one for state in states for group in state._fsdp_param_groups for one in group.fsdp_params]
-        weights = [one._unsharded_param for one in whole if hasattr(one, "_unsharded_param")]
+        every = [one for state in states for group in state._fsdp_param_groups for one in group.fsdp_params]
+        whole = [one for one in every if hasattr(one, "_unsharded_param")]
+        weights = [one._unsharded_param for one in whole]
         there = sum(w.nbytes for w in weights if w.untyped_storage().nbytes())
-        sums = [w.grad if (kept := one.unsharded_accumulated_grad) is None else kept for w, one in zip(weights, whole)]
+        sums = [
+            w.grad if (kept := one.unsharded_accumulated_grad) is None else kept
+            for w, one in zip(weights, whole, strict=True)
+        ]
         most["weights"] = max(most["weights"], there)
         most["gradients"] = max(most["gradients"], sum(g.nbytes for g in sums if g is not None))
         collect()
@@ -119,11 +123,11 @@ def gathered_bytes(ranks: LayoutRanks, case: Case, models: Path) -> dict[str, in
 def test_sharded_stages_hold_the_whole_weights_and_gradients_that_plans_count(
     four: RankProcesses, wide: Path, name: str
 ) -> None:
-    layout, dtype = EVERY[name], "bfloat16"
+    layout = EVERY[name]
     kind = "qwen3" if layout.ep == 1 else "qwen3_moe"
-    found = [one for one in four.run(gathered_bytes, Case(kind, "sft", dtype, layout), wide) if one is not None]
+    found = [one for one in four.run(gathered_bytes, Case(kind, "sft", "bfloat16", layout), wide) if one is not None]
     network = tiny.network(kind, **MODELS[kind])
-    model, role = spec_from_config(network.config.to_dict(), Where()), ModelRole(trainable=True, dtype=dtype)
+    model, role = spec_from_config(network.config.to_dict(), Where()), ModelRole(trainable=True, dtype="bfloat16")
     expected = gathered(model, role, layout, Running(microbatches=1))
     weights = max(one["weights"] + one["casts"] for one in found)
     assert weights == pytest.approx(expected.weights, rel=0.02)

@@ -2,10 +2,11 @@
 
 Every tensor is cut evenly over pp stages and tp parts; routed experts over groups of whole experts or over parts of
 each (`memory.trained_expert_ranks`, `served_expert_ranks`), and under fsdp each slice over the devices that have it:
-the dp x cp copies, of experts that are spread those in other groups of ep. So a device holds a box of the model, an interval on every axis, which follows from its coordinates (`plan/axes.py`), and
-neighbours on one node hold a box too. Two boxes have the product of their overlaps in common, and the worst device
-that least. Where the stages of two layouts are whole multiples of the patterns within them, every pattern occurs in
-every stage, and the least product is the product of the least; else all devices are looked at. Arrays over layouts.
+the dp x cp copies, of experts that are spread those in other groups of ep. So a device holds a box of the model, an
+interval on every axis, which follows from its coordinates (`plan/axes.py`), and neighbours on one node hold a box too.
+Two boxes have the product of their overlaps in common, and the worst device that least. Where the stages of two layouts
+are whole multiples of the patterns within them, every pattern occurs in every stage, and the least product is the
+product of the least; else all devices are looked at. Arrays over layouts.
 """
 
 from collections.abc import Sequence
