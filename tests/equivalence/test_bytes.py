@@ -37,7 +37,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def counted(ranks: LayoutRanks, case: Case, models: Path) -> dict[str, int] | None:
-    """Bytes on one worker, after a step; of gradients the most there are at a time."""
+    """Bytes on one worker, after a step; of gradients the most there are at a time, and what is left of them."""
     here = ranks_of(case, ranks)
     if here is None:
         return None
@@ -62,6 +62,7 @@ def counted(ranks: LayoutRanks, case: Case, models: Path) -> dict[str, int] | No
         "weights": sum(part.values.nbytes for part in engine.contents.weights.values()),
         "gradients": masters.flat.nbytes + max(fresh),
         "optimizer": sum(tensor.nbytes for tensor in [*separate, *adam.moments()]),
+        "left": masters.flat.untyped_storage().nbytes() + sum(p.grad is not None for p in masters.parameters),
         "kept": sum(part.values.nbytes for _, part in engine.snapshot().parts),
     }
 
@@ -78,6 +79,7 @@ def test_counted_bytes_are_the_planners(four: RankProcesses, wide: Path, name: s
     states = trained_copy(model, role, layout)
     expected = {term: getattr(states, term) for term in ("weights", "gradients", "optimizer")}
     expected["kept"] = rescue_copies(model, role, layout).total // 2
+    expected["left"] = 0  # between two train calls
     fullest = {term: max(one[term] for one in found) for term in expected}
     apart = layout.sharding == "fsdp" and layout.pp > 1 and layout.ep > 1  # experts alone here are reduced by nobody
     if apart:

@@ -110,7 +110,8 @@ def expert_copies(layout: Layout) -> int:
 def trained_copy(
     model: ModelSpec, role: ModelRole, layout: Layout, distributed: bool | None = None, trained_share: float = 1.0
 ) -> Footprint:
-    """Resident bytes of a trained role under AdamW with gradients summed in the masters' precision.
+    """Bytes of a trained role under AdamW with gradients summed in the masters' precision, while it trains; between
+    train calls there are no gradients.
 
     Whole copies: weights, a master copy where that is wider, summed gradients and two moments; each gradient of a
     backward pass is added to its sum as soon as it is there. FSDP's shards are the masters themselves, and a backward
