@@ -124,12 +124,12 @@ def fastest_transports(
 ) -> tuple[Floats, Ints]:
     """The same seconds, and the transports as numbers in `TRANSPORTS`.
 
-    From device to device each one gets what it lacks over its link, and what its node lacks through the node's NICs.
-    Through host memory every source device writes an equal share of the model there, and each target device reads what
-    it lacks; what the node lacks takes the NICs as well. Copies that wait in host memory are read there, whatever other
-    transports there are. All parts go on at once, bucket by bucket. On CPUs both take as long, as devices' memory is the
-    host's: processes of one host copy what they lack out of the trained weights (`runtime/parallel/mapped.py`), and are
-    sent messages where these are offloaded, or come from other hosts.
+    From device to device each one gets what it lacks over its link, and what its node lacks through the node's
+    NICs. Through host memory every source device writes an equal share of the model there, and each target device
+    reads what it lacks; what the node lacks takes the NICs as well. Copies that wait in host memory are read there,
+    whatever other transports there are. All parts go on at once, bucket by bucket. On CPUs both take as long, as a
+    device's memory is the host's: processes of one host copy what they lack out of the trained weights
+    (`runtime/parallel/mapped.py`), and are sent messages where these are offloaded, or come from other hosts.
     """
     lacks, network = _lacking(source, target)
     away = source.away[:, None]
