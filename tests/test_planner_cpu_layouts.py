@@ -45,9 +45,9 @@ def test_every_cut_of_a_trained_model_is_offered_whole_and_sharded(machine: Clus
     asked = request(grpo(), "Qwen/Qwen3-30B-A3B", machine)
     pins = {"train": Pin(pp=2, ep=2)}
     here = replace(asked, pins=pins) if machine.is_cpu else asked
-    axes = {one.layout.axes for one in candidates(here, "train", DeviceMesh(0, 8), machine)}
-    whole, sharded = ({one[:-1] for one in axes if one[-1] == kind} for kind in ("replicated", "fsdp"))
-    assert sharded == {one for one in whole if one[0] * one[4] > 1}
-    assert any(pp > 1 and ep > 1 for _, _, pp, ep, _ in sharded)
+    layouts = {one.layout for one in candidates(here, "train", DeviceMesh(0, 8), machine)}
+    whole, sharded = ({one for one in layouts if one.sharding == kind} for kind in ("replicated", "fsdp"))
+    assert sharded == {replace(one, sharding="fsdp") for one in whole if one.dp * one.cp > 1}
+    assert any(one.pp > 1 and one.ep > 1 for one in sharded)
     rollouts = candidates(asked, "rollout", DeviceMesh(0, 8), machine)
     assert {one.layout.sharding for one in rollouts} == {"replicated"}
