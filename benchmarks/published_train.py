@@ -334,7 +334,7 @@ def _footprint(case: Case, recompute: Recompute) -> Footprint:
         sequence_parallel=engine.sequence_parallel,
     )
     rows = train_activations(model, role, layout, work.microbatch_tokens, running)
-    return _states(case, row) + rows + gathered(model, role, layout, not case.lora_rank)
+    return _states(case, row) + rows + gathered(model, role, layout, None if case.lora_rank else running)
 
 
 def _states(case: Case, row: Row) -> Footprint:

@@ -325,8 +325,8 @@ def logs(folder: Path) -> str:
     return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted((folder / "logs").glob("*")))
 
 
-# times, and how many sequences decode when a group is reported
-OF_THE_CLOCK = ("seconds", "tokens_per_second", "/running", "/waiting")
+# times, how many sequences decode when a group is reported, and bytes that an allocator keeps
+OF_THE_CLOCK = ("seconds", "tokens_per_second", "/running", "/waiting", "/peak_bytes", "/planned_bytes")
 
 
 class Summed(float):

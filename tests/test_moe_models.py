@@ -25,7 +25,7 @@ from realgraph.runtime.engine import RolloutLimits
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 from realgraph.runtime.models.models import PackedModel, Start, Wants, build
 from realgraph.runtime.parallel.experts.block import SparseBlock
-from realgraph.runtime.parallel.experts.routing import RoutingRecord, choose, load_metrics, record_of
+from realgraph.runtime.parallel.experts.routing import RoutingRecord, choose, load_balance, load_metrics, record_of
 from realgraph.runtime.parallel.groups import Ranks
 from tests import tiny
 from tests.equivalence.training import keep_norms_exact
@@ -146,7 +146,7 @@ def test_balance_and_load_equal_transformers(folder: Path) -> None:
 
 
 def test_load_adds_over_workers_with_layers_of_their_own() -> None:
-    """Stages of a pipeline: each has the rows of its layers, and none has the balance of all."""
+    """Stages of a pipeline: each has the rows of its layers, and the balance is of the sum of their totals."""
     draw = torch.Generator().manual_seed(0)
     routes = [choose(torch.randn(9, 4, generator=draw), torch.randn(3, 4, generator=draw), 1, normalised=True)] * 2
     whole, *stages = (RoutingRecord(3, 3) for _ in range(3))
@@ -158,7 +158,9 @@ def test_load_adds_over_workers_with_layers_of_their_own() -> None:
     assert torch.equal(stages[0].load() + stages[1].load(), whole.load())
     assert load_metrics(whole.load(), whole)["load_imbalance"] >= 1
     with pytest.raises(ValueError, match="2 of 3 layers of experts are here"):
-        whole.balance([Ranks(CPU)])
+        whole.balance([Ranks(CPU)], CPU)
+    summed = stages[0].totals(CPU) + stages[1].totals(CPU)
+    assert torch.equal(load_balance(summed, [Ranks(CPU)]), load_balance(whole.totals(CPU), [Ranks(CPU)]))
 
 
 def _blocks(model: PackedModel) -> list[SparseBlock]:

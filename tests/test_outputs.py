@@ -5,9 +5,11 @@ import itertools
 import json
 import os
 import stat
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +24,7 @@ from realgraph.runtime.master.step_metrics import queue_seconds
 from realgraph.runtime.master.trackers import make_trackers
 from realgraph.runtime.processes.local import WorkerHandle
 from realgraph.runtime.worker.evaluation import pass_at_k
+from realgraph.runtime.worker.resources import DeviceMemory
 from realgraph.screen.console import LiveScreen, PlainLines, sparkline, summary
 from realgraph.screen.terminal import Terminal
 
@@ -247,3 +250,19 @@ def test_a_step_is_summed_up_whatever_its_calls_are_called() -> None:
     assert summary(StepRecord(0, 0.5, metrics)) == "step 1  0.50 s  reward 0.25  loss 1.5  grad norm 2  new tokens 7"
     critic = {"train_actor/loss": 1.0, "train_critic/loss": 3.0, "score/reward": 0.5}
     assert summary(StepRecord(0, 0.5, critic)) == "step 1  0.50 s  reward 0.5  loss 1  value loss 3"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's count of a process's peak is reset on Linux alone")
+def test_the_peak_of_a_call_is_its_own() -> None:
+    memory, size = DeviceMemory(torch.device("cpu")), 96_000_000
+    memory.begin()
+    before = memory.peak()
+    taken = torch.ones(size, dtype=torch.uint8)
+    during = memory.peak()
+    del taken
+    memory.begin()
+    after = memory.peak()
+    assert before is not None and during is not None and after is not None
+    assert during - before > 0.9 * size
+    assert during - after > 0.9 * size
+    assert memory.most() > 0.9 * during  # the kernel counts in batches

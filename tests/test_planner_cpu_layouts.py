@@ -5,13 +5,14 @@ from typing import Literal
 import pytest
 from msgspec.structs import replace
 
+from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.workload import Workload
 from realgraph.planner.options.choices import candidates
 from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.option import CallOption
 from realgraph.planner.request.pins import Pin
 from realgraph.planner.request.request import PlanRequest
-from tests.planner_cases import cluster, ppo, request
+from tests.planner_cases import cluster, grpo, ppo, request
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp", "cp"])
@@ -36,3 +37,17 @@ def test_on_a_cpu_a_model_is_cut_only_for_roles_that_are_pinned_so(axis: Literal
     interleaved = replace(here, pins={"critic_train": Pin(pp=4, schedule="interleaved")})
     chosen = found(interleaved, "critic_train")
     assert chosen and all(candidate.schedule == "interleaved" for candidate in chosen)
+
+
+@pytest.mark.parametrize("machine", [cluster(), cluster("cpu", devices=8)], ids=["H100", "cpu"])
+def test_every_cut_of_a_trained_model_is_offered_whole_and_sharded(machine: Cluster) -> None:
+    """But where one rank has all shards, and to generate."""
+    asked = request(grpo(), "Qwen/Qwen3-30B-A3B", machine)
+    pins = {"train": Pin(pp=2, ep=2)}
+    here = replace(asked, pins=pins) if machine.is_cpu else asked
+    layouts = {one.layout for one in candidates(here, "train", DeviceMesh(0, 8), machine)}
+    whole, sharded = ({one for one in layouts if one.sharding == kind} for kind in ("replicated", "fsdp"))
+    assert sharded == {replace(one, sharding="fsdp") for one in whole if one.dp * one.cp > 1}
+    assert any(one.pp > 1 and one.ep > 1 for one in sharded)
+    rollouts = candidates(asked, "rollout", DeviceMesh(0, 8), machine)
+    assert {one.layout.sharding for one in rollouts} == {"replicated"}

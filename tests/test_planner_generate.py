@@ -20,7 +20,9 @@ from realgraph.planner.costs.generate.generate import GenerateWork, generate_sec
 from realgraph.planner.costs.layer import layer_costs
 from realgraph.planner.costs.lengths import lengths_of, lognormal
 from realgraph.planner.costs.setting import Setting
+from realgraph.planner.inputs.devices import device_kind
 from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.planner.plan.stages import head_layers
 from tests.planner_cases import cluster, known
 
 BF16 = ModelRole(dtype="bfloat16")
@@ -155,6 +157,29 @@ def test_a_few_tokens_touch_few_experts() -> None:
     dense = setting("Qwen/Qwen3-32B")
     assert one < decode_seconds(dense, 1, 100) / 4
     assert many > 4 * one
+
+
+def staged(stages: tuple[tuple[int, ...], ...] = ()) -> Setting:
+    """Llama 3.1 8B, whose head is worth 2.4 of 32 layers, on four stages."""
+    return replace(setting(devices=4), layout=Layout(DeviceMesh(0, 4), pp=4, stages=stages))
+
+
+@pytest.mark.parametrize("running", [4, 16, 256])
+def test_a_pipeline_takes_a_turn_of_its_slowest_stage_for_each_group_on_its_way(running: int) -> None:
+    """Four groups of a quarter of the sequences: four times what the slowest stage takes for one."""
+    alone = decode_step(setting())
+    fixed = device_kind("H100-SXM").costs.step_seconds
+    layers = alone.seconds(running / 4, 1000.0) - fixed  # all layers and the head, on a device that has the whole model
+    turn = max(9, 5 + head_layers(known("meta-llama/Llama-3.1-8B"), "lm")) / (32 + 2.4) * layers + fixed
+    found = decode_seconds(staged(((9,), (9,), (9,), (5,))), running, 1000.0)
+    assert found == pytest.approx(4 * (turn + 1e-5), rel=0.01)
+    assert decode_seconds(staged(((8,), (8,), (8,), (8,))), running, 1000.0) > 1.1 * found
+    assert decode_seconds(staged(), running, 1000.0) <= found
+
+
+def test_fewer_sequences_than_stages_pass_all_of_them() -> None:
+    assert decode_seconds(staged(), 1, 1000.0) == pytest.approx(decode_seconds(staged(), 3, 1000.0))
+    assert decode_seconds(staged(), 1, 1000.0) > decode_seconds(setting(), 1, 1000.0)
 
 
 def test_prefill_passes_are_chunks() -> None:

@@ -83,11 +83,34 @@ def test_what_fsdp_gathers_by_hand() -> None:
     """Llama 3.1 8B: two layers of 218,112,000 parameters, embedding and head; gradients of one layer and the ends."""
     model, ends = known("meta-llama/Llama-3.1-8B"), 2 * 128256 * 4096
     sharded = replace(layout(8), sharding="fsdp")
-    trains = memory.gathered(model, BF16, sharded, trains=True)
+    trains = memory.gathered(model, BF16, sharded, Running())
     assert trains.weights == 2 * (2 * 218_112_000 + ends)
     assert trains.gradients == 4 * (218_112_000 + ends)
-    assert memory.gathered(model, BF16, sharded, trains=False).gradients == 0
-    assert memory.gathered(model, BF16, layout(8), trains=True).total == 0
+    assert memory.gathered(model, BF16, sharded, None).gradients == 0
+    assert memory.gathered(model, BF16, layout(8), Running()).total == 0
+
+
+def test_a_sharded_stage_that_trains_has_all_its_weights_and_their_gradients() -> None:
+    """Llama 3.1 8B on two stages: one has half of the layers and an end of the model, whatever dp is."""
+    model, ends = known("meta-llama/Llama-3.1-8B"), 128256 * 4096
+    staged = even(model, replace(layout(8, pp=2), sharding="fsdp"))
+    trains = memory.gathered(model, BF16, staged, Running())
+    assert trains.weights == 2 * memory.local_params(model, BF16, staged) > 2 * (16 * 218_112_000 + ends)
+    assert trains.gradients == 2 * trains.weights
+    scores = memory.gathered(model, BF16, staged, None)
+    assert scores == memory.gathered(model, BF16, replace(layout(8), sharding="fsdp"), None)
+
+
+@pytest.mark.parametrize(("dp", "alone"), [(8, True), (16, False)])
+def test_sharded_experts_that_lie_on_one_device_are_cast_and_not_gathered(dp: int, alone: bool) -> None:
+    """Qwen3-30B-A3B: 16 of 128 experts on a device, 2,048 x 768 x 3 parameters each, in 48 layers."""
+    model, expert = known("Qwen/Qwen3-30B-A3B"), 3 * 2048 * 768
+    spread, whole = (replace(layout(dp, ep=ep), sharding="fsdp") for ep in (8, 1))
+    held = memory.gathered(model, BF16, spread, Running())
+    rest = memory.gathered(model, BF16, whole, Running()).weights - 2 * 2 * 128 * expert
+    assert held.weights == rest + (48 if alone else 2) * 2 * 16 * expert
+    again = memory.gathered(model, BF16, spread, Running("full"))
+    assert again.weights == rest + (1 if alone else 2) * 2 * 16 * expert
 
 
 def test_rescue_copies_are_two_of_weights_moments_and_masters() -> None:

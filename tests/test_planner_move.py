@@ -248,3 +248,18 @@ def test_no_other_transport_is_faster_and_only_what_is_in_place_takes_no_time(
     if least > 0:
         assert (by_device, by_host) == ("device", "host")
         assert way == ("device" if device <= host else "host")
+
+
+def test_processes_of_one_host_copy_what_they_lack_once() -> None:
+    """Out of the trained weights where these lie: a byte is read and written by the core that gets it. Offloaded ones
+    come as messages."""
+    machine, there = cluster("cpu", 4), layout(2, 2, 2)
+    whole = Setting(known("Qwen/Qwen3-0.6B"), BF16, layout(0, 2, 1), machine)
+    nbytes = 2 * whole.model.n_params()
+    target = copies_of(whole, [there])
+    read, sent = (
+        float(move_seconds(copies_of(whole, [layout(0, 2, 1)], away=np.array([away])), target)[0, 0])
+        for away in (False, True)
+    )
+    assert read == pytest.approx(2 * (nbytes / 2) / (machine.memory_bytes_per_s * 0.80), rel=0.03)
+    assert sent > nbytes / 2 / (machine.link_bytes_per_s * 0.40) > 1.2 * read

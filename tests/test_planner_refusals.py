@@ -36,7 +36,7 @@ GB = 1e9
         ("actor_train", Pin(first=99), "first", "device 99 is none of the cluster's"),
         ("ref", Pin(dp=1, sharding="fsdp"), "sharding", "of which this pin leaves one"),
         ("ref", Pin(devices=4, tp=4, sharding="fsdp"), "sharding", "of which this pin leaves one"),
-        ("ref", Pin(pp=2, sharding="fsdp"), "sharding", "does not go with pipeline stages"),
+        ("ref", Pin(devices=4, pp=4, sharding="fsdp"), "sharding", "of which this pin leaves one"),
         ("generate", Pin(sharding="fsdp"), "sharding", "whole weights on a device"),
         ("values", Pin(residency="offloaded"), "residency", "weights that 'critic_train' trains"),
         ("generate", Pin(residency="offloaded"), "residency", "weights that 'actor_train' trains"),

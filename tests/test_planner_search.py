@@ -129,7 +129,7 @@ def test_no_plan_names_call_device_bytes_and_a_way_out() -> None:
 def test_pins_are_kept() -> None:
     pins = {
         "rollout": Pin(first=0, devices=4),
-        "train": Pin(first=4, devices=4, sharding="fsdp", max_tokens_per_microbatch=3000),
+        "train": Pin(first=4, devices=4, pp=1, sharding="fsdp", max_tokens_per_microbatch=3000),
     }
     asked = request(grpo(), pins=pins)
     plan = search(asked)

@@ -3,6 +3,7 @@
 import timeit
 from fractions import Fraction
 from itertools import pairwise, product
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from realgraph.planner.options.choices import candidates
 from realgraph.planner.options.meshes import family
 from realgraph.planner.options.moves import Moves, Place, move_matrix
 from realgraph.planner.options.pricing import PricedOption
-from realgraph.planner.plan.axes import Coordinates, coordinates_of, expert_groups
+from realgraph.planner.plan.axes import Coordinates, coordinates_of, expert_copies, expert_groups
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.plan.problem import Move
 from tests.planner_cases import cluster, grpo, request
@@ -34,10 +35,9 @@ def layouts(draw: st.DrawFn, *, shards: bool = True) -> Layout:
     pp = draw(st.sampled_from([k for k in (1, 2, 3, 4, 6) if n // tp % k == 0]))
     cp = draw(st.sampled_from([k for k in (1, 2) if n // tp // pp % k == 0]))
     dp = n // tp // pp // cp
-    if shards and draw(st.booleans()):
-        return Layout(DeviceMesh(first, n), dp=dp, tp=tp, pp=pp, cp=cp, sharding="fsdp")
     ep = draw(st.sampled_from([k for k in (1, 2, 4) if dp % k == 0]))
-    return Layout(DeviceMesh(first, n), dp=dp, tp=tp, pp=pp, ep=ep, cp=cp)
+    sharding: Literal["replicated", "fsdp"] = "fsdp" if shards and draw(st.booleans()) else "replicated"
+    return Layout(DeviceMesh(first, n), dp=dp, tp=tp, pp=pp, ep=ep, cp=cp, sharding=sharding)
 
 
 def interval(number: int, parts: int) -> Interval:
@@ -48,6 +48,7 @@ def boxes(layout: Layout, serves: bool) -> dict[int, tuple[Box, Box]]:
     """Each device's box of the dense weights and of the routed experts."""
     held: dict[int, tuple[Box, Box]] = {}
     expert = {device: group.index(device) for group in expert_groups(layout) for device in group}
+    alike = {device: (group.index(device), len(group)) for group in expert_copies(layout) for device in group}
     for device in layout.mesh.devices:
         at: Coordinates = coordinates_of(layout, device)
         fsdp = layout.sharding == "fsdp"
@@ -55,7 +56,8 @@ def boxes(layout: Layout, serves: bool) -> dict[int, tuple[Box, Box]]:
         stage, part = interval(at.pp, layout.pp), interval(at.tp, layout.tp)
         whole = layout.ep > 1 and (layout.ep >= layout.tp or not serves)
         routed = (interval(expert[device], layout.ep), interval(0, 1)) if whole else (interval(0, 1), part)
-        held[device] = ((stage, part, shard), (stage, *routed, shard))
+        own = interval(*alike[device]) if fsdp and whole else shard
+        held[device] = ((stage, part, shard), (stage, *routed, own))
     return held
 
 
@@ -138,7 +140,8 @@ def test_what_two_layouts_have_in_common_is_counted_slice_by_slice(
     for source, found in zip(sources, on_device, strict=True):
         have = boxes(source, serves)
         least = min(counted([there[device]], [have[device]], weights) for device in target.mesh.devices)
-        if "fsdp" not in (source.sharding, target.sharding) or source.sharding != target.sharding:
+        spread = any(one.sharding == "fsdp" and one.ep > 1 for one in (source, target))
+        if not spread and (source.sharding, target.sharding) != ("fsdp", "fsdp"):
             assert found == pytest.approx(least, abs=1e-3)
         assert found <= least * (1 + 1e-9) + 1e-3
     nodes = nodes_of(target)

@@ -18,7 +18,7 @@ from realgraph.planner.options.couplings import free_floor, precedences
 from realgraph.planner.options.meshes import group_of
 from realgraph.planner.options.moves import Place, longest_moves, move_matrix
 from realgraph.planner.options.passes import schedule_fault
-from realgraph.planner.options.pricing import holding, options_of
+from realgraph.planner.options.pricing import copy_of, holding, options_of
 from realgraph.planner.options.pruning import TableRows, kept_rows
 from realgraph.planner.options.tables import problem_of
 from realgraph.planner.plan.events import Dependency, EventGraph, event_graph, period
@@ -101,15 +101,27 @@ def test_a_replica_spans_nodes_where_none_holds_its_weights(dtype: DType, widest
     assert max(candidate.layout.tp for candidate in offered) == widest
 
 
+def test_gradients_are_there_only_while_a_call_trains() -> None:
+    """Between its calls a role has weights and optimizer states, on the devices or in host memory."""
+    asked = request(grpo(), "Qwen/Qwen3-1.7B", cluster())
+    for candidate in candidates(asked, "train", DeviceMesh(0, 4), asked.cluster):
+        held = holding(asked, "train", candidate, asked.cluster)
+        states = copy_of(asked, "train", candidate.layout, asked.cluster)
+        waits = held.host if candidate.residency == "offloaded" else held.resident.total
+        assert waits == states.weights + states.optimizer
+        assert held.resident.gradients == 0 < states.gradients <= held.active.gradients
+
+
 def test_context_parallel_ranks_hold_their_part_of_a_long_sample() -> None:
     """Each of 8 ranks has 8,192 of 65,536 tokens: that is what cp is for."""
     long = request(grpo(), "Qwen/Qwen3-8B", cluster(nodes=2), workload=Workload(64, 8, 1024, 64512, 16e3))
     mesh, found = DeviceMesh(0, 16), dict[int, int]()
     for candidate in candidates(long, "train", mesh, long.cluster):
         if (candidate.layout.tp, candidate.layout.pp, candidate.layout.sharding) == (2, 1, "replicated"):
-            active = holding(long, "train", candidate, long.cluster).active.total
+            active = holding(long, "train", candidate, long.cluster).active
             assert candidate.tokens >= 65536 // candidate.layout.cp
-            found[candidate.layout.cp] = min(found.get(candidate.layout.cp, active), active)
+            rows = active.total - active.gradients
+            found[candidate.layout.cp] = min(found.get(candidate.layout.cp, rows), rows)
     assert sorted(found) == [1, 2, 4, 8]
     for cp in (2, 4, 8):
         assert found[cp] < 0.6 * found[cp // 2]

@@ -3,10 +3,7 @@
 import msgspec
 import pytest
 
-from realgraph.graphs.maths import LoadBalance, Loss
 from realgraph.planner.feasibility.validate import validate
-from realgraph.planner.options.choices import candidates
-from realgraph.planner.options.constraints import constraint_problems
 from realgraph.planner.plan.layout import DeviceMesh, Layout, Stages
 from realgraph.planner.plan.plan import Plan, Turn
 from realgraph.planner.request.constraints import Constraints
@@ -212,26 +209,6 @@ def test_the_wide_space_validates_what_other_engines_refuse() -> None:
     tiny = replace(wide, constraints=Constraints(host_memory_gb=1.0))
     told = validate(replace(plan, allocations={**plan.allocations, "train": full}), tiny)
     assert any("wait in the memory of node" in p.text for p in told), told
-
-
-BALANCED = replace(grpo().calls["train"], loss=Loss({"balance": LoadBalance(coef=0.01)}))
-
-
-def test_router_load_balancing_goes_with_no_pipeline_stages() -> None:
-    algorithm = replace(grpo(), calls={**grpo().calls, "train": BALANCED})
-    moe, nodes = "Qwen/Qwen3-30B-A3B", cluster(nodes=2)
-    balanced, other = request(algorithm, moe, nodes), request(grpo(), moe, nodes)
-    counts = [
-        {option.layout.pp for option in candidates(each, "train", DeviceMesh(0, 16), nodes)}
-        for each in (balanced, other)
-    ]
-    assert counts[0] == {1} < counts[1]
-    plan = replace(search(replace(other, pins={"train": Pin(pp=2)})), hashes=hashes(balanced))
-    (problem,) = validate(plan, balanced, "plan.json")
-    assert problem.where.path == "$.allocations.train.layout.pp"
-    assert "does not go with pipeline stages" in problem.text and "set pp to 1" in problem.hint
-    (problem,) = constraint_problems(replace(balanced, pins={"train": Pin(pp=2)}))
-    assert problem.where.path == "$.allocation.train.pp"
 
 
 # --- layers of stages -------------------------------------------------------------------------------------------------

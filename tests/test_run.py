@@ -83,6 +83,10 @@ def test_a_run_records_what_it_did(home: Path, name: str) -> None:
         here = {key.partition("/")[0] for key in metrics if key.endswith("/seconds")} - {"reallocate"}
         assert here <= calls if streams else here == calls  # a stream may have made a batch while another was trained
         timed |= here
+        allocations = json.loads((folder / "plan.json").read_text())["allocations"]
+        for call in here & allocations.keys():
+            assert metrics[f"{call}/planned_bytes"] == allocations[call]["peak_bytes"] > 0
+            assert metrics[f"{call}/peak_bytes"] > 1e6
         assert metrics["batch/groups"] == merged(BASE, RUNS[name])["batch"]["groups"]
     assert timed == calls
     for role in TRAINED.get(name, "").split():

@@ -25,7 +25,7 @@ from realgraph.planner.options.calls import (
     stays_on_devices,
     tokens_in_flight,
 )
-from realgraph.planner.options.passes import balance_fault, passes_for, shared_states
+from realgraph.planner.options.passes import passes_for, shared_states
 from realgraph.planner.plan.layout import AXES, DeviceMesh, Layout
 from realgraph.planner.plan.option import SETTINGS, CallOption
 from realgraph.planner.request.engine_support import Axis
@@ -164,7 +164,7 @@ def _stages(request: PlanRequest, call: str, devices: int, cluster: Cluster) -> 
     kind, pinned = request.graph.calls[call], request.pins.get(call, Pin()).pp
     if pinned:
         return [pinned] if devices % pinned == 0 else []
-    if isinstance(kind, Generate) or balance_fault(request, call, 2):
+    if isinstance(kind, Generate):
         return [1]
     layers = request.model(call).layers
     if cluster.is_cpu:
@@ -187,22 +187,23 @@ def _context_ranks(request: PlanRequest, call: str, devices: int, cluster: Clust
 
 
 def _with_experts(request: PlanRequest, call: str, layout: Layout) -> Iterator[Layout]:
-    """The layout, its expert-parallel kin, and its sharded one; the search spreads experts over data-parallel ranks,
-    and over all devices of a stage where that is pinned."""
+    """The layout and its expert-parallel kin, each whole and sharded; the search spreads experts over data-parallel
+    ranks, and over all devices of a stage where that is pinned."""
     model, pinned = request.model(call), request.pins.get(call, Pin()).ep
     sizes: Sequence[int] = EXPERT_RANKS if "ep" in _axes(request, call) else (1,)
     if pinned:
         sizes = (pinned,)
     elif request.cluster.is_cpu and "ep" in _axes(request, call):  # as of tp: no formula knows what it takes there
         sizes = (1,) if isinstance(request.graph.calls[call], Generate) else _asked(request, call, "ep")
+    generates = isinstance(request.graph.calls[call], Generate)
+    asked = layout.mesh.n_devices == 1 and request.pins.get(call, Pin()).sharding == "fsdp"  # one rank has all shards
     for ep in sizes:
         wide = layout.dp * layout.cp * layout.tp if pinned or request.cluster.is_cpu else layout.dp
         if wide % ep == 0 and not any(shape_faults(model, tp=1, pp=1, ep=ep)):
-            yield Layout(layout.mesh, dp=layout.dp, tp=layout.tp, pp=layout.pp, ep=ep, cp=layout.cp)
-    generates = isinstance(request.graph.calls[call], Generate)
-    asked = layout.mesh.n_devices == 1 and request.pins.get(call, Pin()).sharding == "fsdp"  # one rank has all shards
-    if not generates and layout.pp == 1 and (layout.dp * layout.cp > 1 or asked) and pinned in (None, 1):
-        yield Layout(layout.mesh, dp=layout.dp, tp=layout.tp, cp=layout.cp, sharding="fsdp")
+            spread = replace(layout, ep=ep)
+            yield spread
+            if not generates and (layout.dp * layout.cp > 1 or asked):
+                yield replace(spread, sharding="fsdp")
 
 
 # --- micro-batches ----------------------------------------------------------------------------------------------------

@@ -119,15 +119,9 @@ def _pin(request: PlanRequest, name: str, pin: Pin, where: Where) -> Iterator[Pr
 
 
 def _sharded(pin: Pin, where: Where) -> Iterator[Problem]:
-    """Problems of fsdp beside settings that it does not go with."""
+    """Problems of fsdp where one rank is left to have all shards."""
     ranks, place = (pin.tp or 1) * (pin.pp or 1), _field(where, "sharding")
-    if (pin.pp or 1) > 1:
-        text = f"fsdp cuts states over data-parallel ranks: it does not go with pipeline stages, and pp is {pin.pp}"
-        yield Problem(place, text, "leave sharding or pp out", "pin")
-    elif (pin.ep or 1) > 1:
-        text = f"fsdp does not go with experts that are spread over ranks, and ep is {pin.ep}"
-        yield Problem(place, text, "leave sharding or ep out", "pin")
-    elif (pin.dp == 1 and (pin.cp or 1) == 1) or (pin.devices is not None and pin.devices == ranks):
+    if (pin.dp == 1 and (pin.cp or 1) == 1) or (pin.devices is not None and pin.devices == ranks):
         text = "fsdp cuts states over data-parallel ranks, of which this pin leaves one"
         yield Problem(place, text, "leave sharding out, or raise dp", "pin")
 

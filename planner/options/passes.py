@@ -22,7 +22,6 @@ from realgraph.planner.request.request import PlanRequest
 
 ONE_DEVICE = DeviceMesh(0, 1)
 CHUNK_COUNTS = (8, 4, 2)  # groups of layers of an interleaved stage
-BALANCE_FIX = "set pp to 1, or leave the load_balance term out"
 NO_BACKWARD_TEXT = "recompute, schedule and chunks belong to train calls: this one has no backward pass"
 
 
@@ -68,8 +67,6 @@ def pin_problems(request: PlanRequest, call: str, pin: Pin, where: Where) -> Ite
         if any(getattr(pin, name) is not None for name in PASSES):
             yield Problem(where, NO_BACKWARD_TEXT, "leave them out", "pin")
         return
-    if fault := balance_fault(request, call, pin.pp or 1):
-        yield Problem(Where(where.file, path=f"{where.path}.pp"), fault, BALANCE_FIX, "pin")
     piped = pin.schedule not in (None, "1f1b") or (pin.chunks or 1) > 1
     schedule: Schedule = pin.schedule or ("interleaved" if piped else "1f1b")
     chunks = pin.chunks or (2 if schedule == "interleaved" else 1)
@@ -92,8 +89,6 @@ def plan_problems(request: PlanRequest, call: str, candidate: CallOption, where:
         if candidate.passes != PLAIN:
             yield Problem(where, NO_BACKWARD_TEXT, "leave them out", "plan_passes")
         return
-    if fault := balance_fault(request, call, candidate.layout.pp):
-        yield Problem(Where(where.file, path=f"{where.path}.layout.pp"), fault, BALANCE_FIX, "plan_passes")
     fault = schedule_fault(candidate, request.model(call), request.role(call).head) or _shared_fault(
         request, call, candidate
     )
@@ -101,14 +96,6 @@ def plan_problems(request: PlanRequest, call: str, candidate: CallOption, where:
         yield Problem(Where(where.file, path=f"{where.path}.schedule"), fault, "", "plan_passes")
     place = Where(where.file, path=f"{where.path}.recompute")
     yield from _recompute_problems(request, call, candidate.recompute, place)
-
-
-def balance_fault(request: PlanRequest, call: str, stages: int) -> str:
-    """Reason why a call's loss can't be computed in so many stages, '' where it can."""
-    kind = request.graph.calls[call]
-    if stages == 1 or not isinstance(kind, Train) or not kind.loss.balances_routes:
-        return ""
-    return f"router load balancing does not go with pipeline stages: it is of all layers at once, and pp is {stages}"
 
 
 def shared_states(request: PlanRequest, call: str) -> str:

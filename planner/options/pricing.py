@@ -170,7 +170,9 @@ def copy_of(request: PlanRequest, call: str, layout: Layout, cluster: Cluster) -
 
 
 def _holding(asked: tuple[PlanRequest, str], candidate: CallOption, copy: Footprint, active: Footprint) -> Holding:
-    """The same where its own copy's bytes and what a running call adds are known."""
+    """The same where its own copy's bytes and what a running call adds are known. Gradients are there while a call
+    trains: their memory is given back after its last optimizer step."""
+    active, copy = active + Footprint(gradients=copy.gradients), replace(copy, gradients=0)
     if candidate.residency == "in_place":
         return Holding(Footprint(), active)
     if candidate.residency == "offloaded":
@@ -194,7 +196,7 @@ def _running(request: PlanRequest, call: str, candidate: CallOption) -> Footprin
         rows = _forward(model, role, cut, tokens)
     if layout.sharding == "replicated":
         return rows
-    return rows + memory.gathered(model, role, layout, isinstance(kind, Train))
+    return rows + memory.gathered(model, role, layout, running_of(candidate) if isinstance(kind, Train) else None)
 
 
 def running_of(candidate: CallOption) -> Running:
@@ -323,4 +325,5 @@ def offloading_seconds(request: PlanRequest, call: str, candidate: CallOption, c
     if candidate.residency != "offloaded":
         return 0.0
     copy, trains = copy_of(request, call, candidate.layout, cluster), isinstance(request.graph.calls[call], Train)
-    return (2 if trains else 1) * offload_seconds(cluster, copy.total, factors_of(request, cluster))
+    moved = copy.total - copy.gradients
+    return (2 if trains else 1) * offload_seconds(cluster, moved, factors_of(request, cluster))

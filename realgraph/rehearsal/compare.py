@@ -7,8 +7,8 @@ from msgspec import Struct
 
 TIMES = ("seconds", "tokens_per_second")
 # how many sequences decode at once depends on the clock; entropy is of the first micro-batch of each rank, and the gap
-# of log-probabilities is rounding alone
-NOT_ALIKE = (*TIMES, "running", "waiting", "entropy", "logprob_gap")
+# of log-probabilities is rounding alone; bytes are a layout's
+NOT_ALIKE = (*TIMES, "running", "waiting", "entropy", "logprob_gap", "peak_bytes", "planned_bytes")
 TOLERANCE = 1e-6  # relative, in float64, after steps that amplify rounding
 FLOOR = 1e-9  # absolute
 

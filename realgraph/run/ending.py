@@ -3,9 +3,14 @@
 import shlex
 from collections.abc import Iterator
 
+import msgspec
+
 from realgraph.graphs.spec import Generate, Train
+from realgraph.planner.feasibility.diagnose import shown_bytes
 from realgraph.run.running import PreparedRun
 from realgraph.runtime.master.master import RunOutcome
+from realgraph.runtime.master.observer import RunRecord, StepRecord
+from realgraph.runtime.wire.protocol import PEAK_BYTES
 
 
 def next_lines(outcome: RunOutcome, prepared: PreparedRun) -> Iterator[str]:
@@ -14,6 +19,8 @@ def next_lines(outcome: RunOutcome, prepared: PreparedRun) -> Iterator[str]:
     calls = job.graph.calls.values()
     if not job.steps:
         return
+    if outcome.ok:
+        yield from memory_lines(prepared)
     if not any(isinstance(call, Train) for call in calls):
         yield f"  samples: {prepared.folder.samples}"
         return
@@ -29,3 +36,23 @@ def next_lines(outcome: RunOutcome, prepared: PreparedRun) -> Iterator[str]:
         yield f"  score it: realgraph eval {shlex.quote(str(prepared.folder.config))} --checkpoint {place}"
     if any(isinstance(call, Generate) for call in calls):
         yield f'  try it: realgraph generate {place} "..."'
+
+
+def memory_lines(prepared: PreparedRun) -> Iterator[str]:
+    """The most bytes that each call had on a device, beside those that the plan predicted; nothing where no step has
+    said."""
+    decode, most = msgspec.json.Decoder(RunRecord).decode, dict[str, float]()
+    if not prepared.folder.metrics.exists():
+        return
+    with prepared.folder.metrics.open("rb") as lines:
+        for record in map(decode, lines):
+            if isinstance(record, StepRecord):
+                for call in prepared.job.plan.allocations:
+                    most[call] = max(most.get(call, 0.0), record.metrics.get(f"{call}/{PEAK_BYTES}", 0.0))
+    shown = [
+        f"{call} {shown_bytes(int(nbytes))} ({shown_bytes(prepared.job.plan.allocations[call].peak_bytes)} planned)"
+        for call, nbytes in most.items()
+        if nbytes
+    ]
+    if shown:
+        yield f"  most memory: {', '.join(shown)}"

@@ -273,7 +273,7 @@ class Master:
     def _step_ended(self, ended: StepEnded) -> None:
         now = time.monotonic()
         seconds, self._step_began = now - self._step_began, now
-        metrics = flatten(ended, self._job.graph)
+        metrics = flatten(ended, self._job.graph, self._job.plan)
         self._observers.observe(StepRecord(ended.step, seconds, metrics, time.time(), ended.lengths))
         for text in ended.transcripts:
             self._observers.observe(Transcript(ended.step, text))

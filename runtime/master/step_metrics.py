@@ -3,16 +3,24 @@
 from collections.abc import Mapping
 
 from realgraph.graphs.graph import Graph
+from realgraph.planner.plan.plan import Plan
 from realgraph.runtime.commands.actions import CallSpan, StepEnded
+from realgraph.runtime.wire.protocol import PEAK_BYTES
+
+PLANNED_BYTES = "planned_bytes"  # a metric: of `PEAK_BYTES`, as predicted
 
 
-def flatten(ended: StepEnded, graph: Graph) -> dict[str, float]:
-    """Metrics by `call/name`: what the call reported, its seconds, tokens per second, and the time it was held up.
+def flatten(ended: StepEnded, graph: Graph, plan: Plan) -> dict[str, float]:
+    """Metrics by `call/name`: what the call reported, its seconds, tokens per second, and the time it was held up;
+    beside the most bytes that it had on a device those that the plan has predicted.
 
     queue_seconds: from the moment its last producer of the same step ended to its start; negative values (a streaming
     function starts before generation has ended) count as 0.
     """
     flat = {f"{call}/{name}": metric.value for call, values in ended.metrics.items() for name, metric in values.items()}
+    for call, allocation in plan.allocations.items():
+        if f"{call}/{PEAK_BYTES}" in flat:
+            flat[f"{call}/{PLANNED_BYTES}"] = float(allocation.peak_bytes)
     for call, span in ended.spans.items():
         flat[f"{call}/seconds"] = span.seconds
         flat[f"{call}/queue_seconds"] = queue_seconds(call, ended.spans, graph)

@@ -130,9 +130,14 @@ class PackedModel(nn.Module):
         record.begin(idle=idle)
         outputs = self._outputs(row, segments, wants)
         record.end()
-        sharers = (cut_of(self.network).ranks, *([] if self.context is None else [self.context]))
-        balance = {"balance": record.balance(sharers)} if wants.balance else {}
+        whole = wants.balance and chunk is None  # of a chunk, who knows the others adds it
+        balance = {"balance": record.balance(self.sharers, tokens.device)} if whole else {}
         return {**outputs, "expert_load": record.load(), **balance}
+
+    @property
+    def sharers(self) -> tuple[Ranks, ...]:
+        """The ranks among which the rows of a pass are shared out, along each axis."""
+        return (cut_of(self.network).ranks, *([] if self.context is None else [self.context]))
 
     def _outputs(self, row: Row, segments: AnySegments, wants: Wants) -> dict[str, Tensor]:
         """The head's fields of `forward`, or `hidden`."""

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS, VERSIONS
 from realgraph.graphs.maths import Loss
 from realgraph.graphs.spec import ModelRole, Train
@@ -278,13 +277,8 @@ class ModelPasses:
         return work + [PackedMicroBatch(self._dummy(), later, dummy=True)] * (part.n_passes - len(part.cuts))
 
     def _wants(self, call: Train) -> Wants:
-        """The forward pass that the loss needs. Raises ValueError where the role's head does not give it, and
-        ConfigError where stages don't."""
+        """The forward pass that the loss needs. Raises ValueError where the role's head does not give it."""
         needed = losses.needs(call.loss)
-        if needed.balance and self.staged is not None:
-            text = "router load balancing does not go with pipeline stages: it is of all layers at once"
-            fix = "set pp to 1, or leave the load_balance term out"
-            raise ConfigError([Problem(Where(path="$.layout.pp"), text, fix, "layout")])
         outputs = [name for name in ("values", "scores") if getattr(needed, name)]
         if needed.logprobs or needed.entropy:
             outputs.append("logprobs")

@@ -151,6 +151,9 @@ Command = (
 # --- worker -> master -------------------------------------------------------------------------------------------------
 
 
+PEAK_BYTES = "peak_bytes"  # a metric: the most bytes on a worker's device while it ran a call
+
+
 class Mean(Struct, frozen=True, gc=False, tag="mean"):
     """A mean that can be merged: sum / weight."""
 

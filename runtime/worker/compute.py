@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-import torch
 
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.spec import Function, Generate, Train
@@ -24,6 +23,7 @@ from realgraph.runtime.job.job import Job
 from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.store.assemble import Assembler
 from realgraph.runtime.wire.protocol import (
+    PEAK_BYTES,
     Abort,
     Configure,
     Done,
@@ -33,6 +33,7 @@ from realgraph.runtime.wire.protocol import (
     Generated,
     Load,
     Loaded,
+    Max,
     Metric,
     Ready,
     Reallocate,
@@ -54,6 +55,7 @@ from realgraph.runtime.worker.update_gate import UpdateGate
 log = logging.getLogger(__name__)
 
 ModelCommand = Load | Submit | Execute | Reallocate | Save | Evaluate | Abort | EndSession
+AloneCommand = Execute | Reallocate | Save | Evaluate  # has the device to itself
 CLOSE_SECONDS = 2.0
 
 
@@ -158,7 +160,7 @@ class Compute:
 
     def device_bytes(self) -> int:
         """The most memory that tensors have taken on the GPU; 0 on a CPU."""
-        return int(torch.cuda.max_memory_allocated()) if self._resources.device.type == "cuda" else 0
+        return self._resources.memory.most() if self._resources.device.type == "cuda" else 0
 
     def close(self) -> bool:
         """End both threads and the functions' subprocesses. False where a thread is stuck in a call."""
@@ -225,17 +227,32 @@ class Compute:
                 return None
             case _:
                 with self._device():
-                    return self._run_alone(work)
+                    return self._counted(work)
+
+    def _counted(self, work: AloneCommand) -> Done:
+        """Run a command that has the device, with the most bytes there were meanwhile where it is of a model."""
+        memory = self._resources.memory
+        memory.begin()
+        done = self._run_alone(work)
+        peak = memory.peak()
+        memory.begin()  # what generates next is counted by itself
+        planned = isinstance(work, Execute) and done.call in self.job.plan.allocations
+        if not planned or peak is None:
+            return done
+        return msgspec.structs.replace(done, metrics={**done.metrics, PEAK_BYTES: Max(float(peak))})
 
     def _collect(self) -> Generated | None:
         """Groups that generation has finished; on workers that only follow a head, there is nothing but its failure."""
         if self._rollouts is not None:
-            return self._rollouts.collect(self.worker)
+            made, peak = self._rollouts.collect(self.worker), self._resources.memory.peak()
+            if made is None or peak is None:
+                return made
+            return msgspec.structs.replace(made, metrics={**made.metrics, PEAK_BYTES: Max(float(peak))})
         for engine in self.roles.rollouts.values():
             engine.take(0.0)
         return None
 
-    def _run_alone(self, work: Execute | Reallocate | Save | Evaluate) -> Done:
+    def _run_alone(self, work: AloneCommand) -> Done:
         match work:
             case Execute():
                 return self._execute(work)

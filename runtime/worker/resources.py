@@ -1,6 +1,7 @@
 """The resources of a worker besides models: its device, its store, its data plane, its place in the process groups."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -14,6 +15,48 @@ from realgraph.runtime.wire.protocol import Peer
 # Of a collective or a gather that nobody ends. The master's deadlines end them long before: it knows what a call may
 # take, and whether its processes were stopped meanwhile (Ctrl-Z), which a worker's own clock can't tell.
 ABANDONED_SECONDS = 86_400.0
+STATUS, PEAK_RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # of Linux
+
+
+class DeviceMemory:
+    """The most bytes that a worker's device has held since `begin`.
+
+    On a GPU those of torch's tensors. On a CPU what the process's resident set has grown by, at its peak, since the
+    worker began, before which there are an interpreter and its libraries: as the kernel counts it, so memory that the
+    allocator keeps for later and pages of other processes' weights that were read are part of it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = 0 if device.type == "cuda" else _status_bytes("VmRSS")
+        self._most = 0
+
+    def begin(self) -> None:
+        """Count anew from what is there now."""
+        self._most = max(self._most, self.peak() or 0)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        elif self._before is not None:
+            PEAK_RESET.write_text("5")  # proc(5): sets VmHWM to what is resident now
+
+    def peak(self) -> int | None:
+        """Bytes; None on systems that don't tell."""
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._device))
+        held = _status_bytes("VmHWM")
+        return None if held is None or self._before is None else max(0, held - self._before)
+
+    def most(self) -> int:
+        """The most since the worker began."""
+        return max(self._most, self.peak() or 0)
+
+
+def _status_bytes(field: str) -> int | None:
+    """A field of this process's status in bytes. None where the system has no such file, or can't reset its peak."""
+    if not PEAK_RESET.exists():
+        return None
+    lines = (line.split() for line in STATUS.read_text().splitlines())
+    return next((1024 * int(words[1]) for words in lines if words[0] == f"{field}:"), None)
 
 
 class Resources:
@@ -22,6 +65,7 @@ class Resources:
     def __init__(self, boot: WorkerBoot) -> None:
         self.worker = boot.worker
         self.device = torch.device("cpu") if boot.cpu else pick_device(boot.worker)
+        self.memory = DeviceMemory(self.device)
         self.store = Store()
         self.plane = DataPlane(boot.worker, self.store, boot.keys, boot.interface, f"{host_id()}/{boot.node}")
         self.peer: Peer = self.plane.peer

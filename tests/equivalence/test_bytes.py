@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from realgraph.graphs.errors import Where
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.costs.memory.memory import rescue_copies, trained_copy
+from realgraph.planner.costs.memory.memory import Running, gathered, rescue_copies, trained_copy
 from realgraph.planner.inputs.model_spec import spec_from_config
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.engine import RELEASED, TrainSettings
@@ -36,7 +37,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def counted(ranks: LayoutRanks, case: Case, models: Path) -> dict[str, int] | None:
-    """Bytes on one worker, after a step; of gradients the most there are at a time."""
+    """Bytes on one worker, after a step; of gradients the most there are at a time, and what is left of them."""
     here = ranks_of(case, ranks)
     if here is None:
         return None
@@ -61,6 +62,7 @@ def counted(ranks: LayoutRanks, case: Case, models: Path) -> dict[str, int] | No
         "weights": sum(part.values.nbytes for part in engine.contents.weights.values()),
         "gradients": masters.flat.nbytes + max(fresh),
         "optimizer": sum(tensor.nbytes for tensor in [*separate, *adam.moments()]),
+        "left": masters.flat.untyped_storage().nbytes() + sum(p.grad is not None for p in masters.parameters),
         "kept": sum(part.values.nbytes for _, part in engine.snapshot().parts),
     }
 
@@ -77,11 +79,61 @@ def test_counted_bytes_are_the_planners(four: RankProcesses, wide: Path, name: s
     states = trained_copy(model, role, layout)
     expected = {term: getattr(states, term) for term in ("weights", "gradients", "optimizer")}
     expected["kept"] = rescue_copies(model, role, layout).total // 2
+    expected["left"] = 0  # between two train calls
     fullest = {term: max(one[term] for one in found) for term in expected}
     apart = layout.sharding == "fsdp" and layout.pp > 1 and layout.ep > 1  # experts alone here are reduced by nobody
     if apart:
         assert 0.8 * expected["gradients"] < fullest.pop("gradients") < expected.pop("gradients")
     assert fullest == pytest.approx(expected, rel=0.02)
+
+
+def gathered_bytes(ranks: LayoutRanks, case: Case, models: Path) -> dict[str, int] | None:
+    """Bytes on one worker behind its last backward pass, before gradients are reduced: weights that are gathered, and
+    whole gradients; and the casts of experts' weights that one micro-batch keeps."""
+    here = ranks_of(case, ranks)
+    if here is None:
+        return None
+    settings = TrainSettings(max_tokens_per_microbatch=40, optimizer=OPTIMIZER, total_steps=8, skip_idle=False)
+    role = ModelRole(trainable=True, dtype=case.dtype)
+    engine = open_engine(role, str(models / case.model), case.layout, here, settings)
+    masters, most = engine.masters, {"weights": 0, "gradients": 0}
+    assert masters is not None
+    collect, network = masters.collect, engine.model
+    alone = [p for p in network.parameters() if not isinstance(p, DTensor)]
+    casts = 2 * sum(p.numel() for p in alone) if case.dtype == "bfloat16" else 0
+
+    def watched() -> None:
+        states = [fully_shard.state(m) for m in network.modules() if isinstance(m, FSDPModule)]  # type: ignore[attr-defined]
+        every = [one for state in states for group in state._fsdp_param_groups for one in group.fsdp_params]
+        whole = [one for one in every if hasattr(one, "_unsharded_param")]
+        weights = [one._unsharded_param for one in whole]
+        there = sum(w.nbytes for w in weights if w.untyped_storage().nbytes())
+        sums = [
+            w.grad if (kept := one.unsharded_accumulated_grad) is None else kept
+            for w, one in zip(weights, whole, strict=True)
+        ]
+        most["weights"] = max(most["weights"], there)
+        most["gradients"] = max(most["gradients"], sum(g.nbytes for g in sums if g is not None))
+        collect()
+
+    masters.collect = watched  # type: ignore[method-assign]
+    engine.train(call_of(case), [batch.select([here.dp.rank]) for batch in minibatches(case.dtype, 0)])
+    return {**most, "casts": casts}
+
+
+@pytest.mark.parametrize("name", ["fsdp2 pp2", "fsdp2 pp2 twice", "fsdp cp2 pp2", "ep2 fsdp2 pp2"])
+def test_sharded_stages_hold_the_whole_weights_and_gradients_that_plans_count(
+    four: RankProcesses, wide: Path, name: str
+) -> None:
+    layout = EVERY[name]
+    kind = "qwen3" if layout.ep == 1 else "qwen3_moe"
+    found = [one for one in four.run(gathered_bytes, Case(kind, "sft", "bfloat16", layout), wide) if one is not None]
+    network = tiny.network(kind, **MODELS[kind])
+    model, role = spec_from_config(network.config.to_dict(), Where()), ModelRole(trainable=True, dtype="bfloat16")
+    expected = gathered(model, role, layout, Running(microbatches=1))
+    weights = max(one["weights"] + one["casts"] for one in found)
+    assert weights == pytest.approx(expected.weights, rel=0.02)
+    assert max(one["gradients"] for one in found) == pytest.approx(expected.gradients, rel=0.02)
 
 
 def given_up(ranks: LayoutRanks, case: Case, models: Path) -> tuple[list[int], bool] | None:

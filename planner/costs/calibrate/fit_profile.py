@@ -67,7 +67,7 @@ PHASE_FACTORS: dict[Phase, tuple[str, ...]] = {
     "train": ("passes", "calls"),
     "inference": ("passes", "calls"),
     "generate": ("decoding", "rollouts", "calls"),
-    "reallocate": ("collectives",),
+    "reallocate": ("collectives", "copies"),
 }
 FORMULA_ERROR = 0.1  # natural log: how close a formula is expected to come to a case
 EXTRAPOLATION_ERROR = 0.1  # from the profile's small models to another

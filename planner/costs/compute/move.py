@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Struct
 
 from realgraph.planner.costs.compute.slices import Cuts, Runs, Weights, common_bytes, cuts_of, held_bytes
-from realgraph.planner.costs.overhead import collective_seconds
+from realgraph.planner.costs.overhead import collective_seconds, link_share
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.devices import EfficiencyFactors, device_kind
@@ -44,7 +44,8 @@ class Copies(Struct, frozen=True, eq=False):
     cut: Ints  # [options]: the number of its cut
     away: Bools  # [options]: whether it waits in host memory
     weights: Weights  # of the model
-    link: float  # bytes per second of one device to others of its node
+    link: float  # bytes per second of one device to others of its node, in messages
+    read: float  # the same where a device reads what lies in another's memory: processes of one host
     nic: float  # the same to other nodes
     host: float  # the same to its node's memory
     fixed: float  # seconds of any move
@@ -88,12 +89,20 @@ def copies_of(
         cut=number,
         away=np.zeros(len(layouts), dtype=np.bool_) if away is None else away,
         weights=weights,
-        link=cluster.link_bytes_per_s * costs.link,
+        link=cluster.link_bytes_per_s * link_share(costs, "p2p" if cluster.is_cpu else "allreduce"),
+        read=cluster.memory_bytes_per_s * costs.memory / 2,  # each byte is read and written
         nic=cluster.nic_bytes_per_s * costs.nic,
         host=1 / offload_seconds(cluster, 1.0, costs),
-        fixed=collective_seconds(cluster, costs) + setting.model.layers * LAYER_SECONDS,
+        fixed=_agreed_seconds(setting) + setting.model.layers * LAYER_SECONDS,
         cpu=cluster.is_cpu,
     )
+
+
+def _agreed_seconds(setting: Setting) -> float:
+    """Words of senders and receivers round a move; on a CPU host that weights are final, who reads them, and that they
+    were read."""
+    cluster, costs = setting.cluster, setting.costs
+    return 3 * collective_seconds(cluster, costs, "p2p") if cluster.is_cpu else collective_seconds(cluster, costs)
 
 
 def _weights(setting: Setting) -> Weights:
@@ -115,24 +124,28 @@ def fastest_transports(
 ) -> tuple[Floats, Ints]:
     """The same seconds, and the transports as numbers in `TRANSPORTS`.
 
-    From device to device each one gets what it lacks over its link, and what its node lacks through the node's NICs.
-    Through host memory every source device writes an equal share of the model there, and each target device reads what
-    it lacks; what the node lacks takes the NICs as well. Copies that wait in host memory are read there, whatever other
-    transports there are. On CPUs both take as long: devices' memory is the host's. All parts go on at once, bucket by
-    bucket.
+    From device to device each one gets what it lacks over its link, and what its node lacks through the node's
+    NICs. Through host memory every source device writes an equal share of the model there, and each target device
+    reads what it lacks; what the node lacks takes the NICs as well. Copies that wait in host memory are read there,
+    whatever other transports there are. All parts go on at once, bucket by bucket. On CPUs both take as long, as a
+    device's memory is the host's: processes of one host copy what they lack out of the trained weights
+    (`runtime/parallel/mapped.py`), and are sent messages where these are offloaded, or come from other hosts.
     """
     lacks, network = _lacking(source, target)
     away = source.away[:, None]
     device = np.where(away, np.inf, np.maximum(network, lacks / target.link))
     written = np.where(away, 0.0, source.whole / source.mesh.n_devices / source.host)
     host = np.maximum(np.maximum(network, lacks / target.host), written)
+    buckets = lacks / BUCKET_BYTES * BUCKET_SECONDS
     if source.cpu and target.cpu:
-        host = np.maximum(network, lacks / target.link)
+        near = ~away & (network == 0)
+        device = host = np.where(near, lacks / target.read, np.maximum(network, lacks / target.link))
+        buckets = np.where(near, 0.0, buckets)
     if "device" not in transports:
         device = np.full_like(device, np.inf)
     if "host" not in transports:
         host = np.where(away, host, np.inf)
-    seconds = np.minimum(device, host) + lacks / BUCKET_BYTES * BUCKET_SECONDS + target.fixed
+    seconds = np.minimum(device, host) + buckets + target.fixed
     chosen = np.where(device <= host, TRANSPORTS.index("device"), TRANSPORTS.index("host"))
     return np.where(lacks > 0, seconds, 0.0), np.where(lacks > 0, chosen, TRANSPORTS.index("in_place"))
 
@@ -177,7 +190,7 @@ def _equal(source: Cuts, target: Cuts) -> Bools:
 def reallocation_seconds(there: Copies, far: bool) -> Floats:
     """[options]: trained weights to each copy from devices elsewhere. far: from other nodes."""
     held = there.device_bytes
-    seconds = held / there.link
+    seconds = held / (min(there.link, there.read) if there.cpu else there.link)
     if far:
         seconds = np.maximum(seconds, there.node_bytes / there.per_node / there.nic)
     return np.asarray(seconds + held / BUCKET_BYTES * BUCKET_SECONDS + there.fixed)[there.cut]

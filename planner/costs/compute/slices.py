@@ -1,11 +1,12 @@
 """The slices of a model that devices and nodes hold under a layout, and what of them two layouts have in common.
 
 Every tensor is cut evenly over pp stages and tp parts; routed experts over groups of whole experts or over parts of
-each (`memory.trained_expert_ranks`, `served_expert_ranks`), and under fsdp each slice over the dp x cp copies. So a
-device holds a box of the model, an interval on every axis, which follows from its coordinates (`plan/axes.py`), and
-neighbours on one node hold a box too. Two boxes have the product of their overlaps in common, and the worst device
-that least. Where the stages of two layouts are whole multiples of the patterns within them, every pattern occurs in
-every stage, and the least product is the product of the least; else all devices are looked at. Arrays over layouts.
+each (`memory.trained_expert_ranks`, `served_expert_ranks`), and under fsdp each slice over the devices that have it:
+the dp x cp copies, of experts that are spread those in other groups of ep. So a device holds a box of the model, an
+interval on every axis, which follows from its coordinates (`plan/axes.py`), and neighbours on one node hold a box too.
+Two boxes have the product of their overlaps in common, and the worst device that least. Where the stages of two layouts
+are whole multiples of the patterns within them, every pattern occurs in every stage, and the least product is the
+product of the least; else all devices are looked at. Arrays over layouts.
 """
 
 from collections.abc import Sequence
@@ -26,12 +27,15 @@ class Cuts(Struct, frozen=True, eq=False):
     parts: Ints  # of what is no routed expert, on neighbours
     groups: Ints  # of whole experts, on neighbours
     expert_parts: Ints  # of each expert, on neighbours
-    shards: Ints  # of each slice under fsdp, else 1
+    shards: Ints  # of each slice that is no routed expert's under fsdp, else 1
+    expert_shards: Ints  # the same of routed experts
 
     @property
     def table(self) -> Ints:
         """[cuts, axes]: equal rows hold equal slices on each device."""
-        return np.stack([self.stages, self.parts, self.groups, self.expert_parts, self.shards], axis=1)
+        return np.stack(
+            [self.stages, self.parts, self.groups, self.expert_parts, self.shards, self.expert_shards], axis=1
+        )
 
 
 class Runs(Struct, frozen=True, eq=False):
@@ -57,22 +61,22 @@ def cuts_of(layouts: Sequence[Layout], serves: bool) -> tuple[Cuts, Ints]:
     return Cuts(layouts[0].mesh.n_devices, *table.T), np.array([number[row] for row in rows], dtype=np.int64)
 
 
-def _row(layout: Layout, serves: bool) -> tuple[int, int, int, int, int]:
+def _row(layout: Layout, serves: bool) -> tuple[int, int, int, int, int, int]:
     whole = layout.ep > 1 and not (serves and layout.ep < layout.tp)  # experts lie whole on devices
-    fsdp = layout.sharding == "fsdp"
-    if fsdp and layout.ep > layout.tp:
-        whole = False  # fsdp cuts them like the rest
     groups, expert_parts = (layout.ep, 1) if whole else (1, layout.tp)
-    return layout.pp, layout.tp, groups, expert_parts, stride_of(layout, "pp") // layout.tp if fsdp else 1
+    devices = stride_of(layout, "pp") if layout.sharding == "fsdp" else 0  # of a stage, which share all its weights
+    shards, expert_shards = max(1, devices // layout.tp), max(1, devices // (groups * expert_parts))
+    return layout.pp, layout.tp, groups, expert_parts, shards, expert_shards
 
 
 def held_bytes(cuts: Cuts, runs: Runs, weights: Weights) -> Floats:
     """[cuts]: bytes of the different slices on the fullest run; of runs that are not even, all of their stages."""
     size = cuts.devices // cuts.stages[:, None]
     stages = (runs.starts + runs.length - 1) // size - runs.starts // size + 1
-    inner = weights.dense * _held(cuts.parts, runs.length)
-    inner = inner + weights.routed * _held(cuts.groups, runs.length) * _held(cuts.expert_parts, runs.length)
-    inner = np.where(_even(cuts, runs.length), inner * _shards(cuts, runs.length), weights.dense + weights.routed)
+    inner = weights.dense * _held(cuts.parts, runs.length) * _shards(cuts, runs.length)
+    experts = _held(cuts.groups, runs.length) * _held(cuts.expert_parts, runs.length)
+    inner = inner + weights.routed * experts * _shards(cuts, runs.length, routed=True)
+    inner = np.where(_even(cuts, runs.length), inner, weights.dense + weights.routed)
     return np.asarray(stages.max(axis=1) / cuts.stages * inner)
 
 
@@ -82,7 +86,7 @@ def _even(cuts: Cuts, length: int) -> Bools:
     Those of nodes have, but where tp is more than a node's devices and no multiple, or fsdp's stages end inside nodes.
     """
     size = cuts.devices // cuts.stages
-    axes = (cuts.parts, cuts.groups, cuts.expert_parts, np.where(cuts.shards > 1, size, 1))
+    axes = (cuts.parts, cuts.groups, cuts.expert_parts, np.where((cuts.shards > 1) | (cuts.expert_shards > 1), size, 1))
     even: Bools = np.logical_and.reduce([(axis % length == 0) | (length % axis == 0) for axis in axes])
     return even
 
@@ -91,17 +95,32 @@ def _held(parts: Ints, length: int) -> Floats:
     return np.minimum(1.0, length / parts)
 
 
-def _shards(cuts: Cuts, length: int) -> Floats:
+def _shards(cuts: Cuts, length: int, *, routed: bool = False) -> Floats:
     """[cuts]: share of the shards of its slices that a run holds."""
-    return np.minimum(1.0, np.maximum(1, length // cuts.parts) / cuts.shards)
+    parts, shards = cuts.parts, cuts.shards
+    if routed:
+        parts, shards = cuts.groups * cuts.expert_parts, cuts.expert_shards
+    return np.minimum(1.0, np.maximum(1, length // parts) / shards)
 
 
 def common_bytes(source: Cuts, target: Cuts, runs: tuple[Runs, Runs], weights: Weights) -> Floats:
     """[cuts of source, cuts of target]: bytes that a run of the source holds of the target's slices on the run of the
     same number, where that is least. Nothing of two different cuts into shards where no run has all, and of runs that
-    are not even."""
+    are not even. Where experts have other shards than the rest, the least of each, wherever that is."""
+    common = _common(source, target, runs, weights)
+    apart = (source.shards != source.expert_shards)[:, None] | (target.shards != target.expert_shards)[None]
+    if weights.routed and apart.any():
+        dense, routed = Weights(weights.dense, 0.0), Weights(0.0, weights.routed)
+        both = _common(source, target, runs, dense) + _common(source, target, runs, routed)
+        common = np.where(apart, both, common)
+    return common
+
+
+def _common(source: Cuts, target: Cuts, runs: tuple[Runs, Runs], weights: Weights) -> Floats:
+    """The same where all weights have as many shards, those of routed experts where there are no others."""
     here, there = runs
-    shards = _shards(source, here.length)[:, None], _shards(target, there.length)[None, :]
+    kind = weights.dense == 0
+    shards = _shards(source, here.length, routed=kind)[:, None], _shards(target, there.length, routed=kind)[None, :]
     shared = np.where(np.maximum(*shards) >= 1, shards[0] * shards[1], 0.0)
     stages, at = _least_stages(source, target, runs)
     common = stages * _least_inner(source, target, runs, weights)

@@ -142,9 +142,10 @@ def spread(setting: Setting, work: TrainWork, tokens: float) -> float:
 def _traffic_seconds(setting: Setting, states: StateCosts, one: MicroBatch, count: int, passes: float) -> float:
     """Seconds of one step's traffic between the dp copies that compute does not hide."""
     engine, layout = setting.engine, setting.layout
+    if layout.sharding == "fsdp" and layout.pp > 1:  # before the first pass and behind the last: nothing hides them
+        return states.gather + states.scatter
     if layout.sharding == "fsdp":
-        rounds = count if layout.pp == 1 else 1  # stages keep gathered weights for all micro-batches of a step
-        traffic = rounds * (2 * states.gather + states.scatter)
+        traffic = count * (2 * states.gather + states.scatter)
         return exposed_seconds(traffic, passes, engine.dp_overlap, engine.exposed)
     last = one.backward * setting.model.layers / layout.pp
     return exposed_seconds(states.step, last, engine.dp_overlap, REPLICATED_EXPOSED_SHARE)
@@ -156,7 +157,7 @@ def _traffic_seconds(setting: Setting, states: StateCosts, one: MicroBatch, coun
 def _cpu_train_seconds(setting: Setting, work: TrainWork) -> float:
     """One train call: every epoch's micro-batches forward and backward, gradient reduction, and optimizer steps.
 
-    FSDP gathers weights twice and scatters gradients once a micro-batch.
+    FSDP gathers weights twice and scatters gradients once a micro-batch; of stages once each in a step.
     """
     layout, steps, costs = setting.layout, work.optimizer_steps, setting.costs
     count = microbatches(setting, work)

@@ -18,6 +18,7 @@ from realgraph.planner.costs.memory.memory import kv_bytes_per_token, served_exp
 from realgraph.planner.costs.overhead import collective_seconds, elementwise_bytes_per_s
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.model_spec import ModelSpec
+from realgraph.planner.plan.stages import EMBEDDING_LAYERS, fullest_stage, head_layers, stages_of
 
 # Small messages: every rank reads the others' whole buffers once (custom all-reduce kernels of serving engines). Large
 # ones: NCCL's ring; nccl-tests on 8 A100 reach about 105 GB/s at 8 MB, less than half of their best rate.
@@ -47,6 +48,7 @@ class DecodeStep(Struct, frozen=True, eq=False):
     direct: tuple[float, float] = (0.0, 0.0)
     ring: tuple[float, float] = (0.0, 0.0)  # the same another way; the faster one is taken
     stages: int = 1  # of the pipeline
+    slowest: float = 1.0  # seconds of the slowest stage over those of the mean one
     expert_read: float = 0.0  # seconds to read all the experts of one rank once
     expert_token: float = 0.0  # seconds to multiply one token with them at the full rate
     unchosen: float = 0.0  # logarithm of the probability that one token passes an expert over
@@ -57,17 +59,18 @@ class DecodeStep(Struct, frozen=True, eq=False):
     def __call__(self, running: Floats, context: Floats) -> Floats:
         """Seconds of a step of `running` sequences, each `context` tokens long.
 
-        In a pipeline a token passes all stages, with 1 / stages of the sequences in each at a time: as long as a step
-        of so many sequences on a replica without stages.
+        A pipeline has as many groups of sequences on their way as stages, one in each: a step of all of them takes as
+        many turns as there are groups, each as long as the slowest stage takes for running / stages sequences. Of fewer
+        sequences than stages each is a group, and passes all stages.
         """
-        rows = running / self.stages
+        rows = np.maximum(running / self.stages, np.minimum(running, 1.0))
         dense = np.maximum(self.dense_read, self.dense_token * (rows + self.half))
         cached = rows * context * max(self.cache_token, self.attended)
         reduced = np.minimum(self.direct[0] + rows * self.direct[1], self.ring[0] + rows * self.ring[1])
-        total: Floats = dense + cached + reduced + self.fixed + rows * self.sequence
+        layers: Floats = dense + cached + reduced + rows * self.sequence
         if self.experts:
-            total = total + self._experts(rows)
-        return total
+            layers = layers + self._experts(rows)
+        return np.asarray(self.slowest * layers + self.fixed)
 
     def seconds(self, running: float, context: float) -> float:
         """The same of single numbers."""
@@ -95,6 +98,8 @@ def decode_step(setting: Setting) -> DecodeStep:
     ranks = served_expert_ranks(layout)
     direct, ring = _allreduces(setting)
     hops, exchanged = _exchanges(setting)
+    slowest = slowest_stage(setting)
+    turns = layout.pp * (costs.step_seconds + _handover_seconds(setting))
     experts_fixed = 0.0 if cluster.is_cpu else model.expert_layers * EXPERT_LAYER_SECONDS
     return DecodeStep(
         dense_read=weight * dense / layout.tp / (bandwidth * costs.memory),
@@ -102,11 +107,12 @@ def decode_step(setting: Setting) -> DecodeStep:
         half=costs.gemm_tokens,
         cache_token=cache_bytes_per_token(setting) / (bandwidth * costs.kv),
         attended=attention_flops(model) / layout.tp / (setting.flops * costs.attention),
-        fixed=costs.step_seconds + model.layers * costs.layer_seconds + hops + experts_fixed,
+        fixed=turns + slowest * (model.layers * costs.layer_seconds + hops + experts_fixed),
         sequence=costs.sequence_seconds + _elementwise_seconds(setting) + exchanged,
         direct=direct,
         ring=ring,
         stages=layout.pp,
+        slowest=slowest,
         expert_read=weight
         * experts
         * routed
@@ -178,8 +184,8 @@ def _allreduces(setting: Setting) -> tuple[tuple[float, float], tuple[float, flo
 
 
 def _exchanges(setting: Setting) -> tuple[float, float]:
-    """Seconds a step, and a sequence, of what passes between replicas that share experts (a dispatch and a combine a
-    layer, each as in training: see `exchange_seconds`) and between the stages of a pipeline."""
+    """Seconds a step, and a sequence, of what passes between replicas that share experts: a dispatch and a combine a
+    layer, each as in training (see `exchange_seconds`)."""
     model, layout, costs = setting.model, setting.layout, setting.costs
     latency, traffic = 0.0, 0.0
     if layout.ep > layout.tp and model.expert_layers:
@@ -191,10 +197,25 @@ def _exchanges(setting: Setting) -> tuple[float, float]:
             * (collective_seconds(setting.cluster, costs, "exchange") + _hops(setting, layout.ep))
         )
         traffic += 2 * model.expert_layers * one
-    if layout.pp > 1:
-        far = layout.mesh.n_devices > setting.cluster.devices_per_node  # some neighbouring stages lie on two nodes
-        latency += collective_seconds(setting.cluster, costs, "p2p") + far * NODE_HOP_SECONDS
     return latency, traffic
+
+
+def slowest_stage(setting: Setting) -> float:
+    """Seconds of the slowest pipeline stage over those of the mean one: of layers, and the head on the last."""
+    model, head, pp = setting.model, setting.role.head, setting.layout.pp
+    if pp == 1:
+        return 1.0
+    ends = EMBEDDING_LAYERS, head_layers(model, head)
+    return pp * fullest_stage(stages_of(model, head, setting.layout), ends) / (model.layers + sum(ends))
+
+
+def _handover_seconds(setting: Setting) -> float:
+    """Latency of one group's hidden states from a stage to the next."""
+    layout = setting.layout
+    if layout.pp == 1:
+        return 0.0
+    far = layout.mesh.n_devices > setting.cluster.devices_per_node  # some neighbouring stages lie on two nodes
+    return collective_seconds(setting.cluster, setting.costs, "p2p") + far * NODE_HOP_SECONDS
 
 
 def _hops(setting: Setting, ranks: int) -> float:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from realgraph.planner.costs.backend import Backend
 from realgraph.planner.costs.compute.forward import forward_seconds
 from realgraph.planner.costs.generate.decode import decode_seconds as decode_seconds
-from realgraph.planner.costs.generate.decode import decode_step
+from realgraph.planner.costs.generate.decode import decode_step, slowest_stage
 from realgraph.planner.costs.generate.occupancy import Occupancy, occupancy
 from realgraph.planner.costs.lengths import Lengths, lengths_of, shorter
 from realgraph.planner.costs.memory.terms import PREFILL_TOKENS
@@ -55,7 +55,7 @@ def prefill_seconds(setting: Setting, tokens: float, prompt: float) -> float:
     """Seconds of one replica to compute the keys and values of `tokens` tokens in sequences of `prompt` tokens.
 
     Passes of at most PREFILL_TOKENS; logits are needed of last tokens only and left out. Stages of a pipeline work on
-    different passes.
+    different passes, as fast as the slowest of them.
     """
     if tokens <= 0:
         return 0.0
@@ -64,7 +64,7 @@ def prefill_seconds(setting: Setting, tokens: float, prompt: float) -> float:
     engine = replace(setting, role=headless, cluster=replace(setting.cluster, flops=flops), backend=_serving(setting))
     count = max(1.0, tokens / PREFILL_TOKENS)
     one = forward_seconds(engine, tokens / count, prompt / 2)
-    return one * (count + setting.layout.pp - 1) / setting.layout.pp
+    return one * (slowest_stage(setting) * count + setting.layout.pp - 1) / setting.layout.pp
 
 
 @lru_cache(maxsize=64)

@@ -12,6 +12,7 @@ from realgraph.planner.costs.memory.activations import (
     Running,
     forward_activations,
     generation,
+    in_flight,
     kept_bytes_per_token,
     kv_bytes_per_token,
     train_activations,
@@ -109,7 +110,8 @@ def expert_copies(layout: Layout) -> int:
 def trained_copy(
     model: ModelSpec, role: ModelRole, layout: Layout, distributed: bool | None = None, trained_share: float = 1.0
 ) -> Footprint:
-    """Resident bytes of a trained role under AdamW with gradients summed in the masters' precision.
+    """Bytes of a trained role under AdamW with gradients summed in the masters' precision, while it trains; between
+    train calls there are no gradients.
 
     Whole copies: weights, a master copy where that is wider, summed gradients and two moments; each gradient of a
     backward pass is added to its sum as soon as it is there. FSDP's shards are the masters themselves, and a backward
@@ -156,22 +158,49 @@ def frozen_copy(model: ModelSpec, role: ModelRole, layout: Layout, serves: bool 
     """
     own, wide = element_bytes(role.dtype), master_bytes(role)
     averaged = wide if role.ema_rate is not None and wide > own else 0
-    cut = layout.dp * layout.cp if layout.sharding == "fsdp" else 1
-    return Footprint(weights=(own + averaged) * ceil_div(local_params(model, role, layout, serves), cut))
+    if layout.sharding == "fsdp":
+        return Footprint(weights=(own + averaged) * _sharded_params(model, role, layout))
+    return Footprint(weights=(own + averaged) * local_params(model, role, layout, serves))
 
 
-def gathered(model: ModelSpec, role: ModelRole, layout: Layout, trains: bool) -> Footprint:
+def gathered(model: ModelSpec, role: ModelRole, layout: Layout, running: Running | None) -> Footprint:
     """The weights that FSDP gathers while a call runs: two layers (one prefetched) and, as one group, embedding, norm
-    and head.
+    and head; in a backward pass a layer's and that group's whole gradients wait for their reduction.
 
-    In a backward pass a layer's and that group's whole gradients wait for their reduction. A pipeline stage keeps all
-    its weights gathered for the micro-batches of a step.
+    A pipeline stage that trains keeps all its weights gathered for the micro-batches of a step, and sums its whole
+    gradients until the one reduction behind the last. Experts that lie on one device alone are not gathered: each pass
+    casts them, and keeps the casts for its backward pass. running: None where nothing is trained.
     """
     if layout.sharding != "fsdp":
         return Footprint()
-    ends = model.vocab * model.hidden + model.head_params(role.head)
-    weights = element_bytes(role.dtype) * (2 * model.layer_params() + ends) // layout.tp
-    if layout.pp > 1:
-        weights = element_bytes(role.dtype) * local_params(model, role, layout)
-    gradients = master_bytes(role) * (model.layer_params() + ends) // layout.tp if trains else 0
-    return Footprint(weights=weights, gradients=gradients)
+    own, wide, alone = element_bytes(role.dtype), master_bytes(role), 0.0
+    experts = local_routed(model, role, layout)
+    if layout.ep > 1 and expert_copies(layout) == 1:
+        alone = _casts(model, layout, experts, running) if running is not None and own < wide else 0.0
+        experts = 0
+    if layout.pp > 1 and running is not None:
+        whole = local_params(model, role, layout) - local_routed(model, role, layout) + experts
+        return Footprint(weights=own * whole + int(own * alone), gradients=wide * whole)
+    ends = (model.vocab * model.hidden + model.head_params(role.head)) // layout.tp
+    layer = _gathered_layer(model, layout, spread=experts > 0)
+    weights = own * (2 * layer + ends) + int(own * alone)
+    return Footprint(weights=weights, gradients=0 if running is None else wide * (layer + ends))
+
+
+def _gathered_layer(model: ModelSpec, layout: Layout, *, spread: bool) -> int:
+    """Parameters of the largest layer that a device gathers at once; spread: its part of the experts among them."""
+    if layout.ep == 1:
+        return model.layer_params() // layout.tp
+    routed = model.experts * model.expert_params()
+    dense = model.mlp_params() if model.expert_layers < model.layers else 0
+    rest = model.attention_params() + model.norms * model.hidden
+    beside = model.layer_params() - rest - routed  # a router, and experts that every token passes
+    return (rest + max(dense, beside)) // layout.tp + (routed // layout.ep if spread else 0)
+
+
+def _casts(model: ModelSpec, layout: Layout, experts: int, running: Running) -> float:
+    """Parameters of a stage's `experts` that are there twice: of the micro-batches whose activations are kept, or of
+    one layer where layers are computed again."""
+    if running.recompute in (None, "none"):
+        return experts * max(in_flight(layout.pp, running))
+    return experts / model.layers

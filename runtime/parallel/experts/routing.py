@@ -85,24 +85,37 @@ class RoutingRecord:
             found[-2], found[-1] = torch.stack(self._entropies).double().sum().cpu(), self._rows
         return found
 
-    def balance(self, sharers: Sequence[Ranks]) -> Tensor:
-        """The load-balancing loss of the pass: experts x sum over experts of (share of assignments x mean probability),
-        over all rows and layers; top_k where all are alike. A scalar, the same on all workers that share its rows,
-        along the axes of `sharers`; each has the gradient of its own. Collective. Raises ValueError where layers lie on
-        other workers. Source: Switch Transformer, arXiv:2101.03961, eq. 4-6, over layers as transformers'
-        load_balancing_loss_func has it."""
+    def totals(self, device: torch.device) -> Tensor:
+        """[2 experts + 1] float64, over the rows and layers of the pass that are here: assignments to each expert, its
+        probabilities (with their gradient), and the rows, each layer's counted. Adds over workers and stages."""
+        if not self._sums or self._idle:
+            return torch.zeros(2 * self.n_experts + 1, dtype=torch.float64, device=device)
+        counts, sums = torch.stack([*self._counts.values()]).sum(0), torch.stack(self._sums).sum(0)
+        return torch.cat([counts, sums, counts.new_tensor([float(self._rows)])]).double()
+
+    def balance(self, sharers: Sequence[Ranks], device: torch.device) -> Tensor:
+        """The `load_balance` of the pass. Collective. Raises ValueError where layers lie on other workers."""
         if len(self._counts) != self.n_layers:
             raise ValueError(f"{len(self._counts)} of {self.n_layers} layers of experts are here: no balance of all")
-        counts, sums = torch.stack([*self._counts.values()]).sum(0), torch.stack(self._sums).sum(0)
-        told = torch.cat([counts, counts.new_tensor([float(self._rows)])]) * (not self._idle)
-        for ranks in sharers:
-            ranks.add(told)
-        counts, rows = told[:-1], told[-1].clamp(min=1)
-        own = self.n_experts * (counts / rows * sums / rows).sum() * (not self._idle)
-        whole = own.detach().clone()
-        for ranks in sharers:
-            ranks.add(whole)
-        return own + (whole - own.detach())
+        return load_balance(self.totals(device), sharers)
+
+
+def load_balance(totals: Tensor, sharers: Sequence[Ranks]) -> Tensor:
+    """The load-balancing loss of a pass: experts x sum over experts of (share of assignments x mean probability), over
+    all rows and layers; top_k where all are alike. totals: of `RoutingRecord.totals`, over all layers of this worker's
+    rows. A float64 scalar, the same on all workers that share a pass's rows, along the axes of `sharers`; each has the
+    gradient of its own. Collective. Source: Switch Transformer, arXiv:2101.03961, eq. 4-6, over layers as transformers'
+    load_balancing_loss_func has it."""
+    n = len(totals) // 2
+    told = torch.cat([totals[:n], totals[-1:]]).detach()
+    for ranks in sharers:
+        ranks.add(told)
+    counts, rows = told[:-1], told[-1].clamp(min=1)
+    own = n * (counts / rows * totals[n:-1] / rows).sum()
+    whole = own.detach().clone()
+    for ranks in sharers:
+        ranks.add(whole)
+    return own + (whole - own.detach())
 
 
 def load_metrics(load: Tensor, record: RoutingRecord | None) -> dict[str, float]:
