@@ -27,6 +27,7 @@ from realgraph.runtime.generate.slots import RunningSequence, Slots
 from realgraph.runtime.models.host_states import DroppedStorages, HostStates
 from realgraph.runtime.models.train_state import read_counters
 from realgraph.runtime.models.weights import read_into, take_weights, weight_specs
+from realgraph.runtime.parallel.experts.kept import route_notes
 
 _STEPS_AHEAD = 4  # of the running sequences' growth: free pages that admission leaves to them
 
@@ -35,8 +36,8 @@ class ContinuousBatch:
     """The sequences that a transformers causal language model of this process decodes. One thread at a time may use it.
 
     The module may be shared with a train engine: its attention function and training flags are borrowed during `step`
-    only. decode: token ids to text, needed for stop strings alone. Raises ValueError for a model with attention other
-    than causal, full or sliding.
+    only. decode: token ids to text, needed for stop strings alone. keeps_routes: completions have `routes`. Raises
+    ValueError for a model with attention other than causal, full or sliding, or without the experts to keep.
     """
 
     def __init__(
@@ -47,10 +48,12 @@ class ContinuousBatch:
         decode: Decode | None = None,
         version: int = 0,
         source: Path | None = None,
+        keeps_routes: bool = False,
     ) -> None:
         self.version, self.source = version, source
         self._limits = limits or RolloutLimits()
-        self._model = CachedModel(module, self._limits.cuda_graphs)
+        self._notes = route_notes(module) if keeps_routes else None
+        self._model = CachedModel(module, self._limits.cuda_graphs, self._notes)
         self.device = self._model.device
         self._decode_text = decode
         self._waiting: deque[RunningSequence] = deque()
@@ -82,7 +85,9 @@ class ContinuousBatch:
             problem = self._bounds.problem(request)
             if problem:
                 raise ValueError(f"request {request.id}: {problem}")
-        self._waiting.extend(RunningSequence(r, list(r.prompt), hash(r.prompt)) for r in requests)
+        for request in requests:
+            routes = None if self._notes is None else self._notes.sequence(len(request.prompt))
+            self._waiting.append(RunningSequence(request, list(request.prompt), hash(request.prompt), routes=routes))
         self._ids.update(ids)
 
     def abort(self, ids: Sequence[int]) -> None:
@@ -282,11 +287,15 @@ class ContinuousBatch:
             return prefilled
         slots = self._slots
         decoded = self._model.decode(slots.newest[:n], slots.position[:n], slots.pages(n), slots.state[:n])
+        routes = self._model.routes(n, 1)
+        if routes is not None:
+            for sequence, chosen in zip(self._running, routes, strict=True):
+                sequence.took(len(sequence.tokens) - 1, chosen)
         return decoded if prefilled is None or decoded is None else torch.cat([decoded, prefilled])
 
     def _collect(self, tokens: list[int], logprobs: list[float]) -> list[Completion]:
         """Append what was drawn; take out what has ended."""
-        done: list[Completion] = []
+        done: list[tuple[RunningSequence, bool]] = []
         alive: list[int] = []
         version = self.version
         if math.isnan(sum(logprobs)):
@@ -305,10 +314,13 @@ class ContinuousBatch:
                 request.stop_strings and sequence.says_stop(self._decode_text)
             )
             if stopped or len(sequence.versions) == request.max_new_tokens:
-                done.append(sequence.completion(stopped))
+                done.append((sequence, stopped))
                 self._ids.discard(request.id)
             else:
                 alive.append(slot)
         if done:
             self._keep(self._slots.longest_first(alive))
-        return done
+        whole = (
+            [None] * len(done) if self._notes is None else self._notes.whole([s.routes for s, _ in done if s.routes])
+        )
+        return [sequence.completion(stopped, routes) for (sequence, stopped), routes in zip(done, whole, strict=True)]

@@ -60,6 +60,8 @@ class Prefill:
             if donor.request.id in found.at and donor.tokens == sequence.tokens:
                 found.at[sequence.request.id], most = found.at[donor.request.id], len(sequence.tokens)
             sequence.cached = min(most, donor.cached)
+            if sequence.routes is not None and donor.routes is not None:
+                sequence.routes.take_over(donor.routes, sequence.cached)
             n = pages_for(sequence.cached)
             pairs = zip(sequence.pages[:n], donor.pages[:n], strict=True)
             copies |= {own: others for own, others in pairs if own != others}
@@ -92,6 +94,10 @@ class Prefill:
         for sequence, row in zip(sequences, rows, strict=True):
             sequence.cached += len(row)
         logits = self._model.prefill([s.pages for s in sequences], starts, rows)
+        routes = self._model.routes(len(sequences), max(map(len, rows)))
+        if routes is not None:
+            for sequence, start, row, chosen in zip(sequences, starts, rows, routes, strict=True):
+                sequence.took(start, chosen[: len(row)])
         if logits is not None:
             first = sum(map(len, found.logits))
             # of a chunk: until the next one

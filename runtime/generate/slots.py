@@ -11,6 +11,7 @@ from torch import Tensor
 from realgraph.runtime.attention.pages import PAGE_TOKENS
 from realgraph.runtime.engine import Completion, Decode, Request
 from realgraph.runtime.generate.sampling import SamplingSettings, SettingsTable
+from realgraph.runtime.parallel.experts.kept import Choices, SequenceRoutes
 
 
 @dataclass(eq=False, slots=True)
@@ -24,6 +25,7 @@ class RunningSequence:
     pages: list[int] = field(default_factory=list)  # of the cache, as far as its tokens go
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routes: SequenceRoutes | None = None  # where the experts of its tokens are kept
 
     def says_stop(self, decode: Decode | None) -> bool:
         """The newest text holds a stop string. A character may take four tokens, so the tail is cut wide."""
@@ -33,9 +35,14 @@ class RunningSequence:
         text = decode(self.tokens[max(len(self.request.prompt), len(self.tokens) - 4 * longest - 8) :])
         return any(stop in text for stop in stops)
 
-    def completion(self, finished: bool) -> Completion:
+    def took(self, start: int, routes: Choices) -> None:
+        """A pass has computed its tokens from `start` on, by these experts."""
+        assert self.routes is not None, "nobody keeps them"
+        self.routes.take(start, routes)
+
+    def completion(self, finished: bool, routes: Tensor | None = None) -> Completion:
         new = tuple(self.tokens[len(self.request.prompt) :])
-        return Completion(self.request.id, new, tuple(self.logprobs), tuple(self.versions), finished)
+        return Completion(self.request.id, new, tuple(self.logprobs), tuple(self.versions), finished, routes)
 
 
 @dataclass
