@@ -16,10 +16,13 @@ __all__ = ["home"]
 
 SAVED: dict[str, Any] = {"steps": STEPS, "checkpoint": {"every": 2, "keep": 9}, "models": {"actor": {"path": "moe"}}}
 BALANCED = {"calls": {"train": {"loss": {"terms": {"balance": {"kind": "load_balance", "coef": 0.0}}}}}}
+REPLAYED = {"models": {"actor": {"routing_replay": True}}}
 EP2 = {"devices": 2, "dp": 2, "ep": 2}
 # how many devices there are, and how they are used
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
+    "replayed_one": (1, {}),
+    "replayed": (4, {"train": {"first": 0, **EP2}, "rollout": {"first": 2, "devices": 2, "pp": 2}}),
     "apart": (4, {"train": {"first": 0, **EP2}, "rollout": {"first": 2, "devices": 2}}),
     "generating": (2, {"train": EP2, "rollout": EP2}),
     "ep4_tp2": (4, {"train": {"devices": 4, "dp": 2, "tp": 2, "ep": 4}}),
@@ -52,18 +55,20 @@ def ran(home: Path, name: str) -> Path:
     if name not in _done:
         n_devices, allocation = RUNS[name]
         machine = {"cluster": {"devices": n_devices}, "allocation": allocation}
-        file = write_run(home, f"experts_{name}", GRPO, SAVED, BALANCED, machine)
+        replay = REPLAYED if name.startswith("replayed") else {}
+        file = write_run(home, f"experts_{name}", GRPO, SAVED, BALANCED, machine, replay)
         finish(home, "run", str(file), name=f"experts_{name}")
         _done[name] = home / f"experts_{name}"
     return _done[name]
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "one"])
+@pytest.mark.parametrize("name", [name for name in RUNS if not name.endswith("one")])
 def test_a_run_with_experts_apart_has_the_numbers_of_one_device(home: Path, name: str) -> None:
+    alone = "replayed_one" if name == "replayed" else "one"
     plan = json.loads((ran(home, name) / "plan.json").read_text())["allocations"]
     for call, pin in RUNS[name][1].items():
         assert plan[call]["layout"]["ep"] == pin.get("ep", 1)
-    ours, theirs = numbers(ran(home, name)), numbers(ran(home, "one"))
+    ours, theirs = numbers(ran(home, name)), numbers(ran(home, alone))
     assert ours.keys() == theirs.keys() == set(range(STEPS))
     for step, expected in theirs.items():
         assert ours[step].keys() == expected.keys()
@@ -74,7 +79,7 @@ def test_a_run_with_experts_apart_has_the_numbers_of_one_device(home: Path, name
                 assert ours[step][metric] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), (step, metric)
     saved = [
         AutoModelForCausalLM.from_pretrained(weights_of(ran(home, run)), experts_implementation="eager")
-        for run in (name, "one")
+        for run in (name, alone)
     ]
     tokens = torch.arange(3, 11)[None]
     with torch.no_grad():
