@@ -87,6 +87,16 @@ def test_a_run_with_experts_apart_has_the_numbers_of_one_device(home: Path, name
     torch.testing.assert_close(logits, expected_logits, rtol=TOLERANCE, atol=5 * TOLERANCE)
 
 
+def test_replayed_experts_stay_while_the_weights_move(home: Path) -> None:
+    """The first step has the same samples and weights; its second optimizer step is the first that routers would see
+    differently."""
+    plain, replayed = (numbers(ran(home, name))[0] for name in ("one", "replayed_one"))
+    for same in ("rollout/new_tokens", "train/n_tokens", "train/advantage", "train/importance_weight"):
+        assert replayed[same] == pytest.approx(plain[same], rel=1e-6), same
+    assert abs(replayed["train/approx_kl"] - plain["train/approx_kl"]) > 1e-3
+    assert replayed["train/logprob_gap"] < 1e-5
+
+
 def test_a_stream_of_replicas_that_share_experts_gives_way_and_goes_on(home: Path) -> None:
     """Training, evaluations and new weights come while samples are made; replicas end at different times."""
     if not (home / "moe").is_dir():

@@ -139,21 +139,21 @@ def test_a_token_keeps_the_choice_behind_which_the_next_one_was_drawn(folder: Pa
     assert not torch.equal(before[early], after[early])
 
 
-def test_sequences_take_over_what_stands_in_the_cache() -> None:
-    like = np.empty((0, 1, 1), np.uint8)
-    numbers = np.arange(200, dtype=np.uint8)[:, None, None]
-    donor, other = SequenceRoutes(3, like), SequenceRoutes(3, like)
-    donor.take(0, numbers[:2])
-    donor.take(2, numbers[2:100])
-    other.take_over(donor, 3)
-    assert other.kept.ravel().tolist() == [0, 1, 2]
-    donor.take(0, numbers[100:101])
-    donor.take(1, numbers[101:199])
-    donor.take(99, numbers[198:])
-    assert donor.kept.ravel().tolist() == [*range(100), 199]
-    late = SequenceRoutes(3, like)
-    late.take_over(donor, 3)
-    assert late.kept.ravel().tolist() == [100, 101, 102]
+def test_choices_are_final_when_the_next_token_was_drawn() -> None:
+    """A sequence that goes back to the queue under a pass draws again: the pass that counts is the later one."""
+    numbers, kept = np.arange(250, dtype=np.uint8)[:, None, None], SequenceRoutes(3, np.empty((0, 1, 1), np.uint8))
+    kept.take(0, numbers[:2], 0)
+    kept.take(0, numbers[10:12], 0)
+    kept.take(2, numbers[12:100], 0)
+    assert kept.kept.ravel().tolist() == [*range(10, 100)]
+    assert kept.of_prompt(3).ravel().tolist() == [10, 11, 12]
+    kept.take(0, numbers[100:101], 90)
+    kept.take(1, numbers[101:189], 90)
+    kept.take(89, numbers[200:202], 90)
+    assert kept.kept.ravel().tolist() == [*range(10, 100), 201]
+    kept.take(90, numbers[202:203], 90)
+    assert kept.kept.ravel().tolist() == [*range(10, 100), 202]
+    assert kept.of_prompt(3).ravel().tolist() == [100, 101, 102]
 
 
 def given_choices(model: Any, given: list[Tensor]) -> None:

@@ -61,7 +61,7 @@ class Prefill:
                 found.at[sequence.request.id], most = found.at[donor.request.id], len(sequence.tokens)
             sequence.cached = min(most, donor.cached)
             if sequence.routes is not None and donor.routes is not None:
-                sequence.routes.take_over(donor.routes, sequence.cached)
+                sequence.took(0, donor.routes.of_prompt(sequence.cached))
             n = pages_for(sequence.cached)
             pairs = zip(sequence.pages[:n], donor.pages[:n], strict=True)
             copies |= {own: others for own, others in pairs if own != others}

@@ -36,9 +36,10 @@ class RunningSequence:
         return any(stop in text for stop in stops)
 
     def took(self, start: int, routes: Choices) -> None:
-        """A pass has computed its tokens from `start` on, by these experts."""
+        """A pass has computed its tokens from `start` on, by these experts. The newest token is final when the next one
+        has been drawn, and so is the prompt when the first one has."""
         assert self.routes is not None, "nobody keeps them"
-        self.routes.take(start, routes)
+        self.routes.take(start, routes, len(self.tokens) - 1 if self.versions else 0)
 
     def completion(self, finished: bool, routes: Tensor | None = None) -> Completion:
         new = tuple(self.tokens[len(self.request.prompt) :])

@@ -17,44 +17,47 @@ from realgraph.runtime.parallel.groups import Ranks
 from realgraph.runtime.parallel.pipeline.stage import stage_of
 
 Choices = NDArray[Any]  # [tokens, layers of experts, experts a token] of `route_dtype`
-_FIRST_ROOM = 64  # tokens behind the prompt
+_ROOM = 64  # tokens more than there are, where memory is taken
 
 
 class SequenceRoutes:
     """The choices of one sequence, of the layers of experts that are here.
 
-    Of each token those are kept behind which the next token was drawn: a token that is computed again, since its keys
-    were lost or are of old weights, keeps its first ones. Sequences that take over the keys of a prompt take the
-    choices that made these very keys, which are the newest.
+    Of each token those are kept behind which the next token was drawn: a token that is computed again after that, since
+    its keys were lost or are of old weights, keeps its first ones. Sequences that take over the keys of a prompt take
+    the choices that made these very keys, which are the newest.
     """
 
     def __init__(self, n_prompt: int, like: Choices) -> None:
         """like: [0, layers, k]."""
-        self._kept = np.empty((n_prompt + _FIRST_ROOM, *like.shape[1:]), like.dtype)
+        self._kept = like
         self._n = 0
         self._prompt: Choices | None = None  # of the prompt's newest pass, where it is not the first
         self._n_prompt = n_prompt
 
-    def take(self, start: int, rows: Choices) -> None:
-        """A pass has computed tokens `start`, `start` + 1, ...; those before have been taken."""
-        end = start + len(rows)
-        if start < min(self._n, self._n_prompt):
-            if self._prompt is None:
-                self._prompt = self._kept[: self._n_prompt].copy()
+    def take(self, start: int, rows: Choices, final: int) -> None:
+        """A pass has computed tokens `start`, `start` + 1, ...; those before have been taken. The choices of the first
+        `final` tokens stay, where there are any."""
+        end, first = start + len(rows), max(start, min(self._n, final))
+        if self._prompt is None and start < min(self._n, self._n_prompt):
+            self._prompt = self._with_room(self._n_prompt)
+        if self._prompt is not None and start < self._n_prompt:
             stop = min(end, self._n_prompt)
             self._prompt[start:stop] = rows[: stop - start]
         if end > len(self._kept):
-            grown = np.empty((max(end, 2 * len(self._kept)), *self._kept.shape[1:]), self._kept.dtype)
-            grown[: self._n] = self._kept[: self._n]
-            self._kept = grown
-        if end > self._n:
-            self._kept[self._n : end] = rows[self._n - start :]
-            self._n = end
+            self._kept = self._with_room(max(end + _ROOM, 2 * len(self._kept)))
+        self._kept[first:end] = rows[first - start :]
+        self._n = max(self._n, end)
 
-    def take_over(self, donor: "SequenceRoutes", n: int) -> None:
-        """The keys of the prompt's first `n` tokens are those that `donor` has computed."""
-        newest = donor._kept if donor._prompt is None else donor._prompt
-        self.take(0, newest[:n])
+    def _with_room(self, n: int) -> Choices:
+        """A copy of what is kept, for `n` tokens."""
+        copy = np.empty((n, *self._kept.shape[1:]), self._kept.dtype)
+        copy[: min(n, self._n)] = self.kept[:n]
+        return copy
+
+    def of_prompt(self, n: int) -> Choices:
+        """[n, layers here, k]: the choices that made the keys of the prompt's first n tokens that the cache holds."""
+        return (self._kept if self._prompt is None else self._prompt)[:n]
 
     @property
     def kept(self) -> Choices:
