@@ -98,7 +98,8 @@ def test_replayed_experts_stay_while_the_weights_move(home: Path) -> None:
 
 
 def test_a_stream_of_replicas_that_share_experts_gives_way_and_goes_on(home: Path) -> None:
-    """Training, evaluations and new weights come while samples are made; replicas end at different times."""
+    """Training, evaluations and new weights come while samples are made; replicas end at different times. Routes go
+    with the samples, and with the probes by which generator and trainer are compared."""
     if not (home / "moe").is_dir():
         write_mixture(home)
     late = {
@@ -108,7 +109,9 @@ def test_a_stream_of_replicas_that_share_experts_gives_way_and_goes_on(home: Pat
         "eval": {"every": 1, "data": {**BASE["data"], "path": "test.jsonl"}, "limit": 9},
     }
     machine = {"cluster": {"devices": 2}, "allocation": {"train": EP2, "rollout": EP2}}
-    folder = finish(home, "run", str(write_run(home, "experts_late", GRPO, late, machine)), name="experts_late").folder
+    folder = finish(
+        home, "run", str(write_run(home, "experts_late", GRPO, late, machine, REPLAYED)), name="experts_late"
+    ).folder
     assert [record["step"] for record in records(folder, "eval")] == list(range(STEPS + 1))
     steps = [record["metrics"] for record in records(folder)]
     assert max(step["staleness/max"] for step in steps) >= 1

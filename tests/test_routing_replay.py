@@ -31,7 +31,7 @@ from realgraph.runtime.engine import Completion, Request, RolloutLimits
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 from realgraph.runtime.models.models import PackedModel, Start, Wants, build, fill
 from realgraph.runtime.models.weights import whole
-from realgraph.runtime.parallel.experts.kept import SequenceRoutes
+from realgraph.runtime.parallel.experts.kept import SequenceRoutes, TokenRoutes
 from realgraph.runtime.parallel.experts.routing import record_of, route_dtype
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.train.passes import PROXIMAL_LOGPROBS
@@ -73,13 +73,13 @@ def packed(wanted: Sequence[Request], done: dict[int, Completion]) -> tuple[Pack
     return batch, torch.cat([one for one in routes if one is not None])
 
 
-def own_choices(model: PackedModel, batch: Packed) -> Tensor:
-    """[T, layers, k]: the routers' own, in a pass over whole samples."""
+def own_choices(model: PackedModel, batch: Packed, given: Tensor | None = None) -> Tensor:
+    """[T, layers, k]: the routers' own, in a pass over whole samples; or those given, where there are any."""
     record = record_of(model.network)
     assert record is not None
     record.note()
     with torch.no_grad():
-        model.run(batch, Wants())
+        model.run(batch, Wants(routes=given))
     noted = record.noted()
     return torch.stack([noted[layer] for layer in range(record.n_layers)], 1)
 
@@ -112,48 +112,55 @@ def test_generation_keeps_the_choices_of_a_full_pass(folder: Path) -> None:
     assert all(one.routes is None for one in run(ContinuousBatch(model.network, SMALL), wanted[:2]).values())
 
 
-def test_a_token_keeps_the_choice_behind_which_the_next_one_was_drawn(folder: Path) -> None:
-    """New weights come in the middle: tokens from before are computed again, by other experts, and keep their own.
-    Samples that begin later take the prompt's choices under the new weights, though others hold its older ones."""
-    model, newer = model_of(folder), model_of(folder, seed=3)
+def test_tokens_that_are_computed_again_go_to_the_experts_that_they_have(folder: Path) -> None:
+    """New weights come in the middle. Tokens from before, whose keys are made anew, keep their experts in it, so that
+    training finds the distribution that each token was drawn from; a sample that begins later has its prompt's."""
+    model, old, newer = model_of(folder), model_of(folder), model_of(folder, seed=3)
     prompt = tuple(range(5, 40))
     wanted = [Request(i, prompt, 12, seed=i) for i in range(4)]
     engine = ContinuousBatch(model.network, replace(SMALL, max_running=3), keeps_routes=True)
-    engine.submit(wanted[:3])
+    engine.submit(wanted)
     for _ in range(6):
         assert not engine.step()
-    old, tensors = model_of(folder), {name: t.detach().clone() for name, t in newer.network.named_parameters()}
+    tensors = {name: tensor.detach().clone() for name, tensor in newer.network.named_parameters()}
     engine.load_weights(whole(iter(tensors.items())))
     engine.weights_changed(1)
     engine.abort([2])
-    done = run(engine, wanted[3:])
+    done = run(engine, [])
     drawn = [done[i].versions.count(0) for i in (0, 1, 3)]
     assert min(drawn[:2]) > 1
     assert drawn[2] == 0
     batch, routes = packed([wanted[0], wanted[1], wanted[3]], done)
-    before, after = own_choices(old, batch), own_choices(newer, batch)
-    last, computed = is_last(batch), torch.tensor([len(prompt) - 1 + n if n else 0 for n in drawn])
-    early = batch.positions() < computed[batch.sample_index()]
-    assert torch.equal(routes[early].long(), before[early])
-    assert torch.equal(routes[~early & ~last].long(), after[~early & ~last])
-    assert not torch.equal(before[early], after[early])
+    computed = torch.tensor([len(prompt) - 1 + n for n in drawn])
+    early, last = batch.positions() < computed[batch.sample_index()], is_last(batch)
+    first = own_choices(old, batch)
+    assert torch.equal(routes[early].long(), first[early])
+    later = own_choices(newer, batch, torch.where(early[:, None, None], routes, 4))
+    assert torch.equal(routes[~last].long(), later[~last])
+    assert not torch.equal(first[~last], own_choices(newer, batch)[~last])
+    versions = torch.cat([torch.tensor([-1] * len(prompt) + [*done[i].versions]) for i in (0, 1, 3)])
+    drawn_at = [[0.0] * len(prompt) + [*done[i].logprobs] for i in (0, 1, 3)]
+    behaviour = torch.tensor([each for row in drawn_at for each in row], dtype=torch.float64)
+    for version, trained in enumerate((old, newer)):
+        found = trained.run(batch, Wants(routes=routes)).logprobs
+        assert found is not None
+        torch.testing.assert_close(found[versions == version].detach(), behaviour[versions == version], **CLOSE)
 
 
-def test_choices_are_final_when_the_next_token_was_drawn() -> None:
-    """A sequence that goes back to the queue under a pass draws again: the pass that counts is the later one."""
-    numbers, kept = np.arange(250, dtype=np.uint8)[:, None, None], SequenceRoutes(3, np.empty((0, 1, 1), np.uint8))
-    kept.take(0, numbers[:2], 0)
-    kept.take(0, numbers[10:12], 0)
-    kept.take(2, numbers[12:100], 0)
-    assert kept.kept.ravel().tolist() == [*range(10, 100)]
-    assert kept.of_prompt(3).ravel().tolist() == [10, 11, 12]
-    kept.take(0, numbers[100:101], 90)
-    kept.take(1, numbers[101:189], 90)
-    kept.take(89, numbers[200:202], 90)
-    assert kept.kept.ravel().tolist() == [*range(10, 100), 201]
-    kept.take(90, numbers[202:203], 90)
-    assert kept.kept.ravel().tolist() == [*range(10, 100), 202]
-    assert kept.of_prompt(3).ravel().tolist() == [100, 101, 102]
+def test_a_token_has_one_choice_and_a_prompt_has_it_for_all_its_samples() -> None:
+    numbers = np.arange(250, dtype=np.uint8)[:, None, None]
+    prompt = TokenRoutes(numbers[:0])
+    one, other = (SequenceRoutes(4, prompt, numbers[:0]) for _ in range(2))
+    one.take(0, numbers[10:12])
+    one.take(2, numbers[12:14])
+    assert one.known(1, 4).ravel().tolist() == [11, 12, 13]
+    assert other.known(0, 4).ravel().tolist() == [10, 11, 12]
+    other.take(3, numbers[20:21])
+    one.take(0, numbers[100:200])
+    assert one.kept.ravel().tolist() == [*range(10, 14), *range(104, 200)]
+    assert one.known(50, 200).ravel().tolist() == [*range(150, 200)]
+    assert one.known(100, 101).size == 0
+    assert other.kept.ravel().tolist() == [10, 11, 12, 20]
 
 
 def given_choices(model: Any, given: list[Tensor]) -> None:

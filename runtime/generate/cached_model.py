@@ -21,7 +21,6 @@ from realgraph.runtime.generate.cut_sampling import CutVocabulary
 from realgraph.runtime.generate.decode_graph import DecodeGraphs, decode_logits
 from realgraph.runtime.generate.sampling import SamplingSettings, draw
 from realgraph.runtime.parallel.cuts import EMBEDDING
-from realgraph.runtime.parallel.experts.kept import Choices, RouteNotes
 from realgraph.runtime.parallel.experts.passes import shared_passes_of
 from realgraph.runtime.parallel.experts.routing import record_of
 from realgraph.runtime.parallel.pipeline.rollout import staged_rollout
@@ -66,13 +65,12 @@ def _cut_vocabulary(module: nn.Module) -> CutVocabulary | None:
 
 
 class CachedModel:
-    """The module (this rank's part of it), its cache and, on a GPU, the graphs of its decode steps. notes: of the
-    experts that its passes choose, where they are kept.
+    """The module (this rank's part of it), its cache and, on a GPU, the graphs of its decode steps.
 
     Raises ValueError for a model with attention other than causal, full or sliding.
     """
 
-    def __init__(self, module: nn.Module, cuda_graphs: bool, notes: RouteNotes | None = None) -> None:
+    def __init__(self, module: nn.Module, cuda_graphs: bool) -> None:
         register_attention()
         config = module.config
         assert isinstance(config, PretrainedConfig)
@@ -86,7 +84,7 @@ class CachedModel:
         kv_width = len(next(iter(network.model.layers)).self_attn.k_proj.weight)
         self.cache = KVCache(replace(cache_shape(config, kv_width, weight), layers=len(numbers)), numbers)
         self._edges, self._cut, self._shared = edges_of(module), _cut_vocabulary(module), shared_passes_of(module)
-        self.module, self._record, self._notes = module, record_of(module), notes
+        self.module, self._record = module, record_of(module)
         self._config = config
         self.modules = list(module.modules())
         # dynamic rotary tables look at the positions on the host, experts at their loads, which no graph can do
@@ -139,16 +137,6 @@ class CachedModel:
         assert drawn is not None, "only stages before the last have no logits"
         return drawn
 
-    def _begin_pass(self) -> None:
-        if self._notes is not None:
-            self._notes.begin()
-        if self._shared is not None:
-            self._shared.begin()
-
-    def routes(self, n: int, q: int) -> Choices | None:
-        """[n, q, layers, k]: the experts of the last pass, over q tokens of n sequences; None where none are kept."""
-        return None if self._notes is None else self._notes.of_pass(n, q)
-
     def finish_passes(self) -> None:
         """The passes of a step have ended here: those of replicas that share experts go on with this worker's."""
         if self._shared is not None:
@@ -180,7 +168,8 @@ class CachedModel:
         widest = max(counts)
         tokens = torch.tensor([[*row, *[row[-1]] * (widest - len(row))] for row in rows], device=self.device)
         rollout_pass = PrefillPass(self.cache, pages, starts, counts)
-        self._begin_pass()
+        if self._shared is not None:
+            self._shared.begin()
         if self._lean is not None:
             last = torch.tensor([i * widest + count - 1 for i, count in enumerate(counts)], device=self.device)
             return self._lean.logits(tokens, rollout_pass.positions, rollout_pass, last)
@@ -216,7 +205,8 @@ class CachedModel:
             runs = self._runs(len(positions), int(positions.max()) + 1)
         rollout_pass = DecodePass(self.cache, pages, on_device, runs)
         newest = torch.from_numpy(tokens).to(self.device)
-        self._begin_pass()
+        if self._shared is not None:
+            self._shared.begin()
         if self._staged is not None:
             return self._staged.logits(newest[:, None], on_device[:, None], {"rollout_pass": rollout_pass})
         if self._lean is not None:

@@ -23,7 +23,7 @@ from realgraph.runtime.engine import RELEASED, Completion, Decode, Parts, Reques
 from realgraph.runtime.generate.cached_model import CachedModel
 from realgraph.runtime.generate.prefill import Prefill, shared_pages
 from realgraph.runtime.generate.request_bounds import RequestBounds
-from realgraph.runtime.generate.slots import RunningSequence, Slots
+from realgraph.runtime.generate.slots import RunningSequence, Slots, watched
 from realgraph.runtime.models.host_states import DroppedStorages, HostStates
 from realgraph.runtime.models.train_state import read_counters
 from realgraph.runtime.models.weights import read_into, take_weights, weight_specs
@@ -52,8 +52,7 @@ class ContinuousBatch:
     ) -> None:
         self.version, self.source = version, source
         self._limits = limits or RolloutLimits()
-        self._notes = route_notes(module) if keeps_routes else None
-        self._model = CachedModel(module, self._limits.cuda_graphs, self._notes)
+        self._model = CachedModel(module, self._limits.cuda_graphs)
         self.device = self._model.device
         self._decode_text = decode
         self._waiting: deque[RunningSequence] = deque()
@@ -66,7 +65,8 @@ class ContinuousBatch:
         self._bounds = RequestBounds(self._model.vocabulary, most_tokens, cache_tokens, decode is not None)
         # a GPU's graphs are lost with the cache they were captured on
         self._pool = PagePool(None if cache_tokens is None else pages_for(cache_tokens), at_once=not on_cpu)
-        self._prefill = Prefill(self._model, self._limits.prefill_tokens)
+        self._notes = route_notes(module) if keeps_routes else None
+        self._prefill = Prefill(self._model, self._limits.prefill_tokens, self._notes)
         self._slots = Slots(self._most_slots, self.device)
         self._dropped = DroppedStorages()
         self._states: HostStates | None = None  # weights that wait in host memory
@@ -86,7 +86,7 @@ class ContinuousBatch:
             if problem:
                 raise ValueError(f"request {request.id}: {problem}")
         for request in requests:
-            routes = None if self._notes is None else self._notes.sequence(len(request.prompt))
+            routes = None if self._notes is None else self._notes.sequence(request.prompt)
             self._waiting.append(RunningSequence(request, list(request.prompt), hash(request.prompt), routes=routes))
         self._ids.update(ids)
 
@@ -286,11 +286,9 @@ class ContinuousBatch:
             assert prefilled is not None
             return prefilled
         slots = self._slots
-        decoded = self._model.decode(slots.newest[:n], slots.position[:n], slots.pages(n), slots.state[:n])
-        routes = self._model.routes(n, 1)
-        if routes is not None:
-            for sequence, chosen in zip(self._running, routes, strict=True):
-                sequence.took(len(sequence.tokens) - 1, chosen)
+        spans = [(position, 1) for position in slots.position[:n].tolist()]
+        with watched(self._notes, self._running[:n], spans):
+            decoded = self._model.decode(slots.newest[:n], slots.position[:n], slots.pages(n), slots.state[:n])
         return decoded if prefilled is None or decoded is None else torch.cat([decoded, prefilled])
 
     def _collect(self, tokens: list[int], logprobs: list[float]) -> list[Completion]:
@@ -320,7 +318,11 @@ class ContinuousBatch:
                 alive.append(slot)
         if done:
             self._keep(self._slots.longest_first(alive))
-        whole = (
-            [None] * len(done) if self._notes is None else self._notes.whole([s.routes for s, _ in done if s.routes])
-        )
+        return self._completions(done)
+
+    def _completions(self, done: Sequence[tuple[RunningSequence, bool]]) -> list[Completion]:
+        """Of sequences that have ended, with True where by themselves. Collective over stages that keep routes."""
+        if self._notes is None:
+            return [sequence.completion(stopped) for sequence, stopped in done]
+        whole = self._notes.whole([sequence.routes for sequence, _ in done if sequence.routes is not None])
         return [sequence.completion(stopped, routes) for (sequence, stopped), routes in zip(done, whole, strict=True)]

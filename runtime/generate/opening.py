@@ -41,16 +41,16 @@ def open_rollout(
         if ranks is not None and session is not None and session.n_heads > 1:
             share_passes(network, ranks.session)
 
-    # of the ranks that cut a layer each knows all choices: one of them keeps them
-    keeps = role.routing_replay and (ranks is None or ranks.tp.rank == 0)
     match weights:
         case OwnWeights(path=path, device=device, offloaded=offloaded):
             start = Start(device, shard=lambda model: cut_up(model.network))
             model = build(role, path, start).requires_grad_(False)
-            batch = ContinuousBatch(model.network, limits, decode=decode, source=model.source, keeps_routes=keeps)
+            batch = ContinuousBatch(
+                model.network, limits, decode=decode, source=model.source, keeps_routes=role.routing_replay
+            )
             if offloaded:
                 batch.offload()
         case SharedWeights(folder=folder, tensors=tensors):
             network = network_over(role, folder, tensors, cut_up)
-            batch = ContinuousBatch(network, limits, decode=decode, source=folder, keeps_routes=keeps)
+            batch = ContinuousBatch(network, limits, decode=decode, source=folder, keeps_routes=role.routing_replay)
     return TorchRolloutEngine(batch, notify, session)

@@ -1,6 +1,7 @@
 """The sequences of a generation engine, and the running ones as the columns that a decode step reads."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 from realgraph.runtime.attention.pages import PAGE_TOKENS
 from realgraph.runtime.engine import Completion, Decode, Request
 from realgraph.runtime.generate.sampling import SamplingSettings, SettingsTable
-from realgraph.runtime.parallel.experts.kept import Choices, SequenceRoutes
+from realgraph.runtime.parallel.experts.kept import RouteNotes, RouteSpan, SequenceRoutes
 
 
 @dataclass(eq=False, slots=True)
@@ -35,15 +36,20 @@ class RunningSequence:
         text = decode(self.tokens[max(len(self.request.prompt), len(self.tokens) - 4 * longest - 8) :])
         return any(stop in text for stop in stops)
 
-    def took(self, start: int, routes: Choices) -> None:
-        """A pass has computed its tokens from `start` on, by these experts. The newest token is final when the next one
-        has been drawn, and so is the prompt when the first one has."""
-        assert self.routes is not None, "nobody keeps them"
-        self.routes.take(start, routes, len(self.tokens) - 1 if self.versions else 0)
-
     def completion(self, finished: bool, routes: Tensor | None = None) -> Completion:
         new = tuple(self.tokens[len(self.request.prompt) :])
         return Completion(self.request.id, new, tuple(self.logprobs), tuple(self.versions), finished, routes)
+
+
+def watched(
+    notes: RouteNotes | None, sequences: Sequence[RunningSequence], spans: Sequence[tuple[int, int]]
+) -> AbstractContextManager[None]:
+    """Inside, one pass goes over tokens from `start` on, `count` of them, of each of these sequences; where the experts
+    of tokens are kept, it takes those that there are, and leaves those that it chooses."""
+    if notes is None:
+        return nullcontext()
+    both = zip(sequences, spans, strict=True)
+    return notes.watched([RouteSpan(s.routes, *span) for s, span in both if s.routes is not None])
 
 
 @dataclass

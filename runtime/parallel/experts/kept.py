@@ -1,10 +1,14 @@
 """The experts that generation chooses, token by token, as training replays them. Knows no cache and no request.
 
-Source: rollout routing replay (R3), arXiv:2510.11370: choices are replayed, their weights are the trainer's own.
+A token is given its experts once, by the first pass that computes it; every later pass over it, here or in training,
+takes them again. Source: rollout routing replay (R3), arXiv:2510.11370: choices are replayed, their weights are those
+of the pass.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -20,88 +24,124 @@ Choices = NDArray[Any]  # [tokens, layers of experts, experts a token] of `route
 _ROOM = 64  # tokens more than there are, where memory is taken
 
 
-class SequenceRoutes:
-    """The choices of one sequence, of the layers of experts that are here.
+class TokenRoutes:
+    """The choices of tokens that follow each other, of the layers of experts that are here."""
 
-    Of each token those are kept behind which the next token was drawn: a token that is computed again after that, since
-    its keys were lost or are of old weights, keeps its first ones. Sequences that take over the keys of a prompt take
-    the choices that made these very keys, which are the newest.
-    """
-
-    def __init__(self, n_prompt: int, like: Choices) -> None:
+    def __init__(self, like: Choices) -> None:
         """like: [0, layers, k]."""
-        self._kept = like
-        self._n = 0
-        self._prompt: Choices | None = None  # of the prompt's newest pass, where it is not the first
-        self._n_prompt = n_prompt
+        self._room, self._n = like, 0
 
-    def take(self, start: int, rows: Choices, final: int) -> None:
-        """A pass has computed tokens `start`, `start` + 1, ...; those before have been taken. The choices of the first
-        `final` tokens stay, where there are any."""
-        end, first = start + len(rows), max(start, min(self._n, final))
-        if self._prompt is None and start < min(self._n, self._n_prompt):
-            self._prompt = self._with_room(self._n_prompt)
-        if self._prompt is not None and start < self._n_prompt:
-            stop = min(end, self._n_prompt)
-            self._prompt[start:stop] = rows[: stop - start]
-        if end > len(self._kept):
-            self._kept = self._with_room(max(end + _ROOM, 2 * len(self._kept)))
-        self._kept[first:end] = rows[first - start :]
-        self._n = max(self._n, end)
+    def take(self, start: int, rows: Choices) -> None:
+        """A pass has computed tokens `start`, `start` + 1, ...; those before have been taken. Tokens that have choices
+        keep them."""
+        end = start + len(rows)
+        if end > len(self._room):
+            room = np.empty((max(end + _ROOM, 2 * len(self._room)), *rows.shape[1:]), rows.dtype)
+            room[: self._n] = self.kept
+            self._room = room
+        if end > self._n:
+            self._room[self._n : end] = rows[self._n - start :]
+            self._n = end
 
-    def _with_room(self, n: int) -> Choices:
-        """A copy of what is kept, for `n` tokens."""
-        copy = np.empty((n, *self._kept.shape[1:]), self._kept.dtype)
-        copy[: min(n, self._n)] = self.kept[:n]
-        return copy
+    @property
+    def kept(self) -> Choices:
+        """[tokens, layers here, k]"""
+        return self._room[: self._n]
 
-    def of_prompt(self, n: int) -> Choices:
-        """[n, layers here, k]: the choices that made the keys of the prompt's first n tokens that the cache holds."""
-        return (self._kept if self._prompt is None else self._prompt)[:n]
+
+class SequenceRoutes:
+    """The choices of one sequence. Those of its prompt belong to all sequences with this prompt, which share its keys;
+    the prompt's last token, whose keys each has for itself, counts as a token of the sequence."""
+
+    def __init__(self, n_prompt: int, prompt: TokenRoutes, like: Choices) -> None:
+        self._n_shared, self._prompt, self._own = n_prompt - 1, prompt, TokenRoutes(like)
+
+    def take(self, start: int, rows: Choices) -> None:
+        """See `TokenRoutes.take`."""
+        n_shared = max(0, self._n_shared - start)
+        if n_shared:
+            self._prompt.take(start, rows[:n_shared])
+        if len(rows) > n_shared:
+            self._own.take(start + n_shared - self._n_shared, rows[n_shared:])
+
+    def known(self, start: int, stop: int) -> Choices:
+        """[n, layers here, k]: of tokens `start` to `stop`, as many of them as have choices."""
+        shared, own = self._prompt.kept[start : min(stop, self._n_shared)], self._own.kept
+        if stop <= self._n_shared:
+            return shared
+        return np.concatenate([shared, own[max(0, start - self._n_shared) : stop - self._n_shared]])
 
     @property
     def kept(self) -> Choices:
         """[tokens, layers here, k]: of all tokens that were computed."""
-        return self._kept[: self._n]
+        return self.known(0, self._n_shared + len(self._own.kept))
+
+
+class RouteSpan(NamedTuple):
+    """Tokens `start` to `start` + `count` of a sequence."""
+
+    routes: SequenceRoutes
+    start: int
+    count: int
 
 
 class RouteNotes:
-    """Takes down the choices of generation's passes through a network (this rank's part of it)."""
+    """Replays and takes down the choices of generation's passes through a network (this rank's part of it)."""
 
-    def __init__(self, record: RoutingRecord, layers: Sequence[int], top_k: int, stages: Ranks | None) -> None:
-        """layers: those of experts that are here, by their numbers among all. stages: where others have other ones."""
-        self._record, self._layers, self._stages = record, list(layers), stages
+    def __init__(
+        self, record: RoutingRecord, layers: Sequence[int], top_k: int, place: tuple[torch.device, Ranks | None]
+    ) -> None:
+        """layers: those of experts that are here, by their numbers among all. place: the network's device, and the
+        stages, where others have other layers."""
+        self._record, self._layers, (self._device, self._stages) = record, list(layers), place
         self._none, self._dtype = record.n_experts, route_dtype(record.n_experts)
         self._like: Choices = torch.empty((0, len(self._layers), top_k), dtype=self._dtype).numpy()
+        self._prompts: WeakValueDictionary[tuple[int, ...], TokenRoutes] = WeakValueDictionary()
 
-    def begin(self) -> None:
-        """A pass begins."""
+    def sequence(self, prompt: tuple[int, ...]) -> SequenceRoutes:
+        """The choices of a new sequence: of its prompt those of others that have it, too, and are not forgotten yet."""
+        shared = self._prompts.get(prompt) or TokenRoutes(self._like)
+        self._prompts[prompt] = shared
+        return SequenceRoutes(len(prompt), shared, self._like)
+
+    @contextmanager
+    def watched(self, spans: Sequence[RouteSpan]) -> Iterator[None]:
+        """Inside, one pass goes over these tokens, a row of it each, padded at the end. Tokens with choices go there
+        again; of the others they are taken down."""
+        width = max(span.count for span in spans)
+        self._record.replay(self._given(spans, width))
         self._record.note()
-
-    def of_pass(self, n: int, q: int) -> Choices:
-        """[n, q, layers here, k]: the choices for q tokens of each of n sequences, in the pass that has ended."""
+        yield
         noted = self._record.noted()
-        made = np.empty((n, q, *self._like.shape[1:]), self._like.dtype)
+        self._record.replay(None)
+        made = np.empty((len(spans), width, *self._like.shape[1:]), self._like.dtype)
         if self._layers:
             made[:] = torch.stack([noted[layer] for layer in self._layers], 1).cpu().numpy().reshape(made.shape)
-        return made
+        for span, rows in zip(spans, made, strict=True):
+            span.routes.take(span.start, rows[: span.count])
 
-    def sequence(self, n_prompt: int) -> SequenceRoutes:
-        """The notes of a sequence that nothing was computed of."""
-        return SequenceRoutes(n_prompt, self._like)
+    def _given(self, spans: Sequence[RouteSpan], width: int) -> Tensor | None:
+        """[n x width, layers, k]: the choices that there are; None where there are none."""
+        known = [span.routes.known(span.start, span.start + span.count) for span in spans]
+        if not any(map(len, known)):
+            return None
+        given = np.full((len(spans), width, self._record.n_layers, self._like.shape[-1]), self._none, self._like.dtype)
+        for row, rows in zip(given, known, strict=True):
+            row[: len(rows), self._layers] = rows
+        return torch.from_numpy(given).flatten(0, 1).to(self._device)
 
     def whole(self, ended: Sequence[SequenceRoutes]) -> list[Tensor]:
         """[tokens, layers, k] of sequences that have ended, all layers of experts: `route_dtype`, on the CPU. The last
         token, which no pass has computed, has no choice. Collective over the stages."""
-        counts = [len(one.kept) for one in ended]
-        found = torch.zeros((sum(counts), self._record.n_layers, self._like.shape[-1]), dtype=self._dtype)
-        if ended and self._layers:
-            found[:, self._layers] = torch.from_numpy(np.concatenate([one.kept for one in ended]))
+        kept = [one.kept for one in ended]
+        found = torch.zeros((sum(map(len, kept)), self._record.n_layers, self._like.shape[-1]), dtype=self._dtype)
+        if ended:
+            found[:, self._layers] = torch.from_numpy(np.concatenate(kept))
         if ended and self._stages is not None:  # gloo knows no int16
             sums = found if self._dtype == torch.uint8 else found.int()
-            found = self._stages.add(sums.to(self._stages.device)).to("cpu", self._dtype)
+            found = self._stages.add(sums.to(self._device)).to("cpu", self._dtype)
         none = found.new_full((1, *found.shape[1:]), self._none)
-        return [torch.cat([part, none]) for part in torch.split(found, counts)]
+        return [torch.cat([part, none]) for part in torch.split(found, [len(one) for one in kept])]
 
 
 def route_notes(network: nn.Module) -> RouteNotes:
@@ -111,4 +151,5 @@ def route_notes(network: nn.Module) -> RouteNotes:
         raise ValueError("routing_replay is for mixtures of experts, and this model is none")
     layers = [module.layer for module in network.modules() if isinstance(module, SparseBlock)]
     config: Any = network.config
-    return RouteNotes(record, layers, config.num_experts_per_tok, None if stage is None else stage.ranks)
+    place = next(network.parameters()).device, None if stage is None else stage.ranks
+    return RouteNotes(record, layers, config.num_experts_per_tok, place)
