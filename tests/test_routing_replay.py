@@ -47,7 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "every layer but one": ("qwen3_moe", {"num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": False}),
     "mixtral": ("mixtral", {}),
 }
-CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
 SMALL = RolloutLimits(max_running=5, max_cache_tokens=160, prefill_tokens=16)  # long prompts in chunks; some wait
 
 
@@ -108,7 +108,7 @@ def test_generation_keeps_the_choices_of_a_full_pass(folder: Path) -> None:
     assert plain is not None
     assert torch.equal(replayed, plain)
     behaviour = torch.cat([torch.tensor(done[one.id].logprobs, dtype=torch.float64) for one in wanted])
-    torch.testing.assert_close(replayed[batch.mask].detach(), behaviour, **CLOSE)
+    close(replayed[batch.mask].detach(), behaviour)
     assert all(one.routes is None for one in run(ContinuousBatch(model.network, SMALL), wanted[:2]).values())
 
 
@@ -144,7 +144,7 @@ def test_tokens_that_are_computed_again_go_to_the_experts_that_they_have(folder:
     for version, trained in enumerate((old, newer)):
         found = trained.run(batch, Wants(routes=routes)).logprobs
         assert found is not None
-        torch.testing.assert_close(found[versions == version].detach(), behaviour[versions == version], **CLOSE)
+        close(found[versions == version].detach(), behaviour[versions == version])
 
 
 def test_a_token_has_one_choice_and_a_prompt_has_it_for_all_its_samples() -> None:
@@ -205,7 +205,7 @@ def test_other_weights_are_trained_with_the_kept_choices(folder: Path, tmp_path:
         given_choices(reference, list(choices.unbind(1)))
         distribution = reference(tokens[None]).logits[0].log_softmax(-1)[:-1]
         expected += [distribution.new_zeros(1), distribution.gather(-1, tokens[1:, None])[:, 0]]
-    torch.testing.assert_close(outputs.logprobs, torch.cat(expected), **CLOSE)
+    close(outputs.logprobs, torch.cat(expected))
     factors = torch.randn(batch.n_tokens, generator=draw, dtype=torch.float64)
     torch.autograd.backward((outputs.logprobs * factors).sum())
     torch.autograd.backward((torch.cat(expected) * factors).sum())
@@ -232,7 +232,7 @@ def test_proximal_logprobs_are_those_of_the_kept_choices(tmp_path: Path) -> None
     for part, batch, bare in zip(parts, given, batches, strict=True):
         found = part.batch.token_keys[PROXIMAL_LOGPROBS][batch.mask]
         expected, own = (engine.passes.inference(one, Wants("logprobs", 0.8))[batch.mask] for one in (batch, bare))
-        torch.testing.assert_close(found, expected, **CLOSE)
+        close(found, expected)
         assert not torch.allclose(found, own)
 
 

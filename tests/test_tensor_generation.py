@@ -139,7 +139,9 @@ def test_a_replica_draws_what_one_process_draws(
     """tp4 over 2 KV heads and 61 tokens; behaviour log-probabilities are those of a full forward. Replicas that share
     experts have different requests, or none, and tell to which of them each token went."""
     layers = 4 if LAYOUTS[name].pp > 1 else 2
-    changes = {"mlp_only_layers": [0, 2]} if (name, kind) == ("tp2_pp2", "qwen3_moe") else {}  # those of one stage
+    changes: dict[str, Any] = (
+        {"mlp_only_layers": [0, 2]} if (name, kind) == ("tp2_pp2", "qwen3_moe") else {}
+    )  # those of one stage
     folder = tiny.save(tmp_path / kind, kind, num_hidden_layers=layers, **changes)
     role, layout = ModelRole(path="x", dtype=dtype, routing_replay=kind in MIXTURES), LAYOUTS[name]
     found = [one for one in four.run(generate_together, folder, layout, role, 7) if one is not None]

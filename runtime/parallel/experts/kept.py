@@ -7,7 +7,8 @@ of the pass.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -77,7 +78,8 @@ class SequenceRoutes:
         return self.known(0, self._n_shared + len(self._own.kept))
 
 
-class RouteSpan(NamedTuple):
+@dataclass(frozen=True)
+class RouteSpan:
     """Tokens `start` to `start` + `count` of a sequence."""
 
     routes: SequenceRoutes
