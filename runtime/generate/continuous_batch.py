@@ -321,7 +321,7 @@ class ContinuousBatch:
         return self._completions(done)
 
     def _completions(self, done: Sequence[tuple[RunningSequence, bool]]) -> list[Completion]:
-        """The samples of sequences that have ended, with True where by themselves. Collective over stages that keep routes."""
+        """The samples of sequences that have ended; True: by themselves. Collective over stages that keep routes."""
         if self._notes is None:
             return [sequence.completion(stopped) for sequence, stopped in done]
         whole = self._notes.whole([sequence.routes for sequence, _ in done if sequence.routes is not None])
