@@ -16,6 +16,9 @@ from realgraph.graphs.keys import (
     OWN_TOKENS,
     PROMPT_TYPE,
     REWARD_TYPE,
+    ROUTES,
+    ROUTES_KEY,
+    ROUTES_TYPE,
     SEQUENCE_TYPE,
     TENSOR_TYPE,
     TOKENS,
@@ -99,7 +102,7 @@ def infer(spec: GraphSpec, where: Callable[[str], Where], switched_off: dict[str
     writes: dict[str, list[Write]] = {}
     inputs = (Write(key, f"$.inputs.{key}", INPUT, parse_type(text)) for key, text in spec.inputs.items())
     calls = (write for name, call in spec.calls.items() for write in call_writes(name, call))
-    for write in (*inputs, *calls, *_own_writes(spec)):
+    for write in (*inputs, *calls, *_own_writes(spec), *_route_writes(spec)):
         writes.setdefault(write.key, []).append(write)
     return Draft(
         spec=spec,
@@ -162,6 +165,19 @@ def _own_writes(spec: GraphSpec) -> Iterator[Write]:
     if generate is not None:
         for role in roles:
             yield Write(own_tokens(role), f"$.calls.{generate}", generate, OWN_TOKENS)
+
+
+def _route_writes(spec: GraphSpec) -> Iterator[Write]:
+    """The key of experts that a generate call writes for calls of its role that replay them."""
+    for name, call in spec.calls.items():
+        if isinstance(call, Generate) and replays(spec, call.model):
+            yield Write(ROUTES, f"$.calls.{name}", name, ROUTES_KEY)
+
+
+def replays(spec: GraphSpec, role: str) -> bool:
+    """True where calls of the role compute with the experts that a generate call of it has chosen."""
+    sampled = any(isinstance(call, Generate) and call.model == role for call in spec.calls.values())
+    return sampled and role in spec.models and spec.models[role].routing_replay
 
 
 def is_own(call: ModelCall) -> TypeGuard[Inference]:
@@ -234,6 +250,8 @@ def call_reads(name: str, call: ModelCall, spec: GraphSpec) -> tuple[Read, ...]:
             ]
             if any(isinstance(other, Generate) for other in spec.calls.values()):
                 reads.append(Read(VERSIONS, path, f"the call {name!r}", VERSIONS_TYPE))
+    if isinstance(call, Inference | Train) and replays(spec, call.model):
+        reads.append(Read(ROUTES, path, f"the call {name!r}", ROUTES_TYPE))
     first: dict[tuple[str, Requirement], Read] = {}
     for read in reads:
         first.setdefault((read.key, read.requires), read)

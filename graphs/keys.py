@@ -5,9 +5,10 @@ from typing import Literal
 from msgspec import Struct
 
 Level = Literal["step", "group", "sample", "token"]
-DType = Literal["bool", "int32", "int64", "float32", "float64", "tokens", "text", "json"]
+DType = Literal["bool", "int32", "int64", "float32", "float64", "tokens", "text", "json", "experts"]
 
 LEVELS: tuple[Level, ...] = ("step", "group", "sample", "token")
+# those that data and functions may have
 DTYPES: tuple[DType, ...] = ("bool", "int32", "int64", "float32", "float64", "tokens", "text", "json")
 
 
@@ -21,7 +22,8 @@ class LogprobSemantics(Struct, frozen=True):
 
 
 class KeyType(Struct, frozen=True):
-    """One value a step, a group, a sample or a token. `tokens`, `text` and `json` are ragged: one value is one item."""
+    """One value a step, a group, a sample or a token. `tokens`, `text` and `json` are ragged: one value is one item.
+    `experts` is of a token: the numbers of those that it went to, [layers of experts, experts a token]."""
 
     level: Level
     dtype: DType
@@ -60,6 +62,9 @@ GENERATED: dict[str, KeyType] = {
     FINISHED: KeyType("sample", "bool"),
 }
 OWN_TOKENS = KeyType("sample", "tokens")
+# Of a role with `routing_replay` a generate call writes this key, too.
+ROUTES = "routes"
+ROUTES_KEY = KeyType("token", "experts")
 
 
 def own_tokens(role: str) -> str:
@@ -106,6 +111,7 @@ PROMPT_TYPE = Requirement(("group",), ("tokens",))
 SEQUENCE_TYPE = Requirement(("sample",), ("tokens",))
 MASK_TYPE = Requirement(("token",), ("bool",))
 VERSIONS_TYPE = Requirement(("token",), ("int32",))
+ROUTES_TYPE = Requirement(("token",), ("experts",))
 REWARD_TYPE = Requirement(("sample", "token"), _NUMBERS)
 WEIGHT_TYPE = Requirement(("sample", "token"), _FLOATS)
 BASELINE_TYPE = Requirement(("group", "sample", "token"), _FLOATS)

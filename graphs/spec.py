@@ -29,6 +29,7 @@ class ModelRole(Struct, frozen=True, forbid_unknown_fields=True):
         None  # of the optimizer's copy; default float32, float64 in float64
     )
     gradient_checkpointing: bool = False  # less memory, one more forward pass
+    routing_replay: bool = False  # of a mixture of experts: train with the experts that generation chose
     ema_rate: Fraction | None = None  # a moving average of the role under `init`: share of it taken per step
 
 

@@ -250,13 +250,16 @@ class Request:
 @dataclass(frozen=True)
 class Completion:
     """A finished sample: the new tokens, for each its log-probability under the distribution it was drawn from
-    (temperature and truncation applied) and the weight version that drew it."""
+    (temperature and truncation applied) and the weight version that drew it. routes: [prompt and new tokens, layers of
+    experts, experts a token] of a role with `routing_replay`, the experts that each went to; the last one to none yet.
+    """
 
     id: int
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finished: bool  # ended by a stop token or string, not by max_new_tokens
+    routes: Tensor | None = None
 
 
 @dataclass(frozen=True)

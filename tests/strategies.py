@@ -250,6 +250,7 @@ BREAKS: dict[str, Break] = {
     "init_unknown": Break({"models.ref.init": "actr"}),
     "model_without_path": Break({"models.actor.path": None}, Facts(groups=8)),
     "ema_rate": Break({"models.actor.ema_rate": 0.9}),
+    "routing_replay": Break({"models.critic.routing_replay": True}),
     "optimizer_disagreement": Break(
         {
             "calls.polish": {

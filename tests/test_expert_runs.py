@@ -16,10 +16,13 @@ __all__ = ["home"]
 
 SAVED: dict[str, Any] = {"steps": STEPS, "checkpoint": {"every": 2, "keep": 9}, "models": {"actor": {"path": "moe"}}}
 BALANCED = {"calls": {"train": {"loss": {"terms": {"balance": {"kind": "load_balance", "coef": 0.0}}}}}}
+REPLAYED = {"models": {"actor": {"routing_replay": True}}}
 EP2 = {"devices": 2, "dp": 2, "ep": 2}
 # how many devices there are, and how they are used
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
+    "replayed_one": (1, {}),
+    "replayed": (4, {"train": {"first": 0, **EP2}, "rollout": {"first": 2, "devices": 2, "pp": 2}}),
     "apart": (4, {"train": {"first": 0, **EP2}, "rollout": {"first": 2, "devices": 2}}),
     "generating": (2, {"train": EP2, "rollout": EP2}),
     "ep4_tp2": (4, {"train": {"devices": 4, "dp": 2, "tp": 2, "ep": 4}}),
@@ -52,18 +55,20 @@ def ran(home: Path, name: str) -> Path:
     if name not in _done:
         n_devices, allocation = RUNS[name]
         machine = {"cluster": {"devices": n_devices}, "allocation": allocation}
-        file = write_run(home, f"experts_{name}", GRPO, SAVED, BALANCED, machine)
+        replay = REPLAYED if name.startswith("replayed") else {}
+        file = write_run(home, f"experts_{name}", GRPO, SAVED, BALANCED, machine, replay)
         finish(home, "run", str(file), name=f"experts_{name}")
         _done[name] = home / f"experts_{name}"
     return _done[name]
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "one"])
+@pytest.mark.parametrize("name", [name for name in RUNS if not name.endswith("one")])
 def test_a_run_with_experts_apart_has_the_numbers_of_one_device(home: Path, name: str) -> None:
+    alone = "replayed_one" if name == "replayed" else "one"
     plan = json.loads((ran(home, name) / "plan.json").read_text())["allocations"]
     for call, pin in RUNS[name][1].items():
         assert plan[call]["layout"]["ep"] == pin.get("ep", 1)
-    ours, theirs = numbers(ran(home, name)), numbers(ran(home, "one"))
+    ours, theirs = numbers(ran(home, name)), numbers(ran(home, alone))
     assert ours.keys() == theirs.keys() == set(range(STEPS))
     for step, expected in theirs.items():
         assert ours[step].keys() == expected.keys()
@@ -74,7 +79,7 @@ def test_a_run_with_experts_apart_has_the_numbers_of_one_device(home: Path, name
                 assert ours[step][metric] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), (step, metric)
     saved = [
         AutoModelForCausalLM.from_pretrained(weights_of(ran(home, run)), experts_implementation="eager")
-        for run in (name, "one")
+        for run in (name, alone)
     ]
     tokens = torch.arange(3, 11)[None]
     with torch.no_grad():
@@ -82,8 +87,19 @@ def test_a_run_with_experts_apart_has_the_numbers_of_one_device(home: Path, name
     torch.testing.assert_close(logits, expected_logits, rtol=TOLERANCE, atol=5 * TOLERANCE)
 
 
+def test_replayed_experts_stay_while_the_weights_move(home: Path) -> None:
+    """The first step has the same samples and weights; its second optimizer step is the first that routers would see
+    differently."""
+    plain, replayed = (numbers(ran(home, name))[0] for name in ("one", "replayed_one"))
+    for same in ("rollout/new_tokens", "train/n_tokens", "train/advantage", "train/importance_weight"):
+        assert replayed[same] == pytest.approx(plain[same], rel=1e-6), same
+    assert abs(replayed["train/approx_kl"] - plain["train/approx_kl"]) > 1e-3
+    assert replayed["train/logprob_gap"] < 1e-5
+
+
 def test_a_stream_of_replicas_that_share_experts_gives_way_and_goes_on(home: Path) -> None:
-    """Training, evaluations and new weights come while samples are made; replicas end at different times."""
+    """Training, evaluations and new weights come while samples are made; replicas end at different times. Routes go
+    with the samples, and with the probes by which generator and trainer are compared."""
     if not (home / "moe").is_dir():
         write_mixture(home)
     late = {
@@ -93,7 +109,9 @@ def test_a_stream_of_replicas_that_share_experts_gives_way_and_goes_on(home: Pat
         "eval": {"every": 1, "data": {**BASE["data"], "path": "test.jsonl"}, "limit": 9},
     }
     machine = {"cluster": {"devices": 2}, "allocation": {"train": EP2, "rollout": EP2}}
-    folder = finish(home, "run", str(write_run(home, "experts_late", GRPO, late, machine)), name="experts_late").folder
+    folder = finish(
+        home, "run", str(write_run(home, "experts_late", GRPO, late, machine, REPLAYED)), name="experts_late"
+    ).folder
     assert [record["step"] for record in records(folder, "eval")] == list(range(STEPS + 1))
     steps = [record["metrics"] for record in records(folder)]
     assert max(step["staleness/max"] for step in steps) >= 1

@@ -44,6 +44,7 @@ LAYOUTS = {
     **{"dp2_pp2": DP2_PP2, "tp2_pp2": TP2_PP2, "ep2_pp2": EP2_PP2},
 }
 KINDS = ("qwen3", "llama", "gemma2")
+MIXTURES = ("qwen3_moe", "mixtral")
 LIMITS = RolloutLimits(max_running=6, max_cache_tokens=240, prefill_tokens=64)
 
 
@@ -99,7 +100,10 @@ def generate_together(ranks: LayoutRanks, folder: Path, layout: Layout, role: Mo
     engine.pause()
     ranks.mesh.barrier()
     assert engine.close(10.0)
-    return done if groups.heads else None
+    bare = {
+        i: (replace(one, routes=None), None if one.routes is None else one.routes.numpy()) for i, one in done.items()
+    }
+    return bare if groups.heads else None  # tensors would travel by file descriptors
 
 
 def plain_network(module: Any, kind: str) -> Any:
@@ -124,6 +128,7 @@ CASES = [
     ("dp2_pp2", "gemma2", "float32"),
     ("tp2_pp2", "gemma3_text", "float64"),
     ("ep2_pp2", "qwen3_moe", "float64"),
+    ("tp2_pp2", "qwen3_moe", "float64"),
 ]
 
 
@@ -132,24 +137,30 @@ def test_a_replica_draws_what_one_process_draws(
     four: RankProcesses, tmp_path: Path, name: str, kind: str, dtype: Any
 ) -> None:
     """tp4 over 2 KV heads and 61 tokens; behaviour log-probabilities are those of a full forward. Replicas that share
-    experts have different requests, or none."""
+    experts have different requests, or none, and tell to which of them each token went."""
     layers = 4 if LAYOUTS[name].pp > 1 else 2
-    folder = tiny.save(tmp_path / kind, kind, num_hidden_layers=layers)
-    role, layout = ModelRole(path="x", dtype=dtype), LAYOUTS[name]
+    changes: dict[str, Any] = (
+        {"mlp_only_layers": [0, 2]} if (name, kind) == ("tp2_pp2", "qwen3_moe") else {}
+    )  # those of one stage
+    folder = tiny.save(tmp_path / kind, kind, num_hidden_layers=layers, **changes)
+    role, layout = ModelRole(path="x", dtype=dtype, routing_replay=kind in MIXTURES), LAYOUTS[name]
     found = [one for one in four.run(generate_together, folder, layout, role, 7) if one is not None]
     assert len(found) == layout.dp
     wanted = wanted_of(7)
     for part, start in ((wanted[:6], Start(CPU)), (wanted[6:], Start(CPU, seed=3))):
         module = build(role, str(folder), start).network
-        expected = run(ContinuousBatch(module, LIMITS), part)
+        expected = run(ContinuousBatch(module, LIMITS, keeps_routes=role.routing_replay), part)
         plain = plain_network(module, kind)
         for rank, done in enumerate(found):
             for request in share_of(part, rank):
+                (own, routes), one = done[request.id], expected[request.id]
                 if dtype == "float64":
-                    assert done[request.id].tokens == expected[request.id].tokens
-                    assert done[request.id].logprobs == pytest.approx(expected[request.id].logprobs, abs=1e-6)
+                    assert own.tokens == one.tokens
+                    assert own.logprobs == pytest.approx(one.logprobs, abs=1e-6)
+                    assert (routes is None) == (one.routes is None) == (kind not in MIXTURES)
+                    assert one.routes is None or routes.tolist() == one.routes.tolist()
                 if request.temperature and not request.top_k:
-                    assert_exact(plain, request, done[request.id])
+                    assert_exact(plain, request, own)
 
 
 class Together(Ranks):

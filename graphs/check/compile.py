@@ -50,6 +50,7 @@ from realgraph.graphs.check.models import (
     optimizer_disagreement,
     own_tokenizer,
     policy_not_sampled,
+    routing_replay,
     trainable_untrained,
     unknown_role,
 )
@@ -91,6 +92,7 @@ RULES: tuple[Rule, ...] = (
     init_unknown,
     model_without_path,
     ema_rate,
+    routing_replay,
     optimizer_disagreement,
     function_name,
     function_arguments,

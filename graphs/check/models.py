@@ -165,6 +165,27 @@ def ema_rate(draft: Draft, facts: Facts) -> Iterator[Problem]:
             yield draft.problem(f"$.models.{name}.ema_rate", text, "set `trainable: false` and `init: <trained role>`")
 
 
+def routing_replay(draft: Draft, facts: Facts) -> Iterator[Problem]:
+    """Choices of experts are replayed where there are such choices, and a training to replay them in: the role is
+    trained on samples of its own."""
+    trained = {call.model for _, call in draft.of(Train)}
+    sampled = {call.model: name for name, call in draft.of(Generate)}
+    for name, role in draft.spec.models.items():
+        if not role.routing_replay:
+            continue
+        path = f"$.models.{name}.routing_replay"
+        if name not in trained:
+            text = f"{name!r} has `routing_replay`, but no call trains it: nothing would replay its choices of experts"
+            yield draft.problem(path, text, "leave it out, or set it for the role that is trained")
+        elif not sampled:
+            text = f"{name!r} has `routing_replay`, but its samples come from the data, with no choice of experts"
+            yield draft.problem(path, text, "leave it out: it takes a generate call of the role")
+        elif name not in sampled:
+            other, generate = next(iter(sampled.items()))
+            text = f"{name!r} has `routing_replay`, but {generate!r} samples from {other!r}, whose experts are others"
+            yield draft.problem(path, text, f"leave it out, or set `model: {name}` in calls.{generate}")
+
+
 def optimizer_disagreement(draft: Draft, facts: Facts) -> Iterator[Problem]:
     """The optimizer belongs to the role, so two train calls of one role give it the same settings."""
     first: dict[str, tuple[str, Optimizer]] = {}

@@ -108,6 +108,10 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
         """Parameters of all routed experts of all layers: what expert parallelism cuts."""
         return self.expert_layers * self.experts * self.expert_params()
 
+    def route_bytes(self) -> int:
+        """Bytes of the choices of experts of one token, as `routing_replay` keeps them: in all layers of experts."""
+        return self.expert_layers * self.experts_per_token * choice_bytes(self.experts)
+
     def head_params(self, head: Head = "lm") -> int:
         """Parameters of the output head besides the embedding: none where tied; a value or score head is one row."""
         if head != "lm":
@@ -144,6 +148,11 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
     def _shared_params(self) -> int:
         """Attention and norms of every layer, and the last norm."""
         return self.layers * (self.attention_params() + self.norms * self.hidden) + self.hidden
+
+
+def choice_bytes(experts: int) -> Literal[1, 2, 4]:
+    """Bytes of the number of one of so many experts, or of none of them."""
+    return 1 if experts < 1 << 8 else 2 if experts < 1 << 15 else 4
 
 
 class _Config(Struct, frozen=True):

@@ -5,8 +5,8 @@ from functools import lru_cache
 
 from msgspec.structs import replace
 
-from realgraph.graphs.graph import INPUT
-from realgraph.graphs.keys import DType, KeyType
+from realgraph.graphs.graph import INPUT, Key
+from realgraph.graphs.keys import DType
 from realgraph.graphs.spec import Advantage, Function, Generate, Inference, ModelCall, Train
 from realgraph.planner.costs.compute.inference import inference_seconds
 from realgraph.planner.costs.compute.move import transfer_seconds
@@ -25,7 +25,8 @@ from realgraph.planner.request.request import PlanRequest
 FUNCTION_SECONDS = 1e-4  # of one sample, in one of the workers' subprocesses
 ADVANTAGE_SECONDS = 1e-5  # of one sample
 RAGGED = ("tokens", "text", "json")  # one value of which is a whole sample, here counted in tokens
-# Bytes of a number as the data plane carries it; of text and JSON those of a token's characters.
+# Bytes of a number as the data plane carries it; of text and JSON those of a token's characters. Those of `experts`
+# depend on the model.
 VALUE_BYTES: dict[DType, int] = {
     "bool": 1,
     "int32": 4,
@@ -120,12 +121,13 @@ def input_seconds(request: PlanRequest, call: str, layout: Layout, cluster: Clus
 def input_bytes(request: PlanRequest, call: str) -> float:
     """Bytes of all samples of a step that a call reads and other calls write; each worker reads the data set itself."""
     keys = (request.graph.keys[name] for name in request.graph.reads.get(call, ()))
-    return sum(_key_bytes(request, key.type) for key in keys if key.producer != INPUT)
+    return sum(_key_bytes(request, key) for key in keys if key.producer != INPUT)
 
 
-def _key_bytes(request: PlanRequest, key: KeyType) -> float:
+def _key_bytes(request: PlanRequest, one: Key) -> float:
     """Bytes of a key in a step: an entry a step, group, sample or token; a ragged entry has as many tokens as its
     sample."""
+    key = one.type
     samples = request.workload.n_samples
     entries = {
         "step": 1.0,
@@ -134,7 +136,8 @@ def _key_bytes(request: PlanRequest, key: KeyType) -> float:
         "token": samples * mean_tokens(request),
     }
     ragged = mean_tokens(request) if key.level == "sample" else request.workload.expected_prompt_tokens
-    return entries[key.level] * VALUE_BYTES[key.dtype] * (ragged if key.dtype in RAGGED else 1.0)
+    value = request.model(one.producer).route_bytes() if key.dtype == "experts" else VALUE_BYTES[key.dtype]
+    return entries[key.level] * value * (ragged if key.dtype in RAGGED else 1.0)
 
 
 def generate_work(request: PlanRequest, candidate: CallOption) -> GenerateWork:

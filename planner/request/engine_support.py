@@ -32,6 +32,7 @@ class EngineSupport(Struct, frozen=True):
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")  # what a plan may choose
     schedules: tuple[Schedule, ...] = ("1f1b",)  # of pipeline stages
     max_running: int = 1024  # sequences that decode at once on one replica
+    records_routes: bool = False  # generate calls tell which experts each token went to
 
     def axes_of(self, *, generates: bool) -> tuple[Axis, ...]:
         """The axes of parallelism, besides dp, of a call."""
@@ -43,6 +44,7 @@ TORCH = EngineSupport(
     generate_axes=("tp", "pp", "ep"),
     drops_copies=True,
     schedules=("1f1b", "interleaved"),
+    records_routes=True,
 )
 TORCH_KIND = "torch"
 SUPPORT: dict[str, EngineSupport] = {TORCH_KIND: TORCH}  # kind -> support

@@ -7,7 +7,7 @@ from typing import get_args
 from msgspec import inspect
 
 from realgraph.graphs.functions import BUILTINS
-from realgraph.graphs.keys import GENERATED
+from realgraph.graphs.keys import GENERATED, ROUTES, ROUTES_KEY
 from realgraph.graphs.maths import Aggregate, Clip, Loss, OffPolicy, Term
 from realgraph.graphs.spec import GraphSpec, ModelCall, ModelRole, Optimizer
 from realgraph.graphs.steps import AdaptiveKL, Step
@@ -166,8 +166,9 @@ def _anchor(title: str) -> str:
 
 
 def _keys_text() -> str:
-    rows = [f"| `{name}` | {key} |" for name, key in GENERATED.items()]
-    head = "## Keys that a generate call writes\n\nToken keys have the length of `tokens`.\n\n| key | type |\n|---|---|"
+    rows = [f"| `{name}` | {key} |" for name, key in {**GENERATED, ROUTES: ROUTES_KEY}.items()]
+    notes = f"Token keys have the length of `tokens`. `{ROUTES}` is there for a role with `routing_replay`."
+    head = f"## Keys that a generate call writes\n\n{notes}\n\n| key | type |\n|---|---|"
     return "\n".join([head, *rows]) + "\n"
 
 

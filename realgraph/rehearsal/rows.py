@@ -46,6 +46,8 @@ def _value(kind: KeyType, draw: random.Random, prompt: int) -> Any:
             return draw.random()
         case "json":
             return {}
+        case "experts":
+            raise AssertionError("no data have choices of experts")
 
 
 def _text(draw: random.Random, most: int) -> str:

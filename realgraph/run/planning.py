@@ -19,7 +19,7 @@ from realgraph.planner.inputs.workload import Workload
 from realgraph.planner.plan.codec import plan_from_json
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.request.cost_table import CostTable
-from realgraph.planner.request.engine_support import run_support
+from realgraph.planner.request.engine_support import EngineSupport, run_support
 from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.search import Infeasible, reprice, search
 from realgraph.run_file.compose import Checked
@@ -65,6 +65,7 @@ def request_for(
             problems += error.problems
     workload = with_lengths(workload_of(checked, models), asked.lengths or asked.costs.lengths)
     problems += [*_no_room(checked, models, workload), *_too_many(checked, workload)]
+    problems += without_routes(checked, models, run_support())
     try:
         cluster = cluster_of(checked.run.cluster)
     except ConfigError as error:
@@ -203,6 +204,20 @@ def _no_room(checked: Checked, models: dict[str, ModelSpec], workload: Workload)
         for name, model in models.items()
         if 0 < model.max_positions <= workload.max_new_tokens
     ]
+
+
+def without_routes(checked: Checked, models: Mapping[str, ModelSpec], engine: EngineSupport) -> Iterator[Problem]:
+    """Roles that are to be trained with the experts that generation chose, where it chooses none or does not tell."""
+    for name, role in checked.graph.models.items():
+        if not role.routing_replay or name not in models:
+            continue
+        where = checked.where(f"$.models.{name}.routing_replay")
+        if not models[name].expert_layers:
+            text = f"routing_replay is for mixtures of experts, and {role.path} ({models[name].architecture}) is none"
+            yield Problem(where, text, "leave it out, or take a Qwen3-MoE or Mixtral model", "routing_replay")
+        elif not engine.records_routes:
+            text = f"{engine.name} do not tell which experts a token went to, so there is nothing to replay"
+            yield Problem(where, text, "leave it out, or generate with the embedded engine", "routing_replay")
 
 
 def _too_many(checked: Checked, workload: Workload) -> Iterator[Problem]:

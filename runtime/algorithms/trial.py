@@ -113,7 +113,7 @@ def made_up(keys: Mapping[str, KeyType], samples_per_group: int) -> Packed:
     token_keys: dict[str, Tensor] = {}
     sample_keys: dict[str, Tensor] = {}
     for name, key in keys.items():
-        if name in (TOKENS, MASK) or key.dtype in ("text", "json", "tokens"):
+        if name in (TOKENS, MASK) or key.dtype in ("text", "json", "tokens", "experts"):
             continue
         if key.level == "token":
             token_keys[name] = _numbers(name, key, sum(lengths), random)

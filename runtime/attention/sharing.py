@@ -28,18 +28,22 @@ class Shared:
     groups: tuple[int, ...] = ()
 
 
-def share_prefixes(batch: Packed, needed: Sequence[int]) -> Shared | None:
+def share_prefixes(batch: Packed, needed: Sequence[int], beside: Tensor | None = None) -> Shared | None:
     """The part of a batch on the CPU that has to be computed; None where that is all of it.
 
-    needed: of each sample the tokens, from its first on, whose state is asked for; at least 1 each.
+    needed: of each sample the tokens, from its first on, whose state is asked for; at least 1 each. beside: [T, ...],
+    further values that states follow from.
     """
     tokens = batch.tokens.numpy()
+    if beside is not None:
+        columns = (tokens[:, None], beside.flatten(1).numpy())
+        tokens = np.concatenate([np.ascontiguousarray(column).view(np.uint8) for column in columns], 1)
     ends = np.cumsum(batch.lengths)
     starts = (ends - np.array(batch.lengths)).tolist()
     source = np.arange(len(tokens))
     keep = np.zeros(len(tokens), bool)
     raw = [tokens[start : start + n].tobytes() for start, n in zip(starts, needed, strict=True)]
-    item = tokens.itemsize
+    item = tokens[:1].nbytes
     before, begin = b"", 0
     # sorted, the sample before is the one with the longest common beginning
     for i in sorted(range(len(raw)), key=raw.__getitem__):

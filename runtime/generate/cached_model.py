@@ -84,12 +84,12 @@ class CachedModel:
         kv_width = len(next(iter(network.model.layers)).self_attn.k_proj.weight)
         self.cache = KVCache(replace(cache_shape(config, kv_width, weight), layers=len(numbers)), numbers)
         self._edges, self._cut, self._shared = edges_of(module), _cut_vocabulary(module), shared_passes_of(module)
-        self.module = module
+        self.module, self._record = module, record_of(module)
         self._config = config
         self.modules = list(module.modules())
         # dynamic rotary tables look at the positions on the host, experts at their loads, which no graph can do
         rope = str(getattr(config, "rope_parameters", ""))
-        on_host = "dynamic" in rope or "longrope" in rope or record_of(module) is not None
+        on_host = "dynamic" in rope or "longrope" in rope or self._record is not None
         replay = cuda_graphs and self.device.type == "cuda" and not on_host and self._staged is None
         shape = self.cache.shape
         per_token = shape.bytes_per_token // shape.layers
@@ -114,6 +114,8 @@ class CachedModel:
         self._config._attn_implementation = CACHED_ATTENTION
         if self._edges is not None:
             self._edges.begin_plain()
+        if self._record is not None:
+            self._record.replay(None)
         for module in training:
             module.training = False
         try:

@@ -23,10 +23,11 @@ from realgraph.runtime.engine import RELEASED, Completion, Decode, Parts, Reques
 from realgraph.runtime.generate.cached_model import CachedModel
 from realgraph.runtime.generate.prefill import Prefill, shared_pages
 from realgraph.runtime.generate.request_bounds import RequestBounds
-from realgraph.runtime.generate.slots import RunningSequence, Slots
+from realgraph.runtime.generate.slots import RunningSequence, Slots, watched
 from realgraph.runtime.models.host_states import DroppedStorages, HostStates
 from realgraph.runtime.models.train_state import read_counters
 from realgraph.runtime.models.weights import read_into, take_weights, weight_specs
+from realgraph.runtime.parallel.experts.kept import route_notes
 
 _STEPS_AHEAD = 4  # of the running sequences' growth: free pages that admission leaves to them
 
@@ -35,8 +36,8 @@ class ContinuousBatch:
     """The sequences that a transformers causal language model of this process decodes. One thread at a time may use it.
 
     The module may be shared with a train engine: its attention function and training flags are borrowed during `step`
-    only. decode: token ids to text, needed for stop strings alone. Raises ValueError for a model with attention other
-    than causal, full or sliding.
+    only. decode: token ids to text, needed for stop strings alone. keeps_routes: completions have `routes`. Raises
+    ValueError for a model with attention other than causal, full or sliding, or without the experts to keep.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ContinuousBatch:
         decode: Decode | None = None,
         version: int = 0,
         source: Path | None = None,
+        keeps_routes: bool = False,
     ) -> None:
         self.version, self.source = version, source
         self._limits = limits or RolloutLimits()
@@ -63,7 +65,8 @@ class ContinuousBatch:
         self._bounds = RequestBounds(self._model.vocabulary, most_tokens, cache_tokens, decode is not None)
         # a GPU's graphs are lost with the cache they were captured on
         self._pool = PagePool(None if cache_tokens is None else pages_for(cache_tokens), at_once=not on_cpu)
-        self._prefill = Prefill(self._model, self._limits.prefill_tokens)
+        self._notes = route_notes(module) if keeps_routes else None
+        self._prefill = Prefill(self._model, self._limits.prefill_tokens, self._notes)
         self._slots = Slots(self._most_slots, self.device)
         self._dropped = DroppedStorages()
         self._states: HostStates | None = None  # weights that wait in host memory
@@ -82,7 +85,9 @@ class ContinuousBatch:
             problem = self._bounds.problem(request)
             if problem:
                 raise ValueError(f"request {request.id}: {problem}")
-        self._waiting.extend(RunningSequence(r, list(r.prompt), hash(r.prompt)) for r in requests)
+        for request in requests:
+            routes = None if self._notes is None else self._notes.sequence(request.prompt)
+            self._waiting.append(RunningSequence(request, list(request.prompt), hash(request.prompt), routes=routes))
         self._ids.update(ids)
 
     def abort(self, ids: Sequence[int]) -> None:
@@ -281,12 +286,14 @@ class ContinuousBatch:
             assert prefilled is not None
             return prefilled
         slots = self._slots
-        decoded = self._model.decode(slots.newest[:n], slots.position[:n], slots.pages(n), slots.state[:n])
+        spans = [(position, 1) for position in slots.position[:n].tolist()]
+        with watched(self._notes, self._running[:n], spans):
+            decoded = self._model.decode(slots.newest[:n], slots.position[:n], slots.pages(n), slots.state[:n])
         return decoded if prefilled is None or decoded is None else torch.cat([decoded, prefilled])
 
     def _collect(self, tokens: list[int], logprobs: list[float]) -> list[Completion]:
         """Append what was drawn; take out what has ended."""
-        done: list[Completion] = []
+        done: list[tuple[RunningSequence, bool]] = []
         alive: list[int] = []
         version = self.version
         if math.isnan(sum(logprobs)):
@@ -305,10 +312,17 @@ class ContinuousBatch:
                 request.stop_strings and sequence.says_stop(self._decode_text)
             )
             if stopped or len(sequence.versions) == request.max_new_tokens:
-                done.append(sequence.completion(stopped))
+                done.append((sequence, stopped))
                 self._ids.discard(request.id)
             else:
                 alive.append(slot)
         if done:
             self._keep(self._slots.longest_first(alive))
-        return done
+        return self._completions(done)
+
+    def _completions(self, done: Sequence[tuple[RunningSequence, bool]]) -> list[Completion]:
+        """The samples of sequences that have ended; True: by themselves. Collective over stages that keep routes."""
+        if self._notes is None:
+            return [sequence.completion(stopped) for sequence, stopped in done]
+        whole = self._notes.whole([sequence.routes for sequence, _ in done if sequence.routes is not None])
+        return [sequence.completion(stopped, routes) for (sequence, stopped), routes in zip(done, whole, strict=True)]

@@ -45,10 +45,12 @@ def open_rollout(
         case OwnWeights(path=path, device=device, offloaded=offloaded):
             start = Start(device, shard=lambda model: cut_up(model.network))
             model = build(role, path, start).requires_grad_(False)
-            batch = ContinuousBatch(model.network, limits, decode=decode, source=model.source)
+            batch = ContinuousBatch(
+                model.network, limits, decode=decode, source=model.source, keeps_routes=role.routing_replay
+            )
             if offloaded:
                 batch.offload()
         case SharedWeights(folder=folder, tensors=tensors):
             network = network_over(role, folder, tensors, cut_up)
-            batch = ContinuousBatch(network, limits, decode=decode, source=folder)
+            batch = ContinuousBatch(network, limits, decode=decode, source=folder, keeps_routes=role.routing_replay)
     return TorchRolloutEngine(batch, notify, session)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from realgraph.runtime.attention.pages import PAGE_TOKENS, pages_for
 from realgraph.runtime.generate.cached_model import CachedModel
-from realgraph.runtime.generate.slots import PrefillLogits, RunningSequence
+from realgraph.runtime.generate.slots import PrefillLogits, RunningSequence, watched
+from realgraph.runtime.parallel.experts.kept import RouteNotes
 
 
 def shared_pages(request_tokens: int) -> int:
@@ -22,10 +23,11 @@ def shared_pages(request_tokens: int) -> int:
 
 
 class Prefill:
-    """Prefills over one model's cache; budget: tokens of one forward pass, padding included."""
+    """Prefills over one model's cache; budget: tokens of one forward pass, padding included. notes: of the experts of
+    tokens, where they are kept."""
 
-    def __init__(self, model: CachedModel, budget: int) -> None:
-        self._model, self._budget = model, budget
+    def __init__(self, model: CachedModel, budget: int, notes: RouteNotes | None = None) -> None:
+        self._model, self._budget, self._notes = model, budget, notes
 
     def logits(self, running: Sequence[RunningSequence], ready: int) -> Tensor | None:
         """Bring every sequence to where it can decode; the first `ready` are there.
@@ -57,6 +59,8 @@ class Prefill:
         copies: dict[int, int] = {}  # page: from which
         for sequence, donor in followers:
             most = min(len(sequence.request.prompt), len(sequence.tokens) - 1)
+            if self._notes is not None:  # the prompt's last token may have gone to other experts
+                most = len(sequence.request.prompt) - 1
             if donor.request.id in found.at and donor.tokens == sequence.tokens:
                 found.at[sequence.request.id], most = found.at[donor.request.id], len(sequence.tokens)
             sequence.cached = min(most, donor.cached)
@@ -91,7 +95,9 @@ class Prefill:
         rows = [s.tokens[s.cached :][: min(self._missing(s), width)] for s in sequences]
         for sequence, row in zip(sequences, rows, strict=True):
             sequence.cached += len(row)
-        logits = self._model.prefill([s.pages for s in sequences], starts, rows)
+        spans = [(start, len(row)) for start, row in zip(starts, rows, strict=True)]
+        with watched(self._notes, sequences, spans):
+            logits = self._model.prefill([s.pages for s in sequences], starts, rows)
         if logits is not None:
             first = sum(map(len, found.logits))
             # of a chunk: until the next one

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS, FINISHED, GENERATED, MASK, TEXT, TOKENS, VERSIONS
+from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS, FINISHED, GENERATED, MASK, ROUTES, TEXT, TOKENS, VERSIONS
 from realgraph.graphs.spec import Generate
 from realgraph.runtime.data.data import PromptConversation
 from realgraph.runtime.data.own_tokens import OwnTokens
@@ -175,7 +175,7 @@ class Rollouts:
     def _store(self, groups: Sequence[_Group]) -> list[Sample]:
         """Put the keys that generate writes into the store, key by key for all samples at once."""
         columns: dict[str, list[Any]] = {key: [] for key in (*GENERATED, *self._texts.own)}
-        samples = []
+        samples, routes = [], []
         for group in groups:
             n_prompt = len(group.prompt)
             zeros, unsampled, hidden = [0.0] * n_prompt, [PROMPT_VERSION] * n_prompt, [False] * n_prompt
@@ -188,6 +188,7 @@ class Rollouts:
                 columns[VERSIONS].append([*unsampled, *done.versions])
                 columns[TEXT].append(self._texts.decode(done.tokens))
                 columns[FINISHED].append(done.finished)
+                routes += [] if done.routes is None else [done.routes]
                 for key, own in self._texts.own.items():
                     columns[key].append(self._cut(own, group, columns[TEXT][-1], done.finished))
                 oldest = min(done.versions, default=self.engine.version)
@@ -196,6 +197,8 @@ class Rollouts:
         ids = [sample.sample for sample in samples]
         for key, values in columns.items():
             self._assembler.put_values(key, ids, values)
+        if routes:
+            self._assembler.put_tensors(ROUTES, ids, routes)
         return samples
 
     @staticmethod

@@ -1,6 +1,7 @@
 """The sequences of a generation engine, and the running ones as the columns that a decode step reads."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from realgraph.runtime.attention.pages import PAGE_TOKENS
 from realgraph.runtime.engine import Completion, Decode, Request
 from realgraph.runtime.generate.sampling import SamplingSettings, SettingsTable
+from realgraph.runtime.parallel.experts.kept import RouteNotes, RouteSpan, SequenceRoutes
 
 
 @dataclass(eq=False, slots=True)
@@ -24,6 +26,7 @@ class RunningSequence:
     pages: list[int] = field(default_factory=list)  # of the cache, as far as its tokens go
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routes: SequenceRoutes | None = None  # where the experts of its tokens are kept
 
     def says_stop(self, decode: Decode | None) -> bool:
         """The newest text holds a stop string. A character may take four tokens, so the tail is cut wide."""
@@ -33,9 +36,20 @@ class RunningSequence:
         text = decode(self.tokens[max(len(self.request.prompt), len(self.tokens) - 4 * longest - 8) :])
         return any(stop in text for stop in stops)
 
-    def completion(self, finished: bool) -> Completion:
+    def completion(self, finished: bool, routes: Tensor | None = None) -> Completion:
         new = tuple(self.tokens[len(self.request.prompt) :])
-        return Completion(self.request.id, new, tuple(self.logprobs), tuple(self.versions), finished)
+        return Completion(self.request.id, new, tuple(self.logprobs), tuple(self.versions), finished, routes)
+
+
+def watched(
+    notes: RouteNotes | None, sequences: Sequence[RunningSequence], spans: Sequence[tuple[int, int]]
+) -> AbstractContextManager[None]:
+    """Inside, one pass goes over tokens from `start` on, `count` of them, of each of these sequences; where the experts
+    of tokens are kept, it takes those that there are, and leaves those that it chooses."""
+    if notes is None:
+        return nullcontext()
+    both = zip(sequences, spans, strict=True)
+    return notes.watched([RouteSpan(s.routes, *span) for s, span in both if s.routes is not None])
 
 
 @dataclass

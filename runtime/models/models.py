@@ -48,7 +48,8 @@ class Wants:
 
     output: log-probabilities of the tokens, values before them, or a score per sample. temperature divides the logits.
     entropy: `no`, `detached`, or with `gradient`. where: [T] bool, the tokens whose log-probability counts (None: all);
-    the others' are 0 and cost nothing in the head. balance: of the loads of experts, too.
+    the others' are 0 and cost nothing in the head. balance: of the loads of experts, too. routes: [T, layers of
+    experts, experts a token], where each token goes in place of its routers' choice (see `routing.choose`).
     """
 
     output: str = "logprobs"
@@ -56,6 +57,7 @@ class Wants:
     entropy: str = "no"
     where: Tensor | None = None
     balance: bool = False
+    routes: Tensor | None = None
     chunk_bytes: int | None = None  # of the head's logits; default by device
 
 
@@ -100,7 +102,9 @@ class PackedModel(nn.Module):
         """The samples of a batch as `forward` takes them: this rank's part, where ranks share batches."""
         if self.context is not None:
             return ContextSegments(batch.lengths, self.context, batch.tokens.device)
-        shared = share_prefixes(batch, _needed(batch, wants)) if self._shares(batch.tokens.device) else None
+        shared = (
+            share_prefixes(batch, _needed(batch, wants), wants.routes) if self._shares(batch.tokens.device) else None
+        )
         return Segments(batch.lengths, batch.tokens.device, shared)
 
     def _shares(self, device: torch.device) -> bool:
@@ -123,6 +127,7 @@ class PackedModel(nn.Module):
         if self.config._attn_implementation != PACKED:
             self.config._attn_implementation = PACKED  # a generator that shares the network may have left its own
         row = Row(tokens, positions, chunk, arrived)
+        self.begin_routes(segments, wants)
         record = record_of(self.network) if torch.is_grad_enabled() else None
         if record is None:
             return self._outputs(row, segments, wants)
@@ -138,6 +143,25 @@ class PackedModel(nn.Module):
     def sharers(self) -> tuple[Ranks, ...]:
         """The ranks among which the rows of a pass are shared out, along each axis."""
         return (cut_of(self.network).ranks, *([] if self.context is None else [self.context]))
+
+    def begin_routes(self, segments: AnySegments, wants: Wants) -> None:
+        """A pass begins, or layers of it are computed again: its rows go to the experts that `wants` gives, if any.
+        Raises ValueError for choices of another model."""
+        record, routes = record_of(self.network), wants.routes
+        if routes is None:
+            if record is not None:
+                record.replay(None)
+            return
+        if record is None:
+            raise ValueError("the batch has routes to experts, and the model has no experts")
+        shape = (segments.n_tokens, record.n_layers, self.config.num_experts_per_tok)
+        if routes.shape != shape:
+            raise ValueError(f"routes to experts have the shape {[*routes.shape]}, for this model {[*shape]}")
+        own, edges = routes if segments.run is None else routes[segments.run], edges_of(self.network)
+        if edges is not None:
+            edges.begin(segments.n_rows)
+            own = edges.own_part(own, record.n_experts)
+        record.replay(own)
 
     def _outputs(self, row: Row, segments: AnySegments, wants: Wants) -> dict[str, Tensor]:
         """The head's fields of `forward`, or `hidden`."""

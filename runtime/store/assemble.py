@@ -26,6 +26,7 @@ TORCH_DTYPES: Mapping[DType, torch.dtype] = {
     "tokens": torch.int64,
     "text": torch.uint8,
     "json": torch.uint8,
+    "experts": torch.uint8,  # of no sample; else as many bytes as numbers of experts take
 }
 
 
@@ -121,6 +122,10 @@ class Assembler:
         key = self._graph.keys[name].type
         sizes = list(batch.lengths) if key.level == "token" else [1] * batch.n_samples
         self._store.put_pieces(name, batch.samples, value.to(TORCH_DTYPES[key.dtype]).cpu(), sizes)
+
+    def put_tensors(self, name: str, ids: Sequence[int], values: Sequence[Tensor]) -> None:
+        """Store a tensor of any shape and dtype by each id."""
+        self._store.put(name, ids, values)
 
     def put_values(self, name: str, ids: Sequence[int], values: Sequence[object]) -> None:
         """Store Python values of a key, by sample or group id."""

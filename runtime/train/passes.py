@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS, VERSIONS
+from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS, ROUTES, VERSIONS
 from realgraph.graphs.maths import Loss
 from realgraph.graphs.spec import ModelRole, Train
 from realgraph.runtime.algorithms import losses
@@ -142,9 +142,11 @@ class ModelPasses:
         return [self.model.run(one.batch, one.wants) for one in work]
 
     def _microbatch(self, batch: Packed, wants: Wants) -> PackedMicroBatch:
-        """On the device; of an output that is wanted of some tokens only, of those that the mask has."""
+        """On the device; of an output that is wanted of some tokens only, of those that the mask has; with the experts
+        that the batch gives."""
         batch = batch.to(self.ranks.device)
-        return PackedMicroBatch(batch, wants if wants.where is None else replace(wants, where=batch.mask))
+        where = None if wants.where is None else batch.mask
+        return PackedMicroBatch(batch, replace(wants, where=where, routes=batch.token_keys.get(ROUTES)))
 
     def _dummy(self) -> Packed:
         """Two tokens of no weight: a pass that only keeps the collectives of data-parallel ranks in step."""
@@ -213,10 +215,12 @@ class ModelPasses:
             for at in range(batch.n_samples):
                 first.setdefault(_identity(batch, i, at), (i, at))
         once = [batch.select([at for part, at in first.values() if part == i]) for i, batch in enumerate(batches)]
+        routes = [batch.token_keys[ROUTES] for batch in once if batch.n_samples and ROUTES in batch.token_keys]
         joined = Packed(
             torch.cat([batch.tokens for batch in once]),
             tuple(n for batch in once for n in batch.lengths),
             torch.cat([batch.mask for batch in once]),
+            token_keys={ROUTES: torch.cat(routes)} if routes else {},
         )
         logprobs = self.inference(joined, Wants("logprobs", temperature, where=joined.mask))
         pieces = dict(zip(first, torch.split(logprobs, list(joined.lengths)), strict=True))

@@ -119,7 +119,9 @@ class StagedModel:
         return out
 
     def _begin(self, one: "_Inputs") -> None:
-        """Recomputed layers find the edges of their own micro-batch, not those of the last one that went forward."""
+        """Recomputed layers find the edges and the routes of their own micro-batch, not those of the last one that went
+        forward."""
+        self._model.begin_routes(one.segments, one.wants)
         edges = edges_of(self._model.network)
         if edges is not None:
             edges.begin(one.segments.n_rows)

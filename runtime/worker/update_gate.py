@@ -5,6 +5,7 @@ generation runs ahead of training or the loss reads no behaviour log-probabiliti
 under the weights that it has just got, and the trainer, which stands at the same version, recomputes them.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS
+from realgraph.graphs.keys import BEHAVIOUR_LOGPROBS, ROUTES
 from realgraph.graphs.spec import Generate, Train
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.data.stops import Stops
@@ -28,34 +29,43 @@ PROBE_SAMPLES, PROBE_NEW_TOKENS, PROBE_PROMPT_TOKENS = 4, 8, 256  # of a probe, 
 
 @dataclass(frozen=True)
 class GateProbe:
-    """Samples of one prompt."""
+    """Samples of one prompt. routes: where the role replays the experts that generation chose."""
 
     tokens: Tensor  # [PROBE_SAMPLES, prompt + new] int64
     logprobs: Tensor  # [PROBE_SAMPLES, new] float64, as drawn
+    routes: Tensor | None = None  # [PROBE_SAMPLES, prompt + new, layers of experts, experts a token]
+
+    def packed(self) -> Tensor:
+        """[n] float64, for messages: its sizes, then all of it."""
+        routes = torch.zeros((0, 0, 0, 0)) if self.routes is None else self.routes
+        sizes = torch.tensor([self.tokens.shape[1], self.logprobs.shape[1], *routes.shape[2:]])
+        return torch.cat([part.flatten().double() for part in (sizes, self.tokens, self.logprobs, routes)])
+
+
+def unpacked(flat: Tensor) -> list[GateProbe]:
+    """The probes whose `packed` lie one after the other in `flat`, on the CPU."""
+    probes, flat = list[GateProbe](), flat.cpu()
+    while len(flat):
+        length, n_new, layers, top_k = (int(size) for size in flat[:4])
+        shapes = [(length,), (n_new,), (length, layers, top_k)]
+        counts = [PROBE_SAMPLES * math.prod(shape) for shape in shapes]
+        *parts, flat = torch.split(flat[4:], [*counts, len(flat) - 4 - sum(counts)])
+        tokens, logprobs, routes = (part.view(PROBE_SAMPLES, *shape) for part, shape in zip(parts, shapes, strict=True))
+        probes.append(GateProbe(tokens.long(), logprobs, routes.int() if layers else None))
+    return probes
 
 
 def shared(probes: Sequence[GateProbe], ranks: Ranks) -> list[GateProbe]:
     """The probes of all ranks, on each of them: the workers of a data-parallel rank pass the same samples."""
     if ranks.size == 1:
         return list(probes)
-    pieces = [torch.zeros(0, dtype=torch.float64)]
-    for probe in probes:
-        sizes = torch.tensor([probe.tokens.shape[1], probe.logprobs.shape[1]], dtype=torch.float64)
-        pieces += [sizes, probe.tokens.flatten().double(), probe.logprobs.flatten()]
-    own = torch.cat(pieces).to(ranks.device)
+    empty = torch.zeros(0, dtype=torch.float64)
+    own = torch.cat([empty, *(probe.packed() for probe in probes)]).to(ranks.device)
     counts = ranks.gather_rows(torch.tensor([len(own)], device=ranks.device)).tolist()
     padded = own.new_zeros(max(counts))
     padded[: len(own)] = own
-    found = []
-    for row, count in zip(ranks.gather_rows(padded[None]).cpu(), counts, strict=True):
-        at = 0
-        while at < count:
-            length, n_new = (int(size) for size in row[at : at + 2])
-            middle, end = at + 2 + PROBE_SAMPLES * length, at + 2 + PROBE_SAMPLES * (length + n_new)
-            tokens = row[at + 2 : middle].long().view(PROBE_SAMPLES, length)
-            found.append(GateProbe(tokens, row[middle:end].view(PROBE_SAMPLES, n_new)))
-            at = end
-    return found
+    rows = zip(ranks.gather_rows(padded[None]), counts, strict=True)
+    return [probe for row, count in rows for probe in unpacked(row[:count])]
 
 
 class UpdateGate:
@@ -92,10 +102,11 @@ class UpdateGate:
             self._send(probe, owners[0])
             return {}
         engine = self._roles.trained[self._role]
-        probes = [probe]
+        probes = [] if probe is None else [probe]
         if self._worker == owners[0]:
-            probes += [self._receive(engine.device, worker) for worker in receivers if worker not in owners]
-        return self._compare(engine, [one for one in probes if one is not None])
+            others = (worker for worker in receivers if worker not in owners)
+            probes += [one for worker in others for one in self._receive(engine.device, worker)]
+        return self._compare(engine, probes)
 
     def _draw(self) -> GateProbe | None:
         """By the generator, for the newest prompt that it was given; None before the first, and on workers that only
@@ -120,31 +131,28 @@ class UpdateGate:
         sampling = replace(plain, max_new_tokens=n_new, stops=Stops())
         version = rollouts.engine.version
         done = rollouts.complete([sampling.request(i, prompt, sample_seed(version, i)) for i in range(PROBE_SAMPLES)])
+        routes = [one.routes for one in done if one.routes is not None]
         return GateProbe(
             torch.tensor([[*prompt, *one.tokens] for one in done]),
             torch.tensor([one.logprobs for one in done], dtype=torch.float64),
+            torch.stack(routes) if routes else None,
         )
 
     def _send(self, probe: GateProbe | None, owner: int) -> None:
         device = self._roles.rollouts[self._call].device
-        sizes = [probe.tokens.shape[1], probe.logprobs.shape[1]] if probe is not None else [0, 0]
-        dist.send(torch.tensor(sizes, device=device), owner)
+        flat = torch.zeros(0, dtype=torch.float64) if probe is None else probe.packed()
+        dist.send(torch.tensor([len(flat)], device=device), owner)
         if probe is not None:
-            dist.send(probe.tokens.to(device), owner)
-            dist.send(probe.logprobs.to(device), owner)
+            dist.send(flat.to(device), owner)
 
     @staticmethod
-    def _receive(device: torch.device, worker: int) -> GateProbe | None:
-        sizes = torch.zeros(2, dtype=torch.int64, device=device)
-        dist.recv(sizes, worker)
-        length, n_new = sizes.tolist()
-        if not length:
-            return None
-        tokens = torch.zeros((PROBE_SAMPLES, length), dtype=torch.int64, device=device)
-        logprobs = torch.zeros((PROBE_SAMPLES, n_new), dtype=torch.float64, device=device)
-        dist.recv(tokens, worker)
-        dist.recv(logprobs, worker)
-        return GateProbe(tokens.cpu(), logprobs.cpu())
+    def _receive(device: torch.device, worker: int) -> list[GateProbe]:
+        size = torch.zeros(1, dtype=torch.int64, device=device)
+        dist.recv(size, worker)
+        flat = torch.zeros(int(size), dtype=torch.float64, device=device)
+        if len(flat):
+            dist.recv(flat, worker)
+        return unpacked(flat)
 
     def _compare(self, engine: TrainEngine, probes: list[GateProbe]) -> dict[str, Metric]:
         """The gap as a metric. Called by all ranks where the weights are divided, with probes or without."""
@@ -152,7 +160,9 @@ class UpdateGate:
             probes = shared(probes, ranks)
         lengths = tuple(probe.tokens.shape[1] for probe in probes for _ in range(PROBE_SAMPLES))
         tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(probe.tokens.flatten() for probe in probes)])
-        batch = Packed(tokens, lengths, torch.ones_like(tokens, dtype=torch.bool))
+        routes = [probe.routes.flatten(0, 1) for probe in probes if probe.routes is not None]
+        keys = {ROUTES: torch.cat(routes)} if routes else {}
+        batch = Packed(tokens, lengths, torch.ones_like(tokens, dtype=torch.bool), token_keys=keys)
         logprobs = engine.inference(batch, "logprobs", self._temperature).double()
         gap = Mean(0.0, 0.0)
         start = 0

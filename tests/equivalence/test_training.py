@@ -123,6 +123,12 @@ EXACT = [
     ("mixtral", "rl", "ep2 fsdp2 pp2"),
     ("mixtral", "sft", "ep4 dp2 cp2"),
     ("mixtral", "rl", "ep2 fsdp2 cp2"),
+    ("qwen3_moe", "replayed", "ep2"),
+    ("qwen3_moe", "replayed", "tp2"),
+    ("qwen3_moe", "replayed", "pp2"),
+    ("qwen3_moe", "replayed", "cp2"),
+    ("mixtral", "replayed", "fsdp2 tp2"),
+    ("mixtral", "replayed", "ep2 cp2 tp2"),
 ]
 ROUNDED = [
     ("qwen3", "rl", "dp2 tp2"),
@@ -183,6 +189,7 @@ def test_float32_differs_by_rounding(four: RankProcesses, models: Path, model: s
         ("full", "qwen3_moe", "balanced", "ep2 tp4"),
         ("full", "qwen3_moe", "balanced", "fsdp cp2 pp2"),
         ("full", "mixtral", "rl", "ep2 pp2"),
+        ("full", "qwen3_moe deep", "replayed", "ep2 pp2 twice"),
     ],
 )
 def test_recomputation_changes_nothing(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from realgraph.graphs.keys import ROUTES
 from realgraph.graphs.maths import (
     KL,
     CrossEntropy,
@@ -30,6 +31,7 @@ from realgraph.runtime.batch import Packed
 from realgraph.runtime.engine import TrainSettings
 from realgraph.runtime.models.weights import whole
 from realgraph.runtime.parallel.exchange import WeightPart
+from realgraph.runtime.parallel.experts.routing import record_of, route_dtype
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from realgraph.runtime.wire.protocol import Metric, merge
@@ -53,6 +55,7 @@ LOSSES = {
     "sequences": Loss({"policy": PolicyGradient(ratio="sequence")}, SequenceMean()),
     "balanced": Loss({"nll": CrossEntropy(), "balance": LoadBalance(coef=0.3)}, TokenMean()),
 }
+LOSSES["replayed"] = LOSSES["rl"]  # of tokens that go to given experts
 OUTPUTS = {"value": "values", "scores": "scores"}  # of the others logprobs
 HEADS = {"value": "value", "scores": "score"}  # of the others lm
 MICROBATCH_TOKENS = 40
@@ -122,6 +125,17 @@ def minibatches(dtype: str, seed: int) -> list[Packed]:
     mask[: sum(second.lengths[:2])] = False
     second = replace(second, mask=mask, samples=tuple(range(6, 12)))
     return [first, second] * 2
+
+
+def routed(batch: Packed, engine: TorchTrainEngine) -> Packed:
+    """The batch with experts for each token but the last one of a sample and a few others, not those of its routers."""
+    record, draw = record_of(engine.model.network), torch.Generator().manual_seed(batch.n_tokens)
+    assert record is not None
+    order = torch.rand((batch.n_tokens, record.n_layers, record.n_experts), generator=draw).argsort(-1)
+    routes = order[..., : engine.model.config.num_experts_per_tok].to(route_dtype(record.n_experts))
+    routes[torch.rand(batch.n_tokens, generator=draw) < 0.1] = record.n_experts
+    routes[torch.tensor(batch.lengths).cumsum(0) - 1] = record.n_experts
+    return replace(batch, token_keys={**batch.token_keys, ROUTES: routes})
 
 
 def share(batches: Sequence[Packed], ranks: LayoutRanks) -> list[Packed]:
@@ -227,7 +241,8 @@ def train(ranks: LayoutRanks, case: Case, models: Path) -> Training | None:
         return None
     engine = open_case(case, models, here)
     seen = engine.watch()
-    batches = share(minibatches(case.dtype, 0), here)
+    made = minibatches(case.dtype, 0)
+    batches = share([routed(batch, engine) for batch in made] if case.loss == "replayed" else made, here)
     output: Any = OUTPUTS.get(case.loss, "logprobs")
     seen.before = numpy({str(i): engine.inference(batch, output, 0.8) for i, batch in enumerate(batches[:2])})
     seen.steps.append(engine.train(call_of(case), batches, case.recompute))

@@ -118,7 +118,8 @@ class SparseBlock(nn.Module):
         """[..., hidden] -> [..., hidden]; of rows that tensor parallelism cuts, this rank's."""
         x = hidden_states.reshape(-1, self.settings.hidden)
         live = len(x) if self.edges is None else self.edges.live_rows(len(x))
-        routes = choose(x, self.gate.weight, self.settings.top_k, normalised=self.settings.normalised)
+        given, settings = self.record.given(self.layer), self.settings
+        routes = choose(x, self.gate.weight, settings.top_k, normalised=settings.normalised, given=given)
         self.record.add(self.layer, routes, live)
         if self.spread is not None:
             own = slice(live) if self.edges is None else self.edges.own_share(live)

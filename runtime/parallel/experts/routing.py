@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from realgraph.planner.inputs.model_spec import choice_bytes
 from realgraph.runtime.parallel.groups import Ranks
 
 
@@ -24,11 +25,20 @@ class Routes:
     probabilities: Tensor
 
 
-def choose(x: Tensor, router: Tensor, top_k: int, *, normalised: bool) -> Routes:
-    """x: [n, hidden]; router: [experts, hidden]. normalised: the weights of a token's experts sum to 1."""
+def route_dtype(n_experts: int) -> torch.dtype:
+    """The smallest integers that hold the number of an expert, and `n_experts` itself, which stands for no choice."""
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[choice_bytes(n_experts)]
+
+
+def choose(x: Tensor, router: Tensor, top_k: int, *, normalised: bool, given: Tensor | None = None) -> Routes:
+    """x: [n, hidden]; router: [experts, hidden]. normalised: the weights of a token's experts sum to 1. given: [n, k]
+    of `route_dtype`, the experts to take, whatever the router says; where they are no expert, its own choice."""
     wide = torch.promote_types(x.dtype, torch.float32)
     probabilities = F.linear(x.to(wide), router.to(wide)).softmax(-1)
     weights, experts = probabilities.topk(top_k, dim=-1)
+    if given is not None:
+        experts = torch.where(given < len(router), given.long(), experts)
+        weights = probabilities.gather(-1, experts)
     if normalised:
         weights = weights / weights.sum(-1, keepdim=True)
     return Routes(weights, experts, probabilities)
@@ -47,6 +57,26 @@ class RoutingRecord:
         self._counts: dict[int, Tensor] = {}
         self._sums: list[Tensor] = []
         self._entropies: list[Tensor] = []
+        self._given: Tensor | None = None
+        self._noted: dict[int, Tensor] | None = None
+
+    def replay(self, given: Tensor | None) -> None:
+        """The experts that the rows of the pass in hand go to: [own rows, layers, k], see `choose`; None: as their
+        routers say. Holds until it is called again, for layers that are computed again."""
+        self._given = given
+
+    def given(self, layer: int) -> Tensor | None:
+        """[own rows, k] of a layer."""
+        return None if self._given is None else self._given[:, layer]
+
+    def note(self) -> None:
+        """From here on the choices of a pass are noted, until `noted`."""
+        self._noted = {}
+
+    def noted(self) -> dict[int, Tensor]:
+        """The choices since `note`, by layer: [rows, k] each."""
+        found, self._noted = self._noted or {}, None
+        return found
 
     def begin(self, *, idle: bool = False) -> None:
         """A forward pass begins. idle: its rows are those of other workers, and don't count here."""
@@ -60,6 +90,8 @@ class RoutingRecord:
     def add(self, layer: int, routes: Routes, live: int) -> None:
         """The routes of a layer, numbered among those of experts, of which the first `live` rows are no padding."""
         probabilities, experts = routes.probabilities[:live], routes.experts[:live]
+        if self._noted is not None:
+            self._noted[layer] = routes.experts
         total = probabilities.sum(0)  # also where it is computed again: the graph must be the same
         if not self._open:
             return

@@ -47,6 +47,13 @@ class Edges:
         """Those of this rank's `n` rows that are no padding, which comes last."""
         return min(max(self.n_rows - n * self.ranks.rank, 0), n) if self.cut else n
 
+    def own_part(self, x: Tensor, dead: int) -> Tensor:
+        """[all rows, ...] -> [own rows, ...] of the pass in hand. dead: what padding has."""
+        if not self.cut:
+            return x
+        missing = -len(x) % self.ranks.size
+        return torch.cat([x, x.new_full((missing, *x.shape[1:]), dead)]).chunk(self.ranks.size)[self.ranks.rank]
+
     def own_share(self, n: int) -> slice:
         """The part of this rank's `n` rows that it computes, where rows are computed apart; where all ranks have all
         of them each computes its share."""
