@@ -5,11 +5,13 @@ import random
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -25,6 +27,7 @@ from realgraph.runtime.models.models import Start, build
 from realgraph.runtime.models.weights import whole
 from realgraph.runtime.parallel.experts.routing import record_of
 from realgraph.runtime.parallel.groups import LayoutRanks, Ranks
+from realgraph.runtime.parallel.pipeline.rollout import Draws, StagedRollout
 from tests import tiny
 from tests.ranks import RankProcesses, joined
 from tests.rollouts import assert_exact, requests, run
@@ -37,14 +40,18 @@ EP4 = Layout(DeviceMesh(0, 4), dp=4, ep=4)
 EP4_TP2 = Layout(DeviceMesh(0, 4), dp=2, tp=2, ep=4)
 TP4_EP2 = Layout(DeviceMesh(0, 4), tp=4, ep=2)
 DP2_PP2 = Layout(DeviceMesh(0, 4), dp=2, pp=2)
-TP2_PP2 = Layout(DeviceMesh(0, 4), tp=2, pp=2, stages=((1, 1), (1, 1)))
+TP2_PP2 = Layout(DeviceMesh(0, 4), tp=2, pp=2)
+CHUNKS = Layout(DeviceMesh(0, 4), tp=2, pp=2, stages=((1, 1), (1, 1)))
+PP4 = Layout(DeviceMesh(0, 4), pp=4)
 EP2_PP2 = Layout(DeviceMesh(0, 4), dp=2, pp=2, ep=2)
 LAYOUTS = {
     **{"tp4": TP4, "dp2_tp2": DP2_TP2, "ep2": EP2, "ep4": EP4, "ep4_tp2": EP4_TP2, "tp4_ep2": TP4_EP2},
-    **{"dp2_pp2": DP2_PP2, "tp2_pp2": TP2_PP2, "ep2_pp2": EP2_PP2},
+    **{"dp2_pp2": DP2_PP2, "tp2_pp2": TP2_PP2, "ep2_pp2": EP2_PP2, "tp2_pp2_x2": CHUNKS, "pp4": PP4},
 }
 KINDS = ("qwen3", "llama", "gemma2")
 LIMITS = RolloutLimits(max_running=6, max_cache_tokens=240, prefill_tokens=64)
+LIMITS8 = replace(LIMITS, max_running=8)
+SCARCE = replace(LIMITS, max_cache_tokens=96)  # sequences give their pages to older ones
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +76,8 @@ def share_of(part: Sequence[Request], rank: int) -> Sequence[Request]:
 def generate_together(ranks: LayoutRanks, folder: Path, layout: Layout, role: ModelRole, seed: int) -> Any:
     """On the head: the samples, the second half after a change of weights. The others pause now and then."""
     groups, rng, told = joined[0].of_layout(layout), random.Random(seed + ranks.mesh.rank), threading.Event()
-    engine = open_rollout(role, OwnWeights(str(folder), CPU), LIMITS, lambda tokens: "", told.set, groups)
+    limits = SCARCE if layout.pp > 1 else LIMITS
+    engine = open_rollout(role, OwnWeights(str(folder), CPU), limits, lambda tokens: "", told.set, groups)
     wanted = wanted_of(seed)
     done: dict[int, Completion] = {}
     for part in (share_of(wanted[:6], groups.dp.rank), share_of(wanted[6:], groups.dp.rank)):
@@ -123,6 +131,8 @@ CASES = [
     ("dp2_pp2", "qwen3", "float64"),
     ("dp2_pp2", "gemma2", "float32"),
     ("tp2_pp2", "gemma3_text", "float64"),
+    ("tp2_pp2_x2", "llama", "float64"),
+    ("pp4", "qwen3", "float64"),
     ("ep2_pp2", "qwen3_moe", "float64"),
 ]
 
@@ -132,7 +142,7 @@ def test_a_replica_draws_what_one_process_draws(
     four: RankProcesses, tmp_path: Path, name: str, kind: str, dtype: Any
 ) -> None:
     """tp4 over 2 KV heads and 61 tokens; behaviour log-probabilities are those of a full forward. Replicas that share
-    experts have different requests, or none."""
+    experts have different requests, or none; four stages have six sequences, two or one."""
     layers = 4 if LAYOUTS[name].pp > 1 else 2
     folder = tiny.save(tmp_path / kind, kind, num_hidden_layers=layers)
     role, layout = ModelRole(path="x", dtype=dtype), LAYOUTS[name]
@@ -150,6 +160,52 @@ def test_a_replica_draws_what_one_process_draws(
                     assert done[request.id].logprobs == pytest.approx(expected[request.id].logprobs, abs=1e-6)
                 if request.temperature and not request.top_k:
                     assert_exact(plain, request, done[request.id])
+
+
+def generate_ahead(ranks: LayoutRanks, folder: Path, new_tokens: int) -> list[int]:
+    """On the head: the lengths of eight samples on four stages. The last stage draws for no pass before the first one
+    has begun the third pass after it."""
+    network, passes, begun = ranks.mesh.group, 4 * new_tokens, torch.zeros(1, dtype=torch.int64)
+    drawn, sent = 0, list[Any]()
+    logits, share = StagedRollout.logits, StagedRollout.share
+
+    def tell(self: StagedRollout, *arguments: Any) -> Tensor | None:
+        if ranks.mesh.rank == 0:
+            sent.append(dist.isend(torch.tensor([len(sent) + 1]), group=network, group_dst=3, tag=9))
+        return logits(self, *arguments)
+
+    def wait(self: StagedRollout, *arguments: Any) -> Draws:
+        nonlocal drawn
+        drawn += 1
+        while ranks.mesh.rank == 3 and begun < min(drawn + 3, passes):
+            came = dist.irecv(begun, group=network, group_src=0, tag=9)
+            assert came is not None
+            came.wait(timedelta(seconds=20))
+        return share(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StagedRollout, "logits", tell)
+        patch.setattr(StagedRollout, "share", wait)
+        role, groups = ModelRole(path="x", dtype="float32"), joined[0].of_layout(PP4)
+        engine = open_rollout(role, OwnWeights(str(folder), CPU), LIMITS8, lambda tokens: "", lambda: None, groups)
+        done: list[Completion] = []
+        if groups.heads:
+            engine.submit([Request(i, (i + 1, 2), new_tokens, seed=i) for i in range(8)])
+            while len(done) < 8:
+                done += engine.take(30.0)
+            engine.pause()
+            engine.dismiss()
+        else:
+            engine.pause()
+            engine.follow()
+        ranks.mesh.barrier()
+        assert engine.close(10.0)
+    return [len(completion.tokens) for completion in done]
+
+
+def test_stages_compute_different_sequences_at_the_same_time(four: RankProcesses, tmp_path: Path) -> None:
+    folder = tiny.save(tmp_path / "qwen3", "qwen3", num_hidden_layers=4, eos_token_id=None)
+    assert four.run(generate_ahead, folder, 6) == [[], [], [], [6] * 8]
 
 
 class Together(Ranks):
