@@ -27,7 +27,7 @@ from realgraph.runtime.engine import RELEASED, Completion, Decode, Parts, Reques
 from realgraph.runtime.generate.cached_model import CachedModel
 from realgraph.runtime.generate.prefill import Prefill, shared_pages
 from realgraph.runtime.generate.request_bounds import RequestBounds
-from realgraph.runtime.generate.slots import Flight, Lane, RunningSequence, Slots
+from realgraph.runtime.generate.slots import Flight, RunningSequence, SequenceLane, Slots
 from realgraph.runtime.models.host_states import DroppedStorages, HostStates
 from realgraph.runtime.models.train_state import read_counters
 from realgraph.runtime.models.weights import read_into, take_weights, weight_specs
@@ -67,7 +67,7 @@ class ContinuousBatch:
         # a GPU's graphs are lost with the cache they were captured on
         self._pool = PagePool(None if cache_tokens is None else pages_for(cache_tokens), at_once=not on_cpu)
         self._prefill = Prefill(self._model, self._limits.prefill_tokens)
-        self._lanes = [Lane(Slots(self._most_slots, self.device)) for _ in range(self._model.lanes)]
+        self._lanes = [SequenceLane(Slots(self._most_slots, self.device)) for _ in range(self._model.lanes)]
         self._dropped = DroppedStorages()
         self._states: HostStates | None = None  # weights that wait in host memory
         self._use = ExitStack()  # of them
@@ -227,7 +227,7 @@ class ContinuousBatch:
 
     # --- slots and pages ----------------------------------------------------------------------------------------------
 
-    def _make_room(self, lane: Lane) -> None:
+    def _make_room(self, lane: SequenceLane) -> None:
         """Before a pass: a page for every newest token that begins one. Where too few are free, the youngest sequences
         of all lanes go back to the queue."""
         while True:
@@ -258,7 +258,7 @@ class ContinuousBatch:
     def _has_room(sequence: RunningSequence) -> bool:
         return len(sequence.pages) >= pages_for(len(sequence.tokens))
 
-    def _admit(self, lane: Lane) -> bool:
+    def _admit(self, lane: SequenceLane) -> bool:
         """Give free slots to waiting requests, first come first served, as far as pages, this pass's prefill and the
         lane's share go. True where any got one."""
         tokens, before = 0, len(lane.running)
@@ -289,7 +289,7 @@ class ContinuousBatch:
         return len(lane.running) > before
 
     def _share_of(self, sequences: int) -> int:
-        """Of so many, a lane's."""
+        """A lane's, of so many."""
         return -(-sequences // len(self._lanes))
 
     def _even_out(self, number: int) -> None:
@@ -300,7 +300,7 @@ class ContinuousBatch:
             if surplus > 0:
                 other.take_over(lane.keep(range(len(lane.running) - surplus)))
 
-    def _keep(self, lane: Lane, order: Sequence[int]) -> None:
+    def _keep(self, lane: SequenceLane, order: Sequence[int]) -> None:
         """Slots `order` of a lane live on, in this order; the others are free, and so are their pages."""
         for sequence in lane.keep(order):
             self._pool.give_back(sequence.pages)
@@ -308,14 +308,14 @@ class ContinuousBatch:
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def _take_off(self, lane: Lane) -> None:
+    def _take_off(self, lane: SequenceLane) -> None:
         """Begin a pass of a lane."""
         self._model.cache.reserve(self._pool.total)
         n, slots = len(lane.running), lane.slots
         draws = self._model.draw(self._logits(lane), slots.settings(n), slots.next_positions(n))
         lane.flight = Flight(tuple(lane.running), draws)
 
-    def _logits(self, lane: Lane) -> Tensor | None:
+    def _logits(self, lane: SequenceLane) -> Tensor | None:
         """[n, V] for the next token of each slot: decoded, or given by the prefill; None in stages before the last."""
         pending = lane.running[lane.ready :]
         prefilled = self._prefill.logits(pending, self._running) if pending else None
@@ -327,7 +327,7 @@ class ContinuousBatch:
         decoded = self._model.decode(slots.newest[:n], slots.position[:n], slots.pages(n), slots.state[:n])
         return decoded if prefilled is None or decoded is None else torch.cat([decoded, prefilled])
 
-    def _land(self, lane: Lane) -> list[Completion]:
+    def _land(self, lane: SequenceLane) -> list[Completion]:
         """Append what the pass of a lane has drawn; take out what has ended. Waits for it."""
         if lane.flight is None:
             return []

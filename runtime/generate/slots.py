@@ -118,7 +118,7 @@ class Slots:
 
 
 @dataclass
-class Lane:
+class SequenceLane:
     """Sequences that make each pass together, by slot: the live ones are always the first. Several lanes are on
     different pipeline stages at a time."""
 

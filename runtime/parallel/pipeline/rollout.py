@@ -22,7 +22,7 @@ _DRAWS_TAG = 1  # hidden states have tag 0
 
 
 class Draws:
-    """What was drawn for n sequences, perhaps still on its way. told: tokens [n] and their log-probabilities [n]."""
+    """Tokens [n] and log-probabilities [n] that were drawn for n sequences, perhaps still on their way."""
 
     def __init__(self, told: Drawn, works: Sequence[dist.Work] = (), stages: str = "") -> None:
         self._told, self._works, self._stages = told, works, stages
