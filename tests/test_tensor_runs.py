@@ -90,6 +90,37 @@ def test_a_stream_of_a_replica_of_several_workers_gives_way_and_goes_on(home: Pa
     assert all(step["train/logprob_gap"] < 1e-4 for step in steps[:1])
 
 
+MEETING = '''
+import os, time
+from pathlib import Path
+from rewards import score
+
+def meet(text: str, answer: str) -> float:
+    """`score`, once two processes have been here."""
+    if answer in FIRST:  # tried before the run, in one process
+        return score(text, answer)
+    folder = Path("met")
+    folder.mkdir(exist_ok=True)
+    (folder / str(os.getpid())).touch()
+    due = time.monotonic() + 20
+    while len(list(folder.iterdir())) < 2:
+        if time.monotonic() > due:
+            raise TimeoutError("nobody else is here")
+        time.sleep(0.01)
+    return score(text, answer)
+'''
+
+
+def test_functions_of_a_replica_run_in_the_subprocesses_of_all_its_workers(home: Path) -> None:
+    """Of a replica of two workers; each has one."""
+    first = [json.loads(line)["answer"] for line in (home / "train.jsonl").read_text().splitlines()[:4]]
+    (home / "meeting.py").write_text(MEETING.replace("FIRST", repr(first)))
+    changes = {"steps": 1, "calls": {"reward": {"fn": "meeting:meet"}}, "allocation": {"train": BOTH, "rollout": BOTH}}
+    folder = finish(home, "run", str(write_run(home, "meeting", GRPO, changes)), name="meeting")
+    assert len(records(folder.folder)) == 1
+    assert len(list((home / "met").iterdir())) == 2
+
+
 def test_a_killed_follower_of_a_replica_is_named(own: Path) -> None:
     """The head is on the last stage."""
     stages = {"devices": 2, "pp": 2}

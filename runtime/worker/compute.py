@@ -86,7 +86,7 @@ class Compute:
         self._assembler = Assembler(graph, resources.store, resources.plane, ABANDONED_SECONDS)
         self.roles = Roles(job, self.worker, collectives, self._loading.decode, lambda: self._work.put(Collect()))
         host = self._host = FunctionHost(
-            job.user_dir, job.runtime.function_processes, max_processes=job.runtime.function_max_processes
+            job.user_dir, job.function_processes(self.worker), max_processes=job.runtime.function_max_processes
         )
         self.functions = FunctionCalls(
             job, self._assembler, host, self.worker, PromptTexts(self._loading.decode, self._prompt)
