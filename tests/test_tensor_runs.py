@@ -112,7 +112,7 @@ def meet(text: str, answer: str) -> float:
 
 
 def test_functions_of_a_replica_run_in_the_subprocesses_of_all_its_workers(home: Path) -> None:
-    """Of a replica of two workers; each has one."""
+    """There are two workers, and each has one subprocess."""
     first = [json.loads(line)["answer"] for line in (home / "train.jsonl").read_text().splitlines()[:4]]
     (home / "meeting.py").write_text(MEETING.replace("FIRST", repr(first)))
     changes = {"steps": 1, "calls": {"reward": {"fn": "meeting:meet"}}, "allocation": {"train": BOTH, "rollout": BOTH}}
