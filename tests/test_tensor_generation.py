@@ -18,7 +18,7 @@ from torch import Tensor
 
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.plan.layout import DeviceMesh, Layout
-from realgraph.runtime.engine import Completion, OwnWeights, Request, RolloutLimits
+from realgraph.runtime.engine import Completion, OwnWeights, Request, RolloutEngine, RolloutLimits
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 from realgraph.runtime.generate.cut_sampling import CutVocabulary
 from realgraph.runtime.generate.opening import open_rollout
@@ -73,6 +73,14 @@ def share_of(part: Sequence[Request], rank: int) -> Sequence[Request]:
     return (part, part[2:], part[:2], ())[rank]
 
 
+def give_way(engine: RolloutEngine, rng: random.Random) -> None:
+    """A pause, in which a call of this worker alone may need the memory of its caches."""
+    engine.pause()
+    if rng.random() < 0.3:
+        engine.release(weights=False)
+    engine.resume()
+
+
 def generate_together(ranks: LayoutRanks, folder: Path, layout: Layout, role: ModelRole, seed: int) -> Any:
     """On the head: the samples, the second half after a change of weights. The others pause now and then."""
     groups, rng, told = joined[0].of_layout(layout), random.Random(seed + ranks.mesh.rank), threading.Event()
@@ -89,14 +97,12 @@ def generate_together(ranks: LayoutRanks, folder: Path, layout: Layout, role: Mo
                 assert engine.take(30.0) if part else engine.status().running == 0
             while not {request.id for request in part} <= done.keys():
                 done |= {completion.id: completion for completion in engine.take(30.0)}
-                engine.pause()
-                engine.resume()
+                give_way(engine, rng)
             engine.pause()
             engine.dismiss()
         else:
             for _ in range(rng.randint(0, 9)):
-                engine.pause()
-                engine.resume()
+                give_way(engine, rng)
             engine.pause()
             engine.follow()
         ranks.mesh.barrier()

@@ -63,6 +63,7 @@ class TorchRolloutEngine:
         self._dismissals = 0  # by this head's callers
         self._dismissed = 0  # times that all heads have let each other and their followers go
         self._followed = 0  # times that this worker has followed until then, or does now
+        self._releases = 0  # times that this worker has given up its caches
         if session is not None:
             self._start()
 
@@ -194,6 +195,7 @@ class TorchRolloutEngine:
         """See RolloutEngine."""
         with self._between_steps():
             self._batch.release()
+            self._releases += 1
             if weights:
                 self._whole = False
                 self._batch.drop_weights()
@@ -318,6 +320,9 @@ class TorchRolloutEngine:
                 for one in agreement.news:
                     self._take_in(one)
             self._together_busy, self._dismissed = agreement.busy, agreement.dismissals
+            if agreement.releases > self._releases:  # others have no keys of the tokens so far
+                self._batch.release()
+                self._releases = agreement.releases
             self._closed = self._closed or agreement.closed
             failed = agreement.failed and self._failure is None
             if failed:
@@ -345,7 +350,8 @@ class TorchRolloutEngine:
         else its callers would wait for them."""
         busy = not self._batch.idle
         halted = self._halted or not (busy or self._together_busy)
-        return RankState(halted, busy, self._closed, bool(self._failure), self.version, self._dismissals)
+        failed = bool(self._failure)
+        return RankState(halted, busy, self._closed, failed, self.version, self._dismissals, self._releases)
 
     def _await_turn(self, held: bool, beat: float) -> None:
         """Wait for a reason to make another exchange, without any for `beat` seconds. held: the last one found a worker

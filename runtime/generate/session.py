@@ -50,7 +50,8 @@ _DECODER = msgspec.msgpack.Decoder(tuple[News, ...])
 @dataclass(frozen=True)
 class RankState:
     """One worker before a step. halted: it takes part in none now. busy: it has sequences. closed: it never will take
-    part again. failed: nor can it. version: of its weights. dismissals: that its callers have made, if it is a head."""
+    part again. failed: nor can it. version: of its weights. dismissals: that its callers have made, if it is a head.
+    releases: times that it has given up its caches."""
 
     halted: bool
     busy: bool
@@ -58,12 +59,13 @@ class RankState:
     failed: bool
     version: int
     dismissals: int
+    releases: int
 
 
 @dataclass(frozen=True)
 class Agreement:
     """The outcome of an exchange. news: of this worker's head, in order. quiet: no head had any. go: all take the step
-    now. busy: somebody has sequences. dismissals: that all heads have made."""
+    now. busy: somebody has sequences. dismissals: that all heads have made. releases: the most of any worker."""
 
     news: tuple[News, ...]
     quiet: bool
@@ -72,6 +74,7 @@ class Agreement:
     closed: bool
     failed: bool
     dismissals: int
+    releases: int
 
 
 class GenerationSession:
@@ -115,13 +118,14 @@ class GenerationSession:
         """Collective, and so is the call of what comes back, which alone waits for the others. news: of a head; the
         others have none. Both raise CollectiveError where a worker is gone."""
         text = msgspec.msgpack.encode(news) if news else b""
-        numbers = [own.halted, own.busy, own.closed, own.failed, own.version, own.dismissals, len(text)]
+        counts = [own.version, own.dismissals, own.releases, len(text)]
+        numbers = [own.halted, own.busy, own.closed, own.failed, *counts]
         collected = self._ranks.begin_collect(torch.tensor(numbers, dtype=torch.int64))
         return lambda: self._agreed(text, collected())
 
     def _agreed(self, text: bytes, told: torch.Tensor) -> Agreement:
         """The outcome. text: this worker's news; told: what all have told."""
-        halted, busy, closed, failed, version, dismissals, sizes = told.unbind(1)
+        halted, busy, closed, failed, version, dismissals, releases, sizes = told.unbind(1)
         alike = bool((version == version[0]).all())
         stopped = bool((halted + closed + failed).any())
         return Agreement(
@@ -132,6 +136,7 @@ class GenerationSession:
             closed=bool(closed.any()),
             failed=bool(failed.any()),
             dismissals=int(dismissals[self._heads].min()),
+            releases=int(releases.max()),
         )
 
     def _told(self, text: bytes, sizes: Sequence[int]) -> tuple[News, ...]:

@@ -133,6 +133,7 @@ class Job(Struct, frozen=True):
     run_dir: str  # absolute
     user_dir: str  # absolute: where `module:function` names are imported from
     staleness: int = 0  # the bound; the plan may keep to less
+    gives_up_caches: bool = False  # a stream that generates has none while other calls have its devices
     overdue: Literal["mask", "wait", "drop", "allow"] = "mask"
     eval: EvalSpec | None = None
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)

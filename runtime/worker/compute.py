@@ -197,11 +197,13 @@ class Compute:
                 return type(work).__name__.lower()
 
     @contextmanager
-    def _device(self) -> Iterator[None]:
-        """The device for one call: generation pauses."""
+    def _device(self, *, memory: bool) -> Iterator[None]:
+        """The device for one call: generation pauses. memory: also that of its caches, where the plan needs it."""
         engines = self.roles.rollouts.values()
         for engine in engines:
             engine.pause()
+            if memory and self.job.gives_up_caches:
+                engine.release(weights=False)
         try:
             yield
         finally:
@@ -224,7 +226,7 @@ class Compute:
                 self.roles.release(call)
                 return None
             case _:
-                with self._device():
+                with self._device(memory=isinstance(work, Execute | Reallocate)):
                     return self._run_alone(work)
 
     def _collect(self) -> Generated | None:
