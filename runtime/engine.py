@@ -370,8 +370,8 @@ class RolloutEngine(Protocol):
 
     def release(self, *, weights: bool) -> None:
         """Give up the memory of caches, and of weights that wait in host memory. Requests that are left go on with
-        their tokens. weights: that of all weights, those of another engine left aside: until `switch` no token is
-        drawn, and the version is RELEASED."""
+        their tokens; workers that generate together all give theirs up before the next step. weights: that of all
+        weights, those of another engine left aside: until `switch` no token is drawn, and the version is RELEASED."""
         ...
 
     def load(self, folder: Path) -> None:

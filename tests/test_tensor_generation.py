@@ -5,18 +5,20 @@ import random
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from realgraph.graphs.spec import ModelRole
 from realgraph.planner.plan.layout import DeviceMesh, Layout
-from realgraph.runtime.engine import Completion, OwnWeights, Request, RolloutLimits
+from realgraph.runtime.engine import Completion, OwnWeights, Request, RolloutEngine, RolloutLimits
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 from realgraph.runtime.generate.cut_sampling import CutVocabulary
 from realgraph.runtime.generate.opening import open_rollout
@@ -25,6 +27,7 @@ from realgraph.runtime.models.models import Start, build
 from realgraph.runtime.models.weights import whole
 from realgraph.runtime.parallel.experts.routing import record_of
 from realgraph.runtime.parallel.groups import LayoutRanks, Ranks
+from realgraph.runtime.parallel.pipeline.rollout import Draws, StagedRollout
 from tests import tiny
 from tests.ranks import RankProcesses, joined
 from tests.rollouts import assert_exact, requests, run
@@ -37,15 +40,19 @@ EP4 = Layout(DeviceMesh(0, 4), dp=4, ep=4)
 EP4_TP2 = Layout(DeviceMesh(0, 4), dp=2, tp=2, ep=4)
 TP4_EP2 = Layout(DeviceMesh(0, 4), tp=4, ep=2)
 DP2_PP2 = Layout(DeviceMesh(0, 4), dp=2, pp=2)
-TP2_PP2 = Layout(DeviceMesh(0, 4), tp=2, pp=2, stages=((1, 1), (1, 1)))
+TP2_PP2 = Layout(DeviceMesh(0, 4), tp=2, pp=2)
+CHUNKS = Layout(DeviceMesh(0, 4), tp=2, pp=2, stages=((1, 1), (1, 1)))
+PP4 = Layout(DeviceMesh(0, 4), pp=4)
 EP2_PP2 = Layout(DeviceMesh(0, 4), dp=2, pp=2, ep=2)
 LAYOUTS = {
     **{"tp4": TP4, "dp2_tp2": DP2_TP2, "ep2": EP2, "ep4": EP4, "ep4_tp2": EP4_TP2, "tp4_ep2": TP4_EP2},
-    **{"dp2_pp2": DP2_PP2, "tp2_pp2": TP2_PP2, "ep2_pp2": EP2_PP2},
+    **{"dp2_pp2": DP2_PP2, "tp2_pp2": TP2_PP2, "ep2_pp2": EP2_PP2, "tp2_pp2_x2": CHUNKS, "pp4": PP4},
 }
 KINDS = ("qwen3", "llama", "gemma2")
 MIXTURES = ("qwen3_moe", "mixtral")
 LIMITS = RolloutLimits(max_running=6, max_cache_tokens=240, prefill_tokens=64)
+LIMITS8 = replace(LIMITS, max_running=8)
+SCARCE = replace(LIMITS, max_cache_tokens=96)  # sequences give their pages to older ones
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +74,19 @@ def share_of(part: Sequence[Request], rank: int) -> Sequence[Request]:
     return (part, part[2:], part[:2], ())[rank]
 
 
+def give_way(engine: RolloutEngine, rng: random.Random) -> None:
+    """A pause, in which a call of this worker alone may need the memory of its caches."""
+    engine.pause()
+    if rng.random() < 0.3:
+        engine.release(weights=False)
+    engine.resume()
+
+
 def generate_together(ranks: LayoutRanks, folder: Path, layout: Layout, role: ModelRole, seed: int) -> Any:
     """On the head: the samples, the second half after a change of weights. The others pause now and then."""
     groups, rng, told = joined[0].of_layout(layout), random.Random(seed + ranks.mesh.rank), threading.Event()
-    engine = open_rollout(role, OwnWeights(str(folder), CPU), LIMITS, lambda tokens: "", told.set, groups)
+    limits = SCARCE if layout.pp > 1 else LIMITS
+    engine = open_rollout(role, OwnWeights(str(folder), CPU), limits, lambda tokens: "", told.set, groups)
     wanted = wanted_of(seed)
     done: dict[int, Completion] = {}
     for part in (share_of(wanted[:6], groups.dp.rank), share_of(wanted[6:], groups.dp.rank)):
@@ -82,14 +98,12 @@ def generate_together(ranks: LayoutRanks, folder: Path, layout: Layout, role: Mo
                 assert engine.take(30.0) if part else engine.status().running == 0
             while not {request.id for request in part} <= done.keys():
                 done |= {completion.id: completion for completion in engine.take(30.0)}
-                engine.pause()
-                engine.resume()
+                give_way(engine, rng)
             engine.pause()
             engine.dismiss()
         else:
             for _ in range(rng.randint(0, 9)):
-                engine.pause()
-                engine.resume()
+                give_way(engine, rng)
             engine.pause()
             engine.follow()
         ranks.mesh.barrier()
@@ -127,6 +141,8 @@ CASES = [
     ("dp2_pp2", "qwen3", "float64"),
     ("dp2_pp2", "gemma2", "float32"),
     ("tp2_pp2", "gemma3_text", "float64"),
+    ("tp2_pp2_x2", "llama", "float64"),
+    ("pp4", "qwen3", "float64"),
     ("ep2_pp2", "qwen3_moe", "float64"),
     ("tp2_pp2", "qwen3_moe", "float64"),
 ]
@@ -137,7 +153,8 @@ def test_a_replica_draws_what_one_process_draws(
     four: RankProcesses, tmp_path: Path, name: str, kind: str, dtype: Any
 ) -> None:
     """tp4 over 2 KV heads and 61 tokens; behaviour log-probabilities are those of a full forward. Replicas that share
-    experts have different requests, or none, and tell to which of them each token went."""
+    experts have different requests, or none, and tell to which of them each token went; four stages have six
+    sequences, two or one."""
     layers = 4 if LAYOUTS[name].pp > 1 else 2
     changes: dict[str, Any] = (
         {"mlp_only_layers": [0, 2]} if (name, kind) == ("tp2_pp2", "qwen3_moe") else {}
@@ -161,6 +178,52 @@ def test_a_replica_draws_what_one_process_draws(
                     assert one.routes is None or routes.tolist() == one.routes.tolist()
                 if request.temperature and not request.top_k:
                     assert_exact(plain, request, own)
+
+
+def generate_ahead(ranks: LayoutRanks, folder: Path, new_tokens: int) -> list[int]:
+    """On the head: the lengths of eight samples on four stages. The last stage draws for no pass before the first one
+    has begun the third pass after it."""
+    network, passes, begun = ranks.mesh.group, 4 * new_tokens, torch.zeros(1, dtype=torch.int64)
+    drawn, sent = 0, list[Any]()
+    logits, share = StagedRollout.logits, StagedRollout.share
+
+    def tell(self: StagedRollout, *arguments: Any) -> Tensor | None:
+        if ranks.mesh.rank == 0:
+            sent.append(dist.isend(torch.tensor([len(sent) + 1]), group=network, group_dst=3, tag=9))
+        return logits(self, *arguments)
+
+    def wait(self: StagedRollout, *arguments: Any) -> Draws:
+        nonlocal drawn
+        drawn += 1
+        while ranks.mesh.rank == 3 and begun < min(drawn + 3, passes):
+            came = dist.irecv(begun, group=network, group_src=0, tag=9)
+            assert came is not None
+            came.wait(timedelta(seconds=20))
+        return share(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StagedRollout, "logits", tell)
+        patch.setattr(StagedRollout, "share", wait)
+        role, groups = ModelRole(path="x", dtype="float32"), joined[0].of_layout(PP4)
+        engine = open_rollout(role, OwnWeights(str(folder), CPU), LIMITS8, lambda tokens: "", lambda: None, groups)
+        done: list[Completion] = []
+        if groups.heads:
+            engine.submit([Request(i, (i + 1, 2), new_tokens, seed=i) for i in range(8)])
+            while len(done) < 8:
+                done += engine.take(30.0)
+            engine.pause()
+            engine.dismiss()
+        else:
+            engine.pause()
+            engine.follow()
+        ranks.mesh.barrier()
+        assert engine.close(10.0)
+    return [len(completion.tokens) for completion in done]
+
+
+def test_stages_compute_different_sequences_at_the_same_time(four: RankProcesses, tmp_path: Path) -> None:
+    folder = tiny.save(tmp_path / "qwen3", "qwen3", num_hidden_layers=4, eos_token_id=None)
+    assert four.run(generate_ahead, folder, 6) == [[], [], [], [6] * 8]
 
 
 class Together(Ranks):

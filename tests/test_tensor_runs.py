@@ -67,18 +67,21 @@ LATE: dict[str, Any] = {
 
 LATE_RUNS: dict[str, dict[str, Any]] = {
     "late": {"train": STAGED, "rollout": STAGED},
-    "late_to_dp": {"train": BOTH, "rollout": {"devices": 2}},
+    # caches that leave no room for anything else on a device
+    "late_to_dp": {"train": BOTH, "rollout": {"devices": 2, "kv_cache_tokens": 2_463_000}},
     "late_apart": MOVED,
 }
 
 
 @pytest.mark.parametrize("name", LATE_RUNS)
 def test_a_stream_of_a_replica_of_several_workers_gives_way_and_goes_on(home: Path, name: str) -> None:
-    """Training, evaluations and new weights come while samples are made, and both sides agree about the model."""
+    """Training, evaluations and new weights come while samples are made, and both sides agree about the model. Caches
+    are given up where the plan says that they have no room beside training."""
     n_devices = 2 if name == "late_to_dp" else 4
-    machine = {"cluster": {"devices": n_devices}, "allocation": LATE_RUNS[name]}
+    machine = {"cluster": {"devices": n_devices, "memory_gb": 2.0}, "allocation": LATE_RUNS[name]}
     folder = finish(home, "run", str(write_run(home, f"tensor_{name}", GRPO, LATE, machine)), name=f"tensor_{name}")
     plan = json.loads((folder.folder / "plan.json").read_text())["allocations"]
+    assert json.loads((folder.folder / "job.json").read_text())["gives_up_caches"] == (name == "late_to_dp")
     for axis in ("tp", "pp"):
         assert plan["rollout"]["layout"][axis] == LATE_RUNS[name]["rollout"].get(axis, 1)
     assert [record["step"] for record in records(folder.folder, "eval")] == list(range(STEPS + 1))
@@ -88,6 +91,37 @@ def test_a_stream_of_a_replica_of_several_workers_gives_way_and_goes_on(home: Pa
     assert gaps
     assert max(gaps) < 1e-4
     assert all(step["train/logprob_gap"] < 1e-4 for step in steps[:1])
+
+
+MEETING = '''
+import os, time
+from pathlib import Path
+from rewards import score
+
+def meet(text: str, answer: str) -> float:
+    """`score`, once two processes have been here."""
+    if answer in FIRST:  # tried before the run, in one process
+        return score(text, answer)
+    folder = Path("met")
+    folder.mkdir(exist_ok=True)
+    (folder / str(os.getpid())).touch()
+    due = time.monotonic() + 20
+    while len(list(folder.iterdir())) < 2:
+        if time.monotonic() > due:
+            raise TimeoutError("nobody else is here")
+        time.sleep(0.01)
+    return score(text, answer)
+'''
+
+
+def test_functions_of_a_replica_run_in_the_subprocesses_of_all_its_workers(home: Path) -> None:
+    """There are two workers, and each has one subprocess."""
+    first = [json.loads(line)["answer"] for line in (home / "train.jsonl").read_text().splitlines()[:4]]
+    (home / "meeting.py").write_text(MEETING.replace("FIRST", repr(first)))
+    changes = {"steps": 1, "calls": {"reward": {"fn": "meeting:meet"}}, "allocation": {"train": BOTH, "rollout": BOTH}}
+    folder = finish(home, "run", str(write_run(home, "meeting", GRPO, changes)), name="meeting")
+    assert len(records(folder.folder)) == 1
+    assert len(list((home / "met").iterdir())) == 2
 
 
 def test_a_killed_follower_of_a_replica_is_named(own: Path) -> None:

@@ -93,6 +93,12 @@ def steady_state(request: PlanRequest, plan: Plan) -> Plan:
     return replace(steady, starts=starts_of(request, steady)) if plan.starts else steady
 
 
+def gives_up_caches(request: PlanRequest, plan: Plan) -> bool:
+    """True where generation is a stream whose caches and weights have no room beside the calls that pause it."""
+    generates = [name for name in plan.allocations if isinstance(request.graph.calls[name], Generate)]
+    return plan.staleness > 0 and not all(keeps_caches(request, plan, name) for name in generates)
+
+
 def keeps_caches(request: PlanRequest, plan: Plan, call: str) -> bool:
     """True if a paused stream's caches and weights stay where they are: all that runs there meanwhile has room beside.
 

@@ -13,6 +13,7 @@ from realgraph.planner.plan.codec import plan_to_json
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.request.cost_table import CostTable, load_costs
 from realgraph.planner.request.request import PlanRequest
+from realgraph.planner.search.streams import gives_up_caches
 from realgraph.run.planning import RequestOptions, plan_for, read_plan, request_for
 from realgraph.run_file.compose import Checked, check_run
 from realgraph.run_file.function_variables import refuse_unset
@@ -98,6 +99,7 @@ def job_of(checked: Checked, request: PlanRequest, plan: Plan, folder: RunFolder
         run_dir=str(folder.root),
         user_dir=str(checked.folder),
         staleness=run.staleness,
+        gives_up_caches=gives_up_caches(request, plan),
         overdue=run.overdue,
         eval=run.eval,
         checkpoint=run.checkpoint,

@@ -23,7 +23,7 @@ from realgraph.runtime.generate.sampling import SamplingSettings, draw
 from realgraph.runtime.parallel.cuts import EMBEDDING
 from realgraph.runtime.parallel.experts.passes import shared_passes_of
 from realgraph.runtime.parallel.experts.routing import record_of
-from realgraph.runtime.parallel.pipeline.rollout import staged_rollout
+from realgraph.runtime.parallel.pipeline.rollout import Draws, staged_rollout
 from realgraph.runtime.parallel.tensor.network import edges_of
 from realgraph.runtime.parallel.tensor.pieces import cut_of
 
@@ -126,7 +126,12 @@ class CachedModel:
             for module in training:
                 module.training = True
 
-    def draw(self, logits: Tensor | None, settings: SamplingSettings, positions: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def lanes(self) -> int:
+        """Passes that can be under way at a time, each of other sequences: on different pipeline stages."""
+        return 1 if self._staged is None else self._staged.lanes
+
+    def draw(self, logits: Tensor | None, settings: SamplingSettings, positions: Tensor) -> Draws:
         """A token per row of logits that `prefill` and `decode` gave; see `sampling.draw`. On every rank the same."""
         drawn: tuple[Tensor, Tensor] | None = None
         if logits is not None:
@@ -135,7 +140,12 @@ class CachedModel:
         if self._staged is not None:
             return self._staged.share(drawn, len(positions))
         assert drawn is not None, "only stages before the last have no logits"
-        return drawn
+        return Draws(drawn)
+
+    def finish_transfers(self) -> None:
+        """Wait until all that was sent to other stages has left."""
+        if self._staged is not None:
+            self._staged.finish()
 
     def finish_passes(self) -> None:
         """The passes of a step have ended here: those of replicas that share experts go on with this worker's."""

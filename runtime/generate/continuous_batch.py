@@ -6,6 +6,10 @@ transformers causal language model does the forward passes, and is left as it wa
 The invariant of a slot: the cache holds every token but the newest, which the next decode step reads. Samples of one
 prompt share its full pages. Where no page is free, the youngest sequence gives its own back and waits with its tokens.
 Slots without a valid cache are the last ones.
+
+Over pipeline stages the sequences are dealt to as many lanes as stages. A step is a round of passes, one of each lane:
+what was drawn for a lane in the round before is taken in, and its next pass begins, while those of the others are on
+later stages. All stages do the same in the same order, so that each knows what the others hold.
 """
 
 import math
@@ -23,7 +27,7 @@ from realgraph.runtime.engine import RELEASED, Completion, Decode, Parts, Reques
 from realgraph.runtime.generate.cached_model import CachedModel
 from realgraph.runtime.generate.prefill import Prefill, shared_pages
 from realgraph.runtime.generate.request_bounds import RequestBounds
-from realgraph.runtime.generate.slots import RunningSequence, Slots, watched
+from realgraph.runtime.generate.slots import Flight, RunningSequence, SequenceLane, Slots, watched
 from realgraph.runtime.models.host_states import DroppedStorages, HostStates
 from realgraph.runtime.models.train_state import read_counters
 from realgraph.runtime.models.weights import read_into, take_weights, weight_specs
@@ -56,7 +60,6 @@ class ContinuousBatch:
         self.device = self._model.device
         self._decode_text = decode
         self._waiting: deque[RunningSequence] = deque()
-        self._running: list[RunningSequence] = []  # by slot: the live ones are always the first
         self._aside: list[RunningSequence] = []  # those that wait with their pages while others run
         self._ids: set[int] = set()
         on_cpu = self.device.type == "cpu"
@@ -67,11 +70,10 @@ class ContinuousBatch:
         self._pool = PagePool(None if cache_tokens is None else pages_for(cache_tokens), at_once=not on_cpu)
         self._notes = route_notes(module) if keeps_routes else None
         self._prefill = Prefill(self._model, self._limits.prefill_tokens, self._notes)
-        self._slots = Slots(self._most_slots, self.device)
+        self._lanes = [SequenceLane(Slots(self._most_slots, self.device)) for _ in range(self._model.lanes)]
         self._dropped = DroppedStorages()
         self._states: HostStates | None = None  # weights that wait in host memory
         self._use = ExitStack()  # of them
-        self._ready = 0  # slots with a valid cache: these, from the first on
 
     # --- the interface ------------------------------------------------------------------------------------------------
 
@@ -91,64 +93,87 @@ class ContinuousBatch:
         self._ids.update(ids)
 
     def abort(self, ids: Sequence[int]) -> None:
-        """Forget these requests, running or queued; ids that are not here (finished before) are passed over."""
+        """Forget these requests, running or queued; ids that are not here (finished before) are passed over. No pass is
+        under way."""
         gone = self._ids.intersection(ids)
         if not gone:
             return
         self._ids -= gone
         self._waiting = deque(s for s in self._waiting if s.request.id not in gone)
-        self._keep([slot for slot, s in enumerate(self._running) if s.request.id not in gone])
+        for lane in self._lanes:
+            self._keep(lane, [slot for slot, s in enumerate(lane.running) if s.request.id not in gone])
 
     def step(self) -> list[Completion]:
-        """Admit what fits, decode one token for each running sequence, return what finished. Collective over replicas
-        that share experts, with sequences or without.
+        """Admit what fits, decode one token for each running sequence, return what finished; over several lanes the
+        passes are under way afterwards (`settle`). Collective over replicas that share experts, with sequences or
+        without.
 
         Raises FloatingPointError where the model's logits are NaN; nothing is drawn then.
         """
         if self._states is not None and self._states.away:
             self._use.enter_context(self._states.used(changed=False))
+        done: list[Completion] = []
         with self._model.borrowed():
-            if self.idle:
-                self._model.finish_passes()
-                return []
-            self._make_room()
-            self._admit()
-            self._model.cache.reserve(self._pool.total)
-            logits, n = self._logits(), len(self._running)
+            for number, lane in enumerate(self._lanes):
+                done += self._land(lane)
+                self._make_room(lane)
+                if not self._admit(lane) and len(self._lanes) > 1:
+                    self._even_out(number)
+                if lane.running:
+                    self._take_off(lane)
             self._model.finish_passes()
-            tokens, logprobs = self._model.draw(logits, self._slots.settings(n), self._slots.next_positions(n))
-            return self._collect(tokens.tolist(), logprobs.tolist())
+            if len(self._lanes) == 1:
+                done += self._land(self._lanes[0])
+        return done
+
+    @property
+    def under_way(self) -> bool:
+        """Passes have begun whose draws have not been taken in."""
+        return any(lane.flight is not None for lane in self._lanes)
+
+    def settle(self) -> list[Completion]:
+        """End the passes that are under way; returns what they finished. Collective over the stages."""
+        done = [completion for lane in self._lanes for completion in self._land(lane)]
+        self._model.finish_transfers()
+        return done
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Inside, there is no request, and others may come; what is left of those is forgotten. Afterwards the requests
         from before go on as if nothing had been; only where the others need their pages are their caches recomputed."""
-        running, waiting, ids = self._running, self._waiting, self._ids
-        states, ready, before = self._slots.state[: len(running)].copy(), self._ready, self._aside
-        self._running, self._waiting, self._ids, self._ready = [], deque(), set(), 0
-        self._aside = [*before, *running]
+        running, waiting, ids, before = self._running, self._waiting, self._ids, self._aside
+        lanes = [(lane.running, lane.slots.state[: len(lane.running)].tolist(), lane.ready) for lane in self._lanes]
+        self._waiting, self._ids, self._aside = deque(), set(), [*before, *running]
+        for lane in self._lanes:
+            lane.running, lane.ready = [], 0
         try:
             yield
         finally:
-            self._keep([])
+            for lane in self._lanes:
+                self._keep(lane, [])
             self._aside, self._waiting, self._ids = before, waiting, ids
             if all(sequence.pages for sequence in running):
-                for slot, (sequence, state) in enumerate(zip(running, states.tolist(), strict=True)):
-                    self._slots.put(slot, sequence, state)
-                self._running = running
-                self._ready = ready if all(sequence.cached for sequence in running) else 0
+                for lane, (sequences, states, ready) in zip(self._lanes, lanes, strict=True):
+                    for sequence, state in zip(sequences, states, strict=True):
+                        lane.put(sequence, state)
+                    lane.ready = ready if all(sequence.cached for sequence in sequences) else 0
             else:
                 self._waiting.extendleft(reversed(running))
 
     @property
+    def _running(self) -> list[RunningSequence]:
+        """Those of all lanes, lane by lane."""
+        return [sequence for lane in self._lanes for sequence in lane.running]
+
+    @property
     def idle(self) -> bool:
         """Nothing runs and nothing waits."""
-        return not self._running and not self._waiting
+        return not self._waiting and not self.running
 
     @property
     def running(self) -> int:
         """Sequences that decode."""
-        return len(self._running)
+        return sum(len(lane.running) for lane in self._lanes)
 
     @property
     def waiting(self) -> int:
@@ -200,28 +225,30 @@ class ContinuousBatch:
 
     def _forget(self) -> None:
         """Forgets what the cache holds: it is of no use any more."""
-        self._ready = 0
+        for lane in self._lanes:
+            lane.ready = 0
         for sequence in (*self._running, *self._aside):
             sequence.cached = 0
 
     # --- slots and pages ----------------------------------------------------------------------------------------------
 
-    def _make_room(self) -> None:
-        """Before a step: a page for every newest token that begins one. Where too few are free, the youngest sequences
-        go back to the queue."""
+    def _make_room(self, lane: SequenceLane) -> None:
+        """Before a pass: a page for every newest token that begins one. Where too few are free, the youngest sequences
+        of all lanes go back to the queue."""
         while True:
-            n = len(self._running)
-            starting = [s for s in self._slots.at_page_start(n) if not self._has_room(self._running[s])]
+            starting = [s for s in lane.slots.at_page_start(len(lane.running)) if not self._has_room(lane.running[s])]
             if len(starting) <= self._pool.available:
                 break
             if self._reclaim():
                 continue
-            youngest = min(range(n), key=lambda slot: len(self._running[slot].versions))
-            self._waiting.appendleft(self._running[youngest])
-            self._keep([slot for slot in range(n) if slot != youngest])
+            youngest = min(self._running, key=lambda sequence: len(sequence.versions))
+            its = next(each for each in self._lanes if youngest in each.running)
+            self._waiting.appendleft(youngest)
+            # what a pass that is under way draws for it is forgotten, and drawn again
+            self._keep(its, [slot for slot, sequence in enumerate(its.running) if sequence is not youngest])
         for slot, page in zip(starting, self._pool.take(len(starting)), strict=True):
-            pages = self._running[slot].pages
-            self._slots.add_page(slot, len(pages), page)
+            pages = lane.running[slot].pages
+            lane.slots.add_page(slot, len(pages), page)
             pages.append(page)
 
     def _reclaim(self) -> bool:
@@ -236,73 +263,96 @@ class ContinuousBatch:
     def _has_room(sequence: RunningSequence) -> bool:
         return len(sequence.pages) >= pages_for(len(sequence.tokens))
 
-    def _admit(self) -> None:
-        """Give free slots to waiting requests, first come first served, as far as pages and this step's prefill go."""
-        tokens = 0
+    def _admit(self, lane: SequenceLane) -> bool:
+        """Give free slots to waiting requests, first come first served, as far as pages, this pass's prefill and the
+        lane's share go. True where any got one."""
+        tokens, before = 0, len(lane.running)
         known = {s.key: s for s in self._running}
         states: dict[tuple[int, ...], int] = {}
-        while self._waiting and len(self._running) < self._most_slots:
+        running = self.running
+        share = self._share_of(min(running + len(self._waiting), self._most_slots))
+        while self._waiting and running < self._most_slots and len(lane.running) < share:
             sequence = self._waiting[0]
             donor = known.get(sequence.key)
             common: list[int] = []
             if donor is not None and donor.request.prompt == sequence.request.prompt:
                 common = donor.pages[: shared_pages(len(sequence.request.prompt))]
             own = pages_for(len(sequence.tokens)) - len(common)
-            growth = pages_for(len(self._running) * _STEPS_AHEAD)
+            growth = pages_for(running * _STEPS_AHEAD)
             cost = len(sequence.tokens) - (len(sequence.request.prompt) if donor is not None else 1)
-            if own + growth > self._pool.available and not self._running and self._reclaim():
+            if own + growth > self._pool.available and not running and self._reclaim():
                 continue
             if own + growth > self._pool.available or (tokens and tokens + cost > self._limits.prefill_tokens):
                 break
             tokens += cost
+            running += 1
             self._waiting.popleft()
             sequence.pages = [*self._pool.share(common), *self._pool.take(own)]
             known.setdefault(sequence.key, sequence)
             # running slots have smaller numbers: see Slots.advance
-            state = states.setdefault(tuple(sequence.tokens), self._most_slots + len(states))
-            self._slots.put(len(self._running), sequence, state)
-            self._running.append(sequence)
+            lane.put(sequence, states.setdefault(tuple(sequence.tokens), self._most_slots + len(states)))
+        return len(lane.running) > before
 
-    def _keep(self, order: Sequence[int]) -> None:
-        """Slots `order` live on, in this order; the others are free, and so are their pages."""
-        if list(order) == list(range(len(self._running))):
-            return
-        kept = set(order)
-        for slot, sequence in enumerate(self._running):
-            if slot not in kept:
-                self._pool.give_back(sequence.pages)
-                sequence.pages, sequence.cached = [], 0
-        self._slots.arrange(order)
-        self._running = [self._running[slot] for slot in order]
-        self._ready = min(self._ready, len(order))
+    def _share_of(self, sequences: int) -> int:
+        """A lane's, of so many."""
+        return -(-sequences // len(self._lanes))
+
+    def _even_out(self, number: int) -> None:
+        """A lane with more sequences than its share leaves the last ones to those with fewer, the next one first."""
+        lane, share = self._lanes[number], self._share_of(self.running)
+        for other in (*self._lanes[number + 1 :], *self._lanes[:number]):
+            surplus = min(len(lane.running) - share, share - len(other.running))
+            if surplus > 0:
+                other.take_over(lane.keep(range(len(lane.running) - surplus)))
+
+    def _keep(self, lane: SequenceLane, order: Sequence[int]) -> None:
+        """Slots `order` of a lane live on, in this order; the others are free, and so are their pages."""
+        for sequence in lane.keep(order):
+            self._pool.give_back(sequence.pages)
+            sequence.pages, sequence.cached = [], 0
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def _logits(self) -> Tensor | None:
+    def _take_off(self, lane: SequenceLane) -> None:
+        """Begin a pass of a lane."""
+        self._model.cache.reserve(self._pool.total)
+        n, slots = len(lane.running), lane.slots
+        draws = self._model.draw(self._logits(lane), slots.settings(n), slots.next_positions(n))
+        lane.flight = Flight(tuple(lane.running), draws)
+
+    def _logits(self, lane: SequenceLane) -> Tensor | None:
         """[n, V] for the next token of each slot: decoded, or given by the prefill; None in stages before the last."""
-        prefilled = self._prefill.logits(self._running, self._ready)
-        n = self._ready if prefilled is not None else len(self._running)
+        pending = lane.running[lane.ready :]
+        prefilled = self._prefill.logits(pending, self._running) if pending else None
+        n = lane.ready if prefilled is not None else len(lane.running)
         if not n:
             assert prefilled is not None
             return prefilled
-        slots = self._slots
+        slots = lane.slots
         spans = [(position, 1) for position in slots.position[:n].tolist()]
-        with watched(self._notes, self._running[:n], spans):
+        with watched(self._notes, lane.running[:n], spans):
             decoded = self._model.decode(slots.newest[:n], slots.position[:n], slots.pages(n), slots.state[:n])
         return decoded if prefilled is None or decoded is None else torch.cat([decoded, prefilled])
 
-    def _collect(self, tokens: list[int], logprobs: list[float]) -> list[Completion]:
-        """Append what was drawn; take out what has ended."""
+    def _land(self, lane: SequenceLane) -> list[Completion]:
+        """Append what the pass of a lane has drawn; take out what has ended. Waits for it."""
+        if lane.flight is None:
+            return []
+        flight, lane.flight = lane.flight, None
+        tokens, logprobs = flight.draws.take()
+        if math.isnan(sum(logprobs)):
+            broken = next(s for s, logprob in zip(flight.rows, logprobs, strict=True) if math.isnan(logprob))
+            self._call_back()
+            self.release()  # keys may be NaN, too, and pages are read beyond what is valid
+            raise FloatingPointError(f"request {broken.request.id}: the model's logits are NaN")
+        here = set(lane.running)
+        drawn = [each for each in zip(flight.rows, tokens, logprobs, strict=True) if each[0] in here]
         done: list[tuple[RunningSequence, bool]] = []
         alive: list[int] = []
         version = self.version
-        if math.isnan(sum(logprobs)):
-            broken = next(s for s, logprob in zip(self._running, logprobs, strict=True) if math.isnan(logprob))
-            self.release()  # keys may be NaN, too, and pages are read beyond what is valid
-            raise FloatingPointError(f"request {broken.request.id}: the model's logits are NaN")
-        self._ready = len(self._running)
-        self._slots.advance(tokens, self._model.vocabulary)
-        for slot, (sequence, token, logprob) in enumerate(zip(self._running, tokens, logprobs, strict=True)):
+        lane.ready = len(drawn)
+        lane.slots.advance([token for _, token, _ in drawn], self._model.vocabulary)
+        for slot, (sequence, token, logprob) in enumerate(drawn):
             sequence.cached = len(sequence.tokens)
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
@@ -317,7 +367,8 @@ class ContinuousBatch:
             else:
                 alive.append(slot)
         if done:
-            self._keep(self._slots.longest_first(alive))
+            joined = range(len(drawn), len(lane.running))  # since the pass began
+            self._keep(lane, [*lane.slots.longest_first(alive), *joined])
         return self._completions(done)
 
     def _completions(self, done: Sequence[tuple[RunningSequence, bool]]) -> list[Completion]:
@@ -326,3 +377,11 @@ class ContinuousBatch:
             return [sequence.completion(stopped) for sequence, stopped in done]
         whole = self._notes.whole([sequence.routes for sequence, _ in done if sequence.routes is not None])
         return [sequence.completion(stopped, routes) for (sequence, stopped), routes in zip(done, whole, strict=True)]
+
+    def _call_back(self) -> None:
+        """Forget what passes draw that are under way."""
+        for lane in self._lanes:
+            if lane.flight is not None:
+                lane.flight.draws.take()
+                lane.flight = None
+        self._model.finish_transfers()

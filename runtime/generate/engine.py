@@ -12,6 +12,7 @@ from realgraph.runtime.engine import Completion, EngineClosed, EngineStatus, Par
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 from realgraph.runtime.generate.session import (
     Aborted,
+    Agreement,
     GenerationSession,
     News,
     RankState,
@@ -62,6 +63,7 @@ class TorchRolloutEngine:
         self._dismissals = 0  # by this head's callers
         self._dismissed = 0  # times that all heads have let each other and their followers go
         self._followed = 0  # times that this worker has followed until then, or does now
+        self._releases = 0  # times that this worker has given up its caches
         if session is not None:
             self._start()
 
@@ -193,6 +195,7 @@ class TorchRolloutEngine:
         """See RolloutEngine."""
         with self._between_steps():
             self._batch.release()
+            self._releases += 1
             if weights:
                 self._whole = False
                 self._batch.drop_weights()
@@ -265,22 +268,23 @@ class TorchRolloutEngine:
                     return
                 self._stepping = self._ready
             if self._stepping:
-                self._step()
+                self._step(self._batch.step)
 
-    def _step(self) -> None:
+    def _step(self, step: Callable[[], list[Completion]], *, more: bool = False) -> None:
+        """Run a part of generation, and hand over what it has finished. more: callers wait on, for another one."""
         finished: list[Completion] = []
         failure: Exception | None = None
         try:
-            finished = self._batch.step()
+            finished = step()
         except Exception as error:  # whatever it is, it ends generation, and who takes is told
             log.exception("generation has failed")
             failure = error
         if self._session is not None and not self._session.leads:
             finished = []  # the head has them
         with self._changed:
-            self._stepping = False
+            self._stepping = more
             self._finished += finished
-            self._failure = failure
+            self._failure = self._failure or failure
             self._changed.notify_all()
         if finished or failure:
             self._notify()
@@ -289,45 +293,65 @@ class TorchRolloutEngine:
 
     def _serve_session(self, session: GenerationSession) -> None:
         """Exchanges, and the steps on which all workers agree, until one of them closes or is gone."""
+        try:
+            self._generate_together(session)
+        except Exception as error:  # a rank is gone, and generation with it
+            self._fail(error)
+
+    def _generate_together(self, session: GenerationSession) -> None:
         held = False  # there was work that some worker could not take part in
+        begun: Callable[[], Agreement] | None = None  # an exchange that is under way
         while True:
-            with self._changed:
-                if session.sets_the_pace:
-                    self._await_turn(held, SHARED_BEAT_SECONDS if session.n_heads > 1 else BEAT_SECONDS)
-                own = self._state()
-                news, self._news, self._untold = self._news, [], False
-                self._stepping = not own.halted  # callers wait for the outcome
-            try:
-                agreement = session.exchange(own, news)
-            except Exception as error:  # a rank is gone, and generation with it
-                self._fail(error)
+            agreement = (begun or self._begin_exchange(session, held))()
+            go = self._heed(session, agreement)
+            begun = self._begin_exchange(session) if go and session.steps_overlap else None
+            if go:
+                self._step(self._batch.step, more=begun is not None)
+            elif self._stepping:
+                self._step(self._batch.settle)
+            if agreement.closed:
                 return
-            with self._changed:
-                if not session.leads:
-                    for one in agreement.news:
-                        self._take_in(one)
-                self._together_busy, self._dismissed = agreement.busy, agreement.dismissals
-                if agreement.closed:
-                    self._closed = True
-                failed = agreement.failed and self._failure is None
-                if failed:
-                    self._failure = RuntimeError(f"generation has failed on another of {session.name}")
-                self._stepping = agreement.go
-                self._changed.notify_all()
-                if self._closed and agreement.closed:
-                    return
-            if failed:
-                self._notify()
             held = not agreement.go and agreement.quiet
-            if agreement.go:
-                self._step()
+
+    def _heed(self, session: GenerationSession, agreement: Agreement) -> bool:
+        """Do what was agreed on, but for a step. True where one is to be made."""
+        with self._changed:
+            if not session.leads:
+                for one in agreement.news:
+                    self._take_in(one)
+            self._together_busy, self._dismissed = agreement.busy, agreement.dismissals
+            if agreement.releases > self._releases:  # others have no keys of the tokens so far
+                self._batch.release()
+                self._releases = agreement.releases
+            self._closed = self._closed or agreement.closed
+            failed = agreement.failed and self._failure is None
+            if failed:
+                self._failure = RuntimeError(f"generation has failed on another of {session.name}")
+            go = agreement.go and self._failure is None
+            self._stepping = go or (self._batch.under_way and self._failure is None)
+            self._changed.notify_all()
+        if failed:
+            self._notify()
+        return go
+
+    def _begin_exchange(self, session: GenerationSession, held: bool | None = None) -> Callable[[], Agreement]:
+        """held: see `_await_turn`; None: a step follows before the exchange ends."""
+        with self._changed:
+            if session.sets_the_pace and held is not None:
+                self._await_turn(held, SHARED_BEAT_SECONDS if session.n_heads > 1 else BEAT_SECONDS)
+            own = self._state()
+            news, self._news, self._untold = self._news, [], False
+            # callers wait for the outcome, and until what is under way has ended
+            self._stepping = self._stepping or not own.halted
+        return session.begin_exchange(own, news)
 
     def _state(self) -> RankState:
         """This worker's, for an exchange. Without sequences it takes part where it has heard that others have some;
         else its callers would wait for them."""
         busy = not self._batch.idle
         halted = self._halted or not (busy or self._together_busy)
-        return RankState(halted, busy, self._closed, bool(self._failure), self.version, self._dismissals)
+        failed = bool(self._failure)
+        return RankState(halted, busy, self._closed, failed, self.version, self._dismissals, self._releases)
 
     def _await_turn(self, held: bool, beat: float) -> None:
         """Wait for a reason to make another exchange, without any for `beat` seconds. held: the last one found a worker

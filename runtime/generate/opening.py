@@ -39,7 +39,9 @@ def open_rollout(
         if ranks is not None and ranks.pp.size > 1:
             cut_stages(network, layer_stages(network.config, role.head, ranks.layout), ranks.pp, shapes)
         if ranks is not None and session is not None and session.n_heads > 1:
-            share_passes(network, ranks.session)
+            # those of each stage apart, where its experts are spread over all that generate together
+            alone = ranks.ep.size == ranks.tp.size * session.n_heads
+            share_passes(network, ranks.ep if alone else ranks.session)
 
     match weights:
         case OwnWeights(path=path, device=device, offloaded=offloaded):

@@ -29,12 +29,11 @@ class Prefill:
     def __init__(self, model: CachedModel, budget: int, notes: RouteNotes | None = None) -> None:
         self._model, self._budget, self._notes = model, budget, notes
 
-    def logits(self, running: Sequence[RunningSequence], ready: int) -> Tensor | None:
-        """Bring every sequence to where it can decode; the first `ready` are there.
+    def logits(self, pending: Sequence[RunningSequence], running: Sequence[RunningSequence]) -> Tensor | None:
+        """Bring every one of `pending` to where it can decode. running: they, and all others that they may share with.
 
-        Returns the logits [k, V] of the others, where prefills return them, else None.
+        Returns their logits [k, V], where prefills return them, else None.
         """
-        pending = running[ready:]
         if not pending:
             return None
         donors = {s.key: s for s in running if s.cached >= len(s.request.prompt) - 1}

@@ -6,10 +6,13 @@ have requests of their own, and make each step together. Before each step all ex
 heads' news. A step runs where nobody objects: a worker whose callers are at work, that is paused, or whose weights are
 of another version, holds all of them up. So no worker waits inside a step for one that is not in it.
 
+Where passes of one step are under way on pipeline stages while the next step begins, so is its exchange: it begins with
+the step before it, and no stage waits for the others between the two. A step that is not made lets all passes end.
+
 Messages travel by CPU tensors over a group of their own, beside the calls of other threads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -47,7 +50,8 @@ _DECODER = msgspec.msgpack.Decoder(tuple[News, ...])
 @dataclass(frozen=True)
 class RankState:
     """One worker before a step. halted: it takes part in none now. busy: it has sequences. closed: it never will take
-    part again. failed: nor can it. version: of its weights. dismissals: that its callers have made, if it is a head."""
+    part again. failed: nor can it. version: of its weights. dismissals: that its callers have made, if it is a head.
+    releases: times that it has given up its caches."""
 
     halted: bool
     busy: bool
@@ -55,12 +59,13 @@ class RankState:
     failed: bool
     version: int
     dismissals: int
+    releases: int
 
 
 @dataclass(frozen=True)
 class Agreement:
     """The outcome of an exchange. news: of this worker's head, in order. quiet: no head had any. go: all take the step
-    now. busy: somebody has sequences. dismissals: that all heads have made."""
+    now. busy: somebody has sequences. dismissals: that all heads have made. releases: the most of any worker."""
 
     news: tuple[News, ...]
     quiet: bool
@@ -69,6 +74,7 @@ class Agreement:
     closed: bool
     failed: bool
     dismissals: int
+    releases: int
 
 
 class GenerationSession:
@@ -81,6 +87,7 @@ class GenerationSession:
         heads = [head_worker(layout, rank) for rank in range(layout.dp)]
         self._heads = [workers.index(head) for head in heads if head in workers]
         self._head = workers.index(heads[at.dp])
+        self._staged = layout.pp > 1
 
     @property
     def leads(self) -> bool:
@@ -98,16 +105,27 @@ class GenerationSession:
         return len(self._heads)
 
     @property
+    def steps_overlap(self) -> bool:
+        """Passes of a step are under way while the next one begins."""
+        return self._staged
+
+    @property
     def name(self) -> str:
         """The workers, for messages."""
         return self._ranks.name
 
-    def exchange(self, own: RankState, news: Sequence[News]) -> Agreement:
-        """Collective. news: of a head; the others have none. Raises CollectiveError where a worker is gone."""
+    def begin_exchange(self, own: RankState, news: Sequence[News]) -> Callable[[], Agreement]:
+        """Collective, and so is the call of what comes back, which alone waits for the others. news: of a head; the
+        others have none. Both raise CollectiveError where a worker is gone."""
         text = msgspec.msgpack.encode(news) if news else b""
-        numbers = [own.halted, own.busy, own.closed, own.failed, own.version, own.dismissals, len(text)]
-        told = self._ranks.collect(torch.tensor(numbers, dtype=torch.int64))
-        halted, busy, closed, failed, version, dismissals, sizes = told.unbind(1)
+        counts = [own.version, own.dismissals, own.releases, len(text)]
+        numbers = [own.halted, own.busy, own.closed, own.failed, *counts]
+        collected = self._ranks.begin_collect(torch.tensor(numbers, dtype=torch.int64))
+        return lambda: self._agreed(text, collected())
+
+    def _agreed(self, text: bytes, told: torch.Tensor) -> Agreement:
+        """The outcome. text: this worker's news; told: what all have told."""
+        halted, busy, closed, failed, version, dismissals, releases, sizes = told.unbind(1)
         alike = bool((version == version[0]).all())
         stopped = bool((halted + closed + failed).any())
         return Agreement(
@@ -118,6 +136,7 @@ class GenerationSession:
             closed=bool(closed.any()),
             failed=bool(failed.any()),
             dismissals=int(dismissals[self._heads].min()),
+            releases=int(releases.max()),
         )
 
     def _told(self, text: bytes, sizes: Sequence[int]) -> tuple[News, ...]:

@@ -13,6 +13,7 @@ from realgraph.runtime.attention.pages import PAGE_TOKENS
 from realgraph.runtime.engine import Completion, Decode, Request
 from realgraph.runtime.generate.sampling import SamplingSettings, SettingsTable
 from realgraph.runtime.parallel.experts.kept import RouteNotes, RouteSpan, SequenceRoutes
+from realgraph.runtime.parallel.pipeline.rollout import Draws
 
 
 @dataclass(eq=False, slots=True)
@@ -128,3 +129,44 @@ class Slots:
         wide = self._pages.shape[1]
         if pages > wide:
             self._pages = np.pad(self._pages, ((0, 0), (0, max(pages, 2 * wide) - wide)))
+
+
+@dataclass
+class SequenceLane:
+    """Sequences that make each pass together, by slot: the live ones are always the first. Several lanes are on
+    different pipeline stages at a time."""
+
+    slots: Slots
+    running: list[RunningSequence] = field(default_factory=list)
+    ready: int = 0  # slots with a valid cache: these, from the first on
+    flight: "Flight | None" = None  # the pass that is under way
+
+    def put(self, sequence: RunningSequence, state: int) -> None:
+        """Add a sequence with pages; state: see `Slots.put`."""
+        self.slots.put(len(self.running), sequence, state)
+        self.running.append(sequence)
+
+    def keep(self, order: Sequence[int]) -> list[RunningSequence]:
+        """Slots `order` live on, in this order; returns the others."""
+        if list(order) == list(range(len(self.running))):
+            return []
+        kept = set(order)
+        gone = [sequence for slot, sequence in enumerate(self.running) if slot not in kept]
+        self.slots.arrange(order)
+        self.running = [self.running[slot] for slot in order]
+        self.ready = sum(slot < self.ready for slot in order)
+        return gone
+
+    def take_over(self, sequences: Sequence[RunningSequence]) -> None:
+        """Add sequences of another lane."""
+        for sequence in sequences:
+            states = self.slots.state
+            self.put(sequence, int(states[: len(self.running)].max(initial=2 * len(states))) + 1)
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A pass whose draws have not been taken in yet. rows: the sequences that it decodes, in order."""
+
+    rows: tuple[RunningSequence, ...]
+    draws: Draws

@@ -5,7 +5,9 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from realgraph.graphs.graph import Graph
+from realgraph.graphs.spec import Generate
 from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.plan.axes import head_worker
 from realgraph.planner.plan.plan import Plan
 from realgraph.runtime.job.manifest import FileSum
 
@@ -131,6 +133,7 @@ class Job(Struct, frozen=True):
     run_dir: str  # absolute
     user_dir: str  # absolute: where `module:function` names are imported from
     staleness: int = 0  # the bound; the plan may keep to less
+    gives_up_caches: bool = False  # a stream that generates has none while other calls have its devices
     overdue: Literal["mask", "wait", "drop", "allow"] = "mask"
     eval: EvalSpec | None = None
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
@@ -139,3 +142,14 @@ class Job(Struct, frozen=True):
     params: dict[str, Any] = field(default_factory=dict)
     data_sums: dict[str, FileSum] = field(default_factory=dict)  # local data file -> checksum at the start
     eval_sums: dict[str, FileSum] = field(default_factory=dict)  # the same of the held-out data
+
+    def function_processes(self, worker: int) -> int:
+        """Subprocesses for functions of a worker: its own, and on the head of a rank that generates, whose groups it
+        has, those of the rank's other workers, which have none."""
+        own = self.runtime.function_processes
+        for name, call in self.graph.calls.items():
+            if isinstance(call, Generate):
+                layout = self.plan.allocations[name].layout
+                if worker in (head_worker(layout, rank) for rank in range(layout.dp)):
+                    return own * layout.mesh.n_devices // layout.dp
+        return own

@@ -117,11 +117,22 @@ class Ranks:
 
     def collect(self, values: Tensor) -> Tensor:
         """[n] of every rank -> [ranks, n]; on the CPU."""
+        return self.begin_collect(values)()
+
+    def begin_collect(self, values: Tensor) -> Callable[[], Tensor]:
+        """`collect` in two halves: the call of what comes back waits for the others."""
         if self.group is None:
-            return values[None]
+            return lambda: values[None]
         rows = [torch.empty_like(values) for _ in range(self.size)]
-        self._guard("all-gather", partial(dist.all_gather, rows, values, group=self.group))
-        return torch.stack(rows)
+        begun: list[dist.Work] = []
+        gather = partial(dist.all_gather, rows, values, group=self.group, async_op=True)
+        self._guard("all-gather", lambda: begun.append(gather()))
+
+        def rows_of_all() -> Tensor:
+            self._guard("all-gather", begun[0].wait)
+            return torch.stack(rows)
+
+        return rows_of_all
 
     def gather_rows(self, own: Tensor) -> Tensor:
         """[n, ...] of every rank -> [ranks x n, ...], in the order of the ranks."""

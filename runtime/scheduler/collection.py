@@ -258,7 +258,7 @@ class Collection:
 
     def _function_seconds(self, worker: int, timeout: float, n_units: int, now: float) -> float:
         """Seconds from `now` until a function must have ended, behind those that its worker already has."""
-        processes = self._runtime.function_processes
+        processes = self._program.function_processes
         busy = max(now, self._busy_until.get(worker, now)) + timeout * math.ceil(n_units / processes)
         self._busy_until[worker] = busy
         self._n_functions[worker] = self._n_functions.get(worker, 0) + 1

@@ -63,6 +63,7 @@ class Program(Struct, frozen=True):
     trains: dict[str, int]  # role -> train calls a step
     owner_workers: tuple[int, ...]  # the workers that make or load groups
     samples_per_group: int
+    function_processes: int  # subprocesses of each owner
 
     @property
     def trains_of_generator(self) -> int:
@@ -124,7 +125,8 @@ def make_program(job: Job, workers: Sequence[int]) -> Program:
             trains[role] = trains.get(role, 0) + 1
     batched = tuple(name for name, kind in kinds.items() if kind not in ("stream", "generate"))
     generate = generates[0] if generates else ""
-    return Program(calls, generate, stream, batched, trains, owner_workers, graph.samples_per_group)
+    processes = job.function_processes(owner_workers[0])
+    return Program(calls, generate, stream, batched, trains, owner_workers, graph.samples_per_group, processes)
 
 
 def _gives_way(plan: Plan, generate: str) -> bool:

@@ -172,7 +172,7 @@ class OpenSteps:
             case "late":
                 parts = _parts_of_owners(call, step.batch)
                 most = max(len(shares) for _, shares, _ in parts)
-                queue = call.timeout_seconds * math.ceil(most / self._job.runtime.function_processes)
+                queue = call.timeout_seconds * math.ceil(most / self._program.function_processes)
                 seconds = queue + self._job.runtime.min_deadline_seconds
             case "whole":
                 parts = _parts_of_whole(call, step.batch)

@@ -88,7 +88,7 @@ class Compute:
         self._assembler = Assembler(graph, resources.store, resources.plane, ABANDONED_SECONDS)
         self.roles = Roles(job, self.worker, collectives, self._loading.decode, lambda: self._work.put(Collect()))
         host = self._host = FunctionHost(
-            job.user_dir, job.runtime.function_processes, max_processes=job.runtime.function_max_processes
+            job.user_dir, job.function_processes(self.worker), max_processes=job.runtime.function_max_processes
         )
         self.functions = FunctionCalls(
             job, self._assembler, host, self.worker, PromptTexts(self._loading.decode, self._prompt)
@@ -199,11 +199,13 @@ class Compute:
                 return type(work).__name__.lower()
 
     @contextmanager
-    def _device(self) -> Iterator[None]:
-        """The device for one call: generation pauses."""
+    def _device(self, *, memory: bool) -> Iterator[None]:
+        """The device for one call: generation pauses. memory: also that of its caches, where the plan needs it."""
         engines = self.roles.rollouts.values()
         for engine in engines:
             engine.pause()
+            if memory and self.job.gives_up_caches:
+                engine.release(weights=False)
         try:
             yield
         finally:
@@ -226,7 +228,7 @@ class Compute:
                 self.roles.release(call)
                 return None
             case _:
-                with self._device():
+                with self._device(memory=isinstance(work, Execute | Reallocate)):
                     return self._counted(work)
 
     def _counted(self, work: AloneCommand) -> Done:

@@ -185,7 +185,7 @@ class Worker:
         finally:
             self._opening = False
         self._compute = compute
-        self._functions = ThreadPoolExecutor(compute.job.runtime.function_processes + 1, "functions")
+        self._functions = ThreadPoolExecutor(compute.job.function_processes(self.number) + 1, "functions")
         log.info("ready after %.1f s", time.monotonic() - began)
         await self._send(ready)
 
