@@ -15,7 +15,7 @@ from realgraph.commands.rehearse import rehearse_command
 from realgraph.graphs.errors import ConfigError, Where
 from realgraph.planner.inputs.model_spec import known_models, spec_from_config
 from realgraph.planner.plan.codec import plan_from_json, plan_to_json
-from realgraph.rehearsal.compare import compared
+from realgraph.rehearsal.compare import compared, too_old
 from realgraph.rehearsal.models import CHARACTERS, toy_config
 from realgraph.rehearsal.observer import StepsSeen
 from realgraph.rehearsal.order import misordered
@@ -161,6 +161,15 @@ def test_what_differs_is_seen() -> None:
     assert [row.alike for row in compared(one, other, 1)] == [True]
     assert [row.alike for row in compared(one, [{}, {}], 1)] == [False]
     assert [row.alike for row in compared(one[:1], other, 2)] == [True, False]
+
+
+def test_of_an_asynchronous_plan_versions_are_compared_and_samples_over_the_bound_seen() -> None:
+    one = [{"train/loss": 1.0, "version/actor": 1.0, "staleness/max": 0.0}, {"staleness/max": 2.0}]
+    other = [{"train/loss": 2.0, "version/actor": 1.0, "staleness/max": 0.0}]
+    assert [(row.metric, row.alike) for row in compared(one, other, 1, asynchronous=True)] == [("version/actor", True)]
+    assert not all(row.alike for row in compared(one, other, 1))
+    assert too_old(one, 2) == ()
+    assert too_old(one, 1) == ("samples of step 2 lag 2 steps behind",)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def pins(draw: st.DrawFn, call: str, cluster: tuple[int, int], kind: str) -> dic
     refuses."""
     generates, trains = call == "rollout", call.startswith("train")
     size = draw(st.sampled_from([n for n in (4, 2, 8, 1) if n <= cluster[0] * cluster[1]]))
-    pin: dict[str, Any] = {"devices": size, **dict.fromkeys(WAYS, 1)}
+    pin: dict[str, Any] = {"devices": size, "tp": 1, "pp": 1, "cp": 1, "dp": 1}
     for _ in range(size.bit_length() - 1):
         pin[draw(st.sampled_from([way for way in WAYS if way != "cp" or not generates]))] *= 2
     if kind == "qwen3_moe" and pin["dp"] * pin["tp"] * pin["cp"] % 2 == 0:
@@ -89,6 +89,7 @@ def run_files(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
         "batch": {"groups": 8, "max_new_tokens": 12, "max_tokens_per_microbatch": draw(st.sampled_from((48, 24)))},
         "cluster": {"nodes": nodes, "devices": devices, **accelerator},
         "staleness": 0 if name == "sft" else draw(st.sampled_from((0, 1, 2))),
+        "overdue": draw(st.sampled_from(("wait", "mask", "drop"))),
         "allocation": {call: draw(pins(call, cluster, kind)) for call in pinned},
         "constraints": bounds,
         "steps": 100,

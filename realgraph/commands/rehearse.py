@@ -1,6 +1,7 @@
 """`realgraph rehearse`: a plan's very layouts and orders on this machine's CPU, at toy width, beside one process."""
 
 import asyncio
+import math
 import sys
 import tempfile
 import time
@@ -17,7 +18,7 @@ from realgraph.planner.plan.codec import plan_to_json
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.report.format import layout_text
 from realgraph.planner.request.request import PlanRequest
-from realgraph.rehearsal.compare import Compared, compared
+from realgraph.rehearsal.compare import Compared, compared, too_old
 from realgraph.rehearsal.observer import StepsSeen
 from realgraph.rehearsal.order import misordered
 from realgraph.rehearsal.plan import toy_plan
@@ -36,6 +37,7 @@ from realgraph.screen.terminal import Terminal, run_terminal
 
 DIFFERENT, INTERRUPTED = 3, 130
 TRACE_BYTES = 1 << 26
+HELD_BACK = ("wait", "drop")  # what a run may do with samples over its bound; else they are trained on, or masked
 
 
 class Rehearsed(Struct, frozen=True):
@@ -62,7 +64,8 @@ def rehearse_command(file: Path, overrides: Sequence[str], plan_file: Path | Non
         console.print(toy.data, soft_wrap=True)
         planned = _planned(toy.checked, plan, request.cluster, scale, home)
         alone = _alone(toy.checked, home) if planned.outcome.ok else None
-    _conclude(planned, alone, 1 if plan.staleness else STEPS, console)
+    bound = checked.run.staleness if checked.run.overdue in HELD_BACK else math.inf
+    _conclude((planned, alone), bound if plan.staleness else None, console)
 
 
 @contextmanager
@@ -133,25 +136,30 @@ def _say_plan(plan: Plan, request: PlanRequest, scale: ToyScale, console: Termin
     )
 
 
-def _conclude(planned: Rehearsed, alone: Rehearsed | None, steps: int, console: Terminal) -> None:
-    """Print both columns, and exit where they are not alike."""
+def _conclude(runs: tuple[Rehearsed, Rehearsed | None], bound: float | None, console: Terminal) -> None:
+    """Print both columns, and exit where they are not alike. bound: of an asynchronous plan's staleness."""
+    planned, alone = runs
     for run in (planned, alone):
         if run is not None and not run.outcome.ok:
             _failed(run)
     assert alone is not None  # the plan's run is fine
-    rows = list(compared(planned.seen.metrics, alone.seen.metrics, steps))
+    asynchronous = bound is not None
+    rows = list(compared(planned.seen.metrics, alone.seen.metrics, STEPS, asynchronous=asynchronous))
     console.print(_metrics_table(rows))
     console.print(_sizes_table(planned.sizes, alone.sizes))
     for name, run in (("the plan", planned), ("one process", alone)):
         console.print(f"calls by {name}, as they began: {', '.join(run.seen.order)}", soft_wrap=True)
-    if steps < STEPS:
-        console.print("the plan is asynchronous: from the second step on, samples depend on the clock")
+    if bound is not None:
+        text = "the plan is asynchronous: which samples a step trains on depends on the clock; their ages are looked at"
+        console.print(text, soft_wrap=True)
     sizes = [*planned.sizes, *alone.sizes]
     wrong = [f"{row.metric} of step {row.step + 1}" for row in rows if not row.alike]
     wrong += [f"{size.what} of {size.call}" for size in sizes if not size.alike]
-    for text in (*planned.misordered, *alone.misordered):
-        say(f"error: {text}", err=True)
-        wrong.append("an order of calls")
+    old = too_old(planned.seen.metrics, bound) if bound is not None else ()
+    for what, texts in (("an order of calls", (*planned.misordered, *alone.misordered)), ("an age of samples", old)):
+        for text in texts:
+            say(f"error: {text}", err=True)
+            wrong.append(what)
     n = len(rows) + sum(size.predicted is not None for size in sizes)
     took = f"{planned.seconds:.0f} s by the plan, {alone.seconds:.0f} s by one process"
     if wrong or not rows:

@@ -46,9 +46,9 @@ def _moved(seen: StepsSeen, request: PlanRequest, plan: Plan) -> Iterator[Counte
     """Samples that a call's workers had of others, for which the plan has no number; and new weights, of which the two
     layouts say the least that must come: to a worker what it lacks, to a node each element once."""
     shapes: dict[str, Shapes] = {}
-    for call, arrived in sorted(seen.arrived.items()):
+    for call, came in sorted(seen.arrived.items()):
         if call in request.graph.calls:
-            yield Counted(call, "samples moved", arrived.near + arrived.far)
+            yield Counted(call, "samples moved", came.near + came.far)
     trains = reallocations(request.graph, plan.allocations)
     for call, train in trains.items():
         times = seen.times.get(reallocation_node(call), 0)

@@ -35,7 +35,7 @@ def real_rows(data: DataSpec, graph: Graph, scale: ToyScale, n_rows: int) -> lis
 
 
 def _toy_row(row: "DataRow", graph: Graph, scale: ToyScale) -> dict[str, Any]:
-    toy = dict(_texts(row.samples, scale)) if row.samples else {}
+    toy: dict[str, Any] = dict(_texts(row.samples, scale)) if row.samples else {}
     for key in graph.inputs:
         if key.name in (TOKENS, MASK) and row.samples:
             continue
