@@ -163,10 +163,10 @@ def test_what_differs_is_seen() -> None:
     assert [row.alike for row in compared(one[:1], other, 2)] == [True, False]
 
 
-def test_of_an_asynchronous_plan_versions_are_compared_and_samples_over_the_bound_seen() -> None:
-    one = [{"train/loss": 1.0, "version/actor": 1.0, "staleness/max": 0.0}, {"staleness/max": 2.0}]
-    other = [{"train/loss": 2.0, "version/actor": 1.0, "staleness/max": 0.0}]
-    assert [(row.metric, row.alike) for row in compared(one, other, 1, asynchronous=True)] == [("version/actor", True)]
+def test_of_an_asynchronous_plan_sizes_are_compared_and_samples_over_the_bound_seen() -> None:
+    one = [{"train/loss": 1.0, "batch/groups": 1.0, "staleness/max": 0.0}, {"staleness/max": 2.0}]
+    other = [{"train/loss": 2.0, "batch/groups": 1.0, "staleness/max": 0.0}]
+    assert [(row.metric, row.alike) for row in compared(one, other, 1, asynchronous=True)] == [("batch/groups", True)]
     assert not all(row.alike for row in compared(one, other, 1))
     assert too_old(one, 2) == ()
     assert too_old(one, 1) == ("samples of step 2 lag 2 steps behind",)

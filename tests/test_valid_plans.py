@@ -82,7 +82,9 @@ def run_files(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
         bounds["offload"] = False
     if nodes * devices > 2 and draw(st.integers(0, 3)) == 0:
         bounds["reserve"] = 1
-    accelerator = draw(st.sampled_from(({"kind": "H100-SXM"}, {"kind": "cpu", "memory_gb": 8, "host_memory_gb": 64})))
+    accelerator: dict[str, Any] = draw(
+        st.sampled_from(({"kind": "H100-SXM"}, {"kind": "cpu", "memory_gb": 8, "host_memory_gb": 64}))
+    )
     run = {
         "models": {"actor": {"path": "model", "dtype": "float32"}},
         "data": {"path": "nowhere/prompts", "max_prompt_tokens": 12},

@@ -10,7 +10,7 @@ TIMES = ("seconds", "tokens_per_second")
 # of log-probabilities are rounding alone
 NOT_ALIKE = (*TIMES, "running", "waiting", "entropy", "logprob_gap", "update_gap")
 # of an asynchronous plan, where the clock decides which groups are ready first, and so all that follows from samples
-CLOCKLESS = ("/lr", "batch/groups", "batch/samples", "version/")
+CLOCKLESS = ("/lr", "batch/groups", "batch/samples")
 TOLERANCE = 1e-6  # relative, in float64, after steps that amplify rounding
 FLOOR = 1e-9  # absolute
 
