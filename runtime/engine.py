@@ -15,7 +15,7 @@ from realgraph.planner.plan.layout import Recompute
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.parallel.exchange import WeightPart
 from realgraph.runtime.parallel.segments import WeightSegment
-from realgraph.runtime.wire.protocol import Mean, Metric
+from realgraph.runtime.wire.protocol import HeldBytes, Mean, Metric
 
 RELEASED = -1  # the version of weights that were given up
 Decode = Callable[[Sequence[int]], str]  # token ids to text
@@ -193,6 +193,11 @@ class TrainEngine(Protocol):
         recompute: in the backward passes; None: as the role says."""
         ...
 
+    def held_bytes(self) -> HeldBytes:
+        """Bytes that its part of the states takes on the device while a call runs; gradients as in the calls so
+        far."""
+        ...
+
     def weights(self) -> Weights:
         """Full tensors. Collective where the layout shards."""
         ...
@@ -356,6 +361,10 @@ class RolloutEngine(Protocol):
 
     def weight_specs(self) -> Sequence[WeightSpec]:
         """All of its weights, in the order in which they are sent."""
+        ...
+
+    def held_bytes(self) -> HeldBytes:
+        """Bytes of its weights while they are on the device."""
         ...
 
     def prepare(self, parts: Parts) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,6 +26,7 @@ from realgraph.runtime.parallel.mapped import MappedRoute
 from realgraph.runtime.parallel.routes import rounds
 from realgraph.runtime.parallel.segments import WeightSegment, share_weights
 from realgraph.runtime.train.engine import open_engine
+from realgraph.runtime.wire.protocol import ArrivedBytes
 from realgraph.runtime.worker.failures import failure
 from tests import tiny
 from tests.engines import CPU, OPTIMIZER, call
@@ -49,9 +51,11 @@ def full(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     }
 
 
-def move(held: Held, wanted: Held, dtype: torch.dtype = torch.float64) -> Reallocation:
-    reads = tuple(message for each in rounds(held, wanted, [0] * 3, 1, UNBOUNDED) for message in each)
-    return Reallocation(rounds(held, wanted, [0] * 3, dtype.itemsize, BUCKET), wanted, dtype, BUCKET, reads)
+def move(
+    held: Held, wanted: Held, dtype: torch.dtype = torch.float64, hosts: tuple[int, ...] = (0, 0, 0)
+) -> Reallocation:
+    reads = tuple(message for each in rounds(held, wanted, hosts, 1, UNBOUNDED) for message in each)
+    return Reallocation(rounds(held, wanted, hosts, dtype.itemsize, BUCKET), wanted, dtype, BUCKET, reads, hosts)
 
 
 def placed(worker: int, held: Held, wanted: Held, whole: dict[str, Tensor]) -> WorkerParts:
@@ -100,17 +104,23 @@ def drawn(rng: Random, shapes: dict[str, tuple[int, ...]], workers: list[int]) -
     return found
 
 
-def both_ways(ranks: LayoutRanks, seed: int) -> tuple[bool, bool, int, int]:
-    """The parts that this worker wants, by both ways: right, alike; elements that came, and that it wants."""
-    rng, me = Random(seed), ranks.mesh.rank
+def drawn_move(seed: int) -> tuple[dict[str, tuple[int, ...]], Held, Held, torch.dtype]:
+    """Shapes of tensors, where they lie and where they are to lie, and their dtype on the way."""
+    rng = Random(seed)
     shapes = {f"t.{i}": tuple(rng.randint(1, 9) for _ in range(rng.randint(1, 3))) for i in range(rng.randint(1, 6))}
     held = drawn(rng, shapes, rng.sample(range(3), rng.randint(1, 3)))
     wanted = drawn(rng, shapes, rng.sample(range(3), rng.randint(1, 3)))
-    dtype = rng.choice([torch.float64, torch.float64, torch.float32])
-    whole, moves = full(shapes), move(held, wanted, dtype)
+    return shapes, held, wanted, rng.choice([torch.float64, torch.float64, torch.float32])
+
+
+def both_ways(ranks: LayoutRanks, seed: int, hosts: tuple[int, ...]) -> tuple[bool, bool, int, int, ArrivedBytes]:
+    """The parts that this worker wants, by both ways: right, alike; elements that came, and that it wants; bytes that
+    came from others, over and above the least there can be."""
+    me, (shapes, held, wanted, dtype) = ranks.mesh.rank, drawn_move(seed)
+    whole, moves = full(shapes), move(held, wanted, dtype, hosts)
     place = placed(me, held, wanted, whole)
     sent, _ = taken(exchange(moves, place), shapes)
-    route = MappedRoute(moves, me, "")
+    route = MappedRoute(moves, me, str(hosts[me]))
     read, n = taken(route.bring(place), shapes)
     with torch.no_grad():
         for part in place.holds.values():  # training goes on in place
@@ -120,15 +130,37 @@ def both_ways(ranks: LayoutRanks, seed: int) -> tuple[bool, bool, int, int]:
     for name, box in place.wants.items():
         expected[name][box.slices] = whole[name][box.slices]
     right = same(read, expected) and same(again, {name: tensor + 1 for name, tensor in expected.items()})
-    return right, same(read, sent), n, sum(box.numel for box in place.wants.values())
+    return right, same(read, sent), n, sum(box.numel for box in place.wants.values()), route.arrivals.total
 
 
+def lacking(held: Held, wanted: Held, shapes: dict[str, tuple[int, ...]], hosts: tuple[int, ...]) -> tuple[int, int]:
+    """Elements that workers lack, and of them those that their hosts lack, each of these once a host."""
+    missing, far = 0, set()
+    for name, shape in shapes.items():
+        for place in product(*map(range, shape)):
+            at = Box(place, (1,) * len(shape))
+            have = {w for w, boxes in held.items() if name in boxes and boxes[name].intersect(at)}
+            want = {w for w, boxes in wanted.items() if name in boxes and boxes[name].intersect(at)} - have
+            missing += len(want)
+            far |= {(name, place, hosts[w]) for w in want if hosts[w] not in {hosts[h] for h in have}}
+    return missing, len(far)
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 0), (0, 0, 1), (0, 1, 2)])
 @pytest.mark.parametrize("seed", range(12))
-def test_reading_gives_what_messages_give_and_no_element_twice(three: RankProcesses, seed: int) -> None:
-    for right, alike, came, wanted in three.run(both_ways, seed):
+def test_reading_gives_what_messages_give_and_no_element_twice(
+    three: RankProcesses, seed: int, hosts: tuple[int, ...]
+) -> None:
+    """Of one host, and between hosts, where each element comes to a host once and is handed on inside it."""
+    found = three.run(both_ways, seed, hosts)
+    for right, alike, came, wanted, _ in found:
         assert right
         assert alike
         assert came == wanted
+    shapes, held, wants, dtype = drawn_move(seed)
+    missing, far = (2 * dtype.itemsize * n for n in lacking(held, wants, shapes, hosts))  # brought twice
+    assert sum(one[-1].far for one in found) == far
+    assert sum(one[-1].near for one in found) == missing - far
 
 
 # --- what both sides wait for -----------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Rehearsals: a plan of a cluster runs here at toy width with the numbers of one process; what differs is seen."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +9,23 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from realgraph.commands.rehearse import rehearse_command
 from realgraph.graphs.errors import ConfigError, Where
 from realgraph.planner.inputs.model_spec import known_models, spec_from_config
 from realgraph.planner.plan.codec import plan_from_json, plan_to_json
-from realgraph.rehearsal.compare import compared
-from realgraph.rehearsal.models import toy_config
+from realgraph.rehearsal.compare import compared, too_old
+from realgraph.rehearsal.models import CHARACTERS, toy_config
+from realgraph.rehearsal.observer import StepsSeen
+from realgraph.rehearsal.order import misordered
 from realgraph.rehearsal.scale import ToyScale
+from realgraph.rehearsal.sizes import Counted
+from realgraph.rehearsal.texts import real_rows
+from realgraph.rehearsal.tokenizer import write_tokenizer
 from realgraph.run.planning import plan_for, request_for
 from realgraph.run_file.compose import check_run
+from realgraph.runtime.master.observer import Span
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
@@ -60,6 +68,10 @@ def test_the_plan_of_a_cluster_runs_here_with_the_numbers_of_one_process(
     assert "4 processes here in the place of 4 x H100-SXM" in said
     assert "numbers are those of one process" in said
     assert "train_actor/grad_norm" in said and "differs" not in said
+    assert re.search(r"rollout +weights moved +([\d,]+) +\1\n", said)
+    far = re.search(r"rollout +weights between nodes +([\d,]+) +\1\n", said)
+    assert far is not None and far[1] != "0"  # workers of the other node get new weights over the route between nodes
+    assert re.search(r"train_actor +optimizer +[\d,]+ +[\d,]+ *\n", said)
     trace = (file.parent / "kept/planned/trace.json").read_text()
     assert "train_actor" in trace
     plan = plan_from_json((file.parent / "kept/planned/plan.json").read_text(), "plan")
@@ -95,6 +107,53 @@ def test_a_folder_that_is_there_is_not_written_over(file: Path) -> None:
         rehearse_command(file, (), None, file.parent / "model")
 
 
+def test_the_runs_own_data_and_tokenizer_are_taken_where_they_are_here(file: Path, tmp_path: Path) -> None:
+    """Rows in order, those that are too long left out; each prompt as long as it comes to, of its last tokens."""
+    write_tokenizer(tmp_path / "model", CHARACTERS + "$#", "$", "#")
+    prompts = ["abcdefgh" * 8, "a" * 600, "xyz", "b" * 512]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"question": p, "answer": "7"}) + "\n" for p in prompts))
+    data = [f"data.path={tmp_path}/data.jsonl", "data.columns={prompt: question}", "data.system=null", "batch.groups=4"]
+    checked = check_run(file, data, weights=False)
+    scale = ToyScale(512, 1024, 4, 4)  # 1/96
+    rows = real_rows(checked.run.data, checked.graph, scale, 3)
+    assert [row["prompt"] for row in rows] == ["gh", "yz", "bbbbb"]
+    assert all(row.get("answer", "7") == "7" for row in rows)
+    assert real_rows(check_run(file, (), weights=False).run.data, checked.graph, scale, 3) == []
+
+
+def test_the_runs_own_pairs_and_answers_become_toy_ones(file: Path, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "model", CHARACTERS + "$#", "$", "#")
+    row = {"prompt": "abcd" * 24, "response": "efgh" * 48}
+    (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
+    run = {**RUN, "graph": "sft", "models": {"actor": {"path": "model"}}, "data": {"path": "data.jsonl"}}
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(run))
+    checked = check_run(tmp_path / "sft.yaml", ["batch.groups=1"], weights=False)
+    (toy,) = real_rows(checked.run.data, checked.graph, ToyScale(512, 1024, 1, 1), 3)
+    assert toy["prompt"] == "cd"
+    assert toy["response"] == "h"  # of two tokens, the last of which is the end of the sequence
+
+
+def test_bytes_that_differ_from_what_is_predicted_are_seen() -> None:
+    assert Counted("train", "samples moved", 7).alike
+    assert Counted("rollout", "weights moved", 100, 100).alike
+    assert not Counted("rollout", "weights moved", 101, 100).alike
+    assert [Counted("train", "weights", n, 100, 0.02).alike for n in (97, 98, 102, 103)] == [False, True, True, False]
+
+
+def test_a_device_that_does_not_keep_the_plans_order_is_seen(file: Path) -> None:
+    checked = check_run(file, (), weights=False)
+    plan = plan_for(checked, request_for(checked))
+    turns = [turn.call for turn in plan.orders[0] if turn.call in plan.allocations]
+    seen, wrong = StepsSeen(), StepsSeen()
+    for i, call in enumerate(turns):
+        seen.observe(Span(0, call, 0, float(i), i + 0.5))
+        wrong.observe(Span(0, call, 0, float(-i), 0.5))
+    one = replace(plan, orders={0: tuple(replace(turn, offset=0) for turn in plan.orders[0])})
+    assert list(misordered(one, seen, 1)) == []
+    (text,) = misordered(one, wrong, 1)
+    assert text == f"device 0 ran {', '.join(reversed(turns))}; its plan is {', '.join(turns)}"
+
+
 def test_what_differs_is_seen() -> None:
     one = [{"train/loss": 1.0, "train/entropy": 2.0, "train/seconds": 3.0}, {"train/loss": 2.0}]
     other = [{"train/loss": 1.0 + 1e-8, "train/entropy": 9.0, "train/seconds": 9.0}, {"train/loss": 2.1}]
@@ -102,6 +161,15 @@ def test_what_differs_is_seen() -> None:
     assert [row.alike for row in compared(one, other, 1)] == [True]
     assert [row.alike for row in compared(one, [{}, {}], 1)] == [False]
     assert [row.alike for row in compared(one[:1], other, 2)] == [True, False]
+
+
+def test_of_an_asynchronous_plan_sizes_are_compared_and_samples_over_the_bound_seen() -> None:
+    one = [{"train/loss": 1.0, "batch/groups": 1.0, "staleness/max": 0.0}, {"staleness/max": 2.0}]
+    other = [{"train/loss": 2.0, "batch/groups": 1.0, "staleness/max": 0.0}]
+    assert [(row.metric, row.alike) for row in compared(one, other, 1, asynchronous=True)] == [("batch/groups", True)]
+    assert not all(row.alike for row in compared(one, other, 1))
+    assert too_old(one, 2) == ()
+    assert too_old(one, 1) == ("samples of step 2 lag 2 steps behind",)
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,13 @@ class ModelSpec(Struct, frozen=True, cache_hash=True):
             return self.heads * self.head_dim
         return self.heads * (self.head_dim + self.latent.rope_dim + self.latent.value_dim) // 2
 
+    def kv_copies(self, tp: int) -> float:
+        """Parameters of keys and values in a layer that each of `tp` ranks has over its share, where there are more
+        ranks than KV heads, of which neighbours hold copies."""
+        if self.latent is not None or tp <= self.kv_heads:
+            return 0.0
+        return self.kv_width() * (self.hidden + int(self.qkv_bias)) * (1 / self.kv_heads - 1 / tp)
+
     def kv_width(self) -> int:
         """Elements that a cache keeps of one token in one layer; latent attention keeps the latent and one key."""
         if self.latent is None:

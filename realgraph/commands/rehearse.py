@@ -1,6 +1,7 @@
 """`realgraph rehearse`: a plan's very layouts and orders on this machine's CPU, at toy width, beside one process."""
 
 import asyncio
+import math
 import sys
 import tempfile
 import time
@@ -17,11 +18,13 @@ from realgraph.planner.plan.codec import plan_to_json
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.report.format import layout_text
 from realgraph.planner.request.request import PlanRequest
-from realgraph.rehearsal.compare import Compared, compared
+from realgraph.rehearsal.compare import Compared, compared, too_old
 from realgraph.rehearsal.observer import StepsSeen
+from realgraph.rehearsal.order import misordered
 from realgraph.rehearsal.plan import toy_plan
 from realgraph.rehearsal.run import STEPS, on_cluster, toy_run
 from realgraph.rehearsal.scale import ToyScale, scale_of
+from realgraph.rehearsal.sizes import Counted, counted_bytes
 from realgraph.run.planning import plan_for, read_plan, request_for
 from realgraph.run.running import job_of, owned
 from realgraph.run_file.compose import Checked, check_run
@@ -34,14 +37,16 @@ from realgraph.screen.terminal import Terminal, run_terminal
 
 DIFFERENT, INTERRUPTED = 3, 130
 TRACE_BYTES = 1 << 26
+HELD_BACK = ("wait", "drop")  # what a run may do with samples over its bound; else they are trained on, or masked
 
 
 class Rehearsed(Struct, frozen=True):
     """One of the two runs of a rehearsal."""
 
     outcome: RunOutcome
-    steps: tuple[dict[str, float], ...]  # metrics
-    order: tuple[tuple[str, ...], ...]  # of each step's calls
+    seen: StepsSeen
+    sizes: tuple[Counted, ...]
+    misordered: tuple[str, ...]  # devices that ran their calls in another order than the plan's
     seconds: float  # starting the processes counts
 
 
@@ -56,9 +61,11 @@ def rehearse_command(file: Path, overrides: Sequence[str], plan_file: Path | Non
         scale = scale_of(request, plan)
         toy = toy_run(checked, scale, home)
         _say_plan(plan, request, scale, console)
-        planned = _planned(toy, plan, request.cluster, scale, home)
-        alone = _alone(toy, home) if planned.outcome.ok else None
-    _conclude(planned, alone, 1 if plan.staleness else STEPS, console)
+        console.print(toy.data, soft_wrap=True)
+        planned = _planned(toy.checked, plan, request.cluster, scale, home)
+        alone = _alone(toy.checked, home) if planned.outcome.ok else None
+    bound = checked.run.staleness if checked.run.overdue in HELD_BACK else math.inf
+    _conclude((planned, alone), bound if plan.staleness else None, console)
 
 
 @contextmanager
@@ -103,7 +110,11 @@ def _run(checked: Checked, request: PlanRequest, plan: Plan, root: Path) -> Rehe
             outcome = asyncio.run(Master(job, folder, observers).run())
         finally:
             observers.close()
-    return Rehearsed(outcome, tuple(seen.metrics), seen.order, time.monotonic() - began)
+    seconds = time.monotonic() - began
+    if not outcome.ok:
+        return Rehearsed(outcome, seen, (), (), seconds)
+    wrong = () if plan.staleness else tuple(misordered(plan, seen, STEPS))
+    return Rehearsed(outcome, seen, counted_bytes(seen, request, plan), wrong, seconds)
 
 
 # --- what is printed --------------------------------------------------------------------------------------------------
@@ -125,24 +136,37 @@ def _say_plan(plan: Plan, request: PlanRequest, scale: ToyScale, console: Termin
     )
 
 
-def _conclude(planned: Rehearsed, alone: Rehearsed | None, steps: int, console: Terminal) -> None:
-    """Print both columns, and exit where they are not alike."""
+def _conclude(runs: tuple[Rehearsed, Rehearsed | None], bound: float | None, console: Terminal) -> None:
+    """Print both columns, and exit where they are not alike. bound: of an asynchronous plan's staleness."""
+    planned, alone = runs
     for run in (planned, alone):
         if run is not None and not run.outcome.ok:
             _failed(run)
     assert alone is not None  # the plan's run is fine
-    rows = list(compared(planned.steps, alone.steps, steps))
-    console.print(_table(rows))
+    asynchronous = bound is not None
+    rows = list(compared(planned.seen.metrics, alone.seen.metrics, STEPS, asynchronous=asynchronous))
+    console.print(_metrics_table(rows))
+    console.print(_sizes_table(planned.sizes, alone.sizes))
     for name, run in (("the plan", planned), ("one process", alone)):
-        console.print(f"calls by {name}, as they began: {', '.join(run.order[0])}", soft_wrap=True)
-    if steps < STEPS:
-        console.print("the plan is asynchronous: from the second step on, samples depend on the clock")
-    wrong = [row for row in rows if not row.alike]
+        console.print(f"calls by {name}, as they began: {', '.join(run.seen.order)}", soft_wrap=True)
+    if bound is not None:
+        text = "the plan is asynchronous: which samples a step trains on depends on the clock; their ages are looked at"
+        console.print(text, soft_wrap=True)
+    sizes = [*planned.sizes, *alone.sizes]
+    wrong = [f"{row.metric} of step {row.step + 1}" for row in rows if not row.alike]
+    wrong += [f"{size.what} of {size.call}" for size in sizes if not size.alike]
+    old = too_old(planned.seen.metrics, bound) if bound is not None else ()
+    for what, texts in (("an order of calls", (*planned.misordered, *alone.misordered)), ("an age of samples", old)):
+        for text in texts:
+            say(f"error: {text}", err=True)
+            wrong.append(what)
+    n = len(rows) + sum(size.predicted is not None for size in sizes)
     took = f"{planned.seconds:.0f} s by the plan, {alone.seconds:.0f} s by one process"
     if wrong or not rows:
-        say(f"error: {len(wrong)} of {len(rows)} numbers differ from those of one process ({took})", err=True)
+        text = f"{len(wrong)} of {n} numbers differ from those of one process, or of the plan"
+        say(f"error: {text}: {', '.join(wrong)} ({took})", err=True)
         sys.exit(DIFFERENT)
-    console.print(f"the plan runs: {len(rows)} numbers are those of one process ({took})")
+    console.print(f"the plan runs: {n} numbers are those of one process, or of the plan ({took})", soft_wrap=True)
 
 
 def _failed(run: Rehearsed) -> None:
@@ -154,7 +178,7 @@ def _failed(run: Rehearsed) -> None:
     sys.exit(INTERRUPTED if run.outcome.interrupted else DIFFERENT)
 
 
-def _table(rows: Sequence[Compared]) -> Table:
+def _metrics_table(rows: Sequence[Compared]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("step")
     table.add_column("metric")
@@ -163,6 +187,22 @@ def _table(rows: Sequence[Compared]) -> Table:
     for row in rows:
         mark = "" if row.alike else "differs"
         table.add_row(str(row.step + 1), row.metric, _number(row.planned), _number(row.alone), mark)
+    return table
+
+
+def _sizes_table(planned: Sequence[Counted], alone: Sequence[Counted]) -> Table:
+    """Bytes of both runs, each beside what predicts them: moved ones of all workers in both steps, held ones of the
+    fullest."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("run", "call", "bytes"):
+        table.add_column(name)
+    for name in ("counted", "predicted", ""):
+        table.add_column(name, justify="right")
+    for run, sizes in (("the plan", planned), ("one process", alone)):
+        for size in sizes:
+            predicted = "-" if size.predicted is None else f"{size.predicted:,}"
+            mark = "" if size.alike else "differs"
+            table.add_row(run, size.call, size.what, f"{size.counted:,}", predicted, mark)
     return table
 
 

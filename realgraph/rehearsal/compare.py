@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from msgspec import Struct
 
 TIMES = ("seconds", "tokens_per_second")
-# how many sequences decode at once depends on the clock; entropy is of the first micro-batch of each rank, and the gap
-# of log-probabilities is rounding alone; bytes are a layout's
-NOT_ALIKE = (*TIMES, "running", "waiting", "entropy", "logprob_gap", "peak_bytes", "planned_bytes")
+# how many sequences decode at once depends on the clock; entropy is of the first micro-batch of each rank, and the gaps
+# of log-probabilities are rounding alone; bytes are a layout's
+NOT_ALIKE = (*TIMES, "running", "waiting", "entropy", "logprob_gap", "update_gap", "peak_bytes", "planned_bytes")
+# of an asynchronous plan, where the clock decides which groups are ready first, and so all that follows from samples
+CLOCKLESS = ("/lr", "batch/groups", "batch/samples")
 TOLERANCE = 1e-6  # relative, in float64, after steps that amplify rounding
 FLOOR = 1e-9  # absolute
 
@@ -30,12 +32,24 @@ class Compared(Struct, frozen=True):
 
 
 def compared(
-    planned: Sequence[Mapping[str, float]], alone: Sequence[Mapping[str, float]], steps: int
+    planned: Sequence[Mapping[str, float]],
+    alone: Sequence[Mapping[str, float]],
+    steps: int,
+    *,
+    asynchronous: bool = False,
 ) -> Iterator[Compared]:
-    """The metrics of the first `steps` steps that no layout changes, in the order of the steps and of their names."""
+    """The metrics of the first `steps` steps that no layout changes, in the order of the steps and of their names; of
+    an asynchronous plan only those that the clock does not change either."""
     for step in range(steps):
         ours = planned[step] if step < len(planned) else {}
         theirs = alone[step] if step < len(alone) else {}
         for name in sorted({*ours, *theirs}):
-            if not name.endswith(NOT_ALIKE):
+            follows = not asynchronous or any(part in name for part in CLOCKLESS)
+            if follows and not name.endswith(NOT_ALIKE):
                 yield Compared(step, name, ours.get(name), theirs.get(name))
+
+
+def too_old(planned: Sequence[Mapping[str, float]], bound: float) -> tuple[str, ...]:
+    """Steps that trained on samples which lagged more than `bound` steps behind the weights, in words."""
+    ages = [step.get("staleness/max", 0.0) for step in planned]
+    return tuple(f"samples of step {i + 1} lag {age:g} steps behind" for i, age in enumerate(ages) if age > bound)

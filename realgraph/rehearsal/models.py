@@ -12,7 +12,7 @@ from realgraph.graphs.errors import Where
 from realgraph.planner.inputs.model_spec import spec_from_config
 from realgraph.rehearsal.tokenizer import write_tokenizer
 
-HEAD_DIM = 4  # even, as rotary embeddings need
+HEAD_DIM = 2  # even, as rotary embeddings need
 SMALLEST_VECTOR = 8
 EOS, PAD = "$", "#"
 CHARACTERS = string.ascii_letters + string.digits

@@ -1,23 +1,39 @@
-"""An observer of a rehearsed run: the metrics of each step, and the order in which calls begin."""
+"""An observer of a rehearsed run: the metrics of each step, the order of calls, and the bytes that workers count."""
+
+from collections import defaultdict
+from collections.abc import Container
+from itertools import groupby
 
 from realgraph.runtime.master.observer import RunRecord, Span, StepRecord
+from realgraph.runtime.wire.protocol import ArrivedBytes, HeldBytes
 
 
 class StepsSeen:
-    """Keeps what a rehearsal compares."""
+    """Keeps what a rehearsal compares.
+
+    arrived: of all workers, by call, or by the name of a reallocation. times: of each, on the worker that ran it most.
+    held: by call, on the fullest worker.
+    """
 
     def __init__(self) -> None:
         self.metrics: list[dict[str, float]] = []  # of each step
-        self._began: dict[int, dict[str, float]] = {}  # step -> call -> when its first worker began, Unix seconds
+        self.arrived: dict[str, ArrivedBytes] = {}
+        self.held: dict[str, HeldBytes] = {}
+        self._began: defaultdict[int, list[tuple[float, str]]] = defaultdict(list)  # worker -> when calls began
+        self._first: dict[str, float] = {}  # when the calls of the first step began, Unix seconds
 
     def observe(self, record: RunRecord) -> None:
-        """Keep a step's metrics, and when its calls began."""
+        """Keep a step's metrics, when its calls began, and their bytes."""
         match record:
             case StepRecord():
                 self.metrics.append(record.metrics)
-            case Span(call=call, step=step, started=started) if step >= 0:
-                began = self._began.setdefault(step, {})
-                began[call] = min(started, began.get(call, started))
+            case Span(call=call, worker=worker) if record.step >= 0:
+                self._began[worker].append((record.started, call))
+                if not record.step:
+                    self._first[call] = min(record.started, self._first.get(call, record.started))
+                self.arrived[call] = self.arrived.get(call, ArrivedBytes()) + record.arrived
+                if record.held is not None:
+                    self.held[call] = _fuller(self.held.get(call, HeldBytes()), record.held)
             case _:
                 pass
 
@@ -25,6 +41,21 @@ class StepsSeen:
         """Nothing is open."""
 
     @property
-    def order(self) -> tuple[tuple[str, ...], ...]:
-        """The calls of each step as they began."""
-        return tuple(tuple(sorted(began, key=began.__getitem__)) for _, began in sorted(self._began.items()))
+    def times(self) -> dict[str, int]:
+        """See above."""
+        names = {call for began in self._began.values() for _, call in began}
+        return {name: max(sum(name == call for _, call in b) for b in self._began.values()) for name in names}
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The calls of the first step as they began."""
+        return tuple(sorted(self._first, key=self._first.__getitem__))
+
+    def order_on(self, worker: int, calls: Container[str]) -> tuple[str, ...]:
+        """Those of `calls` that one worker ran, as they began; reports of one that follow each other are one."""
+        began = (call for _, call in sorted(self._began.get(worker, ())) if call in calls)
+        return tuple(call for call, _ in groupby(began))
+
+
+def _fuller(one: HeldBytes, other: HeldBytes) -> HeldBytes:
+    return HeldBytes(*(max(getattr(one, term), getattr(other, term)) for term in HeldBytes.__struct_fields__))

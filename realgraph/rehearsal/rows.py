@@ -1,7 +1,7 @@
-"""Rows of made data: a column for each input of a graph, by its type."""
+"""Rows of data for a rehearsal: those of the run, or made ones with a column for each input of a graph, by its type."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +10,18 @@ import msgspec
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.keys import MASK, TOKENS, KeyType
 from realgraph.rehearsal.models import CHARACTERS
+from realgraph.rehearsal.texts import CHOSEN, PROMPT, REJECTED, RESPONSE
 
-PROMPT, RESPONSE, CHOSEN, REJECTED = "prompt", "response", "chosen", "rejected"
 
-
-def write_rows(file: Path, graph: Graph, n_rows: int, prompt: int, response: int, seed: int) -> None:
-    """JSON lines with texts of up to so many characters, which are tokens."""
+def made_rows(graph: Graph, n_rows: int, prompt: int, response: int, seed: int) -> list[dict[str, Any]]:
+    """Rows with texts of up to so many characters, which are tokens."""
     draw = random.Random(seed)
-    with file.open("wb") as lines:
-        for _ in range(n_rows):
-            lines.write(msgspec.json.encode(_row(graph, draw, prompt, response)) + b"\n")
+    return [_row(graph, draw, prompt, response) for _ in range(n_rows)]
+
+
+def write_rows(file: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """JSON lines. Raises OSError."""
+    file.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
 def _row(graph: Graph, draw: random.Random, prompt: int, response: int) -> dict[str, Any]:

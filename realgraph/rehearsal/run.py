@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.graphs.graph import Graph
@@ -13,8 +14,9 @@ from realgraph.planner.inputs.detect import CPU
 from realgraph.planner.inputs.model_spec import load_config
 from realgraph.planner.request.constraints import Constraints
 from realgraph.rehearsal.models import toy_config, write_toy_model
-from realgraph.rehearsal.rows import write_rows
+from realgraph.rehearsal.rows import made_rows, write_rows
 from realgraph.rehearsal.scale import ToyScale
+from realgraph.rehearsal.texts import real_rows
 from realgraph.run.planning import hub_cache_folder
 from realgraph.run_file.compose import Checked
 from realgraph.runtime.job.job import BatchSpec, CheckpointSpec, DataSpec, OutputSpec
@@ -27,7 +29,14 @@ PATIENCE_SECONDS = 600.0  # of a call: a core may have ten processes
 MORE_ROWS = 2  # than a step has
 
 
-def toy_run(checked: Checked, scale: ToyScale, home: Path) -> Checked:
+class ToyRun(Struct, frozen=True):
+    """The rehearsal of a run, and where its data come from, in words."""
+
+    checked: Checked
+    data: str
+
+
+def toy_run(checked: Checked, scale: ToyScale, home: Path) -> ToyRun:
     """The rehearsal of a run, with its models and data written to `home`. Raises ConfigError, OSError.
 
     What binds the plan alone (allocation, constraints) is left out: the plan is given.
@@ -36,7 +45,13 @@ def toy_run(checked: Checked, scale: ToyScale, home: Path) -> Checked:
     models = _write_models(checked, scale, home)
     prompt, response = scale.shortened(scale.prompt), scale.shortened(scale.response)
     data = home / "data.jsonl"
-    write_rows(data, checked.graph, scale.toy_groups * MORE_ROWS, prompt, response, run.seed)
+    n_rows = scale.toy_groups * MORE_ROWS
+    rows = real_rows(run.data, checked.graph, scale, n_rows)
+    told = f"data: the first {len(rows)} rows of {run.data.path} that are not too long, by the model's tokenizer"
+    if not rows:
+        rows = made_rows(checked.graph, n_rows, prompt, response, run.seed)
+        told = f"data: made, as {run.data.path} or the model's tokenizer is not here"
+    write_rows(data, rows)
     expected = run.batch.expected_new_tokens
     batch = BatchSpec(
         groups=scale.toy_groups,
@@ -64,7 +79,7 @@ def toy_run(checked: Checked, scale: ToyScale, home: Path) -> Checked:
         ),
     )
     graph = replace(checked.graph, models=models, calls=_toy_calls(checked.graph, scale))
-    return replace(checked, run=small, graph=graph)
+    return ToyRun(replace(checked, run=small, graph=graph), told)
 
 
 def on_cluster(checked: Checked, cluster: Cluster | None) -> Checked:

@@ -8,22 +8,25 @@ from realgraph.graphs.spec import Train
 from realgraph.planner.plan.plan import Plan
 from realgraph.planner.request.request import PlanRequest
 
-LONGEST_SAMPLE = 24  # tokens of a rehearsal's longest sample
+LONGEST_SAMPLE = 16  # tokens of a rehearsal's longest sample, unless more workers share one
+TOKENS_A_CHUNK = 2  # of a sample that context-parallel workers share, each of them two chunks
 SAMPLES = 64  # of a rehearsal's step, unless ranks and mini-batches need more
 
 
 class ToyScale(Struct, frozen=True):
-    """Tokens of the longest prompt and response of the run, its groups a step, and the groups of its rehearsal."""
+    """Tokens of the longest prompt and response of the run, its groups a step, and the groups and the longest sample of
+    its rehearsal."""
 
     prompt: int
     response: int
     groups: int
     toy_groups: int
+    longest: int = LONGEST_SAMPLE
 
     @property
     def factor(self) -> float:
         """Lengths are multiplied by it; 1 where samples are short already."""
-        return min(1.0, LONGEST_SAMPLE / (self.prompt + self.response))
+        return min(1.0, self.longest / (self.prompt + self.response))
 
     def shortened(self, tokens: int) -> int:
         """A length of part of a sample: at least 2 tokens, or all of them."""
@@ -51,4 +54,7 @@ def scale_of(request: PlanRequest, plan: Plan) -> ToyScale:
     minibatches = max((call.minibatches for call in request.graph.calls.values() if isinstance(call, Train)), default=1)
     each = ranks * minibatches
     groups = each * math.ceil(SAMPLES / (each * workload.samples_per_group))
-    return ToyScale(workload.prompt_tokens, workload.max_new_tokens, workload.groups, min(workload.groups, groups))
+    shared = max((allocation.layout.cp for allocation in plan.allocations.values()), default=1)
+    longest = max(LONGEST_SAMPLE, 2 * TOKENS_A_CHUNK * shared)
+    toy_groups = min(workload.groups, groups)
+    return ToyScale(workload.prompt_tokens, workload.max_new_tokens, workload.groups, toy_groups, longest)

@@ -185,6 +185,11 @@ class ContinuousBatch:
         """Bytes that the key-value cache occupies on the device."""
         return self._model.cache.nbytes
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights where they are on the device."""
+        return sum(parameter.nbytes for parameter in self._model.module.parameters())
+
     def weight_specs(self) -> tuple[WeightSpec, ...]:
         """All weights, in the order in which they are sent."""
         return weight_specs(self._model.module)

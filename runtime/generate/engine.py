@@ -20,6 +20,7 @@ from realgraph.runtime.generate.session import (
     SetAside,
     Submitted,
 )
+from realgraph.runtime.wire.protocol import HeldBytes
 
 log = logging.getLogger(__name__)
 
@@ -178,6 +179,10 @@ class TorchRolloutEngine:
     def weight_specs(self) -> Sequence[WeightSpec]:
         """See RolloutEngine."""
         return self._batch.weight_specs()
+
+    def held_bytes(self) -> HeldBytes:
+        """See RolloutEngine."""
+        return HeldBytes(self._batch.weight_bytes)
 
     def prepare(self, parts: Parts) -> None:
         """See RolloutEngine. They overwrite the old ones: generation stands still until `switch`."""

@@ -246,7 +246,10 @@ class Master:
     def _trace(self, reply: Done | Generated) -> None:
         call = reply.call or "checkpoint"
         if reply.ended > 0:
-            self._observers.observe(Span(reply.worker, call, self._steps, reply.started, reply.ended))
+            span = Span(reply.worker, call, self._steps, reply.started, reply.ended)
+            if isinstance(reply, Done):
+                span = msgspec.structs.replace(span, arrived=reply.arrived, held=reply.held)
+            self._observers.observe(span)
 
     async def _perform(self, workers: WorkerGroup, actions: list[Action]) -> Halt | None:
         for action in actions:

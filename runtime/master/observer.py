@@ -5,6 +5,8 @@ from typing import Literal, Protocol
 
 from msgspec import Struct, field, structs
 
+from realgraph.runtime.wire.protocol import ArrivedBytes, HeldBytes
+
 
 class RunStarted(Struct, frozen=True, tag="start"):
     """The workers are ready."""
@@ -27,6 +29,8 @@ class Span(Struct, frozen=True, tag="span"):
     step: int  # -1: outside steps
     started: float  # Unix seconds
     ended: float
+    arrived: ArrivedBytes = ArrivedBytes()
+    held: HeldBytes | None = None
 
 
 class StepRecord(Struct, frozen=True, tag="step"):

@@ -24,6 +24,7 @@ from realgraph.runtime.parallel.cuts import Box, Shard, cut, is_expert, overlap,
 from realgraph.runtime.parallel.groups import CollectiveError, Member
 from realgraph.runtime.parallel.routes import Holdings, Message, Piece, cut_to, rounds
 from realgraph.runtime.parallel.segments import WeightSegment
+from realgraph.runtime.wire.protocol import ArrivedBytes
 
 UNBOUNDED = 1 << 62  # elements of a bucket that nothing is copied to
 BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}  # by kind of device
@@ -46,6 +47,7 @@ class Reallocation(NamedTuple):
     dtype: torch.dtype  # of elements as they travel
     bucket_bytes: int
     reads: tuple[Message, ...] = ()
+    hosts: tuple[int, ...] = ()  # of every worker; (): all are on one
 
 
 class WorkerParts(NamedTuple):
@@ -71,10 +73,11 @@ def reallocation(
     in_order = dict(sorted(shapes.items()))  # as on every other worker
     held, wanted = (layout_boxes(in_order, layout, model) for layout in between)
     bucket = BUCKET_BYTES[member.device.type]
-    hosts = [0] * member.n_workers  # a run has one host
+    names = member.hosts or ("",) * member.n_workers
+    hosts = [names.index(name) for name in names]
     messages = rounds(held, wanted, hosts, dtype.itemsize, bucket)
     whole = rounds(held, wanted, hosts, 1, UNBOUNDED) if member.device.type == "cpu" else ()
-    return Reallocation(messages, wanted, dtype, bucket, tuple(chain.from_iterable(whole)))
+    return Reallocation(messages, wanted, dtype, bucket, tuple(chain.from_iterable(whole)), tuple(hosts))
 
 
 def layout_boxes(
@@ -123,7 +126,18 @@ def _shards(name: str, layout: Layout, device: int) -> tuple[int, int]:
     return layout.dp * layout.cp, at.dp * layout.cp + at.cp
 
 
-def exchange(moves: Reallocation, place: WorkerParts) -> Iterator[WeightPart]:
+class Arrivals:
+    """Counts what comes to one worker from others."""
+
+    def __init__(self) -> None:
+        self.total = ArrivedBytes()
+
+    def add(self, n_bytes: int, *, far: bool) -> None:
+        """So many more; far: from another host."""
+        self.total += ArrivedBytes(0, n_bytes) if far else ArrivedBytes(n_bytes)
+
+
+def exchange(moves: Reallocation, place: WorkerParts, arrivals: Arrivals | None = None) -> Iterator[WeightPart]:
     """Send what others lack, and yield what this worker wants: from its own parts and from those of others.
 
     Collective over all senders and receivers. A yielded part is good until the next is asked for. Raises
@@ -143,6 +157,9 @@ def exchange(moves: Reallocation, place: WorkerParts) -> Iterator[WeightPart]:
     for messages in moves.rounds:
         for message, flat in _round(messages, place, buffers, passing):
             split = torch.split(flat, [piece.numel for piece in message.pieces])
+            if arrivals is not None:
+                far = bool(moves.hosts) and moves.hosts[message.sender] != moves.hosts[place.worker]
+                arrivals.add(flat.nbytes, far=far)
             for piece, those in zip(message.pieces, split, strict=True):
                 if piece in sends:
                     passing[piece] = those.clone()

@@ -43,13 +43,19 @@ class CollectiveError(RuntimeError):
 
 @dataclass(frozen=True)
 class Member:
-    """This worker among all of a run; timeout in seconds. host: names those whose memory it can read."""
+    """This worker among all of a run; timeout in seconds. hosts: of every worker; those of one can read each other's
+    memory. (): all are on one."""
 
     worker: int
     n_workers: int
     device: torch.device
     timeout_seconds: float
-    host: str = ""
+    hosts: tuple[str, ...] = ()
+
+    @property
+    def host(self) -> str:
+        """This worker's."""
+        return self.hosts[self.worker] if self.hosts else ""
 
 
 class Rendezvous:

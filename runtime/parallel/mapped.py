@@ -20,7 +20,7 @@ from torch import Tensor
 
 from realgraph.runtime.memory.anonymous import Window, map_bytes
 from realgraph.runtime.parallel.cuts import Box
-from realgraph.runtime.parallel.exchange import Reallocation, WeightPart, WorkerParts, exchange, naming
+from realgraph.runtime.parallel.exchange import Arrivals, Reallocation, WeightPart, WorkerParts, exchange, naming
 from realgraph.runtime.parallel.routes import cut_to
 from realgraph.runtime.parallel.segments import MARK_BYTES
 
@@ -65,6 +65,7 @@ class MappedRoute:
 
     def __init__(self, moves: Reallocation, worker: int, host: str) -> None:
         self._moves, self._worker, self._host = moves, worker, host
+        self.arrivals = Arrivals()
         messages = [*moves.reads, *chain.from_iterable(moves.rounds)] if moves.reads else []
         self._receivers = sorted({r for message in messages if message.sender == worker for r in message.receivers})
         self._senders = sorted({message.sender for message in messages if worker in message.receivers})
@@ -82,7 +83,7 @@ class MappedRoute:
         asked = [_say(_word(reads), sender) for sender in self._senders]
         readers = {receiver for receiver in self._receivers if _heard(_word(), receiver).item()}
         _settle(asked)
-        yield from exchange(_without(self._moves, readers | {self._worker} if reads else readers), place)
+        yield from exchange(_without(self._moves, readers | {self._worker} if reads else readers), place, self.arrivals)
         yield from self._read()
         done = [_say(_word(), sender) for sender in self._senders if reads]
         for reader in sorted(readers):  # until then weights must not change
@@ -131,7 +132,10 @@ class MappedRoute:
             if there is None:
                 return None
             for piece in message.pieces:
-                for part in map(there.__getitem__, piece.tensors):
+                for name in piece.tensors:
+                    part = there.get(name)
+                    if part is None or part.box.intersect(piece.box) != piece.box:
+                        return None  # that worker only hands on what comes from another host
                     values = part.values[piece.box.within(part.box).slices]
                     found.append(WeightPart(part.name, piece.box, values))
         return found
@@ -140,6 +144,7 @@ class MappedRoute:
         """The parts that were found, in the dtype in which weights travel."""
         dtype = self._moves.dtype
         for name, box, values in self._found or ():
+            self.arrivals.add(box.numel * dtype.itemsize, far=False)
             if values.dtype == dtype:
                 yield WeightPart(name, box, values)
                 continue

@@ -1,7 +1,7 @@
 """Turns the store's entries into packed batches and back: keys and samples, gathered from their owners. Worker side."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ from realgraph.graphs.keys import MASK, TOKENS, DType, KeyType
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.store.store import Store, as_bytes
 from realgraph.runtime.store.transfer import DataPlane, GatherRequest
-from realgraph.runtime.wire.protocol import SampleSource
+from realgraph.runtime.wire.protocol import ArrivedBytes, SampleSource
 
 Values = dict[str, dict[int, Tensor]]
 
@@ -82,6 +82,23 @@ class Assembler:
                 ids = sorted({self.group(sample) for sample in held}) if is_group else held
                 wants.append(GatherRequest(source.worker, name, tuple(ids)))
         return self._plane.gather_now(wants, deadline_seconds=self._timeout, copy=False)
+
+    def arrived(self, sources: Sequence[SampleSource], values: Values) -> ArrivedBytes:
+        """The bytes among gathered values that other workers held."""
+        total = ArrivedBytes()
+        for source in sources:
+            if source.worker == self._plane.peer.worker:
+                continue
+            n_bytes = sum(tensor.nbytes for tensor in self._of_source(source, values))
+            total += ArrivedBytes(0, n_bytes) if self._plane.is_far(source.worker) else ArrivedBytes(n_bytes)
+        return total
+
+    def _of_source(self, source: SampleSource, values: Values) -> Iterator[Tensor]:
+        for name in source.keys:
+            is_group = self._graph.keys[name].type.level == "group"
+            ids = {self.group(sample) for sample in source.samples} if is_group else source.samples
+            held = values.get(name, {})
+            yield from (held[id] for id in ids if id in held)
 
     def value(self, values: Values, name: str, sample: int) -> Tensor:
         """One sample's entry of a key at any level."""

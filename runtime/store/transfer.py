@@ -201,6 +201,10 @@ class DataPlane:
             raise TransferError(worker, f"worker {worker} is not among the known peers ({known})")
         return peer
 
+    def is_far(self, worker: int) -> bool:
+        """A worker of another host."""
+        return self._route(worker) == "tcp"
+
     def _route(self, worker: int) -> Route:
         return "local" if self._peer(worker).host == self.peer.host else "tcp"
 

@@ -38,7 +38,7 @@ from realgraph.runtime.train.files import HostSnapshot
 from realgraph.runtime.train.optimizer import Adam, LossScale, Masters, lr_factor
 from realgraph.runtime.train.passes import Aim, ModelPasses, PassTotals, StepShare, numerics_error
 from realgraph.runtime.train.recompute import recomputing
-from realgraph.runtime.wire.protocol import Mean, Metric
+from realgraph.runtime.wire.protocol import HeldBytes, Mean, Metric
 
 FIRST_LOSS_SCALE = 2.0**16  # of float16 losses
 
@@ -265,6 +265,15 @@ class TorchTrainEngine:
         if self.adam is not None:
             own += self.adam.moments()
         return own
+
+    def held_bytes(self) -> HeldBytes:
+        """See TrainEngine."""
+        weights = sum(part.values.nbytes for part in self.contents.weights.values())
+        if self.masters is None:
+            return HeldBytes(weights)
+        states = [*self.masters.tensors] if self.masters.separate else []
+        states += self.adam.moments() if self.adam is not None else []
+        return HeldBytes(weights, self.masters.gradient_bytes, sum(tensor.nbytes for tensor in states))
 
     def _reshard(self) -> None:
         """Free what a forward pass has left gathered: FSDP2 keeps the outermost parameters for a backward pass."""

@@ -18,7 +18,7 @@ from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.parallel.segments import WeightSegment
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from realgraph.runtime.train.files import HostSnapshot
-from realgraph.runtime.wire.protocol import Metric
+from realgraph.runtime.wire.protocol import HeldBytes, Metric
 
 
 def open_train(role: ModelRole, path: str, layout: Layout, ranks: LayoutRanks, settings: TrainSettings) -> TrainEngine:
@@ -84,6 +84,10 @@ class OffloadedEngine:
     def segment(self) -> WeightSegment | None:
         """None: what comes and goes can't be read by others."""
         return None
+
+    def held_bytes(self) -> HeldBytes:
+        """See TrainEngine."""
+        return self._engine.held_bytes()
 
     def weight_specs(self) -> Sequence[WeightSpec]:
         """See TrainEngine."""

@@ -46,6 +46,7 @@ class Masters:
         self.flat = torch.zeros(0, dtype=dtype)
         self._grads: list[Tensor] = []
         self._freed = DroppedStorages()
+        self._fresh_bytes = 0  # of gradients beside `flat`, at most
 
     def allocate(self) -> None:
         """Make the gradient buffer; where parameter and master are one, backward adds right into it."""
@@ -85,11 +86,20 @@ class Masters:
         other parameters have gone into their sums one by one."""
         if not self.sharded:
             return
+        n_bytes = 0
         for parameter, grad in zip(self.parameters, self._grads, strict=True):
             fresh = parameter.grad
             if fresh is not None:
-                grad.add_(fresh._local_tensor if isinstance(fresh, DTensor) else fresh)
+                own = fresh._local_tensor if isinstance(fresh, DTensor) else fresh
+                n_bytes += own.nbytes if own.data_ptr() != grad.data_ptr() else 0
+                grad.add_(own)
                 parameter.grad = None
+        self._fresh_bytes = max(self._fresh_bytes, n_bytes)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The memory of gradients in a step, at most."""
+        return self.flat.nbytes + self._fresh_bytes
 
     @torch.no_grad()
     def sum_over(self, copies: Ranks, expert_copies: Ranks) -> None:

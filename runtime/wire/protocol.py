@@ -194,6 +194,25 @@ def merge(metrics: dict[str, Metric], more: Mapping[str, Metric]) -> None:
                 raise AssertionError(f"the metric {name!r} is a mean in one place and a maximum in another")
 
 
+class ArrivedBytes(Struct, frozen=True, gc=False):
+    """Bytes of samples or weights that came to a worker from others: of its host, and of other hosts."""
+
+    near: int = 0
+    far: int = 0
+
+    def __add__(self, other: "ArrivedBytes") -> "ArrivedBytes":
+        return ArrivedBytes(self.near + other.near, self.far + other.far)
+
+
+class HeldBytes(Struct, frozen=True, gc=False):
+    """Bytes on a worker's device of its part of a role's weights, of their gradients at most, and of masters and
+    moments; counted tensor by tensor."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+
+
 class Hello(_Message, frozen=True):
     """A worker has started and connects."""
 
@@ -266,6 +285,8 @@ class Done(_Message, frozen=True, gc=False):
     started: float = 0.0
     ended: float = 0.0
     transcripts: tuple[str, ...] = ()
+    arrived: ArrivedBytes = ArrivedBytes()  # for this task
+    held: HeldBytes | None = None  # of the copy that a model call or a reallocation has used
 
 
 class Failed(_Message, frozen=True):

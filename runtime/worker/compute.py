@@ -16,6 +16,7 @@ import msgspec
 
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.spec import Function, Generate, Train
+from realgraph.planner.plan.plan import reallocation_node
 from realgraph.runtime.data.stops import stops_of
 from realgraph.runtime.functions.host import FunctionHost
 from realgraph.runtime.generate.rollouts import Rollouts, Sampling, StaleWeightsError, Texts
@@ -259,7 +260,7 @@ class Compute:
             case Execute():
                 return self._execute(work)
             case Reallocate():
-                return self._timed(work.task, work.call, lambda: self._reallocate(work))
+                return self._reallocate(work)
             case Save():
                 return self._timed(work.task, "save", lambda: self.roles.save(Path(work.folder)))
             case Evaluate():
@@ -277,9 +278,13 @@ class Compute:
         gap = self._gate.after_training(call.model)
         return msgspec.structs.replace(done, metrics={**done.metrics, **gap}, ended=time.time())
 
-    def _reallocate(self, work: Reallocate) -> Mapping[str, Metric]:
-        self.roles.reallocate(work.role, work.call, work.version, work.owners)
-        return self._gate.after_reallocation(work.call, work.owners)
+    def _reallocate(self, work: Reallocate) -> Done:
+        began = time.time()
+        arrived = self.roles.reallocate(work.role, work.call, work.version, work.owners)
+        metrics = self._gate.after_reallocation(work.call, work.owners)
+        name, held = reallocation_node(work.call), self.roles.held_bytes(work.call)
+        ended = time.time()
+        return Done(self.worker, work.task, name, metrics, started=began, ended=ended, arrived=arrived, held=held)
 
     def _load(self, groups: Sequence[int]) -> Loaded:
         samples, skipped = self._loading.load_samples(groups, self._assembler)

@@ -62,6 +62,7 @@ class FunctionCalls:
             kept=kept,
             started=started,
             ended=time.time(),
+            arrived=self._assembler.arrived(command.sources, values),
             transcripts=self._transcripts(command, units, results),
         )
 

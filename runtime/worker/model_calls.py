@@ -1,7 +1,7 @@
 """Inference, advantage and train calls of one worker: gather a share, run the engine, store what it wrote."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from realgraph.graphs.applied import applied_of
 from realgraph.graphs.infer import is_own
@@ -13,8 +13,8 @@ from realgraph.runtime.batch import Packed
 from realgraph.runtime.functions.functions import load_applied
 from realgraph.runtime.generate.rollouts import StaleWeightsError
 from realgraph.runtime.job.job import Job
-from realgraph.runtime.store.assemble import Assembler
-from realgraph.runtime.wire.protocol import Done, Execute, Mean, Metric
+from realgraph.runtime.store.assemble import Assembler, Values
+from realgraph.runtime.wire.protocol import ArrivedBytes, Done, Execute, Mean, Metric
 from realgraph.runtime.worker.roles import Roles
 
 
@@ -39,10 +39,12 @@ class ModelCalls:
         self._steps = load_applied(applied, job.user_dir)
         self._allocations = job.plan.allocations
         self._trained = {call.model for call in job.graph.calls.values() if isinstance(call, Train)}
+        self._arrived = ArrivedBytes()  # for the call in hand
 
     def run(self, command: Execute) -> Done:
         """Run one call on this worker's share; what it writes is in the store afterwards."""
         started = time.time()
+        self._arrived = ArrivedBytes()
         call = self._graph.calls[command.call]
         state = dict(command.state)
         metrics: Mapping[str, Metric]
@@ -63,7 +65,14 @@ class ModelCalls:
             state=state,
             started=started,
             ended=time.time(),
+            arrived=self._arrived,
+            held=self._roles.held_bytes(command.call),
         )
+
+    def _gather(self, command: Execute, samples: Iterable[int]) -> Values:
+        values = self._assembler.gather(command.sources, samples)
+        self._arrived += self._assembler.arrived(command.sources, values)
+        return values
 
     def _check_version(self, command: Execute) -> None:
         held = self._roles.engines[command.call].version
@@ -75,7 +84,7 @@ class ModelCalls:
         (samples,) = command.shares
         engine = self._roles.engines[command.call]
         sequence = own_tokens(call.model) if is_own(call) else TOKENS
-        batch = self._assembler.packed(self._assembler.gather(command.sources, samples), samples, sequence)
+        batch = self._assembler.packed(self._gather(command, samples), samples, sequence)
         if is_own(call):
             _refuse_long(call, batch, engine.max_positions)
         outputs = engine.inference(batch, call.output, call.temperature)
@@ -90,7 +99,7 @@ class ModelCalls:
 
     def _advantage(self, call: Advantage, command: Execute) -> tuple[dict[str, Mean], dict[str, float]]:
         (samples,) = command.shares
-        batch = self._assembler.packed(self._assembler.gather(command.sources, samples), samples)
+        batch = self._assembler.packed(self._gather(command, samples), samples)
         outputs, state, metrics = advantages.compute(call, batch, dict(command.state), self._steps)
         for name in self._graph.writes[command.call]:
             self._assembler.put_packed(name, outputs[name], batch)
@@ -108,9 +117,7 @@ class ModelCalls:
 
     def _minibatches(self, command: Execute) -> list[Packed]:
         """This rank's share of each mini-batch, on the device."""
-        values = self._assembler.gather(
-            command.sources, sorted({sample for share in command.shares for sample in share})
-        )
+        values = self._gather(command, sorted({sample for share in command.shares for sample in share}))
         device = self._roles.engines[command.call].device
         for name in (TOKENS, MASK):
             values.setdefault(name, {})  # a rank may have no sample at all

@@ -69,6 +69,7 @@ class Resources:
         self.store = Store()
         self.plane = DataPlane(boot.worker, self.store, boot.keys, boot.interface, f"{host_id()}/{boot.node}")
         self.peer: Peer = self.plane.peer
+        self._hosts: tuple[str, ...] = ()
         self._collectives: Collectives | None = None
         self._rendezvous = Rendezvous() if boot.worker == 0 else None
         self.collective_address = self._rendezvous.address if self._rendezvous is not None else ""
@@ -76,6 +77,7 @@ class Resources:
     def connect(self, peers: Sequence[Peer]) -> None:
         """From now on the peers' stores can be read, and they may read ours."""
         self.plane.connect(peers)
+        self._hosts = tuple(peer.host for peer in sorted(peers, key=lambda peer: peer.worker))
 
     def join(self, job: Job, address: str) -> Collectives:
         """Join the process groups of all layouts of the plan. Collective. Raises CollectiveError."""
@@ -83,7 +85,7 @@ class Resources:
         seconds = job.runtime.start_seconds
         store = reach_store(address, n_workers, seconds) if n_workers > 1 else None
         layouts = {allocation.layout for allocation in job.plan.allocations.values()}
-        member = Member(self.worker, n_workers, self.device, ABANDONED_SECONDS, self.peer.host)
+        member = Member(self.worker, n_workers, self.device, ABANDONED_SECONDS, self._hosts)
         self._collectives = Collectives(member, store, layouts, one_host=job.cluster.nodes == 1)
         return self._collectives
 

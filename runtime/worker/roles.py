@@ -42,6 +42,7 @@ from realgraph.runtime.parallel.exchange import Reallocation, WorkerParts, layou
 from realgraph.runtime.parallel.groups import Collectives, Ranks
 from realgraph.runtime.parallel.mapped import MappedRoute
 from realgraph.runtime.parallel.shares import Shares, shares
+from realgraph.runtime.wire.protocol import ArrivedBytes, HeldBytes
 from realgraph.runtime.worker.engines import ENGINES
 
 MAX_LOGPROB_GAP = {"float64": 1e-6, "float32": 1e-3, "bfloat16": 0.05, "float16": 0.02}  # mean nats a sampled token
@@ -281,8 +282,14 @@ class Roles:
                 reference.average_weights(parts, rate, trained.version)
             self.weights_changed(reference)
 
-    def reallocate(self, role: str, call: str, version: int, owners: tuple[int, ...]) -> None:
-        """Copy the trained weights to this worker's copy for `call`. Owners and receivers all call it.
+    def held_bytes(self, call: str) -> HeldBytes | None:
+        """Bytes of this worker's copy for `call`; None where it has none."""
+        engine = self._in_place.get(call) or self.engines.get(call) or self.rollouts.get(call)
+        return engine.held_bytes() if engine is not None else None
+
+    def reallocate(self, role: str, call: str, version: int, owners: tuple[int, ...]) -> ArrivedBytes:
+        """Copy the trained weights to this worker's copy for `call`. Owners and receivers all call it. Returns what has
+        come from other workers.
 
         Each receives what it lacks from those that hold it; beside its own parts nobody has more than two buckets.
         """
@@ -291,6 +298,7 @@ class Roles:
         source = owner or engine or rollout
         assert source is not None, "neither an owner nor a receiver"
         between = _Between(role, (self._trained_layouts[role], self._job.plan.allocations[call].layout))
+        before = self._reallocation(between, source.weight_specs()).mapped.arrivals.total
         receives = self._worker in between.layouts[1].mesh.devices
         with self._moved(between, source) as parts:
             if receives and engine is not None:
@@ -302,6 +310,8 @@ class Roles:
                     pass  # only sends
         if receives and rollout is not None:
             rollout.switch(version)
+        after = self._reallocations[between].mapped.arrivals.total
+        return ArrivedBytes(after.near - before.near, after.far - before.far)
 
     @contextmanager
     def _moved(self, between: "_Between", source: TrainEngine | RolloutEngine) -> Iterator[Parts]:

@@ -22,7 +22,7 @@ from tests.equivalence.training import OPTIMIZER, Case, call_of, minibatches, ra
 from tests.ranks import RankProcesses
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
-WIDE |= {"num_key_value_heads": 4, "head_dim": 32, "vocab_size": 640}
+WIDE |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 640}
 MODELS = {"qwen3": WIDE, "qwen3_moe": {**WIDE, "num_experts": 8, "moe_intermediate_size": 128}}
 EVERY = {"dp4": Layout(DeviceMesh(0, 4), dp=4), **{name: LAYOUTS[name] for name in LAYOUTS if name != "tp2 apart"}}
 

@@ -1,12 +1,15 @@
 """Checkpoints of any layout are those of one process: each loads every other's, and writes the same bytes again."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from realgraph.graphs.errors import ConfigError
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.engine import LostPart
 from realgraph.runtime.models.train_state import STATE
@@ -107,3 +110,51 @@ def test_those_that_are_left_save_the_state_or_name_what_is_missing(
     assert errors == [missing if worker in left else "" for worker in range(4)]
     if not missing:
         assert files(tmp_path / "rescued") == files(tmp_path / "saved")
+
+
+# --- what can't be read -----------------------------------------------------------------------------------------------
+
+
+def refused(ranks: LayoutRanks, case: Case, models: Path, source: Path | None) -> str:
+    """The error of one worker that opens a model, or goes on from a checkpoint; '' where there is none."""
+    here = ranks_of(case, ranks)
+    if here is None:
+        return ""
+    try:
+        engine = open_case(case, models, here)
+        if source is not None:
+            engine.load(source)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("llama", "mlp.down_proj.weight' has shape (32, 51), the config asks for (32, 48)"),
+        ("qwen2", "self_attn.k_proj.bias' has no place in Qwen3ForCausalLM"),
+        ("mixtral", "has no place in Qwen3ForCausalLM"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_by_every_worker_that_would_read_it(
+    four: RankProcesses, models: Path, tmp_path: Path, model: str, says: str
+) -> None:
+    save(LayoutRanks.alone(torch.device("cpu")), Case(model, "sft", "float32", ALONE), models, tmp_path / "other")
+    for name in ("tp2", "fsdp2", "dp2 pp2"):
+        layout = LAYOUTS[name]
+        found = four.run(refused, Case("qwen3", "sft", "float32", layout), models, tmp_path / "other")
+        told = [text for worker, text in enumerate(found) if worker in layout.mesh.devices]
+        assert all(says in text and str(tmp_path / "other") in text for text in told), told
+
+
+def test_workers_name_an_expert_that_is_missing_in_a_layer_of_theirs(
+    four: RankProcesses, models: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(models / "qwen3_moe", tmp_path / "qwen3_moe")
+    file, gone = tmp_path / "qwen3_moe" / "model.safetensors", "model.layers.1.mlp.experts.3.up_proj.weight"
+    save_file({name: tensor for name, tensor in load_file(file).items() if name != gone}, file, {"format": "pt"})
+    for name, holders in (("ep2", [0, 1]), ("tp2", [0, 1])):
+        found = four.run(refused, Case("qwen3_moe", "sft", "float32", LAYOUTS[name]), tmp_path, None)
+        assert [worker for worker, text in enumerate(found) if f"the checkpoint lacks '{gone}'" in text] == holders
+        assert [worker for worker, text in enumerate(found) if text] == holders

@@ -97,7 +97,9 @@ def _stage_params(model: ModelSpec, role: ModelRole, layout: Layout, serves: boo
     dense[0] += embedding
     dense[-1] += embedding if layout.pp > 1 and model.tied and role.head == "lm" else head
     routed = [share * model.routed_params() / ranks for share in shares]
-    return [(one / layout.tp, other) for one, other in zip(dense, routed, strict=True)]
+    copied = model.layers * model.kv_copies(layout.tp)  # on every rank
+    cut = [one / layout.tp + share * copied for one, share in zip(dense, shares, strict=True)]
+    return list(zip(cut, routed, strict=True))
 
 
 def expert_copies(layout: Layout) -> int:
