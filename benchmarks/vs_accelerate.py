@@ -40,7 +40,7 @@ PINS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """A way for TRL to run. microbatch: samples of one backward pass of a process. by_length: batches of like lengths."""
+    """A way for TRL to run. microbatch: samples of one backward pass of a process. by_length: like ones together."""
 
     microbatch: int
     by_length: bool

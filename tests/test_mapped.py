@@ -151,7 +151,7 @@ def lacking(held: Held, wanted: Held, shapes: dict[str, tuple[int, ...]], hosts:
 def test_reading_gives_what_messages_give_and_no_element_twice(
     three: RankProcesses, seed: int, hosts: tuple[int, ...]
 ) -> None:
-    """Of one host, and between hosts, where each element comes to a host once and is handed on inside it."""
+    """On one host, and between hosts, where each element comes to a host once and is handed on inside it."""
     found = three.run(both_ways, seed, hosts)
     for right, alike, came, wanted, _ in found:
         assert right

@@ -111,7 +111,7 @@ def _bytes_of(footprint: Footprint, term: str) -> int:
 
 
 def _toy_excess(request: PlanRequest, call: str, layout: Layout) -> float:
-    """What a worker has over the share that the planner counts, relative: tensors that tensor-parallel ranks hold whole
+    """The part of a worker over the share that the planner counts, relative: tensors that tensor-parallel ranks hold whole
     (norms, routers), and rows that are cut over more workers than divide them. Much at toy width, little in a model."""
     from realgraph.runtime.parallel.cuts import is_expert
     from realgraph.runtime.parallel.exchange import layout_boxes

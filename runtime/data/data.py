@@ -230,6 +230,8 @@ class DataSet:
             case "float32" | "float64":
                 if isinstance(value, int | float) and not isinstance(value, bool):
                     return float(value)
+            case "experts":
+                pass  # generation's to choose
         raise ValueError(f"expected {key.dtype}, got {kind(value)}")
 
     def _prompt(self, value: Any, template: Template) -> list[int]:

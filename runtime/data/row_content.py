@@ -179,6 +179,8 @@ def cell_value(text: str, dtype: DType) -> Any:
                 raise ValueError(f"expected JSON: {error}") from error
         case "tokens" | "text":
             return text
+        case "experts":
+            raise ValueError("the experts of tokens are generation's to choose")
 
 
 def _number(text: str) -> int | float:

@@ -169,7 +169,7 @@ def _plain_error(value: float, dtype: DType) -> Any:
             return []
         case "text":
             return ""
-        case "json":
+        case "json" | "experts":
             return None
 
 
@@ -244,6 +244,8 @@ def _scalar(name: str, dtype: DType, value: object) -> Any:
             expected = "a list of token ids"
         case "json":
             return value
+        case "experts":
+            expected = "nothing: the experts of tokens are generation's to choose"
     raise ValueError(f"returned {_show(value)} for {name!r}; expected {expected}")
 
 

@@ -102,9 +102,8 @@ class PackedModel(nn.Module):
         """The samples of a batch as `forward` takes them: this rank's part, where ranks share batches."""
         if self.context is not None:
             return ContextSegments(batch.lengths, self.context, batch.tokens.device)
-        shared = (
-            share_prefixes(batch, _needed(batch, wants), wants.routes) if self._shares(batch.tokens.device) else None
-        )
+        shares = self._shares(batch.tokens.device)
+        shared = share_prefixes(batch, _needed(batch, wants), wants.routes) if shares else None
         return Segments(batch.lengths, batch.tokens.device, shared)
 
     def _shares(self, device: torch.device) -> bool:

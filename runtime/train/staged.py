@@ -165,7 +165,7 @@ class StageRoutes:
         return with_notes(hidden, self._kept[action.microbatch, action.chunk][2])
 
     def balance(self, action: Action) -> Tensor:
-        """Of all layers, on the last stage. Collective over the ranks that share rows."""
+        """The term of all layers, on the last stage. Collective over the ranks that share rows."""
         return load_balance(self._kept[action.microbatch, action.chunk][2], self._sharers)
 
     def backward(self, action: Action, made: Tensor, grad: Tensor | None) -> None:
