@@ -69,8 +69,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(kind: msgspec.inspect.Type) -> set[object]:
-    """The values that a field of this type may have: each value of a literal, none and some of a list, one and more of ranks and
-    chunks, more than none of amounts."""
+    """The values that a field of this type may have: each value of a literal, none and some of a list, one and more of
+    ranks and chunks, more than none of amounts."""
     match kind:
         case msgspec.inspect.LiteralType(values=values):
             return set(values)

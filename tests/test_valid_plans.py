@@ -16,6 +16,7 @@ from realgraph.run_file.compose import check_run
 from tests import tiny
 from tests.runs import finish, merged
 
+SLOW = (HealthCheck.too_slow, HealthCheck.filter_too_much)
 EXAMPLES = 2 if settings().derandomize else 40  # a run each, and its like on one device
 TWIN = {  # a second trained role beside the policy
     "models": {"twin": {"init": "actor", "trainable": True, "dtype": "float32"}},
@@ -110,7 +111,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=SLOW)
 @given(drawn=run_files())
 def test_a_plan_that_the_planner_makes_runs_with_the_numbers_of_one_device(
     models: Path, drawn: tuple[str, dict[str, Any]]

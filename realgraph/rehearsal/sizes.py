@@ -111,17 +111,17 @@ def _bytes_of(footprint: Footprint, term: str) -> int:
 
 
 def _toy_excess(request: PlanRequest, call: str, layout: Layout) -> float:
-    """The part of a worker over the share that the planner counts, relative: tensors that tensor-parallel ranks hold whole
-    (norms, routers), and rows that are cut over more workers than divide them. Much at toy width, little in a model."""
+    """The bytes of a worker over the share that the planner counts, relative: tensors that tensor-parallel ranks hold
+    whole (norms, routers), and rows that are cut over more workers than divide them. Much at toy width alone."""
     from realgraph.runtime.parallel.cuts import is_expert
     from realgraph.runtime.parallel.exchange import layout_boxes
 
     if layout.sharding == "replicated" and not cuts_model(layout):
         return 0.0
     shapes, ranks = toy_shapes(request, request.graph.role(call)), layout.dp * layout.cp
-    model, whole = (request.model(call), request.role(call).head), replace(layout, sharding="replicated")
+    head, whole = request.role(call).head, replace(layout, sharding="replicated")
     worst = 0.0
-    for boxes in layout_boxes(shapes, whole, model).values():
+    for boxes in layout_boxes(shapes, whole, (request.model(call), head)).values():
         held = sum(box.numel for box in boxes.values())
         uncut = sum(box.numel for name, box in boxes.items() if box.shape == shapes[name] and not is_expert(name))
         rows = sum(-(-box.shape[0] // ranks) * ranks * box.numel // box.shape[0] for box in boxes.values())

@@ -130,12 +130,13 @@ class Ranks:
         if self.group is None:
             return lambda: values[None]
         rows = [torch.empty_like(values) for _ in range(self.size)]
-        begun: list[dist.Work] = []
+        begun: list[dist.Work | None] = []
         gather = partial(dist.all_gather, rows, values, group=self.group, async_op=True)
         self._guard("all-gather", lambda: begun.append(gather()))
 
         def rows_of_all() -> Tensor:
-            self._guard("all-gather", begun[0].wait)
+            if begun[0] is not None:
+                self._guard("all-gather", begun[0].wait)
             return torch.stack(rows)
 
         return rows_of_all
