@@ -28,7 +28,7 @@ class DeviceMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before = 0 if device.type == "cuda" else _status_bytes("VmRSS")
+        self._before = 0 if device.type == "cuda" else _status_bytes("VmRSS") if _reset_peak() else None
         self._most = 0
 
     def begin(self) -> None:
@@ -37,26 +37,32 @@ class DeviceMemory:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         elif self._before is not None:
-            PEAK_RESET.write_text("5")  # proc(5): sets VmHWM to what is resident now
+            _reset_peak()
 
     def peak(self) -> int | None:
         """Bytes; None on systems that don't tell."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
-        held = _status_bytes("VmHWM")
-        return None if held is None or self._before is None else max(0, held - self._before)
+        return None if self._before is None else max(0, _status_bytes("VmHWM") - self._before)
 
     def most(self) -> int:
         """The most since the worker began."""
         return max(self._most, self.peak() or 0)
 
 
-def _status_bytes(field: str) -> int | None:
-    """A field of this process's status in bytes. None where the system has no such file, or can't reset its peak."""
-    if not PEAK_RESET.exists():
-        return None
+def _reset_peak() -> bool:
+    """Count the process's peak from what is resident now. False on systems that don't."""
+    try:
+        PEAK_RESET.write_text("5")  # proc(5): VmHWM
+    except OSError:
+        return False
+    return True
+
+
+def _status_bytes(field: str) -> int:
+    """A field of this process's status, in bytes."""
     lines = (line.split() for line in STATUS.read_text().splitlines())
-    return next((1024 * int(words[1]) for words in lines if words[0] == f"{field}:"), None)
+    return next(1024 * int(words[1]) for words in lines if words[0] == f"{field}:")
 
 
 class Resources:
