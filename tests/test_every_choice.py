@@ -30,7 +30,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "together": {
         "graph": "ppo",
         "allocation": {
-            "rollout": {"devices": 4, "dp": 2, "tp": 2, "ep": 2},
+            "rollout": {"devices": 4, "dp": 4, "ep": 4},
             "ref_logp": {"devices": 4, "dp": 2, "cp": 2, "sharding": "fsdp", "residency": "offloaded"},
             "values": {"first": 2, "devices": 2, "tp": 2},
             "train_actor": {

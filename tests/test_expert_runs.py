@@ -23,7 +23,6 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "replayed_one": (1, {}),
     "replayed": (4, {"train": {"first": 0, **EP2}, "rollout": {"first": 2, "devices": 2, "pp": 2}}),
-    "apart": (4, {"train": {"first": 0, **EP2}, "rollout": {"first": 2, "devices": 2}}),
     "generating": (2, {"train": EP2, "rollout": EP2}),
     "ep4_tp2": (4, {"train": {"devices": 4, "dp": 2, "tp": 2, "ep": 4}}),
 }

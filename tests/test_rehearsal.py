@@ -78,21 +78,6 @@ def test_the_plan_of_a_cluster_runs_here_with_the_numbers_of_one_process(
     assert plan.allocations["train_actor"].layout.tp == 2
 
 
-def test_a_mixture_is_rehearsed_with_its_experts_spread(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Over all devices of a stage, tensor-parallel ranks among them; and where samples are made."""
-    mixture = {**QWEN3, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
-    (file.parent / "model/config.json").write_text(json.dumps(mixture))
-    asked = ["allocation.train_actor={devices: 4, tp: 2, ep: 4}", "allocation.train_critic={devices: 4, ep: 2}"]
-    asked.append("allocation.rollout={devices: 4, dp: 4, ep: 4}")
-    rehearse_command(file, asked, None, file.parent / "kept")
-    said = capsys.readouterr().out
-    assert "numbers are those of one process" in said
-    assert "train_actor/load_imbalance" in said and "differs" not in said
-    plan = plan_from_json((file.parent / "kept/planned/plan.json").read_text(), "plan")
-    layouts = [plan.allocations[name].layout for name in ("train_actor", "rollout")]
-    assert [(layout.tp, layout.ep) for layout in layouts] == [(2, 4), (1, 4)]
-
-
 def test_a_plan_file_is_rehearsed_and_one_that_can_not_be_is_refused_at_its_place(file: Path, tmp_path: Path) -> None:
     checked = check_run(file, (), weights=False)
     plan = json.loads(plan_to_json(plan_for(checked, request_for(checked))))
