@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -179,7 +180,12 @@ def test_the_end_of_a_run_names_its_checkpoint_and_what_comes_next(
     assert len(reference) == STEPS
     (output,) = [path.read_text() for path in home.glob("reference-*.out")]
     folder = home / "reference"
-    assert output.splitlines()[-4:] == [
+    lines = output.splitlines()[-5:]
+    amount = r"[\d.]+ [MG]B"
+    assert re.fullmatch(
+        rf"  most memory: rollout {amount} \({amount} planned\), train {amount} \({amount} planned\)", lines.pop(1)
+    )
+    assert lines == [
         f"finished after step {STEPS}",
         f"  saved: {folder}/checkpoints/step-{STEPS:06d}",
         f"  go on: realgraph run --resume {folder} steps={2 * STEPS}",

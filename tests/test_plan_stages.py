@@ -123,7 +123,8 @@ def test_bytes_are_those_of_the_fullest_stage(name: str, pp: int, tp: int, tied_
     head = embedding if tied_head else model.hidden
     most = 0.0
     for stage, ranges in enumerate(layer_ranges(stages_of(model, role.head, layout))):
-        held = sum(len(one) for one in ranges) / model.layers * layers
+        of_a_layer = layers / model.layers + model.kv_copies(2**tp) * 2**tp
+        held = sum(len(one) for one in ranges) * of_a_layer
         most = max(most, held + embedding * (stage == 0) + head * (stage == pp - 1))
     assert memory.local_params(model, role, layout) == pytest.approx(most / 2**tp, abs=2)
     assert memory.local_routed(model, role, layout) <= routed
