@@ -69,7 +69,7 @@ def step_seconds(ranks: LayoutRanks, folder: Path, name: str, sequences: int) ->
 
 
 def read_bytes_per_second() -> float:
-    """Of plain memory, by one thread: the best of three."""
+    """The rate at which one thread reads plain memory: the best of three."""
     data = torch.ones(READ_BYTES // 4)
     seconds = []
     for _ in range(3):
