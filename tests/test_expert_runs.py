@@ -126,4 +126,4 @@ def weights_of(run: Path) -> Path:
 
 
 def test_a_run_with_experts_apart_goes_on_as_if_it_had_not_stopped(home: Path, tmp_path: Path) -> None:
-    check_resumed(ran(home, "apart"), tmp_path / "moved")
+    check_resumed(ran(home, "replayed"), tmp_path / "moved")
