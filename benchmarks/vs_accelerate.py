@@ -30,6 +30,7 @@ SKIPPED = 2  # of them, before the steady state
 ROUNDS = 2
 TARGET = 2.0
 LR = 1e-5
+PROMPT_TOKENS = 8
 BUDGET = 1024  # tokens of a micro-batch of ours
 CHARACTERS = [chr(0x4E00 + number) for number in range(4095)]  # a token each
 PINS: dict[str, dict[str, Any]] = {
@@ -87,7 +88,10 @@ def make_folder(home: Path) -> None:
     for _ in range(SAMPLES * (STEPS + 2)):
         length = min(504, max(8, int(rng.lognormvariate(3.8, 0.9))))
         rows.append(
-            {"prompt": "".join(rng.choices(CHARACTERS, k=8)), "answer": "".join(rng.choices(CHARACTERS, k=length))}
+            {
+                "prompt": "".join(rng.choices(CHARACTERS, k=PROMPT_TOKENS)),
+                "answer": "".join(rng.choices(CHARACTERS, k=length)),
+            }
         )
     (home / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
@@ -99,7 +103,11 @@ def run_ours(home: Path, pins: dict[str, Any]) -> float:
         "graph": "sft",
         "params": {"lr": LR},
         "models": {"actor": {"path": "model", "dtype": "float32"}},
-        "data": {"path": "train.jsonl", "max_prompt_tokens": 8, "columns": {"prompt": "prompt", "response": "answer"}},
+        "data": {
+            "path": "train.jsonl",
+            "max_prompt_tokens": PROMPT_TOKENS,
+            "columns": {"prompt": "prompt", "response": "answer"},
+        },
         "batch": {"groups": SAMPLES, "max_new_tokens": 512},
         "calls": {"train": {"optimizer": {"betas": [0.9, 0.95], "weight_decay": 0.0}}},
         "allocation": {"train": pins},
@@ -112,7 +120,9 @@ def run_ours(home: Path, pins: dict[str, Any]) -> float:
     execute(command, 1, out / "log.txt")
     records = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steady = [record for record in records if record["type"] == "step"][SKIPPED:]
-    return sum(step["metrics"]["batch/new_tokens"] for step in steady) / sum(step["seconds"] for step in steady)
+    sizes = [(step["metrics"]["batch/tokens"], step["metrics"]["batch/samples"]) for step in steady]
+    trained = sum(tokens - PROMPT_TOKENS * samples for tokens, samples in sizes)
+    return float(trained / sum(step["seconds"] for step in steady))
 
 
 def run_trl(home: Path, setting: Setting) -> float:
