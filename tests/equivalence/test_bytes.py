@@ -15,7 +15,7 @@ from realgraph.planner.inputs.model_spec import spec_from_config
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.engine import RELEASED, TrainSettings
 from realgraph.runtime.parallel.groups import LayoutRanks
-from realgraph.runtime.train.engine import open_engine
+from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from tests import tiny
 from tests.equivalence.layouts import LAYOUTS
 from tests.equivalence.training import OPTIMIZER, Case, call_of, minibatches, ranks_of
@@ -36,14 +36,24 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def opened(here: LayoutRanks, case: Case, models: Path) -> TorchTrainEngine:
+    """A trained copy."""
+    settings = TrainSettings(max_tokens_per_microbatch=40, optimizer=OPTIMIZER, total_steps=8, skip_idle=False)
+    role = ModelRole(trainable=True, dtype=case.dtype)
+    return open_engine(role, str(models / case.model), case.layout, here, settings)
+
+
+def train_once(engine: TorchTrainEngine, case: Case) -> None:
+    """A train call on this rank's share of the mini-batches."""
+    engine.train(call_of(case), [batch.select([engine.ranks.dp.rank]) for batch in minibatches(case.dtype, 0)])
+
+
 def counted(ranks: LayoutRanks, case: Case, models: Path) -> dict[str, int] | None:
     """Bytes on one worker, after a step; of gradients the most there are at a time, and what is left of them."""
     here = ranks_of(case, ranks)
     if here is None:
         return None
-    settings = TrainSettings(max_tokens_per_microbatch=40, optimizer=OPTIMIZER, total_steps=8, skip_idle=False)
-    role = ModelRole(trainable=True, dtype=case.dtype)
-    engine = open_engine(role, str(models / case.model), case.layout, here, settings)
+    engine = opened(here, case, models)
     masters, adam = engine.masters, engine.adam
     assert masters is not None and adam is not None
     fresh, collect = [0], masters.collect
@@ -56,7 +66,7 @@ def counted(ranks: LayoutRanks, case: Case, models: Path) -> dict[str, int] | No
         collect()
 
     masters.collect = watched  # type: ignore[method-assign]
-    engine.train(call_of(case), [batch.select([here.dp.rank]) for batch in minibatches(case.dtype, 0)])
+    train_once(engine, case)
     separate = masters.tensors if masters.separate else []
     return {
         "weights": sum(part.values.nbytes for part in engine.contents.weights.values()),
@@ -94,9 +104,7 @@ def gathered_bytes(ranks: LayoutRanks, case: Case, models: Path) -> dict[str, in
     here = ranks_of(case, ranks)
     if here is None:
         return None
-    settings = TrainSettings(max_tokens_per_microbatch=40, optimizer=OPTIMIZER, total_steps=8, skip_idle=False)
-    role = ModelRole(trainable=True, dtype=case.dtype)
-    engine = open_engine(role, str(models / case.model), case.layout, here, settings)
+    engine = opened(here, case, models)
     masters, most = engine.masters, {"weights": 0, "gradients": 0}
     assert masters is not None
     collect, network = masters.collect, engine.model
@@ -118,7 +126,7 @@ def gathered_bytes(ranks: LayoutRanks, case: Case, models: Path) -> dict[str, in
         collect()
 
     masters.collect = watched  # type: ignore[method-assign]
-    engine.train(call_of(case), [batch.select([here.dp.rank]) for batch in minibatches(case.dtype, 0)])
+    train_once(engine, case)
     return {**most, "casts": casts}
 
 
