@@ -247,8 +247,8 @@ class Compute:
     def _collect(self) -> Generated | None:
         """Groups that generation has finished; on workers that only follow a head, there is nothing but its failure."""
         if self._rollouts is not None:
-            made, peak = self._rollouts.collect(self.worker), self._resources.memory.peak()
-            if made is None or peak is None:
+            made = self._rollouts.collect(self.worker)
+            if made is None or (peak := self._resources.memory.peak()) is None:
                 return made
             return msgspec.structs.replace(made, metrics={**made.metrics, PEAK_BYTES: Max(float(peak))})
         for engine in self.roles.rollouts.values():
