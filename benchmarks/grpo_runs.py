@@ -227,6 +227,12 @@ def execute(command: Sequence[str], threads: int, log: Path) -> CpuClock:
     return clock
 
 
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    """The records of the steps of a run, from its directory."""
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if record["type"] == "step"]
+
+
 def run_ours(home: Path, case: Case, groups: int, seconds: float) -> Measured:
     """`realgraph run` for about so many seconds of steady state, on two workers."""
     out = Path(tempfile.mkdtemp(prefix="ours-", dir=home))
@@ -236,10 +242,7 @@ def run_ours(home: Path, case: Case, groups: int, seconds: float) -> Measured:
     (home / "run.yaml").write_text(json.dumps(run_file(case, groups, steps, log)), encoding="utf-8")
     command = [sys.executable, "-m", "realgraph.cli", "run", str(home / "run.yaml"), f"outputs.dir={out / 'run'}"]
     clock = execute(command, 1, out / "log.txt")
-    lines = (out / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
-    found = [record for record in records if record.get("kind", record.get("type")) == "step"]
-    steady = found[skipped:]
+    steady = steps_of(out / "run")[skipped:]
     metrics: list[dict[str, float]] = [record["metrics"] for record in steady]
     took = sum(record["seconds"] for record in steady)
     lengths = [int(line) for line in log.read_text(encoding="utf-8").split()]

@@ -10,6 +10,24 @@ from typing import Any
 
 from benchmarks.grpo_runs import GROUP, LR, score
 
+# Of every trainer of TRL: AdamW as ours, on CPUs in float32, and nothing that costs time besides the work.
+COMMON: dict[str, Any] = {
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "lr_scheduler_type": "constant",
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "logging_steps": 1_000_000,
+    "logging_nan_inf_filter": False,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "seed": 1,
+}
+
 
 def trl_main(task: dict[str, Any]) -> None:
     """Train until the time is over; leaves rank-N.json with the moments at which steps ended, and the lengths."""
@@ -62,7 +80,7 @@ def warm_up(ends: Sequence[float], seconds: float) -> int:
 
 
 def trl_config(task: dict[str, Any], out: Path) -> Any:
-    """TRL's settings: as ours, and nothing that costs time besides the work."""
+    """TRL's settings: as ours; see `COMMON`."""
     from trl.trainer.grpo_config import GRPOConfig
 
     running = min(task["samples"] // task["processes"], 128)
@@ -86,23 +104,10 @@ def trl_config(task: dict[str, Any], out: Path) -> Any:
         epsilon_high=0.28,
         loss_type="dapo",
         learning_rate=LR,
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        lr_scheduler_type="constant",
         max_steps=100_000,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
         use_transformers_continuous_batching=task["continuous"],
         transformers_continuous_batching_config=batching if task["continuous"] else None,
-        logging_steps=1_000_000,
-        logging_nan_inf_filter=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        seed=1,
+        **COMMON,
     )
 
 

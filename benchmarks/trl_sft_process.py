@@ -13,6 +13,8 @@ from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 from trl.trainer.sft_trainer import SFTTrainer
 
+from benchmarks.trl_process import COMMON
+
 
 class CountingTrainer(SFTTrainer):  # type: ignore[misc]
     """An SFTTrainer that counts the tokens it trains on, and shards its model on CPUs where it is told to.
@@ -84,7 +86,7 @@ def main(task: dict[str, Any]) -> None:
 
 
 def config(task: dict[str, Any], out: Path) -> Any:
-    """TRL's settings: as ours, and nothing that costs time besides the work."""
+    """TRL's settings: as ours; see `COMMON`."""
     from trl.trainer.sft_config import SFTConfig
 
     return SFTConfig(
@@ -94,21 +96,8 @@ def config(task: dict[str, Any], out: Path) -> Any:
         train_sampling_strategy="group_by_length" if task["by_length"] else "random",
         max_length=None,
         learning_rate=task["lr"],
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        lr_scheduler_type="constant",
         max_steps=task["steps"],
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        logging_steps=1_000_000,
-        logging_nan_inf_filter=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        seed=1,
+        **COMMON,
     )
 
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.grpo_runs import execute
+from benchmarks.grpo_runs import execute, steps_of
 from benchmarks.machine import describe
 
 RESULTS = Path(__file__).parent / "results" / "vs_accelerate.json"
@@ -118,8 +118,7 @@ def run_ours(home: Path, pins: dict[str, Any]) -> float:
     (home / "run.yaml").write_text(json.dumps(run), encoding="utf-8")
     command = [sys.executable, "-m", "realgraph.cli", "run", str(home / "run.yaml"), f"outputs.dir={out / 'run'}"]
     execute(command, 1, out / "log.txt")
-    records = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    steady = [record for record in records if record["type"] == "step"][SKIPPED:]
+    steady = steps_of(out / "run")[SKIPPED:]
     sizes = [(step["metrics"]["batch/tokens"], step["metrics"]["batch/samples"]) for step in steady]
     trained = sum(tokens - PROMPT_TOKENS * samples for tokens, samples in sizes)
     return float(trained / sum(step["seconds"] for step in steady))
