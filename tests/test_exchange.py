@@ -28,8 +28,9 @@ from realgraph.runtime.parallel.exchange import (
     layout_boxes,
     reallocation,
 )
-from realgraph.runtime.parallel.groups import CollectiveError, LayoutRanks
+from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.parallel.mapped import MappedRoute
+from realgraph.runtime.parallel.rendezvous import CollectiveError
 from realgraph.runtime.parallel.routes import rounds
 from realgraph.runtime.parallel.shares import shares
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine

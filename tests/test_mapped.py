@@ -21,8 +21,9 @@ from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.engine import TrainSettings
 from realgraph.runtime.parallel.cuts import Box
 from realgraph.runtime.parallel.exchange import UNBOUNDED, Reallocation, WeightPart, WorkerParts, exchange
-from realgraph.runtime.parallel.groups import CollectiveError, LayoutRanks
+from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.parallel.mapped import MappedRoute
+from realgraph.runtime.parallel.rendezvous import CollectiveError
 from realgraph.runtime.parallel.routes import rounds
 from realgraph.runtime.parallel.segments import WeightSegment, share_weights
 from realgraph.runtime.train.engine import open_engine

@@ -13,7 +13,8 @@ from realgraph.planner.plan.layout import DeviceMesh, Layout, Recompute
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.engine import LogprobGap, NumericsError, TrainSettings
 from realgraph.runtime.models.weights import whole
-from realgraph.runtime.parallel.groups import CollectiveError, LayoutRanks, Ranks
+from realgraph.runtime.parallel.groups import LayoutRanks, Ranks
+from realgraph.runtime.parallel.rendezvous import CollectiveError
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from realgraph.runtime.wire.protocol import Metric, merge
 from tests import tiny

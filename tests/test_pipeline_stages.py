@@ -17,10 +17,11 @@ from realgraph.planner.plan.stages import layer_ranges, stages_of
 from realgraph.runtime.engine import LogprobGap, NumericsError, TrainSettings
 from realgraph.runtime.models.models import Start, build
 from realgraph.runtime.parallel.cuts import Box, Shard, cut
-from realgraph.runtime.parallel.groups import CollectiveError, LayoutRanks
+from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.parallel.pipeline.executor import StageExecutor, StagePasses
 from realgraph.runtime.parallel.pipeline.schedules import Action, Pipe
 from realgraph.runtime.parallel.pipeline.stage import layer_stages
+from realgraph.runtime.parallel.rendezvous import CollectiveError
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from tests import tiny
 from tests.engines import CPU, OPTIMIZER, call

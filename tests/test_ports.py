@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from realgraph.planner.plan.layout import DeviceMesh, Layout
-from realgraph.runtime.parallel.groups import CollectiveError, LayoutRanks, Rendezvous, reach_store
+from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.parallel.ports import listening_sockets, refuse_connections
+from realgraph.runtime.parallel.rendezvous import CollectiveError, Rendezvous, reach_store
 from tests.ranks import RankProcesses
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -21,7 +21,8 @@ from realgraph.planner.plan.axes import coordinates_of, expert_copies, expert_ra
 from realgraph.planner.plan.layout import Layout
 from realgraph.planner.plan.stages import layer_ranges, stages_of
 from realgraph.runtime.parallel.cuts import Box, Shard, cut, is_expert, overlap, rows
-from realgraph.runtime.parallel.groups import CollectiveError, Member
+from realgraph.runtime.parallel.groups import Member
+from realgraph.runtime.parallel.rendezvous import CollectiveError
 from realgraph.runtime.parallel.routes import Holdings, Message, Piece, cut_to, rounds
 from realgraph.runtime.parallel.segments import WeightSegment
 from realgraph.runtime.wire.protocol import ArrivedBytes

@@ -1,16 +1,12 @@
 """Process groups of a run's workers, and the sums and shards made over them. Knows no loss and no optimizer.
 
-Worker 0 opens a file that nobody else's processes can read; all workers join one default group through it. The groups
-of every layout (its whole mesh, and each axis) are counted by all in one order, and made by their members alone. CPU
-tensors travel by gloo over the loopback interface, GPU tensors by NCCL. Once the groups stand, gloo's ports answer
-nobody. Every collective has a deadline.
+All workers join one default group through the store that worker 0 opens (`Rendezvous`). The groups of every layout
+(its whole mesh, and each axis) are counted by all in one order, and made by their members alone. CPU tensors travel by
+gloo over the loopback interface, GPU tensors by NCCL. Once the groups stand, gloo's ports answer nobody. Every
+collective has a deadline.
 """
 
-import os
 import platform
-import shutil
-import sys
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FileStore, Store
+from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -28,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from realgraph.planner.plan.axes import MeshAxis, expert_copies, expert_groups, groups_of, session_groups
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.parallel.ports import listening_sockets, refuse_connections
+from realgraph.runtime.parallel.rendezvous import CollectiveError
 from realgraph.runtime.processes.environment import set_for_library
 
 FLAT_BYTES = 1 << 28  # of one all-reduce: larger buffers go in pieces, so that a backend's copy stays small
@@ -35,10 +32,6 @@ FLAT_BYTES = 1 << 28  # of one all-reduce: larger buffers go in pieces, so that 
 _AXES: tuple[tuple[MeshAxis, ...], ...] = (("dp",), ("cp",), ("tp",), ("pp",), ("cp", "dp"))
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames both
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class CollectiveError(RuntimeError):
-    """A collective failed or missed its deadline: a rank of the group is gone or far behind."""
 
 
 @dataclass(frozen=True)
@@ -56,43 +49,6 @@ class Member:
     def host(self) -> str:
         """This worker's."""
         return self.hosts[self.worker] if self.hosts else ""
-
-
-class Rendezvous:
-    """Worker 0's file through which the workers of one host meet: nobody but this user can open it.
-
-    On Linux it is anonymous memory, reached through /proc, so that nothing is left of it after any end; elsewhere a
-    file in a folder of its own. `close` it once the groups have ended.
-    """
-
-    def __init__(self) -> None:
-        self._folder = ""
-        if sys.platform == "linux":
-            self._file = os.memfd_create("realgraph-rendezvous", os.MFD_CLOEXEC)
-            os.fchmod(self._file, 0o600)
-            self.address = f"/proc/{os.getpid()}/fd/{self._file}"
-        else:
-            self._folder = tempfile.mkdtemp(prefix="realgraph-")  # mode 0700
-            self.address = os.path.join(self._folder, "rendezvous")
-            self._file = os.open(self.address, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-
-    def close(self) -> None:
-        """The file is gone; the address means nothing any more."""
-        os.close(self._file)
-        if self._folder:
-            shutil.rmtree(self._folder)
-
-
-def reach_store(address: str, n_workers: int, timeout_seconds: float) -> Store:
-    """The store in the file of a Rendezvous. Raises CollectiveError where there is none, or it can't be opened."""
-    if not os.path.exists(address):  # torch would make a file of its own
-        raise CollectiveError(f"worker 0's rendezvous {address} is gone, and so is worker 0")
-    try:
-        store = FileStore(address, n_workers)
-    except RuntimeError as error:
-        raise CollectiveError(f"worker 0's rendezvous {address} can't be opened: {error}") from error
-    store.set_timeout(timedelta(seconds=timeout_seconds))
-    return store
 
 
 class Ranks:

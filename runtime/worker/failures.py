@@ -11,7 +11,7 @@ from realgraph.runtime.algorithms.applied import AppliedError
 from realgraph.runtime.engine import LogprobGap, LostPart, NumericsError
 from realgraph.runtime.functions.host import FunctionError
 from realgraph.runtime.job.run_folder import disk_text
-from realgraph.runtime.parallel.groups import CollectiveError
+from realgraph.runtime.parallel.rendezvous import CollectiveError
 from realgraph.runtime.store.bundle import PeerLostError
 from realgraph.runtime.wire.protocol import Failed
 from realgraph.runtime.worker.function_calls import FunctionFailed

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from realgraph.runtime.job.job import Job
-from realgraph.runtime.parallel.groups import Collectives, Member, Rendezvous, reach_store
+from realgraph.runtime.parallel.groups import Collectives, Member
+from realgraph.runtime.parallel.rendezvous import Rendezvous, reach_store
 from realgraph.runtime.processes.launcher import WorkerBoot
 from realgraph.runtime.store.store import Store
 from realgraph.runtime.store.transfer import DataPlane, host_id

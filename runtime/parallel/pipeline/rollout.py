@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from realgraph.runtime.parallel.groups import CollectiveError
 from realgraph.runtime.parallel.pipeline.schedules import Action, Handover
 from realgraph.runtime.parallel.pipeline.stage import PipelineStage, stage_of, walk
 from realgraph.runtime.parallel.pipeline.transfers import Transfers
+from realgraph.runtime.parallel.rendezvous import CollectiveError
 
 Drawn = tuple[Tensor, Tensor]  # tokens [n] int64, and their log-probabilities [n]
 _DRAWS_TAG = 1  # hidden states have tag 0
