@@ -1,17 +1,18 @@
 """Process groups of a run's workers, and the sums and shards made over them. Knows no loss and no optimizer.
 
 All workers join one default group through the store that worker 0 opens (`Rendezvous`). The groups of every layout
-(its whole mesh, and each axis) are counted by all in one order, and made by their members alone. CPU tensors travel by
-gloo over the loopback interface, GPU tensors by NCCL. Once the groups stand, gloo's ports answer nobody. Every
-collective has a deadline.
+(its whole mesh, and each axis) are counted by all in one order, and made by their members alone. CPU tensors travel
+through shared memory inside a host and by gloo between hosts, GPU tensors by NCCL. Once the groups stand, gloo's ports
+answer nobody. Every collective has a deadline.
 """
 
+import math
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,10 @@ from realgraph.planner.plan.axes import MeshAxis, expert_copies, expert_groups, 
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.parallel.ports import listening_sockets, refuse_connections
 from realgraph.runtime.parallel.rendezvous import CollectiveError
+from realgraph.runtime.parallel.shared_memory import SharedMemory, open_shared_memory
 from realgraph.runtime.processes.environment import set_for_library
+
+T = TypeVar("T")
 
 FLAT_BYTES = 1 << 28  # of one all-reduce: larger buffers go in pieces, so that a backend's copy stays small
 # the groups of engines: along an axis, and of all that hold the same part of the weights and sum their gradients
@@ -53,14 +57,21 @@ class Member:
 
 class Ranks:
     """The workers of one group, seen from one of them: of a mesh, or along one axis of a layout. One alone does
-    nothing, and needs no group."""
+    nothing, and needs no group. Tensors on the CPU travel through the memory that workers of one host share."""
 
-    def __init__(self, device: torch.device, group: ProcessGroup | None = None, name: str = "one rank") -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        group: ProcessGroup | None = None,
+        name: str = "one rank",
+        memory: SharedMemory | None = None,
+    ) -> None:
         self.device = device
         self.group = group
         self.name = name
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.size = 1 if group is None else dist.get_world_size(group)
+        self.memory = memory
+        self.rank = memory.rank if memory is not None else 0 if group is None else dist.get_rank(group)
+        self.size = memory.size if memory is not None else 1 if group is None else dist.get_world_size(group)
 
     def add(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place; a large flat tensor goes in pieces."""
@@ -71,58 +82,77 @@ class Ranks:
         return self._reduce(tensor, dist.ReduceOp.MAX)
 
     def _reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        if self.group is not None:
-            flat = tensor.view(-1)
-            for piece in torch.split(flat, max(1, FLAT_BYTES // flat.element_size())):
-                self._guard("all-reduce", partial(dist.all_reduce, piece, op=operation, group=self.group))
+        if self.size == 1:
+            return tensor
+        flat = tensor.view(-1)
+        if (memory := self._memory_for(flat)) is not None:
+            largest = operation == dist.ReduceOp.MAX
+            self._guard("all-reduce", lambda: memory.reduce(flat, largest=largest))
+            return tensor
+        for piece in torch.split(flat, max(1, FLAT_BYTES // flat.element_size())):
+            self._guard("all-reduce", partial(dist.all_reduce, piece, op=operation, group=self.group))
         return tensor
 
     def collect(self, values: Tensor) -> Tensor:
-        """[n] of every rank -> [ranks, n]; on the CPU."""
+        """[...] of every rank -> [ranks, ...]; on the CPU."""
         return self.begin_collect(values)()
 
     def begin_collect(self, values: Tensor) -> Callable[[], Tensor]:
         """`collect` in two halves: the call of what comes back waits for the others."""
-        if self.group is None:
+        if self.size == 1:
             return lambda: values[None]
+        if (memory := self._memory_for(values)) is not None:
+            begun, shape = memory.begin_gather(values.reshape(-1)), (memory.size, *values.shape)
+            return lambda: self._guard("all-gather", begun).view(shape)
         rows = [torch.empty_like(values) for _ in range(self.size)]
-        begun: list[dist.Work | None] = []
         gather = partial(dist.all_gather, rows, values, group=self.group, async_op=True)
-        self._guard("all-gather", lambda: begun.append(gather()))
+        work = self._guard("all-gather", gather)
 
         def rows_of_all() -> Tensor:
-            if begun[0] is not None:
-                self._guard("all-gather", begun[0].wait)
+            if work is not None:
+                self._guard("all-gather", work.wait)
             return torch.stack(rows)
 
         return rows_of_all
 
     def gather_rows(self, own: Tensor) -> Tensor:
         """[n, ...] of every rank -> [ranks x n, ...], in the order of the ranks."""
-        if self.group is None:
+        if self.size == 1:
             return own
+        own = own.contiguous()
         rows = own.new_empty((self.size * own.shape[0], *own.shape[1:]))
-        self._guard("all-gather", partial(_ALL_GATHER, rows, own.contiguous(), group=self.group))
+        if (memory := self._memory_for(own)) is not None:
+            self._guard("all-gather", lambda: memory.gather(own.view(-1), rows.view(memory.size, -1)))
+        else:
+            self._guard("all-gather", partial(_ALL_GATHER, rows, own, group=self.group))
         return rows
 
     def scatter_rows(self, rows: Tensor) -> Tensor:
         """[ranks x n, ...] of every rank -> [n, ...]: this rank's rows of their sum."""
-        if self.group is None:
+        if self.size == 1:
             return rows
+        rows = rows.contiguous()
         own = rows.new_empty((rows.shape[0] // self.size, *rows.shape[1:]))
-        self._guard("reduce-scatter", partial(_REDUCE_SCATTER, own, rows.contiguous(), group=self.group))
+        if (memory := self._memory_for(own)) is not None:
+            self._guard("reduce-scatter", lambda: memory.scatter(rows.view(memory.size, -1), own.view(-1)))
+        else:
+            self._guard("reduce-scatter", partial(_REDUCE_SCATTER, own, rows, group=self.group))
         return own
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """The tensor of rank `source` on every rank, in place."""
-        if self.group is not None:
+        if self.size == 1:
+            return tensor
+        if (memory := self._memory_for(tensor)) is not None:
+            self._guard("broadcast", lambda: memory.broadcast(tensor.view(-1), source))
+        else:
             self._guard("broadcast", partial(dist.broadcast, tensor, group=self.group, group_src=source))
         return tensor
 
     def swap(self, own: Tensor, peer: int) -> Tensor:
         """The tensor of rank `peer`, which calls this alike with one of this shape and gets this rank's."""
         other = torch.empty_like(own)
-        if self.group is None or peer == self.rank:
+        if peer == self.rank:
             return other.copy_(own)
         both = [dist.P2POp(dist.isend, own, group=self.group, group_peer=peer)]
         both.append(dist.P2POp(dist.irecv, other, group=self.group, group_peer=peer))
@@ -132,11 +162,17 @@ class Ranks:
     def exchange_rows(self, rows: Tensor, out: Sequence[int], into: Sequence[int]) -> Tensor:
         """[sum of out, ...] -> [sum of into, ...]: the first `out[0]` rows go to rank 0, and so on; `into[r]` rows come
         from rank r, in the order of the ranks. out and into may be 0 here and there."""
-        if self.group is None:
+        if self.size == 1:
             return rows
+        rows = rows.contiguous()
         came = rows.new_empty((sum(into), *rows.shape[1:]))
-        call = partial(dist.all_to_all_single, came, rows.contiguous(), list(into), list(out), group=self.group)
-        self._guard("all-to-all", call)
+        if (memory := self._memory_for(rows)) is not None:
+            width = math.prod(rows.shape[1:])
+            counts = [n * width for n in out], [n * width for n in into]
+            self._guard("all-to-all", lambda: memory.exchange(rows.view(-1), came.view(-1), *counts))
+        else:
+            call = partial(dist.all_to_all_single, came, rows, list(into), list(out), group=self.group)
+            self._guard("all-to-all", call)
         return came
 
     def barrier(self) -> None:
@@ -149,9 +185,12 @@ class Ranks:
             raise ValueError("a mesh of one rank shards nothing")
         return TorchMesh.from_group(self.group, self.device.type, mesh_dim_names=("dp",))
 
-    def _guard(self, what: str, call: Callable[[], Any]) -> None:
+    def _memory_for(self, tensor: Tensor) -> SharedMemory | None:
+        return self.memory if tensor.device.type == "cpu" else None
+
+    def _guard(self, what: str, call: Callable[[], T]) -> T:
         try:
-            call()
+            return call()
         except RuntimeError as error:  # gloo and NCCL raise RuntimeError and its subclasses
             raise CollectiveError(f"{what} over {self.name} failed: {error}") from error
 
@@ -228,7 +267,8 @@ class Collectives:
             group = dist.new_group(list(workers), timeout=deadline, backend="gloo")
             if member.worker in workers:
                 assert isinstance(group, ProcessGroup)
-                self._sessions[workers] = Ranks(torch.device("cpu"), group, _named(workers))
+                memory = self._shared(store, workers, deadline, "session")
+                self._sessions[workers] = Ranks(torch.device("cpu"), group, _named(workers), memory)
         refuse_connections(listening_sockets() - open_before)
 
     def _open(self, store: Store, workers: tuple[int, ...], backend: str, deadline: timedelta) -> None:
@@ -246,7 +286,15 @@ class Collectives:
                 raise _unformed(store, workers, error) from error
         if is_member:
             assert isinstance(group, ProcessGroup)
-            self._groups[workers] = Ranks(self.member.device, group, _named(workers))
+            memory = self._shared(store, workers, deadline, "layout")
+            self._groups[workers] = Ranks(self.member.device, group, _named(workers), memory)
+
+    def _shared(self, store: Store, workers: tuple[int, ...], timeout: timedelta, purpose: str) -> SharedMemory | None:
+        """What a group's workers share; None where they are on several hosts."""
+        hosts = self.member.hosts
+        if len({hosts[worker] for worker in workers} if hosts else {""}) > 1:
+            return None
+        return open_shared_memory(store, workers, self.member.worker, timeout, f"{purpose}/{_key(workers)}")
 
     def ranks(self, mesh: DeviceMesh) -> Ranks:
         """The workers of a mesh that this one belongs to. Raises KeyError for a mesh that was not announced."""
@@ -272,6 +320,9 @@ class Collectives:
 
     def close(self) -> None:
         """Leave all groups; not collective."""
+        for ranks in (*self._groups.values(), *self._sessions.values()):
+            if ranks.memory is not None:
+                ranks.memory.close()
         self._groups.clear()
         self._sessions.clear()
         if self.member.n_workers > 1 and dist.is_initialized():
@@ -302,7 +353,11 @@ def _named(workers: Sequence[int]) -> str:
 
 
 def _mark(workers: Sequence[int], worker: int) -> str:
-    return f"realgraph/{'-'.join(map(str, workers))}/{worker}"
+    return f"realgraph/{_key(workers)}/{worker}"
+
+
+def _key(workers: Sequence[int]) -> str:
+    return "-".join(map(str, workers))
 
 
 def _arrive(store: Store, workers: Sequence[int], worker: int) -> None:
