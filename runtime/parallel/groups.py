@@ -1,4 +1,4 @@
-"""Process groups of a run's workers, and the sums and shards made over them. Knows no loss and no optimizer.
+"""Process groups of a run's workers, and the collectives made over them. Knows no loss and no optimizer.
 
 All workers join one default group through the store that worker 0 opens (`Rendezvous`). The groups of every layout
 (its whole mesh, and each axis) are counted by all in one order, and made by their members alone. CPU tensors travel
@@ -16,11 +16,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from realgraph.planner.plan.axes import MeshAxis, expert_copies, expert_groups, groups_of, session_groups
 from realgraph.planner.plan.layout import DeviceMesh, Layout
@@ -370,25 +369,3 @@ def _unformed(store: Store, workers: Sequence[int], error: Exception) -> Collect
     missing = [worker for worker in workers if not store.check([_mark(workers, worker)])]
     who = f"; never came: worker {', '.join(map(str, missing))}" if missing else ""
     return CollectiveError(f"{_named(workers)} could not form their group{who}: {error}")
-
-
-def shard(
-    model: nn.Module,
-    layers: Iterable[nn.Module],
-    ranks: Ranks,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    left_out: set[nn.Parameter] | None = None,
-) -> None:
-    """Cut the parameters over the ranks by FSDP2, a group per layer and one for the rest.
-
-    dtypes: of computation, and of the sharded parameters and the sums of gradients. Gradients are summed, not averaged:
-    losses carry global denominators. left_out: parameters that stay as they are.
-    """
-    compute, master = dtypes
-    policy = MixedPrecisionPolicy(param_dtype=None if compute == master else compute, reduce_dtype=master)
-    mesh = ranks.mesh()
-    for part in (*layers, model):
-        sharded = fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=left_out)
-        assert isinstance(sharded, FSDPModule)
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)

@@ -28,9 +28,10 @@ from realgraph.runtime.models.weights import full_tensors, take_weights, weight_
 from realgraph.runtime.parallel.exchange import WeightPart
 from realgraph.runtime.parallel.experts.block import join_experts, shard_experts
 from realgraph.runtime.parallel.experts.routing import load_metrics, record_of
-from realgraph.runtime.parallel.groups import LayoutRanks, Ranks, shard
+from realgraph.runtime.parallel.groups import LayoutRanks, Ranks
 from realgraph.runtime.parallel.pipeline.stage import cut_stages, layer_stages
 from realgraph.runtime.parallel.segments import WeightSegment, share_weights
+from realgraph.runtime.parallel.sharding import shard
 from realgraph.runtime.parallel.tensor.network import cut_network
 from realgraph.runtime.parallel.tensor.pieces import cut_of, shard_of
 from realgraph.runtime.train import files as train_files

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from realgraph.runtime.parallel.cuts import split
 from realgraph.runtime.parallel.experts.dispatch import Dispatch
 from realgraph.runtime.parallel.experts.routing import RoutingRecord, choose
-from realgraph.runtime.parallel.groups import Ranks, shard
+from realgraph.runtime.parallel.groups import Ranks
+from realgraph.runtime.parallel.sharding import shard
 from realgraph.runtime.parallel.tensor.edges import Edges
 from realgraph.runtime.parallel.tensor.network import edges_of
 
