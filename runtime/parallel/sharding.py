@@ -1,12 +1,16 @@
-"""Parameters cut over ranks by torch's FSDP2, with gradients that are sums."""
+"""Parameters cut over ranks by torch's FSDP2, with gradients that are sums. CPU ranks of one host gather and sum them
+through shared memory."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from realgraph.runtime.parallel.groups import Ranks
+from realgraph.runtime.parallel.shared_memory import SharedMemory
 
 
 def shard(
@@ -29,3 +33,43 @@ def shard(
         assert isinstance(sharded, FSDPModule)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
+        if ranks.memory is not None and ranks.device.type == "cpu":
+            sharded.set_custom_all_gather(_Gather(ranks.memory))
+            sharded.set_custom_reduce_scatter(_Scatter(ranks.memory))
+
+
+class _Gather(AllGather):
+    """FSDP2's all-gather through shared memory."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        self._memory.gather(input_tensor.view(-1), output_tensor.view(self._memory.size, -1))
+
+
+class _Scatter(ReduceScatter):
+    """FSDP2's reduce-scatter through shared memory; of sums."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> None:
+        if op != dist.ReduceOp.SUM:
+            raise ValueError(f"gradients of shards are summed, not reduced by {op}")
+        self._memory.scatter(input_tensor.view(self._memory.size, -1), output_tensor.view(-1))
