@@ -56,7 +56,7 @@ def collective(case: Collective, ranks: Ranks) -> Callable[[], object]:
         case "scatter":
             return partial(ranks.scatter_rows, whole)
         case "exchange":
-            return partial(dist.all_to_all_single, torch.empty_like(whole), whole, group=ranks.group)
+            return partial(ranks.exchange_rows, whole, [rows] * ranks.size, [rows] * ranks.size)
         case "p2p":
             return partial(_there_and_back, whole, ranks)
 
