@@ -289,7 +289,7 @@ class Collectives:
             self._groups[workers] = Ranks(self.member.device, group, _named(workers), memory)
 
     def _shared(self, store: Store, workers: tuple[int, ...], timeout: timedelta, purpose: str) -> SharedMemory | None:
-        """What a group's workers share; None where they are on several hosts."""
+        """The memory that a group's workers share; None where they are on several hosts."""
         hosts = self.member.hosts
         if len({hosts[worker] for worker in workers} if hosts else {""}) > 1:
             return None

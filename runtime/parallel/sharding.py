@@ -44,7 +44,7 @@ class _Gather(AllGather):
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -59,7 +59,7 @@ class _Scatter(ReduceScatter):
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -67,7 +67,7 @@ class _Scatter(ReduceScatter):
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: dist.ProcessGroup,
-        op: dist.ReduceOp,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
         if op != dist.ReduceOp.SUM:

@@ -61,7 +61,7 @@ class SharedMemory:
     @torch.no_grad()
     def reduce(self, flat: Tensor, *, largest: bool = False) -> None:
         """Sum, or largest, over the ranks, in place. flat: [n], of n alike on all ranks."""
-        for piece in flat.split(SLOT_BYTES // flat.element_size()):
+        for piece in torch.split(flat, SLOT_BYTES // flat.element_size()):
             slots = self._share(piece)
             if self.size == 2 or len(piece) * piece.element_size() < PARTED_BYTES:
                 _combine(slots, largest, piece)
@@ -111,7 +111,7 @@ class SharedMemory:
     @torch.no_grad()
     def broadcast(self, flat: Tensor, source: int) -> None:
         """The values of rank `source` on every rank, in place. flat: [n], of n alike on all ranks."""
-        for piece in flat.split(SLOT_BYTES // flat.element_size()):
+        for piece in torch.split(flat, SLOT_BYTES // flat.element_size()):
             if self.rank == source:
                 self._share(piece)
             else:
@@ -121,13 +121,13 @@ class SharedMemory:
     def exchange(self, rows: Tensor, came: Tensor, out: Sequence[int], into: Sequence[int]) -> None:
         """rows: [sum of out] -> came: [sum of into]. The first `out[0]` values go to rank 0, and so on; `into[r]` come
         from rank r."""
-        leaving, arriving = rows.split(list(out)), came.split(list(into))
+        leaving, arriving = torch.split(rows, list(out)), torch.split(came, list(into))
         per_round = SLOT_BYTES // rows.element_size() // self.size  # to each rank
         first, rounds = 0, 1
         while first < rounds * per_round:
             self._finish()
             slots = self._typed(rows.dtype)[self._round % 2, :, : self.size * per_round]
-            slots = slots.unflatten(1, (self.size, per_round))
+            slots = slots.view(self.size, self.size, per_round)
             for rank, values in enumerate(leaving):
                 part = values[first : first + per_round]
                 slots[self.rank, rank, : len(part)] = part
