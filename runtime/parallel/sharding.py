@@ -34,11 +34,11 @@ def shard(
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
         if ranks.memory is not None and ranks.device.type == "cpu":
-            sharded.set_custom_all_gather(_Gather(ranks.memory))
-            sharded.set_custom_reduce_scatter(_Scatter(ranks.memory))
+            sharded.set_custom_all_gather(_ShardGather(ranks.memory))
+            sharded.set_custom_reduce_scatter(_GradientScatter(ranks.memory))
 
 
-class _Gather(AllGather):
+class _ShardGather(AllGather):
     """FSDP2's all-gather through shared memory."""
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -53,7 +53,7 @@ class _Gather(AllGather):
         self._memory.gather(input_tensor.view(-1), output_tensor.view(self._memory.size, -1))
 
 
-class _Scatter(ReduceScatter):
+class _GradientScatter(ReduceScatter):
     """FSDP2's reduce-scatter through shared memory; of sums."""
 
     def __init__(self, memory: SharedMemory) -> None:
