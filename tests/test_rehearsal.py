@@ -133,12 +133,21 @@ def test_bytes_that_differ_from_what_is_predicted_are_seen() -> None:
     assert [Counted("train", "weights", n, 100, 0.02).alike for n in (97, 98, 102, 103)] == [False, True, True, False]
 
 
-@pytest.mark.parametrize(("tp", "dp", "ep"), [(4, 1, 2), (2, 2, 2), (4, 1, 4), (1, 2, 2), (2, 4, 1)])
-def test_bytes_of_a_toy_mixture_are_the_planners_but_for_what_tensor_parallel_ranks_hold_whole(
-    tmp_path: Path, tp: int, dp: int, ep: int
+@pytest.mark.parametrize(
+    ("kind", "tp", "dp", "ep"),
+    [
+        ("qwen3_moe", 4, 1, 2),
+        ("qwen3_moe", 2, 2, 2),
+        ("qwen3_moe", 4, 1, 4),
+        ("qwen3_moe", 2, 4, 1),
+        ("gemma2", 4, 2, 1),
+    ],
+)
+def test_bytes_of_a_toy_model_are_the_planners_but_for_what_tensor_parallel_ranks_hold_whole(
+    tmp_path: Path, kind: str, tp: int, dp: int, ep: int
 ) -> None:
     """Experts may have more holders than the rest, so that what lies whole weighs more among the moments."""
-    write_toy_model(tmp_path, toy_config(tiny.config("qwen3_moe").to_dict(), 17, 1.0), 0)
+    write_toy_model(tmp_path, toy_config(tiny.config(kind).to_dict(), 17, 1.0), 0)
     with safe_open(tmp_path / "model.safetensors", "numpy") as tensors:
         shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     model, role = load_model_spec(str(tmp_path), Where(), tmp_path), ModelRole(trainable=True)

@@ -128,14 +128,14 @@ def toy_excess(shapes: Shapes, model: tuple[ModelSpec, Head], layout: Layout, *,
     ranks, copies = (layout.dp * layout.cp, expert_copies(layout)) if divided else (1, 1)
     worst = 0.0
     for boxes in layout_boxes(shapes, whole, model).values():
-        share = excess = 0.0
+        held = excess = 0.0
         for name, box in boxes.items():
             parts = copies if is_expert(name) else ranks
             uncut = box.shape == shapes[name] and not is_expert(name)
-            share += box.numel / parts
-            excess += (math.ceil(box.shape[0] / parts) / box.shape[0] - 1 / parts) * box.numel
-            excess += uncut * (1 - 1 / layout.tp) * box.numel / parts
-        worst = max(worst, excess / share)
+            even, rows = box.numel / parts, math.ceil(box.shape[0] / parts) * box.numel / box.shape[0]
+            held += rows
+            excess += rows - even + uncut * (1 - 1 / layout.tp) * even
+        worst = max(worst, excess / (held - excess))
     return worst
 
 
