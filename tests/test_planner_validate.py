@@ -52,7 +52,19 @@ LATE = tuple(Turn(name) for name in ("ref", "values", "actor_train", "critic_tra
         (
             edited(FOUND, "generate", residency="offloaded"),
             "$.allocations.generate.residency",
-            "generate calls of a trained role",
+            "weights that 'actor_train' trains",
+        ),
+        (edited(FOUND, "values", residency="offloaded"), "$.allocations.values.residency", "'critic_train' trains"),
+        (edited(FOUND, "ref", residency="reallocated"), "$.allocations.ref.residency", "weights that nothing trains"),
+        (
+            edited(FOUND, "actor_train", residency="reallocated"),
+            "$.allocations.actor_train.residency",
+            "trains its weights itself",
+        ),
+        (
+            edited(FOUND, "ref", dp=1, tp=8, sharding="fsdp"),
+            "$.allocations.ref.layout.sharding",
+            "of which this layout has one",
         ),
         (replace(FOUND, orders={**FOUND.orders, 3: FOUND.orders[3][1:]}), "$.orders.3", "'generate' is missing"),
         (replace(FOUND, orders={**FOUND.orders, 9: ()}), "$.orders.9", "devices 0 to 7"),

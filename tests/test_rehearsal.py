@@ -1,6 +1,7 @@
 """Rehearsals: a plan of a cluster runs here at toy width with the numbers of one process; what differs is seen."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -10,22 +11,29 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from safetensors import safe_open
 
 from realgraph.commands.rehearse import rehearse_command
 from realgraph.graphs.errors import ConfigError, Where
-from realgraph.planner.inputs.model_spec import known_models, spec_from_config
+from realgraph.graphs.spec import ModelRole
+from realgraph.planner.costs.memory.memory import expert_copies, trained_copy
+from realgraph.planner.inputs.model_spec import known_models, load_model_spec, spec_from_config
 from realgraph.planner.plan.codec import plan_from_json, plan_to_json
+from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.rehearsal.compare import compared, too_old
-from realgraph.rehearsal.models import CHARACTERS, toy_config
+from realgraph.rehearsal.models import CHARACTERS, toy_config, write_toy_model
 from realgraph.rehearsal.observer import StepsSeen
 from realgraph.rehearsal.order import misordered
 from realgraph.rehearsal.scale import ToyScale
-from realgraph.rehearsal.sizes import Counted
+from realgraph.rehearsal.sizes import TOLERANCE, Counted, toy_excess
 from realgraph.rehearsal.texts import real_rows
 from realgraph.rehearsal.tokenizer import write_tokenizer
 from realgraph.run.planning import plan_for, request_for
 from realgraph.run_file.compose import check_run
 from realgraph.runtime.master.observer import Span
+from realgraph.runtime.parallel.cuts import is_expert
+from realgraph.runtime.parallel.exchange import layout_boxes
+from tests import tiny
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
@@ -123,6 +131,37 @@ def test_bytes_that_differ_from_what_is_predicted_are_seen() -> None:
     assert Counted("rollout", "weights moved", 100, 100).alike
     assert not Counted("rollout", "weights moved", 101, 100).alike
     assert [Counted("train", "weights", n, 100, 0.02).alike for n in (97, 98, 102, 103)] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "dp", "ep"),
+    [
+        ("qwen3_moe", 4, 1, 2),
+        ("qwen3_moe", 2, 2, 2),
+        ("qwen3_moe", 4, 1, 4),
+        ("qwen3_moe", 2, 4, 1),
+        ("gemma2", 4, 2, 1),
+    ],
+)
+def test_bytes_of_a_toy_model_are_the_planners_but_for_what_tensor_parallel_ranks_hold_whole(
+    tmp_path: Path, kind: str, tp: int, dp: int, ep: int
+) -> None:
+    """Experts may have more holders than the rest, so that what lies whole weighs more among the moments."""
+    write_toy_model(tmp_path, toy_config(tiny.config(kind).to_dict(), 17, 1.0), 0)
+    with safe_open(tmp_path / "model.safetensors", "numpy") as tensors:
+        shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    model, role = load_model_spec(str(tmp_path), Where(), tmp_path), ModelRole(trainable=True)
+    layout = Layout(mesh=DeviceMesh(0, tp * dp), tp=tp, dp=dp, ep=ep)
+    planned = trained_copy(model, role, layout)
+    for divided, predicted in ((False, planned.weights), (True, planned.optimizer // 2)):
+        held = 0
+        for boxes in layout_boxes(shapes, layout, (model, "lm")).values():
+            parts = {name: (expert_copies(layout) if is_expert(name) else dp) if divided else 1 for name in boxes}
+            rows = [math.ceil(box.shape[0] / parts[name]) / box.shape[0] * box.numel for name, box in boxes.items()]
+            held = max(held, round(4 * sum(rows)))
+        tolerance = TOLERANCE + toy_excess(shapes, (model, "lm"), layout, divided=divided)
+        assert Counted("train", "bytes", held, predicted, tolerance).alike
+        assert not Counted("train", "bytes", held, round(predicted * (1 - tolerance - TOLERANCE)), tolerance).alike
 
 
 def test_a_device_that_does_not_keep_the_plans_order_is_seen(file: Path) -> None:

@@ -3,6 +3,7 @@
 import copy
 import random
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -178,6 +179,46 @@ def test_a_replica_draws_what_one_process_draws(
                     assert one.routes is None or routes.tolist() == one.routes.tolist()
                 if request.temperature and not request.top_k:
                     assert_exact(plain, request, own)
+
+
+def prepare_while_others_generate(ranks: LayoutRanks, folder: Path) -> list[int]:
+    """On the head: the versions of a sample's tokens. Its weights come from workers that pause later than it does."""
+    role, groups = ModelRole(path="x", dtype="float32"), joined[0].of_layout(TP4)
+    engine = open_rollout(role, OwnWeights(str(folder), CPU), LIMITS, lambda tokens: "", lambda: None, groups)
+    own = list(build(role, str(folder), Start(CPU)).network.named_parameters())
+
+    def together() -> Iterator[tuple[str, Tensor]]:
+        ranks.mesh.barrier()
+        yield from own
+
+    if groups.heads:
+        engine.submit([Request(1, (5, 9, 2), 40, seed=1)])
+        engine.pause()
+        time.sleep(0.1)  # the others have the request by then, and would take a step
+    else:
+        time.sleep(0.4)  # the head waits for weights by then
+        engine.pause()
+    engine.prepare(whole(together()))
+    engine.switch(1)
+    done: list[Completion] = []
+    if groups.heads:
+        engine.resume()
+        done = engine.take(30.0)
+        engine.pause()
+        engine.dismiss()
+    else:
+        engine.follow()
+    ranks.mesh.barrier()
+    assert engine.close(10.0)
+    return [version for one in done for version in one.versions]
+
+
+def test_new_weights_come_from_workers_that_pause_later(four: RankProcesses, tmp_path: Path) -> None:
+    """The head's engine takes part in exchanges meanwhile, for whose outcome those workers wait before they pause."""
+    versions, *followers = four.run(prepare_while_others_generate, tiny.save(tmp_path / "model"))
+    assert len(versions) == 40
+    assert versions[-1] == 1
+    assert followers == [[], [], []]
 
 
 def generate_ahead(ranks: LayoutRanks, folder: Path, new_tokens: int) -> list[int]:

@@ -9,13 +9,15 @@ from realgraph.graphs.errors import Problem, Where, suggest
 from realgraph.graphs.spec import Generate, Train
 from realgraph.planner.feasibility.diagnose import shown_bytes
 from realgraph.planner.inputs.model_spec import ModelSpec, shape_faults, shape_fix
-from realgraph.planner.options.calls import sample_tokens, stays_on_devices
+from realgraph.planner.options.calls import is_trained, sample_tokens
 from realgraph.planner.options.constraints import (
     FEATURES,
+    ONE_SHARD,
     lacking_axis,
     lacking_dtype,
     lacking_offload,
     lacking_transport,
+    not_offloaded,
     other_tokens,
     token_fields,
 )
@@ -139,6 +141,11 @@ def _engine_problems(plan: Plan, request: PlanRequest, name: str, file: str) -> 
         text = "generation needs whole weights on a device"
         yield Problem(_at(file, f"{place}.layout.sharding"), text, "set it to replicated", "plan_engine")
     yield from _tokens(request, allocation, generates, _at(file, place))
+    yield from _residency(request, name, allocation, _at(file, f"{place}.residency"))
+    layout = allocation.layout
+    if not generates and layout.sharding == "fsdp" and layout.dp * layout.cp == 1 < layout.mesh.n_devices:
+        text = f"{ONE_SHARD}, of which this layout has one"
+        yield Problem(_at(file, f"{place}.layout.sharding"), text, "set it to replicated, or raise dp", "plan_engine")
     if generates and allocation.running < 1:
         text = "0 sequences decode at once: expected 1 or more"
         hint = "as many as a rank's share of the step, or fewer"
@@ -146,6 +153,17 @@ def _engine_problems(plan: Plan, request: PlanRequest, name: str, file: str) -> 
     candidate = candidate_of(request, plan.allocations, name)
     yield from plan_problems(request, name, candidate, _at(file, place))
     yield from _lacking(plan, request, name, file)
+
+
+def _residency(request: PlanRequest, name: str, allocation: Allocation, where: Where) -> Iterator[Problem]:
+    """Problems of weights that can't wait in host memory, or that nobody brings."""
+    call, role = request.graph.calls[name], request.graph.role(name)
+    stays = lacking_offload(request.engine, call) or not_offloaded(request, name)
+    if allocation.residency == "offloaded" and stays:
+        yield Problem(where, stays, "set it to resident", "plan_engine")
+    elif allocation.residency == "reallocated" and (isinstance(call, Train) or not is_trained(request, role)):
+        why = "trains its weights itself" if isinstance(call, Train) else "reads weights that nothing trains"
+        yield Problem(where, f"the call {why}: none are brought to it", "set it to resident", "plan_engine")
 
 
 def _tokens(request: PlanRequest, allocation: Allocation, generates: bool, where: Where) -> Iterator[Problem]:
@@ -173,9 +191,6 @@ def _lacking(plan: Plan, request: PlanRequest, name: str, file: str) -> Iterator
         if text := lacking_axis(support, axis, getattr(allocation.layout, axis), generates=generates):
             hint = f"set {axis} to 1, and dp to what is left of the devices"
             yield Problem(_at(file, f"{place}.layout.{axis}"), text, hint, "plan_engine")
-    stays = lacking_offload(support, request.graph.calls[name]) or stays_on_devices(request, name)
-    if allocation.residency == "offloaded" and stays:
-        yield Problem(_at(file, f"{place}.residency"), stays, "set it to resident", "plan_engine")
     if text := lacking_transport(support, plan.reallocation_transport.get(name, "in_place")):
         hint = f"set it to {' or '.join(support.transports)}"
         yield Problem(_at(file, f"$.reallocation_transport.{name}"), text, hint, "plan_engine")

@@ -24,6 +24,7 @@ FEATURES: dict[Axis, str] = {
     "ep": "expert parallelism: experts spread over devices",
     "cp": "context parallelism: sequences cut over devices",
 }
+ONE_SHARD = "fsdp cuts states over data-parallel ranks"  # in words, of layouts that have one such rank
 
 
 def constraint_problems(request: PlanRequest) -> tuple[Problem, ...]:
@@ -122,25 +123,28 @@ def _sharded(pin: Pin, where: Where) -> Iterator[Problem]:
     """Problems of fsdp where one rank is left to have all shards."""
     ranks, place = (pin.tp or 1) * (pin.pp or 1), _field(where, "sharding")
     if (pin.dp == 1 and (pin.cp or 1) == 1) or (pin.devices is not None and pin.devices == ranks):
-        text = "fsdp cuts states over data-parallel ranks, of which this pin leaves one"
-        yield Problem(place, text, "leave sharding out, or raise dp", "pin")
+        yield Problem(place, f"{ONE_SHARD}, of which this pin leaves one", "leave sharding out, or raise dp", "pin")
 
 
 def _offloaded(request: PlanRequest, name: str, where: Where) -> Iterator[Problem]:
-    """Problems of weights that can't wait in the host's memory."""
-    call = request.graph.calls[name]
-    other = next((n for n in train_calls(request, request.graph.role(name)) if n != name), "")
+    """Problems of a pin that has weights wait in the host's memory."""
     if not request.constraints.offload:
         text = "the call is pinned to be offloaded, but constraints.offload is false"
         yield Problem(where, text, "leave one of them out", "pin")
-    elif isinstance(call, Train) and other:
-        text = f"{other!r} trains the same role: the states that both use stay on the devices"
-        yield Problem(where, text, "leave residency out", "pin")
-    elif not isinstance(call, Train) and is_trained(request, request.graph.role(name)):
-        text = f"the call reads weights that {other!r} trains: they are brought to it, none wait for it elsewhere"
-        yield Problem(where, text, "leave residency out, or offload the train call", "pin")
-    elif text := stays_on_devices(request, name):
-        yield Problem(where, text, "leave residency out", "pin")
+    elif text := not_offloaded(request, name):
+        reads = not isinstance(request.graph.calls[name], Train) and is_trained(request, request.graph.role(name))
+        yield Problem(where, text, f"leave residency out{', or offload the train call' if reads else ''}", "pin")
+
+
+def not_offloaded(request: PlanRequest, name: str) -> str:
+    """Reason why the weights of a call can't wait in the host's memory, '' where they can."""
+    call = request.graph.calls[name]
+    other = next((n for n in train_calls(request, request.graph.role(name)) if n != name), "")
+    if isinstance(call, Train) and other:
+        return f"{other!r} trains the same role: the states that both use stay on the devices"
+    if other:
+        return f"the call reads weights that {other!r} trains: they are brought to it, none wait for it elsewhere"
+    return stays_on_devices(request, name)
 
 
 def _lacking(request: PlanRequest, call: ModelCall, pin: Pin, where: Where) -> Iterator[Problem]:

@@ -1,6 +1,7 @@
 """Bytes of a rehearsed run: what workers counted, beside the least that the plan's layouts need, and the planner's
 memory terms for the toy models."""
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -8,7 +9,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from realgraph.graphs.spec import Generate
-from realgraph.planner.costs.memory.memory import Footprint, cuts_model, frozen_copy, trained_copy
+from realgraph.planner.costs.memory.memory import Footprint, cuts_model, expert_copies, frozen_copy, trained_copy
+from realgraph.planner.inputs.model_spec import Head, ModelSpec
 from realgraph.planner.plan.layout import Layout
 from realgraph.planner.plan.plan import Plan, reallocation_node
 from realgraph.planner.plan.residency import copies, reallocations
@@ -88,15 +90,16 @@ def _held(seen: StepsSeen, request: PlanRequest, plan: Plan) -> Iterator[Counted
         if held is None:
             continue
         call = copy.calls[0]
-        model, role = request.model(call), request.role(call)
+        model, role, shapes = request.model(call), request.role(call), toy_shapes(request, request.graph.role(call))
         if copy.trained:
             footprint = trained_copy(model, role, copy.layout)
         else:
             serves = isinstance(request.graph.calls[call], Generate)
             footprint = frozen_copy(model, role, copy.layout, serves)
-        tolerance = TOLERANCE + _toy_excess(request, call, copy.layout)
         for term in TERMS if copy.trained else TERMS[:1]:
             predicted = _bytes_of(footprint, term)
+            divided = copy.layout.sharding == "fsdp" or term == "optimizer"
+            tolerance = TOLERANCE + toy_excess(shapes, (model, role.head), copy.layout, divided=divided)
             yield Counted(", ".join(copy.calls), term, getattr(held, term), predicted, tolerance)
 
 
@@ -110,22 +113,29 @@ def _bytes_of(footprint: Footprint, term: str) -> int:
     return int(getattr(footprint, term))
 
 
-def _toy_excess(request: PlanRequest, call: str, layout: Layout) -> float:
+def toy_excess(shapes: Shapes, model: tuple[ModelSpec, Head], layout: Layout, *, divided: bool) -> float:
     """The bytes of a worker over the share that the planner counts, relative: tensors that tensor-parallel ranks hold
-    whole (norms, routers), and rows that are cut over more workers than divide them. Much at toy width alone."""
+    whole (norms, routers), and rows that are cut over more workers than divide them. Much at toy width alone.
+
+    divided: of what the holders of the same parameters divide among them, of which experts may have more than the rest.
+    """
     from realgraph.runtime.parallel.cuts import is_expert
     from realgraph.runtime.parallel.exchange import layout_boxes
 
     if layout.sharding == "replicated" and not cuts_model(layout):
         return 0.0
-    shapes, ranks = toy_shapes(request, request.graph.role(call)), layout.dp * layout.cp
-    head, whole = request.role(call).head, replace(layout, sharding="replicated")
+    whole = replace(layout, sharding="replicated")
+    ranks, copies = (layout.dp * layout.cp, expert_copies(layout)) if divided else (1, 1)
     worst = 0.0
-    for boxes in layout_boxes(shapes, whole, (request.model(call), head)).values():
-        held = sum(box.numel for box in boxes.values())
-        uncut = sum(box.numel for name, box in boxes.items() if box.shape == shapes[name] and not is_expert(name))
-        rows = sum(-(-box.shape[0] // ranks) * ranks * box.numel // box.shape[0] for box in boxes.values())
-        worst = max(worst, uncut * (1 - 1 / layout.tp) / held + rows / held - 1)
+    for boxes in layout_boxes(shapes, whole, model).values():
+        held = excess = 0.0
+        for name, box in boxes.items():
+            parts = copies if is_expert(name) else ranks
+            uncut = box.shape == shapes[name] and not is_expert(name)
+            even, rows = box.numel / parts, math.ceil(box.shape[0] / parts) * box.numel / box.shape[0]
+            held += rows
+            excess += rows - even + uncut * (1 - 1 / layout.tp) * even
+        worst = max(worst, excess / (held - excess))
     return worst
 
 

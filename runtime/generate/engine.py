@@ -185,10 +185,13 @@ class TorchRolloutEngine:
         return HeldBytes(self._batch.weight_bytes)
 
     def prepare(self, parts: Parts) -> None:
-        """See RolloutEngine. They overwrite the old ones: generation stands still until `switch`."""
+        """See RolloutEngine. They overwrite the old ones: generation stands still until `switch`.
+
+        Parts may come from workers that still wait for the outcome of an exchange, so those go on meanwhile.
+        """
         with self._between_steps():
             self._whole = False
-            self._batch.load_weights(parts)
+        self._batch.load_weights(parts)
 
     def switch(self, version: int) -> None:
         """See RolloutEngine."""
