@@ -1,0 +1,25 @@
+"""The fork server of a test process: whatever a test starts beside itself is forked from it, heavy modules loaded.
+
+multiprocessing has one such server in a process, with the modules that were named when it started. So all tests name
+the same ones, here: ranks, runs, and what the runs fork themselves.
+"""
+
+import multiprocessing
+from multiprocessing.context import ForkServerContext
+
+_NETWORKS = tuple(f"transformers.models.{kind}.modeling_{kind}" for kind in ("qwen3", "llama", "gemma2"))
+PRELOAD = (
+    "torch",
+    "transformers",
+    "realgraph.runtime.worker.worker",
+    "realgraph.runtime.train.engine",
+    "realgraph.__main__",
+    "realgraph.commands.run",
+    "tests.tiny",
+    "tests.runs",
+    *_NETWORKS,
+    "tests.warmed",  # the last
+)
+
+CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(list(PRELOAD))
