@@ -7,10 +7,15 @@ the same ones, here: ranks, runs, and what the runs fork themselves.
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
+from tests.forked import LAST_PRELOADED
+
 _NETWORKS = tuple(f"transformers.models.{kind}.modeling_{kind}" for kind in ("qwen3", "llama", "gemma2"))
 PRELOAD = (
     "torch",
     "transformers",
+    "transformers.models.auto.tokenization_auto",
+    "setproctitle",
+    "xxhash",
     "realgraph.runtime.worker.worker",
     "realgraph.runtime.train.engine",
     "realgraph.__main__",
@@ -18,7 +23,7 @@ PRELOAD = (
     "tests.tiny",
     "tests.runs",
     *_NETWORKS,
-    "tests.warmed",  # the last
+    LAST_PRELOADED,
 )
 
 CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
