@@ -9,7 +9,8 @@ from multiprocessing.context import ForkServerContext
 
 from tests.forked import LAST_PRELOADED
 
-_NETWORKS = tuple(f"transformers.models.{kind}.modeling_{kind}" for kind in ("qwen3", "llama", "gemma2"))
+_KINDS = ("qwen3", "llama", "gemma2", "qwen2", "gemma3", "mistral", "qwen3_moe", "mixtral")
+_NETWORKS = tuple(f"transformers.models.{kind}.modeling_{kind}" for kind in _KINDS)
 PRELOAD = (
     "torch",
     "transformers",
