@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from realgraph.runtime.functions import guardian as guardian_module
 from realgraph.runtime.processes import processes
 
+LAST_PRELOADED = "tests.warmed"  # by the fork server of tests
 PATIENCE = 90.0  # seconds that anything may take before a test gives up on it
 
 
@@ -73,7 +75,7 @@ def guardian(options: str, fds: tuple[int, int], user_dir: str, env: Mapping[str
         os.chdir(user_dir)
         os.environ.clear()
         os.environ.update(env)
-        for name in [name for name, module in sys.modules.items() if _lies_in(module, user_dir)]:
+        for name in [name for name in _own_modules() if _lies_in(sys.modules[name], user_dir)]:
             del sys.modules[name]  # an interpreter of its own would not have them
         guardian_module.main(options)
     finally:
@@ -90,6 +92,11 @@ def _stand_alone(fds: Sequence[int]) -> None:
         os.closerange(first, fd)
         first = fd + 1
     os.closerange(first, 4096)
+
+
+def _own_modules() -> Iterator[str]:
+    """The modules imported since the fork server: a look at the thousands before them would copy all their pages."""
+    return takewhile(lambda name: name != LAST_PRELOADED, reversed(sys.modules))
 
 
 def _lies_in(module: Any, folder: str) -> bool:

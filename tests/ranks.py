@@ -1,12 +1,12 @@
-"""Rank processes that many tests share: a forkserver with torch loaded, and gloo groups between the ranks."""
+"""Rank processes that many tests share, with gloo groups between the ranks."""
 
-import multiprocessing as mp
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 from realgraph.planner.plan.layout import DeviceMesh, Layout
+from tests.preloaded import CONTEXT
 
 DEADLINE_SECONDS = 60.0
 joined: list[Any] = []  # in a rank process: its Collectives
@@ -47,15 +47,12 @@ class RankProcesses:
     as data-parallel ones; returns their results. Groups of other layouts: `joined[0].of_layout`."""
 
     def __init__(self, n_ranks: int = 2, layouts: Sequence[Layout] = (), seconds: float = DEADLINE_SECONDS) -> None:
-        context = mp.get_context("forkserver")
-        networks = [f"transformers.models.{kind}.modeling_{kind}" for kind in ("qwen3", "llama", "gemma2")]
-        context.set_forkserver_preload(["torch", "realgraph.runtime.train.engine", "tests.tiny", *networks])
         self._patience = max(DEADLINE_SECONDS, seconds)
         self._pipes, self._processes = [], []
         address = ""
         for rank in range(n_ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(
                 target=_serve, args=(theirs, (rank, n_ranks, seconds), layouts, address), daemon=True
             )
             process.start()

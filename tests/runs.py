@@ -8,7 +8,6 @@ Everything after that is what `realgraph run` does.
 import importlib
 import json
 import math
-import multiprocessing
 import os
 import shutil
 import signal
@@ -26,16 +25,8 @@ import pytest
 from realgraph.graphs.errors import ConfigError
 from tests.crash_points import CrashPoints
 from tests.forked import PATIENCE, fork_server, guardian
+from tests.preloaded import CONTEXT
 from tests.traces import processes_at, title_of
-
-PRELOAD = (
-    "torch",
-    "transformers",
-    "realgraph.runtime.worker.worker",
-    "realgraph.commands.run",
-    "tests.warmed",
-    __name__,
-)
 
 REWARDS = '''
 import json, os, signal, time
@@ -194,8 +185,6 @@ def _enter(argv: list[str], folder: Path, output: str, special: Special) -> None
     main()
 
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(list(PRELOAD))
 _STARTED: list[ForkServerProcess] = []
 
 
@@ -258,7 +247,7 @@ class Running:
 def start(home: Path, *argv: str, name: str = "run", special: Special = PLAIN) -> Running:
     """`realgraph ARGV...` in `home`. name: of the run directory, for its records."""
     output = home / f"{name}-{time.monotonic_ns()}.out"
-    process = _CONTEXT.Process(target=_enter, args=(list(argv), home / name, str(output), special))
+    process = CONTEXT.Process(target=_enter, args=(list(argv), home / name, str(output), special))
     process.start()
     _STARTED.append(process)
     return Running(process, home, output, home / name)
@@ -277,8 +266,8 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
 
     Raises the ConfigError that it raises there.
     """
-    ours, theirs = _CONTEXT.Pipe()
-    process = _CONTEXT.Process(target=_answer, args=(theirs, function, arguments))
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=_answer, args=(theirs, function, arguments))
     process.start()
     _STARTED.append(process)
     theirs.close()

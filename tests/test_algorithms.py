@@ -153,10 +153,13 @@ def test_a_step_and_a_term_of_ones_own(home: Path) -> None:
     assert abs(mine["train/more_loss"]) > 1e-4
 
 
+HELD: dict[str, Any] = {"params": {"kl_coef": 0.05}, "runtime": {"verify_weights": True}}
+FOLLOWING: dict[str, Any] = {**HELD, "models": {"ref": {"ema_rate": 0.5}}}
+
+
 def test_a_reference_that_follows_stays_nearer(home: Path) -> None:
-    held = {"params": {"kl_coef": 0.05}}
-    still = steps_of(ran(home, "still", GRPO, held))
-    follows = steps_of(ran(home, "follows", GRPO, held, {"models": {"ref": {"ema_rate": 0.5}}}))
+    still = steps_of(ran(home, "still", GRPO, HELD))
+    follows = steps_of(ran(home, "follows", GRPO, FOLLOWING))
     assert still[0]["train/kl"] == follows[0]["train/kl"] == pytest.approx(0.0, abs=1e-6)
     assert 0 < follows[1]["train/kl"] < still[1]["train/kl"]
     for step in (still[1], follows[1]):
@@ -166,10 +169,9 @@ def test_a_reference_that_follows_stays_nearer(home: Path) -> None:
 
 def test_a_reference_follows_in_another_layout_too(home: Path) -> None:
     """Its average moves by parts, which come from where they lie."""
-    follows = {"params": {"kl_coef": 0.05}, "models": {"ref": {"ema_rate": 0.5}}, "runtime": {"verify_weights": True}}
-    whole = steps_of(ran(home, "follows_whole", GRPO, follows))
+    whole = steps_of(ran(home, "follows", GRPO, FOLLOWING))
     layouts = {"train": {"devices": 2, "tp": 2}, "ref_logp": {"devices": 2, "sharding": "fsdp"}}
-    apart = steps_of(ran(home, "follows_apart", GRPO, follows, {"allocation": layouts}))
+    apart = steps_of(ran(home, "follows_apart", GRPO, FOLLOWING, {"allocation": layouts}))
     plan = json.loads((home / "follows_apart/plan.json").read_text())["allocations"]
     assert (plan["train"]["layout"]["tp"], plan["ref_logp"]["layout"]["sharding"]) == (2, "fsdp")
     for ours, theirs in zip(apart, whole, strict=True):
@@ -210,17 +212,6 @@ def test_pairs_of_a_better_and_a_worse_answer(home: Path, name: str) -> None:
     assert steps[0]["train/loss"] == pytest.approx(0.693147, abs=1e-5)  # nothing is preferred yet: log 2
     assert steps[-1]["train/loss"] < 0.68
     assert all(step["batch/samples"] == 16 and step["batch/groups"] == 8 for step in steps)
-
-
-@pytest.mark.parametrize(("staleness", "overdue"), [(1, "mask"), (2, "drop"), (1, "wait")])
-def test_stale_runs_end_and_keep_to_their_bound(home: Path, staleness: int, overdue: str) -> None:
-    late = {"staleness": staleness, "overdue": overdue, "steps": 5}
-    steps = steps_of(ran(home, f"stale-{overdue}", GRPO, late))
-    assert len(steps) == 5
-    assert max(step["staleness/mean"] for step in steps) > 0
-    assert all(step["train/grad_norm"] > 0 and abs(step["train/loss"]) < 1 for step in steps)
-    if overdue != "mask":  # masked tokens are still in the batch
-        assert max(step["staleness/max"] for step in steps) <= staleness
 
 
 def test_a_run_keeps_to_the_staleness_of_its_plan(home: Path) -> None:

@@ -75,7 +75,6 @@ def test_a_call_past_its_deadline_is_named(own: Path, reference: dict[int, dict[
 
 LEFT: dict[str, tuple[dict[str, Any], str]] = {  # how the weights lie, and what fails
     "fsdp, a reward": ({"sharding": "fsdp", "devices": 2}, "reward"),
-    "fsdp, a worker": ({"sharding": "fsdp", "devices": 2}, "worker"),
     "dp x tp, a worker": ({"dp": 2, "tp": 2, "devices": 4}, "worker"),  # whose rows of the moments nobody else has
 }
 

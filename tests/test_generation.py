@@ -84,7 +84,7 @@ def test_slots_of_equal_tokens_are_one_row_of_the_walk(name: str, monkeypatch: p
         assert sum(rows) < 0.8 * n_tokens
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_sample_depends_on_its_seed_alone(seed: int) -> None:
     """Arrival, slots, cache size, prefill chunks and aborted neighbours change no token."""
     rng, module = random.Random(seed), model("qwen3")
@@ -192,7 +192,7 @@ LIMITS = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(ACTIONS, LIMITS, st.integers(0, 5), st.integers(1, 4))
 def test_random_schedules_lose_and_repeat_nothing(
     actions: list[tuple[str, int]], limits: RolloutLimits, seed: int, groups_of: int

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -60,6 +61,17 @@ def check_pages(engine: ContinuousBatch) -> None:
     assert all(not sequence.pages and not sequence.cached for sequence in engine._waiting)
 
 
+def mixed(seed: int) -> list[Request]:
+    """Requests of a seed."""
+    return requests(random.Random(seed), 14, longest=35, groups_of=4)
+
+
+@cache
+def unhindered(module: Any, seed: int) -> dict[int, Completion]:
+    """Their samples where there is memory for all at once."""
+    return run(ContinuousBatch(module, RolloutLimits(max_running=64)), mixed(seed))
+
+
 ACTIONS = st.lists(
     st.tuples(
         st.sampled_from(["submit", "step", "step", "step", "abort", "update", "release", "aside"]), st.integers(0, 7)
@@ -72,13 +84,13 @@ ACTIONS = st.lists(
 @settings(max_examples=10, deadline=None)
 @given(ACTIONS, st.integers(1, 9), st.sampled_from([80, 112, 200, None]), st.sampled_from([4, 64]), st.integers(0, 5))
 def test_short_memory_changes_no_sample_and_loses_no_page(
-    module: Any, actions: list[tuple[str, int]], running: int, cache: int | None, prefill: int, seed: int
+    module: Any, actions: list[tuple[str, int]], running: int, places: int | None, prefill: int, seed: int
 ) -> None:
     """Admissions, ends, aborts, updates, releases and evaluations in any order, in float64."""
-    waiting = requests(random.Random(seed), 14, longest=35, groups_of=4)
+    waiting = mixed(seed)
     others = [replace(r, max_new_tokens=3) for r in waiting[:3]]
-    expected = run(ContinuousBatch(module, RolloutLimits(max_running=64)), waiting)
-    engine = ContinuousBatch(module, RolloutLimits(running, max_cache_tokens=cache, prefill_tokens=prefill))
+    expected = unhindered(module, seed)
+    engine = ContinuousBatch(module, RolloutLimits(running, max_cache_tokens=places, prefill_tokens=prefill))
     live: list[int] = []
     done: dict[int, Completion] = {}
     for action, number in [*actions, ("submit", 14), *[("step", 0)] * 2000]:

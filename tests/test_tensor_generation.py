@@ -53,7 +53,7 @@ KINDS = ("qwen3", "llama", "gemma2")
 MIXTURES = ("qwen3_moe", "mixtral")
 LIMITS = RolloutLimits(max_running=6, max_cache_tokens=240, prefill_tokens=64)
 LIMITS8 = replace(LIMITS, max_running=8)
-SCARCE = replace(LIMITS, max_cache_tokens=96)  # sequences give their pages to older ones
+SCARCE = replace(LIMITS, max_cache_tokens=64)  # sequences give their pages to older ones
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def four() -> Iterator[RankProcesses]:
 
 def wanted_of(seed: int) -> list[Request]:
     """Some greedy, some of a cut distribution, most of the whole one."""
-    made = requests(random.Random(seed), 12, longest=24, groups_of=3)
+    made = requests(random.Random(seed), 12, longest=14, groups_of=3)
     changes: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9}, {"temperature": 0.7}]
     return [replace(request, **changes[request.id % 4]) for request in made]
 
@@ -133,7 +133,11 @@ def plain_network(module: Any, kind: str) -> Any:
 
 
 CASES = [
-    *((layout, kind, dtype) for layout in ("tp4", "dp2_tp2") for kind in KINDS for dtype in ("float64", "float32")),
+    *(("tp4", kind, "float64") for kind in KINDS),
+    ("tp4", "qwen3", "float32"),
+    ("dp2_tp2", "qwen3", "float64"),
+    ("dp2_tp2", "gemma2", "float64"),
+    ("dp2_tp2", "llama", "float32"),
     ("ep2", "qwen3_moe", "float64"),
     ("ep4", "mixtral", "float64"),
     ("ep4", "qwen3_moe", "float32"),

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import gc
-import multiprocessing
 import os
 import random
 import signal
@@ -30,6 +29,7 @@ from realgraph.runtime.store.transfer import DataPlane, GatherRequest, Values, h
 from realgraph.runtime.wire.curve import KeyPair, make_keys
 from realgraph.runtime.wire.protocol import Peer
 from realgraph.runtime.worker.failures import failure
+from tests.preloaded import CONTEXT
 from tests.test_store import random_value, same
 
 ROUTES: tuple[Route, ...] = ("local", "tcp")
@@ -253,11 +253,9 @@ def read(peer: Peer, pipe: Connection) -> None:
 @contextlib.contextmanager
 def owner_process() -> Iterator[tuple[DataPlane, int]]:
     """A reader in this process, connected to an owner in another: the reader and the owner's process id."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
     keys, owner_keys = make_keys(), make_keys()
-    here, there = context.Pipe()
-    process = context.Process(target=own, args=(owner_keys, [keys], there))
+    here, there = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=own, args=(owner_keys, [keys], there))
     process.start()
     assert process.pid is not None
     try:
@@ -329,13 +327,11 @@ def _states(pid: int) -> list[str]:
 
 
 def test_what_a_killed_reader_borrowed_comes_back() -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
     store = Store()
     store.put("w", [0], [torch.ones(1_000_000)])
-    here, there = context.Pipe()
+    here, there = CONTEXT.Pipe()
     with DataPlane(0, store, make_keys(), LOOPBACK) as owner:
-        process = context.Process(target=read, args=(owner.peer, there))
+        process = CONTEXT.Process(target=read, args=(owner.peer, there))
         process.start()
         assert here.poll(60)
         store.drop(["w"], [0])

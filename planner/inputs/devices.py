@@ -1,14 +1,13 @@
 """The table of device kinds: peak rates from data sheets, and the fractions of them that kernels reach."""
 
 from functools import cache
-from importlib.resources import files
 from typing import Annotated
 
 import msgspec
-import yaml
 from msgspec import Meta, Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
+from realgraph.planner.inputs.shipped import shipped_table
 
 Rate = Annotated[float, Meta(ge=1e-6, le=1e3)]  # a fraction, or a ratio; beyond it is a slip of the pen
 Amount = Annotated[float, Meta(ge=0, le=1e3)]  # a fraction or seconds
@@ -84,8 +83,7 @@ class DeviceKind(Struct, frozen=True, forbid_unknown_fields=True):
 @cache
 def device_kinds() -> dict[str, DeviceKind]:
     """The shipped table."""
-    table = yaml.safe_load((files("realgraph.planner.inputs") / "devices.yaml").read_text(encoding="utf-8"))
-    return msgspec.convert(table["kinds"], dict[str, DeviceKind])
+    return msgspec.convert(shipped_table("devices")["kinds"], dict[str, DeviceKind])
 
 
 def device_kind(name: str, where: Where | None = None) -> DeviceKind:

@@ -4,15 +4,14 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
-import yaml
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from realgraph.graphs.errors import ConfigError, Problem, Where, suggest
+from realgraph.planner.inputs.shipped import shipped_table
 
 Architecture = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text"]
 ARCHITECTURES: tuple[str, ...] = get_args(Architecture)
@@ -302,9 +301,7 @@ def load_config(
 @cache
 def known_models() -> dict[str, dict[str, Any]]:
     """Hub id -> the fields of its config.json, from the shipped table."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    text = (files("realgraph.planner.inputs") / "models.yaml").read_text(encoding="utf-8")
-    table: dict[str, list[dict[str, Any]]] = yaml.load(text, Loader=loader)
+    table: dict[str, list[dict[str, Any]]] = shipped_table("models")
     return {name: {"model_type": kind, **row} for kind, rows in table.items() for row in rows for name in row["ids"]}
 
 
