@@ -81,8 +81,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One training, two optimizer steps an epoch: in the second the policy is no longer the one that drew the samples.
-    loss: of `LOSSES`."""
+    """One training. loss: of `LOSSES`."""
 
     model: str
     loss: str = "rl"
@@ -90,12 +89,6 @@ class Case:
     layout: Layout = field(default_factory=lambda: Layout(DeviceMesh(0, 1)))
     recompute: Recompute = "none"
     lr: float = 1e-3
-    epochs: int = 1
-
-    @property
-    def n_steps(self) -> int:
-        """The optimizer steps."""
-        return 2 * self.epochs
 
     @property
     def alone(self) -> "Case":
@@ -125,13 +118,13 @@ def save_models(folder: Path) -> Path:
     return folder
 
 
-def minibatches(dtype: str, seed: int, epochs: int = 1) -> list[Packed]:
-    """Epochs of two ragged mini-batches; samples 0 and 1 of the second have an empty mask."""
+def minibatches(dtype: str, seed: int) -> list[Packed]:
+    """Two epochs of two ragged mini-batches; samples 0 and 1 of the second have an empty mask."""
     first, second = (tiny.batch(tiny.lengths(6, 24, seed + i), seed + i, dtype=getattr(torch, dtype)) for i in range(2))
     mask = second.mask.clone()
     mask[: sum(second.lengths[:2])] = False
     second = replace(second, mask=mask, samples=tuple(range(6, 12)))
-    return [first, second] * epochs
+    return [first, second] * 2
 
 
 def routed(batch: Packed, engine: TorchTrainEngine) -> Packed:
@@ -229,7 +222,7 @@ def call_of(case: Case) -> Train:
         lr=case.lr,
         optimizer=OPTIMIZER,
         minibatches=2,
-        epochs=case.epochs,
+        epochs=2,
         temperature=0.8 if case.loss == "rl" else 1.0,
     )
 
@@ -242,13 +235,13 @@ def ranks_of(case: Case, ranks: LayoutRanks) -> LayoutRanks | None:
 
 
 def train(ranks: LayoutRanks, case: Case, models: Path) -> Training | None:
-    """One worker's training. None on a worker that the layout leaves out."""
+    """One worker's training: four optimizer steps. None on a worker that the layout leaves out."""
     here = ranks_of(case, ranks)
     if here is None:
         return None
     engine = open_case(case, models, here)
     seen = engine.watch()
-    made = minibatches(case.dtype, 0, case.epochs)
+    made = minibatches(case.dtype, 0)
     batches = share([routed(batch, engine) for batch in made] if case.loss == "replayed" else made, here)
     output: Any = OUTPUTS.get(case.loss, "logprobs")
     seen.before = numpy({str(i): engine.inference(batch, output, 0.8) for i, batch in enumerate(batches[:2])})
