@@ -38,9 +38,9 @@ def plan(
     allocations = {}
     for name in asked.mesh_calls:
         mesh = meshes.get(name, ALL)
-        tokens = {"kv_cache_tokens": 65_536} if name == "generate" else {"max_tokens_per_microbatch": 8192}
-        kept = "offloaded" if name in away else "resident"
-        allocations[name] = Allocation(Layout(mesh, dp=mesh.n_devices), **tokens, residency=kept, running=64)
+        cache, tokens = (65_536, None) if name == "generate" else (None, 8192)
+        own = Allocation(Layout(mesh, dp=mesh.n_devices), tokens, kv_cache_tokens=cache, running=64)
+        allocations[name] = replace(own, residency="offloaded") if name in away else own
     turns = {
         device: tuple(
             Turn(name, -(order.index(name) < order.index("generate")))
