@@ -194,8 +194,7 @@ class TrainEngine(Protocol):
         ...
 
     def held_bytes(self) -> HeldBytes:
-        """Bytes that its part of the states takes on the device while a call runs; gradients as in the calls so
-        far."""
+        """Bytes of its part of the states on the device while a call runs; gradients as in the calls so far."""
         ...
 
     def weights(self) -> Weights:
@@ -209,6 +208,11 @@ class TrainEngine(Protocol):
     @property
     def segment(self) -> WeightSegment | None:
         """The shared memory that the weights lie in; None where it is this process's own."""
+        ...
+
+    def prefetched(self) -> AbstractContextManager[int]:
+        """Inside, states that wait in host memory come to the device and stay: the next call finds them there, or waits
+        for them. Entering it waits for nothing. Gives their bytes."""
         ...
 
     def average_weights(self, parts: Parts, rate: float, version: int) -> None:

@@ -11,13 +11,23 @@ from realgraph.graphs.maths import Loss, PolicyGradient, TokenMean
 from realgraph.graphs.spec import ModelRole, Optimizer, Train
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.engine import TrainSettings
-from realgraph.runtime.parallel.groups import LayoutRanks
+from realgraph.runtime.parallel.groups import Collectives, LayoutRanks, Member
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from tests import tiny
 
 CPU = torch.device("cpu")
 OPTIMIZER = Optimizer(weight_decay=0.01)
 POLICY = Loss({"policy": PolicyGradient()}, TokenMean())
+
+
+class OneRank(Collectives):
+    """Every layout as if it were this worker's alone."""
+
+    def __init__(self) -> None:
+        super().__init__(Member(0, 1, CPU, 1.0), None, (), one_host=True)
+
+    def of_layout(self, layout: Layout) -> LayoutRanks:
+        return LayoutRanks.alone(CPU)
 
 
 @pytest.fixture(scope="module")

@@ -315,7 +315,15 @@ def logs(folder: Path) -> str:
 
 
 # times, how many sequences decode when a group is reported, and bytes that an allocator keeps
-OF_THE_CLOCK = ("seconds", "tokens_per_second", "/running", "/waiting", "/peak_bytes", "/planned_bytes")
+OF_THE_CLOCK = (
+    "seconds",
+    "tokens_per_second",
+    "/running",
+    "/waiting",
+    "/peak_bytes",
+    "/planned_bytes",
+    "/prefetched_bytes",
+)
 
 
 class Summed(float):

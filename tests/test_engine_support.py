@@ -20,27 +20,17 @@ from realgraph.run.running import prepare
 from realgraph.runtime.engine import OwnWeights, RolloutLimits, SharedWeights, TrainSettings, WeightSource
 from realgraph.runtime.generate.opening import open_rollout
 from realgraph.runtime.models.models import DTYPES, Start, build
-from realgraph.runtime.parallel.groups import Collectives, LayoutRanks, Member
+from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.train.engine import TorchTrainEngine, open_engine
 from realgraph.runtime.worker.engines import ENGINES, EngineKind
 from realgraph.runtime.worker.roles import Roles
 from tests import tiny
-from tests.engines import CPU, call, engine, folder
+from tests.engines import CPU, OneRank, call, engine, folder
 from tests.run_texts import place
 
 __all__ = ["folder", "place"]
 SPLIT = "allocation={train: {devices: 2, tp: 2}, rollout: {devices: 2, tp: 2}}"
 MACHINE = ("cluster.kind=H100-SXM", "cluster.devices=2")
-
-
-class OneRank(Collectives):
-    """Every layout as if it were this worker's alone."""
-
-    def __init__(self) -> None:
-        super().__init__(Member(0, 1, CPU, 1.0), None, (), one_host=True)
-
-    def of_layout(self, layout: Layout) -> LayoutRanks:
-        return LayoutRanks.alone(CPU)
 
 
 @pytest.fixture

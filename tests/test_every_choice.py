@@ -18,7 +18,8 @@ from realgraph.run_file.compose import check_run
 from tests import tiny
 from tests.runs import finish, merged
 
-PREDICTED = ("error",)  # of a field that tells of measured costs alone: no engine and no schedule reads it
+# Of measured costs, and of GPUs, whose copies cost what runs beside them nothing: no engine and no schedule reads them.
+PREDICTED = ("error", "prefetch_seconds")
 BASE: dict[str, Any] = {
     "models": {"actor": {"path": "model", "dtype": "float32"}},
     "data": {"path": "nowhere/prompts", "max_prompt_tokens": 12},
@@ -46,12 +47,14 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "ahead": {
         "graph": "grpo",
-        "params": {"group_size": 2},
+        "params": {"group_size": 2, "kl_coef": 0.05},
         "batch": {"groups": 4},
         "staleness": 1,
         "allocation": {
+            "ref_logp": {"first": 2, "devices": 2, "dp": 2, "residency": "resident"},
             "rollout": {"first": 0, "devices": 1, "kv_cache_tokens": 24},  # a sequence at a time: it falls behind
-            "train": {"first": 2, "devices": 2, "dp": 2, "recompute": "none", "residency": "resident"},
+            # it comes back while the reference runs
+            "train": {"first": 2, "devices": 2, "dp": 2, "recompute": "none", "residency": "offloaded"},
         },
     },
 }

@@ -1,6 +1,7 @@
 """Offloaded states: nothing of them on the device between calls, and the same training bit for bit."""
 
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -8,15 +9,19 @@ from typing import Any
 import pytest
 import torch
 
+from realgraph.run.running import prepare
+from realgraph.runtime.models import host_states
 from realgraph.runtime.models.host_states import HostStates
 from realgraph.runtime.models.weights import whole
 from realgraph.runtime.train.engine import TorchTrainEngine
 from realgraph.runtime.train.offload import OffloadedEngine
+from realgraph.runtime.worker.roles import Roles
 from tests import tiny
-from tests.engines import call, engine, folder, same, weights_of
+from tests.engines import OneRank, call, engine, folder, same, weights_of
+from tests.run_texts import place
 from tests.runs import finish, home, numbers, records, write_run
 
-__all__ = ["folder", "home"]
+__all__ = ["folder", "home", "place"]
 
 
 def held(one: TorchTrainEngine) -> int:
@@ -131,6 +136,146 @@ def test_views_and_tied_tensors_come_back_through_their_storage() -> None:
         assert torch.equal(second, flat[2:])
 
 
+# --- states that come while the call before runs ----------------------------------------------------------------------
+
+
+class HeldCopies:
+    """Copies from host memory that say that they have begun, and end when they may, or as `error` says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.may_end = threading.Event(), threading.Event()
+        self.error: Exception | None = None
+        self._copy = host_states._copy_beside
+        monkeypatch.setattr(host_states, "_copy_beside", self._held)
+
+    def _held(self, away: host_states.Away) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        self.begun.set()
+        assert self.may_end.wait(30)
+        self._copy(away)
+        if self.error is not None:
+            raise self.error
+
+    def again(self) -> None:
+        self.begun.clear()
+        self.may_end.clear()
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> HeldCopies:
+    return HeldCopies(monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_states_that_come_while_the_call_before_runs_are_the_same_bit_for_bit(
+    dtype: Any, folder: Path, tmp_path: Path, copies: HeldCopies
+) -> None:
+    plain, inner, before = (engine(folder, {"dtype": dtype}) for _ in range(3))
+    one = OffloadedEngine(inner)
+    for step in range(3):
+        copies.again()
+        batch = tiny.batch(tiny.lengths(6, 30, step))
+        with one.prefetched() as nbytes:
+            assert nbytes == one._states.nbytes > 0
+            assert copies.begun.wait(30)  # while the copy is under way, another call begins and ends
+            before.inference(batch, "logprobs", 1.0)
+            assert one._states.away
+            copies.may_end.set()
+            assert one.train(call(), [batch]) == plain.train(call(), [batch])
+            assert held(inner) > 0
+            assert torch.equal(one.inference(batch, "logprobs", 1.0), plain.inference(batch, "logprobs", 1.0))
+        assert held(inner) == 0
+    one.save(tmp_path / "early")
+    plain.save(tmp_path / "plain")
+    for file in sorted((tmp_path / "plain").iterdir()):
+        assert file.read_bytes() == (tmp_path / "early" / file.name).read_bytes(), file.name
+
+
+def test_a_failed_copy_fails_the_call_that_waits_for_it_and_loses_nothing(folder: Path, copies: HeldCopies) -> None:
+    plain, inner = engine(folder), engine(folder)
+    one, batch = OffloadedEngine(inner), tiny.batch([9, 12])
+    copies.error = MemoryError("no room for what comes early")
+    copies.may_end.set()
+    with one.prefetched():
+        with pytest.raises(MemoryError, match="no room for what comes early"):
+            one.train(call(), [batch])
+        assert held(inner) == 0
+    with pytest.raises(MemoryError, match="no room"), one.prefetched():
+        pass  # nobody asked for them: it is told at the end
+    assert one.train(call(), [batch]) == plain.train(call(), [batch])
+    assert held(inner) == 0
+    assert same(weights_of(plain), {name: tensor.clone() for name, tensor in one.weights()})
+
+
+def test_nobody_waits_for_ever_for_what_comes_early(
+    folder: Path, copies: HeldCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = engine(folder)
+    one, expected = OffloadedEngine(inner), weights_of(engine(folder))
+    monkeypatch.setattr(host_states, "ABANDONED_SECONDS", 0.05)
+    with one.prefetched():
+        with pytest.raises(TimeoutError, match=r"did not come from host memory in 0\.05 s"):
+            one.inference(tiny.batch([5]), "logprobs", 1.0)
+        monkeypatch.setattr(host_states, "ABANDONED_SECONDS", 30.0)
+        copies.may_end.set()
+        assert all(torch.equal(expected[name], tensor) for name, tensor in one.weights())
+    assert held(inner) == 0
+
+
+def test_a_worker_brings_states_early_as_the_plan_says(place: Path, copies: HeldCopies) -> None:
+    """From the start of the call before, beside calls without a device, up to the end of their own; another call that
+    has the device, or a checkpoint, comes between them only when they have left."""
+    shutil.rmtree(place / "model")
+    tiny.save(place / "model")
+    pins = "allocation={train: {residency: offloaded, devices: 1}, rollout: {devices: 1}, ref_logp: {devices: 1}}"
+    overrides = ("cluster.kind=cpu", "cluster.devices=1", "params.kl_coef=0.05", pins)
+    job = prepare(place / "run.yaml", overrides, None).job
+    assert job.plan.allocations["train"].prefetch_during == "ref_logp"
+    roles = Roles(job, 0, OneRank(), lambda tokens: "", lambda: None)
+    states = roles.trained["actor"]._states  # type: ignore[attr-defined]
+    with roles.prefetching("rollout") as nbytes:
+        assert (nbytes, copies.begun.is_set()) == (0, False)
+    with roles.prefetching("ref_logp") as nbytes:
+        assert nbytes == 0
+        assert copies.begun.wait(30)
+    with roles.prefetching("advantage") as nbytes:
+        assert nbytes == 0
+        assert states.away
+    copies.may_end.set()
+    with roles.prefetching("train") as nbytes:
+        assert nbytes == states.nbytes > 0
+        with states.used(changed=False):
+            assert not states.away
+        assert not states.away
+    assert states.away
+    for between in ("rollout", ""):
+        with roles.prefetching("ref_logp"):
+            pass
+        if between:
+            with roles.prefetching(between):
+                assert states.away
+        roles.end_prefetches()
+        assert states.away
+        with roles.prefetching("train") as nbytes:
+            assert nbytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_states_come_to_a_gpu_by_a_stream_of_their_own_while_it_computes() -> None:
+    gpu = torch.device("cuda")
+    tensors = [torch.randn(1 << 22, device=gpu) for _ in range(4)]
+    expected, other = [tensor.clone() for tensor in tensors], torch.randn(4096, 4096, device=gpu)
+    states = HostStates(lambda: tensors)
+    for _ in range(3):
+        with states.prefetched():
+            for _ in range(20):
+                other = torch.tanh(other @ other)
+            with states.used(changed=False):
+                assert all(torch.equal(tensor, same) for tensor, same in zip(tensors, expected, strict=True))
+        assert states.away
+
+
 AWAY = {"train_actor": {"residency": "offloaded"}, "ref_logp": {"residency": "offloaded"}}
 LEARNT = ("loss", "grad_norm", "reward")
 
@@ -152,6 +297,10 @@ def test_a_run_with_offloaded_states_trains_as_one_without(home: Path, sharding:
         finish(home, "run", str(write_run(home, f"{sharding}-{name}", base, {"allocation": {**away, **train}})))
     plan = json.loads((home / f"{sharding}-away" / "plan.json").read_text())
     assert [plan["allocations"][call]["residency"] for call in AWAY] == ["offloaded", "offloaded"]
+    assert plan["allocations"]["train_actor"]["prefetch_during"] == "ref_logp"
+    for record in records(home / f"{sharding}-away"):
+        assert record["metrics"]["train_actor/prefetched_bytes"] > 0
+        assert "ref_logp/prefetched_bytes" not in record["metrics"]  # generation comes before it
     ours, theirs = numbers(home / f"{sharding}-away"), numbers(home / f"{sharding}-plain")
     assert ours.keys() == theirs.keys() == {0, 1, 2}
     assert plan["allocations"]["rollout"]["residency"] == "reallocated"

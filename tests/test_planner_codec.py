@@ -50,6 +50,8 @@ ALLOCATIONS = st.builds(
     host_bytes=COUNTS,
     input_seconds=SECONDS,
     error=SECONDS,
+    prefetch_during=WORDS,
+    prefetch_seconds=SECONDS,
 )
 PLANS = st.builds(
     Plan,

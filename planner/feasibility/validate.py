@@ -29,6 +29,7 @@ from realgraph.planner.options.tables import device_bytes, node_bytes
 from realgraph.planner.plan.events import empty_circuit, liveness_graph, moved_calls, show_circuit
 from realgraph.planner.plan.layout import Layout
 from realgraph.planner.plan.plan import PLAN_FORMAT, REALLOCATION, Allocation, Hashes, Plan, reallocation_node
+from realgraph.planner.plan.prefetch import call_before
 from realgraph.planner.plan.stages import stages_fault
 from realgraph.planner.request.request import PlanRequest, hashes, kept_by
 
@@ -50,6 +51,8 @@ def validate(plan: Plan, request: PlanRequest, file: str = "") -> tuple[Problem,
         if not problems:
             plan = replace(plan, allocations=with_stages(request, plan.allocations))
         problems += _orders(plan, request, file)
+    if not problems:
+        problems += [*_prefetches(plan, request, file)]
     if not problems:
         problems += [*_memory(plan, request, file), *_host_memory(plan, request, file)]
         problems += [*_liveness(plan, request, file)]
@@ -254,6 +257,21 @@ def _turns(turns: list[str], due: set[str], place: Where) -> Iterator[Problem]:
     for name in sorted(due - set(turns)):
         why = "both meshes of the reallocation have" if name.startswith(REALLOCATION) else "its mesh has"
         yield Problem(place, f"{name!r} is missing: {why} this device", "", "plan_orders")
+
+
+def _prefetches(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:
+    """States that can't come from host memory while the call that is named runs."""
+    for name, allocation in plan.allocations.items():
+        during, where = allocation.prefetch_during, _at(file, f"$.allocations.{name}.prefetch_during")
+        if during and allocation.residency != "offloaded":
+            yield Problem(where, f"the states of {name!r} are not offloaded", "leave it out", "plan_prefetch")
+        elif during and isinstance(request.graph.calls[name], Generate):
+            text = "generate calls bring their weights themselves"
+            yield Problem(where, text, "leave it out", "plan_prefetch")
+        elif during and during != (before := call_before(request.graph, plan, name)):
+            text = f"{during!r} is not the call before {name!r} on all its devices, with nothing else between the two"
+            hint = f"set it to {before}, or leave it out" if before else "leave it out"
+            yield Problem(where, text, hint, "plan_prefetch")
 
 
 def _memory(plan: Plan, request: PlanRequest, file: str) -> Iterator[Problem]:

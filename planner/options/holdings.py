@@ -1,6 +1,6 @@
 """Bytes of a whole plan: which copies lie on which device, and what each call adds there while it runs."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from msgspec import Struct
@@ -12,8 +12,8 @@ from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.options.calls import is_trained
 from realgraph.planner.options.couplings import train_calls
 from realgraph.planner.options.meshes import group_of
-from realgraph.planner.options.pricing import Holding, holding
-from realgraph.planner.plan.layout import Layout, Stages
+from realgraph.planner.options.pricing import Holding, holding, states_of
+from realgraph.planner.plan.layout import DeviceMesh, Layout, Stages
 from realgraph.planner.plan.option import CallOption, Residency
 from realgraph.planner.plan.plan import Allocation
 from realgraph.planner.plan.residency import shares_trained_copy, waits_apart
@@ -138,6 +138,17 @@ def active_of(request: PlanRequest, allocations: Allocations, call: str) -> Foot
     return _held_by(request, allocations, call).active
 
 
+def prefetched_during(
+    request: PlanRequest, allocations: Allocations, call: str
+) -> tuple[tuple[DeviceMesh, Footprint], ...]:
+    """States of other calls that come from host memory while a call runs, and their devices."""
+    return tuple(
+        (other.layout.mesh, states_of(request, name, other.layout, group_for(request, other.layout)))
+        for name, other in allocations.items()
+        if other.prefetch_during == call
+    )
+
+
 def host_of(request: PlanRequest, allocations: Allocations, call: str) -> int:
     """Bytes per device that wait in the node's memory for a call."""
     return _held_by(request, allocations, call).host
@@ -150,10 +161,13 @@ def _held_by(request: PlanRequest, allocations: Allocations, call: str) -> Holdi
 
 def peak_of(request: PlanRequest, allocations: Allocations, call: str) -> tuple[int, Footprint]:
     """The device of the call's mesh that is fullest while it runs, and what it holds then."""
-    mesh, copies = allocations[call].layout.mesh, held_copies(request, allocations)
+    mesh = allocations[call].layout.mesh
+    held_there = [(copy.layout.mesh, copy.footprint) for copy in held_copies(request, allocations)]
+    held_there += prefetched_during(request, allocations, call)
+    firsts = _first_devices(there for there, _ in held_there)
     held = {
-        device: sum((c.footprint for c in copies if device in c.layout.mesh.devices), Footprint())
-        for device in sorted({mesh.first, *(device for device in _first_devices(copies) if device in mesh.devices)})
+        device: sum((footprint for there, footprint in held_there if device in there.devices), Footprint())
+        for device in sorted({mesh.first, *(device for device in firsts if device in mesh.devices)})
     }
     worst = max(held, key=lambda device: held[device].total)
     return worst, held[worst] + active_of(request, allocations, call)
@@ -162,15 +176,16 @@ def peak_of(request: PlanRequest, allocations: Allocations, call: str) -> tuple[
 def resident_on(request: PlanRequest, allocations: Allocations, first: int, stop: int) -> int:
     """Bytes that lie there all the time on the fullest of the devices from `first` up to `stop`."""
     copies = held_copies(request, allocations)
-    devices = {first, *(device for device in _first_devices(copies) if first < device < stop)}
+    firsts = _first_devices(copy.layout.mesh for copy in copies)
+    devices = {first, *(device for device in firsts if first < device < stop)}
     return max(sum(c.footprint.total for c in copies if device in c.layout.mesh.devices) for device in devices)
 
 
-def _first_devices(copies: tuple[ResidentCopy, ...]) -> Iterator[int]:
+def _first_devices(meshes: Iterable[DeviceMesh]) -> Iterator[int]:
     """Devices where what lies there changes."""
-    for copy in copies:
-        yield copy.layout.mesh.first
-        yield copy.layout.mesh.first + copy.layout.mesh.n_devices
+    for mesh in meshes:
+        yield mesh.first
+        yield mesh.first + mesh.n_devices
 
 
 def offloading(request: PlanRequest, allocations: Allocations) -> dict[int, int]:

@@ -324,6 +324,24 @@ def offloading_seconds(request: PlanRequest, call: str, candidate: CallOption, c
     """Frozen weights are read from the host before use; trained states are read and written back."""
     if candidate.residency != "offloaded":
         return 0.0
-    copy, trains = copy_of(request, call, candidate.layout, cluster), isinstance(request.graph.calls[call], Train)
-    moved = copy.total - copy.gradients
+    trains = isinstance(request.graph.calls[call], Train)
+    moved = states_of(request, call, candidate.layout, cluster).total
     return (2 if trains else 1) * offload_seconds(cluster, moved, factors_of(request, cluster))
+
+
+def states_of(request: PlanRequest, call: str, layout: Layout, cluster: Cluster) -> Footprint:
+    """Bytes of a copy that wait in host memory where it is offloaded."""
+    return replace(copy_of(request, call, layout, cluster), gradients=0)
+
+
+def host_seconds(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of a priced call in which its states come from the host, and in which they go there and back.
+
+    0 where the call itself was measured, and on a CPU: a copy takes its cores and memory from what runs beside.
+    """
+    both = offloading_seconds(request, call, candidate, cluster)
+    if not both or cluster.is_cpu or is_measured(request, call, candidate):
+        return 0.0, 0.0
+    kind = request.graph.calls[call]
+    both *= _measured_there(request, candidate.layout).phases.get(phase_of(kind), PhaseFactor()).factor
+    return (both / 2 if isinstance(kind, Train) else both), both

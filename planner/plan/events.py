@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.spec import Generate, Train
 from realgraph.planner.plan.plan import Plan, Turn, reallocation_node
+from realgraph.planner.plan.prefetch import turn_before
 from realgraph.planner.plan.residency import reallocations
 
 
@@ -52,7 +53,8 @@ def event_graph(graph: Graph, plan: Plan, extra_seconds: Mapping[str, float], ke
     """Calls of the graph under the plan's device orders.
 
     What reads a call's outputs waits for its latency; what follows it on a device waits for its seconds. A stream of
-    generation begins batches `ahead` of the one it completes, so it needs the weights for these. extra_seconds: of free
+    generation begins batches `ahead` of the one it completes, so it needs the weights for these. What is prefetched
+    comes from the start of the call before on; its own call waits for it. extra_seconds: of free
     calls, which the plan does not price, and of reallocation nodes where not the plan's; 0 where absent. keeps_turns:
     whether a stream and its reallocation wait for their turns, as a search has it; in the runtime the stream stands
     still while others have its devices, whenever that is, and new weights arrive right after they are trained.
@@ -77,6 +79,7 @@ def event_graph(graph: Graph, plan: Plan, extra_seconds: Mapping[str, float], ke
             dependencies.add(Dependency(reallocation_node(target), target, 0))
         else:
             dependencies.add(Dependency(source, target, distance, late.get(source, 0.0)))
+    dependencies.update(_prefetches(plan, seconds))
     planned = {turn.call for order in plan.orders.values() for turn in order}
     implied = {call: train for call, train in moved.items() if reallocation_node(call) not in planned}
     stream = "" if keeps_turns else stream_call(graph, plan)
@@ -89,6 +92,15 @@ def event_graph(graph: Graph, plan: Plan, extra_seconds: Mapping[str, float], ke
             loads.add(_in_order(seconds, [turn.call for turn in turns]))
     known = tuple(sorted(d for d in dependencies if d.source in seconds and d.target in seconds))
     return EventGraph(seconds, known, tuple(sorted(loads)))
+
+
+def _prefetches(plan: Plan, seconds: Mapping[str, float]) -> Iterator[Dependency]:
+    """An offloaded call starts when its states have come, which the call before it may not be long enough for."""
+    for name, allocation in plan.allocations.items():
+        found = turn_before(plan.orders.get(allocation.layout.mesh.first, ()), name)
+        if found is not None and found[0] == allocation.prefetch_during:
+            left = max(0.0, allocation.prefetch_seconds - seconds[found[0]])
+            yield Dependency(found[0], name, found[1], left)
 
 
 def stream_call(graph: Graph, plan: Plan) -> str:

@@ -24,7 +24,9 @@ class Allocation(CallOption, frozen=True):
     the call holds its mesh; `latency_seconds` until all its outputs are there, where a paused generate session makes
     that longer (0: the same). microbatches: of one optimizer step on one data-parallel rank. residency: a call that
     reads the trained copy in place is `resident`; whether it does follows from the layouts. input_seconds: of
-    `seconds`, to bring what the call reads from the devices that made it.
+    `seconds`, to bring what the call reads from the devices that made it. prefetch_during: of an offloaded call, the
+    call before it on all its devices, while which its states come from the host; '' where they come within `seconds`.
+    prefetch_seconds: from the start of that call until they are there.
     """
 
     residency: Literal["resident", "offloaded", "reallocated"] = "resident"
@@ -38,6 +40,8 @@ class Allocation(CallOption, frozen=True):
     host_bytes: Count = 0  # per device, of what is offloaded
     error: Annotated[float, Meta(ge=0)] = 0.0  # relative standard error of `seconds`, from calibration
     input_seconds: Seconds = 0.0
+    prefetch_during: str = ""
+    prefetch_seconds: Seconds = 0.0
 
 
 def reallocation_node(call: str) -> str:

@@ -85,6 +85,8 @@ def _allocation(name: str, old: Allocation, new: Allocation) -> Iterator[PlanCha
     for what in (name for name in CHOSEN if name not in TOKENS):
         if getattr(old, what) != getattr(new, what):
             yield PlanChange(name, what, *(str(getattr(a, what)).lower() for a in (old, new)))
+    if old.prefetch_during != new.prefetch_during:
+        yield PlanChange(name, "prefetched during", *(a.prefetch_during or "its own call" for a in (old, new)))
     yield from _seconds(name, "seconds", old.seconds, new.seconds)
     if _differs(old.peak_bytes, new.peak_bytes):
         texts = [f"{bytes_text(a.peak_bytes)} ({words(a.worst_term)})" for a in (old, new)]

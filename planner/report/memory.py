@@ -5,8 +5,8 @@ from typing import Literal
 
 from msgspec import Struct
 
-from realgraph.planner.costs.memory.memory import TERMS
-from realgraph.planner.options.holdings import ResidentCopy, active_of, group_for, held_copies
+from realgraph.planner.costs.memory.memory import TERMS, Footprint
+from realgraph.planner.options.holdings import ResidentCopy, active_of, group_for, held_copies, prefetched_during
 from realgraph.planner.options.tables import device_bytes
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.planner.plan.plan import Plan
@@ -51,7 +51,7 @@ def memory_bars(request: PlanRequest, plan: Plan) -> tuple[MemoryBar, ...]:
 def _bar(request: PlanRequest, plan: Plan, copies: Sequence[ResidentCopy], devices: Sequence[int]) -> MemoryBar:
     device = devices[0]
     here = [name for name, allocation in plan.allocations.items() if device in allocation.layout.mesh.devices]
-    moments = {name: active_of(request, plan.allocations, name) for name in here}
+    moments = {name: _moment(request, plan, name, device) for name in here}
     worst = max(moments, key=lambda name: moments[name].total, default="")
     running = [
         MemoryPart(f"{worst}: {words(term)}", getattr(moments[worst], term), "active")
@@ -61,6 +61,13 @@ def _bar(request: PlanRequest, plan: Plan, copies: Sequence[ResidentCopy], devic
     nodes = group_for(request, Layout(DeviceMesh(device, 1)))
     resident = [part for copy in copies if device in copy.layout.mesh.devices for part in _resident(copy)]
     return MemoryBar(tuple(devices), (*resident, *running), worst, device_bytes(request, nodes), nodes.memory_bytes)
+
+
+def _moment(request: PlanRequest, plan: Plan, call: str, device: int) -> Footprint:
+    """Bytes that a running call adds on one of its devices, with those that are prefetched meanwhile."""
+    early = prefetched_during(request, plan.allocations, call)
+    active = active_of(request, plan.allocations, call)
+    return sum((states for mesh, states in early if device in mesh.devices), active)
 
 
 def _resident(copy: ResidentCopy) -> Iterator[MemoryPart]:

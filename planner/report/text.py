@@ -49,7 +49,7 @@ def weights_text(row: CallRow) -> str:
     if allocation.residency == "reallocated":
         parts.append("copy")
     elif allocation.residency == "offloaded":
-        parts.append("offloaded")
+        parts += ["offloaded", *(["prefetched"] if allocation.prefetch_during else [])]
     parts += passes_text(allocation.recompute)
     return ", ".join(parts)
 

@@ -25,6 +25,7 @@ from realgraph.planner.plan.layout import DeviceMesh
 from realgraph.planner.plan.plan import Allocation, Plan, Transport, Turn
 from realgraph.planner.plan.problem import Choice, Solution
 from realgraph.planner.request.request import PlanRequest, hashes
+from realgraph.planner.search.prefetch import prefetch_priced, with_prefetches
 from realgraph.planner.search.streams import starts_of, steady_state
 from realgraph.planner.solve.solver import orders
 
@@ -43,7 +44,7 @@ def plan_of(prepared: PreparedProblem, solution: Solution) -> Plan:
     }
     first = min((start for start in solution.starts.values()), default=0.0)
     plan = Plan(
-        allocations={name: _completed(request, partial, name) for name in partial},
+        allocations=partial,
         orders=_all_devices(request, orders(problem, solution)),
         hashes=hashes(request),
         staleness=request.workload.staleness,
@@ -56,7 +57,8 @@ def plan_of(prepared: PreparedProblem, solution: Solution) -> Plan:
         stopped=solution.stopped,
         search_seconds=solution.seconds,
     )
-    plan = steady_state(request, plan)
+    plan = with_prefetches(request, plan)
+    plan = steady_state(request, replace(plan, allocations=_all_completed(request, plan.allocations)))
     bounds = period(events_of(request, plan)).circuit  # the search's own circuit leaves out the free calls
     bound = min(plan.lower_bound_seconds, plan.period_seconds)  # a stream that gives way at any time may do better
     return replace(plan, lower_bound_seconds=bound, bottleneck=bounds, latency_seconds=step_latency(plan))
@@ -133,6 +135,10 @@ def _allocation(request: PlanRequest, call: str, option: PricedOption, mesh: Dev
     )
 
 
+def _all_completed(request: PlanRequest, allocations: Mapping[str, Allocation]) -> dict[str, Allocation]:
+    return {name: _completed(request, allocations, name) for name in allocations}
+
+
 def _completed(request: PlanRequest, allocations: Mapping[str, Allocation], call: str) -> Allocation:
     """With what depends on the other allocations: memory, and whether a copy of its own is refreshed."""
     allocation, held = allocations[call], peak_of(request, allocations, call)[1]
@@ -163,8 +169,13 @@ def repriced(request: PlanRequest, plan: Plan) -> Plan:
             partial[name] = old
             continue
         partial[name] = _allocation(request, name, _priced(request, name, plan), old.layout.mesh)
-        partial[name] = replace(partial[name], residency=allocation_of(candidate).residency, ahead=old.ahead)
-    allocations = {name: _completed(request, partial, name) for name in partial}
+        partial[name] = replace(
+            partial[name],
+            residency=allocation_of(candidate).residency,
+            ahead=old.ahead,
+            prefetch_during=old.prefetch_during,
+        )
+    allocations = _all_completed(request, partial if keeps else prefetch_priced(request, partial))
     moved = _moved(request, allocations)
     priced = replace(
         plan,

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from realgraph.planner.options.tables import PreparedProblem
 from realgraph.planner.plan.problem import Choice, Limits, Schedule, SearchProblem, Solution, Unsolved
-from realgraph.planner.search.assembly import plan_of
+from realgraph.planner.search.assembly import option_of, plan_of
 from realgraph.planner.search.streams import streams
 from realgraph.planner.search.symmetric import LayoutShape, shaped_plan
 from realgraph.planner.search.whole_problem import whole_problem
@@ -82,11 +82,17 @@ def _rules(prepared: PreparedProblem, limits: Limits) -> Iterator[tuple[str, Pre
 
 
 def _in_steady_state(prepared: PreparedProblem, baseline: "Baseline | None") -> "Baseline | None":
-    """With the period that a plan's stream of generation comes to; on the tables it is a bound of that."""
-    if baseline is None or not streams(prepared.request):
+    """With the period that its plan comes to where the tables only bound that: of a stream of generation, or with
+    offloaded states that come back early."""
+    if baseline is None or not (streams(prepared.request) or _offloads(prepared, baseline)):
         return baseline
     period = plan_of(prepared, _unproven(baseline)).period_seconds
     return replace(baseline, schedule=replace(baseline.schedule, period=period))
+
+
+def _offloads(prepared: PreparedProblem, baseline: "Baseline") -> bool:
+    chosen = (option_of(prepared, name, choice) for name, choice in baseline.choices.items())
+    return any(option.candidate.residency == "offloaded" for option in chosen)
 
 
 def _unproven(baseline: "Baseline") -> Solution:

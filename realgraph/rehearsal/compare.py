@@ -8,7 +8,17 @@ from msgspec import Struct
 TIMES = ("seconds", "tokens_per_second")
 # how many sequences decode at once depends on the clock; entropy is of the first micro-batch of each rank, and the gaps
 # of log-probabilities are rounding alone; bytes are a layout's
-NOT_ALIKE = (*TIMES, "running", "waiting", "entropy", "logprob_gap", "update_gap", "peak_bytes", "planned_bytes")
+NOT_ALIKE = (
+    *TIMES,
+    "running",
+    "waiting",
+    "entropy",
+    "logprob_gap",
+    "update_gap",
+    "peak_bytes",
+    "planned_bytes",
+    "prefetched_bytes",
+)
 # of an asynchronous plan, where the clock decides which groups are ready first, and so all that follows from samples
 CLOCKLESS = ("/lr", "batch/groups", "batch/samples")
 TOLERANCE = 1e-6  # relative, in float64, after steps that amplify rounding

@@ -5,7 +5,7 @@ of the mesh share, so that they stop together; the passes themselves are `train_
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -245,6 +245,10 @@ class TorchTrainEngine:
         assert self.masters is None, "only copies are given up"
         self._dropped.drop(self.state_tensors())
         self.version = RELEASED
+
+    def prefetched(self) -> AbstractContextManager[int]:
+        """See TrainEngine. Its states are there."""
+        return nullcontext(0)
 
     def average_weights(self, parts: Parts, rate: float, version: int) -> None:
         """Move weights towards others: own + rate x (other - own), in the masters' precision (a reference's EMA)."""

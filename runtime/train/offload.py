@@ -1,7 +1,7 @@
 """A train engine whose weights and optimizer states wait in host memory between its calls. Worker side."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -84,6 +84,10 @@ class OffloadedEngine:
     def segment(self) -> WeightSegment | None:
         """None: what comes and goes can't be read by others."""
         return None
+
+    def prefetched(self) -> AbstractContextManager[int]:
+        """See TrainEngine."""
+        return self._states.prefetched()
 
     def held_bytes(self) -> HeldBytes:
         """See TrainEngine."""

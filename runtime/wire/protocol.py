@@ -152,6 +152,7 @@ Command = (
 
 
 PEAK_BYTES = "peak_bytes"  # a metric: the most bytes on a worker's device while it ran a call
+PREFETCHED_BYTES = "prefetched_bytes"  # a metric: of the call's states, that began to come while the call before ran
 
 
 class Mean(Struct, frozen=True, gc=False, tag="mean"):

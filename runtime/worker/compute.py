@@ -25,6 +25,7 @@ from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.store.assemble import Assembler
 from realgraph.runtime.wire.protocol import (
     PEAK_BYTES,
+    PREFETCHED_BYTES,
     Abort,
     Configure,
     Done,
@@ -257,13 +258,18 @@ class Compute:
 
     def _run_alone(self, work: AloneCommand) -> Done:
         match work:
-            case Execute():
-                return self._execute(work)
+            case Execute(call=call):
+                with self.roles.prefetching(call) as early:
+                    done = self._execute(work)
+                came = {PREFETCHED_BYTES: Max(float(early))} if early else {}
+                return msgspec.structs.replace(done, metrics={**done.metrics, **came}, ended=time.time())
             case Reallocate():
                 return self._reallocate(work)
             case Save():
+                self.roles.end_prefetches()
                 return self._timed(work.task, "save", lambda: self.roles.save(Path(work.folder)))
             case Evaluate():
+                self.roles.end_prefetches()
                 return self._evaluation.run(work)
 
     def _timed(self, task: int, call: str, run: Callable[[], Mapping[str, Metric] | None]) -> Done:

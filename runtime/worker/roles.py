@@ -8,7 +8,7 @@ brings or refreshes, and which is given up after use where its devices run other
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,6 +90,8 @@ class Roles:
         self._kept: dict[str, Snapshot] = {}
         self._keeping = threading.Lock()
         self._reallocations: dict[_Between, _Route] = {}
+        # call -> its states, which come before it from host memory, and their bytes
+        self._early: dict[str, tuple[ExitStack, int]] = {}
         role_copies = copies(job.graph, job.plan.allocations)
         self._trained_layouts = {copy.role: copy.layout for copy in role_copies if copy.trained}
         # call -> the calls that use its copy, which is given up after it
@@ -270,6 +272,26 @@ class Roles:
             rollout = self.rollouts.get(name)
             if rollout is not None:
                 rollout.release(weights=bool(users))
+
+    @contextmanager
+    def prefetching(self, call: str) -> Iterator[int]:
+        """Round a call: what the plan brings while it runs begins to come, and what came for it leaves after it; yields
+        the bytes of that. One that has the device first sends back to host memory what came early for others."""
+        allocations = self._job.plan.allocations
+        if call in allocations:
+            self.end_prefetches(but=call)
+        for name, allocation in allocations.items():
+            if name in self.engines and allocation.prefetch_during == call:
+                stack = ExitStack()
+                self._early[name] = stack, stack.enter_context(self.engines[name].prefetched())
+        came, nbytes = self._early.pop(call, (ExitStack(), 0))
+        with came:
+            yield nbytes
+
+    def end_prefetches(self, but: str = "") -> None:
+        """States that came early go back to host memory, those for the call `but` left aside."""
+        for name in [name for name in self._early if name != but]:
+            self._early.pop(name)[0].close()
 
     def average(self, role: str) -> None:
         """Move the references that follow `role` towards it. Collective."""
