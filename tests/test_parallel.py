@@ -32,7 +32,7 @@ LOSSES = {
     ),
     "value": Loss({"value": Value(clip=None)}, TokenMean()),
 }
-N_STEPS = 3
+N_STEPS = 2
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,6 @@ def close(a: Any, b: Any, tolerance: float) -> bool:
         ("untied", "value", "float64", "replicated", "none"),
         ("untied", "value", "float64", "fsdp", "full"),
         ("tied", "lm", "float32", "replicated", "full"),
-        ("tied", "lm", "float32", "fsdp", "none"),
         ("gemma2", "lm", "float32", "fsdp", "selective"),
         ("untied", "value", "float32", "fsdp", "none"),
     ],
