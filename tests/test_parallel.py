@@ -33,7 +33,7 @@ LOSSES = {
     ),
     "value": Loss({"value": Value(clip=None)}, TokenMean()),
 }
-N_STEPS = 3
+N_STEPS = 2
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,6 @@ def close(a: Any, b: Any, tolerance: float) -> bool:
         ("untied", "value", "float64", "replicated", "none"),
         ("untied", "value", "float64", "fsdp", "full"),
         ("tied", "lm", "float32", "replicated", "full"),
-        ("tied", "lm", "float32", "fsdp", "none"),
         ("gemma2", "lm", "float32", "fsdp", "selective"),
         ("untied", "value", "float32", "fsdp", "none"),
     ],
