@@ -5,14 +5,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from realgraph.graphs.spec import ModelRole
+from realgraph.graphs.spec import Generate, ModelRole
 from realgraph.planner.costs.memory import memory
 from realgraph.planner.costs.memory.memory import DType, Recompute, Running
 from realgraph.planner.costs.memory.terms import PREFILL_TOKENS
 from realgraph.planner.inputs.model_spec import LatentAttention, ModelSpec
+from realgraph.planner.options.pricing import copy_of
 from realgraph.planner.plan.layout import DeviceMesh, Layout
+from realgraph.planner.request.engine_support import run_support
 from realgraph.runtime.engine import RolloutLimits
-from tests.planner_cases import cluster, known
+from tests.planner_cases import cluster, grpo, known, request
 
 BF16 = ModelRole(trainable=True, dtype="bfloat16")
 MODELS = ("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen2.5-72B")
@@ -80,6 +82,26 @@ def test_a_distributed_optimizer_has_each_state_once(dp: int, tp: int, pp: int, 
         12 * model.layers * model.kv_copies(tp) / dp
     )  # of KV heads, which neighbours hold where tp is more than them
     assert even <= states.optimizer <= even + rest
+
+
+def test_experts_of_a_replica_lie_whole_where_its_engine_does_not_cut_them_further() -> None:
+    """The embedded engine spreads them over ep devices alone, of which tp may have more."""
+    asked = request(grpo(), "Qwen/Qwen3-30B-A3B")
+    call = next(name for name, one in asked.graph.calls.items() if isinstance(one, Generate))
+    wide = layout(dp=2, tp=4, ep=2)
+    role, model, engine = asked.role(call), asked.model(call), asked.engine
+    embedded, cutting = (
+        copy_of(replace(asked, engine=replace(engine, cuts_served_experts=cuts)), call, wide, asked.cluster).weights
+        for cuts in (run_support().cuts_served_experts, True)
+    )
+    assert embedded == memory.frozen_copy(model, role, wide).weights
+    routed = 2 * model.routed_params()
+    assert embedded - cutting == pytest.approx(routed / 2 - routed / 4, rel=1e-3)
+
+
+def test_one_rank_of_fsdp_holds_what_a_whole_copy_does() -> None:
+    model, alone = known("Qwen/Qwen3-8B"), layout()
+    assert memory.trained_copy(model, BF16, replace(alone, sharding="fsdp")) == memory.trained_copy(model, BF16, alone)
 
 
 def test_what_fsdp_gathers_by_hand() -> None:

@@ -6,7 +6,6 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from realgraph.graphs.spec import Generate
 from realgraph.planner.costs.compute.move import (
     Copies,
     copies_of,
@@ -67,12 +66,8 @@ def _copies(request: PlanRequest, call: str, place: Place) -> Copies:
     layouts = [replace(option.candidate.layout, mesh=place.mesh) for option in place.options]
     setting = Setting(request.model(call), request.role(call), layouts[0], cluster, factors_of(request, cluster))
     away = np.array([option.candidate.residency == "offloaded" for option in place.options])
-    return copies_of(setting, layouts, request.cluster.first_of(place.group), _serves(request, call), away)
-
-
-def _serves(request: PlanRequest, call: str) -> bool:
-    """True where an engine that generates runs the call."""
-    return isinstance(request.graph.calls[call], Generate)
+    serves = request.engine.serves(request.graph.calls[call])
+    return copies_of(setting, layouts, request.cluster.first_of(place.group), serves, away)
 
 
 def longest_moves(request: PlanRequest, call: str, place: Place) -> Floats:

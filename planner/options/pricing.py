@@ -166,7 +166,7 @@ def copy_of(request: PlanRequest, call: str, layout: Layout, cluster: Cluster) -
     kind, model, role = request.graph.calls[call], request.model(call), request.role(call)
     if isinstance(kind, Train):
         return _trained(model, role, layout, cluster.is_cpu)
-    return _frozen(model, role, layout, isinstance(kind, Generate))
+    return _frozen(model, role, layout, request.engine.serves(kind))
 
 
 def _holding(asked: tuple[PlanRequest, str], candidate: CallOption, copy: Footprint, active: Footprint) -> Holding:

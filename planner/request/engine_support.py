@@ -8,6 +8,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from realgraph.graphs.spec import Generate, ModelCall
 from realgraph.planner.costs.memory.terms import DType
 from realgraph.planner.plan.layout import Recompute, Schedule
 from realgraph.planner.plan.plan import Transport
@@ -25,6 +26,7 @@ class EngineSupport(Struct, frozen=True):
     generate_axes: tuple[Axis, ...] = ()
     # kinds of calls whose weights and optimizer states may wait in the host's memory between two of them
     offload: tuple[Phase, ...] = ("train", "inference", "generate")
+    cuts_served_experts: bool = True  # a generate call's tp cuts experts further where ep alone leaves more on a device
     drops_copies: bool = False  # a copy of trained weights may be given up after its call, and brought again
     dtypes: tuple[DType, ...] = ("float32", "bfloat16", "float16", "float64")  # of weights and activations
     # of trained weights to a copy of a call's own; a call that reads the trained copy in place needs none
@@ -38,10 +40,15 @@ class EngineSupport(Struct, frozen=True):
         """The axes of parallelism, besides dp, of a call."""
         return self.generate_axes if generates else self.axes
 
+    def serves(self, call: ModelCall) -> bool:
+        """True of a call whose experts tp cuts although they are spread: see `cuts_served_experts`."""
+        return isinstance(call, Generate) and self.cuts_served_experts
+
 
 TORCH = EngineSupport(
     axes=("tp", "pp", "ep", "cp"),
     generate_axes=("tp", "pp", "ep"),
+    cuts_served_experts=False,
     drops_copies=True,
     schedules=("1f1b", "interleaved"),
     records_routes=True,

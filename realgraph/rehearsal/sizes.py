@@ -8,7 +8,6 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from realgraph.graphs.spec import Generate
 from realgraph.planner.costs.memory.memory import Footprint, cuts_model, expert_copies, frozen_copy, trained_copy
 from realgraph.planner.inputs.model_spec import Head, ModelSpec
 from realgraph.planner.plan.layout import Layout
@@ -94,8 +93,7 @@ def _held(seen: StepsSeen, request: PlanRequest, plan: Plan) -> Iterator[Counted
         if copy.trained:
             footprint = trained_copy(model, role, copy.layout)
         else:
-            serves = isinstance(request.graph.calls[call], Generate)
-            footprint = frozen_copy(model, role, copy.layout, serves)
+            footprint = frozen_copy(model, role, copy.layout, request.engine.serves(request.graph.calls[call]))
         for term in TERMS if copy.trained else TERMS[:1]:
             predicted = _bytes_of(footprint, term)
             divided = copy.layout.sharding == "fsdp" or term == "optimizer"

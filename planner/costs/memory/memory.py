@@ -127,7 +127,7 @@ def trained_copy(
     trained = round(trained_share * whole)
     routed = local_routed(model, role, layout) * trained // whole
     share = ceil_div(trained - routed, layout.dp * layout.cp) + ceil_div(routed, expert_copies(layout))
-    if layout.sharding == "fsdp":
+    if layout.sharding == "fsdp" and layout.dp * layout.cp > 1:
         held = _sharded_params(model, role, layout)
         return Footprint(weights=wide * held, gradients=2 * wide * share, optimizer=2 * wide * share)
     stepped = share if (cuts_model(layout) if distributed is None else distributed) else trained
