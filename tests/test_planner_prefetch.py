@@ -158,7 +158,7 @@ def test_an_edited_plan_is_priced_as_it_says_and_one_as_found_stays() -> None:
 
 def test_on_cpus_states_come_early_and_no_second_is_saved() -> None:
     """The copy takes the cores and the memory of the call before."""
-    meshes = dict.fromkeys(("generate", *PACKED), DeviceMesh(0, 2))
+    meshes = {name: DeviceMesh(0, 2) for name in ("generate", *PACKED)}
     asked = request(ppo(), "Qwen/Qwen3-0.6B", CPUS)
     late = repriced(asked, plan(asked, meshes, IN_TURN, frozenset({"critic_train"})))
     early = with_prefetches(asked, late)

@@ -211,15 +211,9 @@ def open_shared_memory(
     libc = ctypes.CDLL(None, use_errno=True)
     if sys.platform != "linux" or not hasattr(libc, "sem_clockwait"):  # glibc has it since 2.30
         return None
-    key = f"realgraph/memory/{name}"
+    key, file = f"realgraph/memory/{name}", -1
     if worker == workers[0]:
-        file = open_anonymous(_bytes_of(len(workers)))
-        os.fchmod(file, 0o600)
-        memory = mmap.mmap(file, _slots_at(len(workers)))
-        first = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        for semaphore in range(0, _notes_at(len(workers)), _SEMAPHORE_BYTES):
-            if libc.sem_init(ctypes.c_void_p(first + semaphore), 1, 0):
-                raise OSError(ctypes.get_errno(), "a semaphore can't be made")
+        file = _make_file(libc, len(workers))
         store.set(f"{key}/file", str(file))
     store.set(f"{key}/{worker}", str(os.getpid()))
     try:
@@ -229,6 +223,18 @@ def open_shared_memory(
     except RuntimeError as error:
         raise CollectiveError(f"no shared memory for workers {', '.join(map(str, workers))}: {error}") from error
     return SharedMemory(file, workers.index(worker), workers, pids, timeout.total_seconds())
+
+
+def _make_file(libc: ctypes.CDLL, size: int) -> int:
+    """A descriptor of memory for as many ranks, with its semaphores. Raises OSError."""
+    file = open_anonymous(_bytes_of(size))
+    os.fchmod(file, 0o600)
+    memory = mmap.mmap(file, _slots_at(size))
+    first = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for semaphore in range(0, _notes_at(size), _SEMAPHORE_BYTES):
+        if libc.sem_init(ctypes.c_void_p(first + semaphore), 1, 0):
+            raise OSError(ctypes.get_errno(), "a semaphore can't be made")
+    return file
 
 
 def _combine(slots: Tensor, largest: bool, into: Tensor) -> Tensor:
