@@ -22,7 +22,7 @@ NOT_ALIKE = (
 # of an asynchronous plan, where the clock decides which groups are ready first, and so all that follows from samples
 CLOCKLESS = ("/lr", "batch/groups", "batch/samples")
 TOLERANCE = 1e-6  # relative, in float64, after steps that amplify rounding
-# absolute: calls hand log-probabilities and values on in float32, whose last digit a layout may change, so a mean of their
+# absolute: calls hand log-probabilities and values on in float32, whose last digit a layout may change; a mean of their
 # differences that is all but zero has the rounding of single ones (2e-7), less by the root of their number
 FLOOR = 1e-7
 
