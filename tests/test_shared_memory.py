@@ -78,6 +78,28 @@ def test_shared_memory_gives_what_gloo_gives(ranks: RankProcesses, ops: list[Op]
     assert all(ranks.run(both, ops))
 
 
+def in_and_out_of_inference(layout: LayoutRanks) -> list[float]:
+    """Sums and collections in either mode, of tensors made in either."""
+    ranks, made = layout.mesh, []
+    with torch.inference_mode():
+        made += [torch.ones(2, dtype=torch.float16), torch.ones(2, dtype=torch.float16)]
+        ranks.add(made[0])
+        ranks.collect(made[1])
+    leaf = torch.ones(2, dtype=torch.float16, requires_grad=True)
+    sums = [ranks.add(tensor) for tensor in (made[1], torch.ones(2, dtype=torch.float16))]
+    gathered = ranks.collect(torch.ones(2, dtype=torch.float16)).sum(0)
+    (leaf * sums[1] * gathered).sum().backward()  # what came back may be kept for a backward pass
+    assert leaf.grad is not None
+    return [float(tensor[0]) for tensor in (*made, sums[1], gathered, leaf.grad)]
+
+
+def test_tensors_of_inference_and_of_training_pass_alike(ranks: RankProcesses) -> None:
+    for found in ranks.run(in_and_out_of_inference):
+        n = found[0]
+        assert found == [n, n, n, n, n * n]
+        assert n > 1
+
+
 def sums(layout: LayoutRanks, n: int) -> tuple[bool, bytes]:
     own = torch.randn(n, generator=torch.Generator().manual_seed(layout.mesh.rank))
     ours = layout.mesh.add(own.clone())

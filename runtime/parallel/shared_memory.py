@@ -58,7 +58,7 @@ class SharedMemory:
         self._round = 0
         self._begun: Callable[[], Tensor] | None = None
 
-    @torch.no_grad()
+    @torch.inference_mode()  # writes into tensors of that mode, too
     def reduce(self, flat: Tensor, *, largest: bool = False) -> None:
         """Sum, or largest, over the ranks, in place. flat: [n], of n alike on all ranks."""
         for piece in torch.split(flat, SLOT_BYTES // flat.element_size()):
@@ -73,7 +73,7 @@ class SharedMemory:
             for rank in range(self.size):
                 piece[each * rank : each * (rank + 1)] = slots[rank, each * rank : each * (rank + 1)]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def gather(self, own: Tensor, rows: Tensor) -> None:
         """[n] of every rank -> rows: [ranks, n]."""
         per_round = SLOT_BYTES // own.element_size()
@@ -99,7 +99,7 @@ class SharedMemory:
         self._begun = finish
         return finish
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def scatter(self, rows: Tensor, own: Tensor) -> None:
         """[ranks, n] of every rank -> own: [n], this rank's row of their sum."""
         per_round = SLOT_BYTES // rows.element_size() // self.size
@@ -108,7 +108,7 @@ class SharedMemory:
             slots = self._share(part.reshape(-1)).view(self.size, *part.shape)
             _combine(slots[:, self.rank], False, own[first : first + per_round])
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def broadcast(self, flat: Tensor, source: int) -> None:
         """The values of rank `source` on every rank, in place. flat: [n], of n alike on all ranks."""
         for piece in torch.split(flat, SLOT_BYTES // flat.element_size()):
@@ -117,7 +117,7 @@ class SharedMemory:
             else:
                 piece.copy_(self._share(piece[:0], len(piece))[source])
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def exchange(self, rows: Tensor, came: Tensor, out: Sequence[int], into: Sequence[int]) -> None:
         """rows: [sum of out] -> came: [sum of into]. The first `out[0]` values go to rank 0, and so on; `into[r]` come
         from rank r."""
@@ -166,7 +166,8 @@ class SharedMemory:
     def _typed(self, dtype: torch.dtype) -> Tensor:
         """[2, ranks, values of a slot]."""
         if dtype not in self._slots:
-            self._slots[dtype] = self._slots[torch.uint8].view(dtype)
+            with torch.inference_mode(False):
+                self._slots[dtype] = self._slots[torch.uint8].view(dtype)
         return self._slots[dtype]
 
     def _meet(self) -> None:
