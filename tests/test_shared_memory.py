@@ -4,16 +4,18 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._C._distributed_c10d import HashStore
 
 from realgraph.runtime.parallel.groups import LayoutRanks, Ranks
 from realgraph.runtime.parallel.rendezvous import CollectiveError
-from realgraph.runtime.parallel.shared_memory import SLOT_BYTES
+from realgraph.runtime.parallel.shared_memory import SLOT_BYTES, open_shared_memory
 from tests.ranks import RankProcesses
 
 DTYPES = ("float32", "float64", "bfloat16", "int64", "uint8")
@@ -76,6 +78,14 @@ def both(layout: LayoutRanks, ops: list[Op]) -> bool:
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(DTYPES), st.sampled_from(SIZES)), max_size=8))
 def test_shared_memory_gives_what_gloo_gives(ranks: RankProcesses, ops: list[Op]) -> None:
     assert all(ranks.run(both, ops))
+
+
+def test_a_system_without_process_descriptors_goes_on_with_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(pid: int) -> int:
+        raise PermissionError(pid)
+
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    assert open_shared_memory(HashStore(), (0, 1), 0, timedelta(seconds=1), "none") is None
 
 
 def in_and_out_of_inference(layout: LayoutRanks) -> list[float]:

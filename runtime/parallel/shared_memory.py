@@ -210,7 +210,7 @@ def open_shared_memory(
     """The memory of a group of workers of one host, of which this is one; None where the system has none. Collective
     over them. name: of the group in the store. Raises CollectiveError, OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if sys.platform != "linux" or not hasattr(libc, "sem_clockwait"):  # glibc has it since 2.30
+    if not _is_supported(libc):
         return None
     key, file = f"realgraph/memory/{name}", -1
     if worker == workers[0]:
@@ -224,6 +224,18 @@ def open_shared_memory(
     except RuntimeError as error:
         raise CollectiveError(f"no shared memory for workers {', '.join(map(str, workers))}: {error}") from error
     return SharedMemory(file, workers.index(worker), workers, pids, timeout.total_seconds())
+
+
+def _is_supported(libc: ctypes.CDLL) -> bool:
+    """True where the system has what this module takes: sem_clockwait is glibc's since 2.30, pidfd_open Linux's since
+    5.3, and not every sandbox allows it. Alike on all workers of a host."""
+    if sys.platform != "linux" or not hasattr(libc, "sem_clockwait"):
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
 
 
 def _make_file(libc: ctypes.CDLL, size: int) -> int:
