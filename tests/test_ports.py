@@ -35,6 +35,12 @@ def ports(ranks: LayoutRanks) -> tuple[list[Any], int]:
     return found, len(os.listdir("/proc/self/fd"))
 
 
+def loops(ranks: LayoutRanks) -> int:
+    """Threads of this rank that wait for gloo's messages."""
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum(name.startswith("gloo") for name in names)
+
+
 def total(ranks: LayoutRanks) -> float:
     import torch
 
@@ -53,6 +59,8 @@ def test_groups_listen_on_the_loopback_only_and_answer_nobody(three: RankProcess
     before = three.run(ports)
     addresses = [address for found, _ in before for address in found]
     assert addresses, "gloo listens nowhere: the test looks in the wrong place"
+    assert len(addresses) == 3, "one port a process, however many groups it is in"
+    assert three.run(loops) == [1] * 3
     assert {host for host, _ in addresses} == {"127.0.0.1"}  # and no store of torch's, which listens on every address
     assert not any(answers(address) for address in addresses)
     assert three.run(ports) == before

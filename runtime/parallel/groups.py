@@ -7,7 +7,6 @@ answer nobody. Every collective has a deadline.
 """
 
 import math
-import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,9 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from realgraph.planner.plan.axes import MeshAxis, expert_copies, expert_groups, groups_of, session_groups
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.parallel.ports import listening_sockets, refuse_connections
-from realgraph.runtime.parallel.rendezvous import CollectiveError
+from realgraph.runtime.parallel.rendezvous import CollectiveError, register_gloo
 from realgraph.runtime.parallel.shared_memory import SharedMemory, open_shared_memory
-from realgraph.runtime.processes.environment import set_for_library
 
 T = TypeVar("T")
 
@@ -245,25 +243,23 @@ class Collectives:
         if member.n_workers == 1:
             return
         assert store is not None, "more than one worker needs a store"
-        if one_host:
-            # Nobody outside may connect; and what the host's name resolves to is wrong or absent on many laptops.
-            set_for_library("GLOO_SOCKET_IFNAME", "lo0" if platform.system() == "Darwin" else "lo")
         deadline = timedelta(seconds=member.timeout_seconds)
         open_before = listening_sockets()
-        backend = "cpu:gloo,cuda:nccl" if member.device.type == "cuda" else "gloo"
         everybody = tuple(range(member.n_workers))
         _arrive(store, everybody, member.worker)
         try:
+            gloo = register_gloo(one_host=one_host)
+            backend = f"cpu:{gloo},cuda:nccl" if member.device.type == "cuda" else gloo
             dist.init_process_group(
                 backend, store=store, rank=member.worker, world_size=member.n_workers, timeout=deadline
             )
-        except DistError as error:
+        except RuntimeError as error:
             raise _unformed(store, everybody, error) from error
         layouts = tuple(layouts)
         for workers in sorted(_groups_of(layouts)):
             self._open(store, workers, backend, deadline)
         for workers in sorted({w for layout in layouts for w in session_groups(layout) if len(w) > 1}):
-            group = dist.new_group(list(workers), timeout=deadline, backend="gloo")
+            group = dist.new_group(list(workers), timeout=deadline, backend=gloo)
             if member.worker in workers:
                 assert isinstance(group, ProcessGroup)
                 memory = self._shared(store, workers, deadline, "session")

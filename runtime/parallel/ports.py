@@ -1,7 +1,7 @@
 """TCP ports that libraries have opened in this process, closed to everybody. Linux; elsewhere does nothing.
 
-gloo listens on a port for each of its groups as long as the group lives, though it needs the port only while the group
-is made, takes whoever connects, and keeps the descriptor.
+gloo listens on a port as long as a group lives, though it needs the port only while groups are made, takes whoever
+connects, and keeps the descriptor.
 """
 
 import ctypes

@@ -1,13 +1,21 @@
-"""The store through which the workers of one host form their process groups: a file of worker 0's that nobody else's
-processes can read."""
+"""The means by which the workers of one host form their process groups: a store in a file of worker 0's that no other
+user can read, and gloo with one port and one thread a process."""
 
 import os
+import platform
 import shutil
 import sys
 import tempfile
 from datetime import timedelta
+from typing import Any
 
 from torch._C._distributed_c10d import FileStore, Store
+from torch.distributed import Backend, ProcessGroupGloo
+
+from realgraph.runtime.processes.environment import variables
+
+LOOPBACK = "lo0" if platform.system() == "Darwin" else "lo"
+GLOO = "realgraph_gloo"
 
 
 class CollectiveError(RuntimeError):
@@ -49,3 +57,24 @@ def reach_store(address: str, n_workers: int, timeout_seconds: float) -> Store:
         raise CollectiveError(f"worker 0's rendezvous {address} can't be opened: {error}") from error
     store.set_timeout(timedelta(seconds=timeout_seconds))
     return store
+
+
+def register_gloo(*, one_host: bool) -> str:
+    """The name of a backend that is gloo with one device for all groups of this process.
+
+    torch's own "gloo" opens a device for every group: a port, and a thread that wakes a hundred times a second.
+    one_host: nobody outside may connect, whatever the host's name resolves to; else torch's variable names the
+    interfaces. Raises RuntimeError where there is no such network.
+    """
+    gloo: Any = ProcessGroupGloo
+    asked = LOOPBACK if one_host else variables().get("GLOO_SOCKET_IFNAME", "")
+    names = [name for name in asked.split(",") if name]
+    devices = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
+
+    def open_group(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
+        options = gloo._Options()
+        options._devices, options._threads, options._timeout = devices, 2 * len(devices), timeout
+        return ProcessGroupGloo(store, rank, size, options)
+
+    Backend.register_backend(GLOO, open_group, devices=["cpu"])
+    return GLOO
