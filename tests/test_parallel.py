@@ -275,7 +275,7 @@ def step_out(ranks: LayoutRanks) -> str:
 
     import torch.distributed as dist
 
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1), backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     short = Ranks(ranks.device, group, "workers 0 to 1")
     if ranks.dp.rank == 1:
@@ -328,7 +328,7 @@ def lose_a_peer(ranks: LayoutRanks) -> tuple[str, str]:
 
     from realgraph.runtime.worker.failures import failure
 
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1), backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     mesh = TorchMesh.from_group(group, "cpu")
     tensor = DTensor.from_local(torch.ones(4), mesh, [Shard(0)])

@@ -69,11 +69,12 @@ def file(tmp_path: Path) -> Path:
 def test_the_plan_of_a_cluster_runs_here_with_the_numbers_of_one_process(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On two nodes, tensor parallel where that is asked for."""
-    asked = ["allocation.train_actor={devices: 4, tp: 2}", "allocation.train_critic={first: 0, devices: 2}"]
+    """On two nodes of eight devices, tensor parallel where that is asked for."""
+    asked = ["cluster.devices=8", "allocation.rollout={first: 8, devices: 8}"]
+    asked += ["allocation.train_actor={first: 0, devices: 8, tp: 2}", "allocation.train_critic={first: 8, devices: 8}"]
     rehearse_command(file, asked, None, file.parent / "kept")
     said = capsys.readouterr().out
-    assert "4 processes here in the place of 4 x H100-SXM" in said
+    assert "16 processes here in the place of 16 x H100-SXM" in said
     assert "numbers are those of one process" in said
     assert "train_actor/grad_norm" in said and "differs" not in said
     assert re.search(r"rollout +weights moved +([\d,]+) +\1 *\n", said)
