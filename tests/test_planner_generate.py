@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from benchmarks.published_backends import eight_bit
 from benchmarks.published_generation import generation
 from realgraph.graphs.spec import ModelRole
-from realgraph.planner.costs.generate.decode import decode_seconds, decode_step
+from realgraph.planner.costs.generate.decode import EXPERT_HALF_COLUMNS, decode_seconds, decode_step
 from realgraph.planner.costs.generate.generate import GenerateWork, generate_seconds, prefill_seconds
 from realgraph.planner.costs.layer import layer_costs
 from realgraph.planner.costs.lengths import lengths_of, lognormal
@@ -129,6 +129,23 @@ def test_a_report_of_a_generation_adds_up() -> None:
 def test_decoding_one_sequence_reads_the_weights_once_a_token() -> None:
     """8B parameters in bf16 at 85 % of 3.35 TB/s; published speeds of one stream are 100 to 150 tokens/s."""
     assert 100 < 1 / decode_seconds(setting(), 1, 128) < 180
+
+
+def test_experts_that_lie_whole_on_two_of_four_ranks_are_read_as_such() -> None:
+    """With ep 2 in tp 4 a serving engine cuts experts in four, one that keeps them whole in two."""
+    cut = setting("Qwen/Qwen3-30B-A3B", devices=4, tp=4)
+    cut = replace(cut, layout=replace(cut.layout, ep=2))
+    whole = replace(cut, cuts_served_experts=False)
+    routed = 48 * 128 * 3 * 768 * 2048  # layers, experts, matrices of each
+    read = 2 * routed / 2 / (3.35e12 * 0.85) * (1 + EXPERT_HALF_COLUMNS / 768)
+    assert decode_step(whole).expert_read == pytest.approx(read)
+    assert decode_step(whole).expert_token == pytest.approx(2 * decode_step(cut).expert_token)
+    assert decode_step(whole).group == decode_step(cut).group == 1
+    for ep in (1, 4, 8):
+        layout = replace(cut.layout, ep=ep)
+        both = [decode_step(replace(point, layout=layout)) for point in (cut, whole)]
+        assert [step.expert_token for step in both] == [both[0].expert_token] * 2
+        assert [step.group for step in both] == [ep / 4 if ep > 4 else 1.0] * 2
 
 
 def test_a_step_by_hand() -> None:

@@ -16,6 +16,7 @@ from realgraph.planner.costs.lengths import lengths_of
 from realgraph.planner.costs.memory.terms import CACHE_PAGE_TOKENS
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.inputs.devices import EfficiencyFactors
 from realgraph.planner.inputs.workload import Workload
 from realgraph.planner.plan.layout import Layout
 from realgraph.planner.plan.option import CallOption
@@ -82,6 +83,14 @@ def stays_on_devices(request: PlanRequest, call: str) -> str:
     if role.ema_rate is not None and role.init is not None:
         return f"weights of generate calls that follow the training of {role.init!r} stay on the devices"
     return "" if request.workload.staleness == 0 else "generate calls run all the time where samples may be stale"
+
+
+def setting_of(
+    request: PlanRequest, call: str, layout: Layout, cluster: Cluster, factors: EfficiencyFactors | None = None
+) -> Setting:
+    """A call under a layout, as the engines of a run do it. factors: measured ones, in the place of the shipped."""
+    cuts = request.engine.cuts_served_experts
+    return Setting(request.model(call), request.role(call), layout, cluster, factors, cuts_served_experts=cuts)
 
 
 def setting_seconds(request: PlanRequest, call: str, setting: Setting, candidate: CallOption) -> float:
@@ -171,7 +180,7 @@ def microbatches_of(request: PlanRequest, call: str, candidate: CallOption, clus
     kind = request.graph.calls[call]
     if isinstance(kind, Generate):
         return 0
-    setting = Setting(request.model(call), request.role(call), candidate.layout, cluster)
+    setting = setting_of(request, call, candidate.layout, cluster)
     if isinstance(kind, Train):
         return microbatches(setting, train_work(request, kind, candidate))
     return microbatches(setting, _packed_work(request, candidate))

@@ -28,6 +28,7 @@ from realgraph.planner.options.calls import (
     longest_part,
     phase_of,
     running_sequences,
+    setting_of,
 )
 from realgraph.planner.options.meshes import group_of
 from realgraph.planner.plan.layout import DeviceMesh, Layout
@@ -268,7 +269,7 @@ def stream_timing(request: PlanRequest, call: str, candidate: CallOption, cluste
 
 
 def _setting(request: PlanRequest, call: str, candidate: CallOption, cluster: Cluster) -> Setting:
-    return Setting(request.model(call), request.role(call), candidate.layout, cluster, factors_of(request, cluster))
+    return setting_of(request, call, candidate.layout, cluster, factors_of(request, cluster))
 
 
 def factors_of(request: PlanRequest, cluster: Cluster) -> EfficiencyFactors | None:

@@ -26,7 +26,7 @@ from realgraph.planner.costs.memory.memory import DType
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.planner.inputs.devices import EfficiencyFactors
-from realgraph.planner.options.calls import setting_seconds
+from realgraph.planner.options.calls import setting_of, setting_seconds
 from realgraph.planner.options.holdings import candidate_of
 from realgraph.planner.plan.option import CallOption
 from realgraph.planner.request.request import PlanRequest
@@ -137,7 +137,7 @@ def _points(run: ShortRun) -> Iterator[Point]:
     """The calls that hold a mesh, each by its quickest step."""
     request, plan = run.request, run.prepared.job.plan
     for name, allocation in plan.allocations.items():
-        unfitted = Setting(request.model(name), request.role(name), allocation.layout, request.cluster)
+        unfitted = setting_of(request, name, allocation.layout, request.cluster)
         chosen = candidate_of(request, plan.allocations, name)
 
         def predict(

@@ -17,8 +17,7 @@ from msgspec.structs import replace
 from realgraph.graphs.errors import ConfigError
 from realgraph.planner.costs.calibrate.calibrate import merge, phase_factors
 from realgraph.planner.costs.lengths import quantiles
-from realgraph.planner.costs.setting import Setting
-from realgraph.planner.options.calls import phase_of, setting_seconds
+from realgraph.planner.options.calls import phase_of, setting_of, setting_seconds
 from realgraph.planner.options.holdings import candidate_of
 from realgraph.planner.options.pricing import MEASURED_SETTINGS
 from realgraph.planner.plan.plan import Plan, reallocation_node
@@ -170,9 +169,7 @@ def _measured(planned: Planned, name: str, steps: Sequence[StepRecord]) -> tuple
     streams = phase == "generate" and request.workload.staleness > 0
     if not seconds or streams:
         return ()
-    setting = Setting(
-        request.model(name), request.role(name), allocation.layout, request.cluster, request.costs.factors
-    )
+    setting = setting_of(request, name, allocation.layout, request.cluster, request.costs.factors)
     candidate = candidate_of(request, planned.plan.allocations, name)
     predicted = setting_seconds(request, name, setting, candidate)
     return (_entry(planned, name, phase, seconds, predicted),)

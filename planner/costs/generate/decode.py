@@ -14,7 +14,7 @@ from msgspec import Struct
 from realgraph.planner.costs.comm import axis_link, collective_bytes_per_s, exchange_seconds
 from realgraph.planner.costs.layer import EXPERT_TILE, GROUPED_RATE, MLP_ELEMENTS, NORM_ELEMENTS
 from realgraph.planner.costs.lengths import Floats
-from realgraph.planner.costs.memory.memory import kv_bytes_per_token, served_expert_ranks
+from realgraph.planner.costs.memory.memory import kv_bytes_per_token, served_expert_ranks, trained_expert_ranks
 from realgraph.planner.costs.overhead import collective_seconds, elementwise_bytes_per_s
 from realgraph.planner.costs.setting import Setting
 from realgraph.planner.inputs.model_spec import ModelSpec
@@ -92,10 +92,12 @@ def decode_step(setting: Setting) -> DecodeStep:
     weight = setting.engine.weight_bytes or setting.element
     rate = setting.engine.product_speedup * setting.flops * costs.gemm * width / (width + costs.gemm_width)
     experts = model.experts if model.expert_layers else 0
-    slices = model.expert_intermediate / (1 if layout.ep > layout.tp else layout.tp)
+    cuts = setting.cuts_served_experts
+    ranks = served_expert_ranks(layout) if cuts else trained_expert_ranks(layout)
+    whole = layout.ep > (layout.tp if cuts else 1)  # experts lie whole on their ranks
+    slices = model.expert_intermediate / (1 if whole else layout.tp)
     routed = model.expert_layers * model.expert_params()
     dense = model.active_params() - model.experts_per_token * routed + model.hidden * model.vocab
-    ranks = served_expert_ranks(layout)
     direct, ring = _allreduces(setting)
     hops, exchanged = _exchanges(setting)
     slowest = slowest_stage(setting)
@@ -119,11 +121,13 @@ def decode_step(setting: Setting) -> DecodeStep:
         / ranks
         / (bandwidth * costs.memory)
         * (1 + EXPERT_HALF_COLUMNS / max(1, slices)),
-        expert_token=2 * model.experts_per_token * routed / layout.tp / (rate * GROUPED_RATE) if experts else 0.0,
+        expert_token=(
+            2 * model.experts_per_token * routed / min(ranks, layout.tp) / (rate * GROUPED_RATE) if experts else 0.0
+        ),
         unchosen=math.log1p(-model.experts_per_token / experts) if experts > model.experts_per_token else -50.0,
         experts=experts,
         chosen=model.experts_per_token,
-        group=ranks / layout.tp,
+        group=max(1.0, ranks / layout.tp),
     )
 
 
