@@ -6,7 +6,7 @@ tables to the module. It knows pre-norm decoders with gated MLPs; every other mo
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,14 @@ def _norm(module: Any) -> Norm:
     return Norm(module.weight, torch.tensor(module.variance_epsilon), module.variance_epsilon)
 
 
+class RowEdges(Protocol):
+    """The way of a rank's rows into an attention or an MLP; the layer behind it knows the way out."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        """[1, own rows, hidden] -> [1, all rows, hidden]"""
+        ...
+
+
 @dataclass(frozen=True)
 class Layer:
     """One decoder layer's modules, as found."""
@@ -55,6 +63,7 @@ class Layer:
     down: nn.Linear
     act: nn.Module
     head_dim: int
+    edges: RowEdges | None  # where tensor parallelism cuts it
 
 
 def decoder_layer(module: Any) -> Layer:
@@ -80,22 +89,28 @@ def decoder_layer(module: Any) -> Layer:
         down=mlp.down_proj,
         act=mlp.act_fn,
         head_dim=attention.head_dim,
+        edges=getattr(attention.o_proj, "edges", None),
     )
 
 
-def lean_applies(module: Any) -> bool:
-    """True where a walk knows this network: a backbone of `_KNOWN` in float32, of plain layers without hooks."""
+def lean_applies(module: Any, *, also_cut: bool = False) -> bool:
+    """True where a walk knows this network: a backbone of `_KNOWN` in float32 on a CPU, of plain layers without hooks.
+    also_cut: or one that tensor parallelism cuts, with its own hooks of attentions and MLPs, and sums behind them."""
     if type(getattr(module, "model", None)).__name__ not in _KNOWN or any(
-        p.dtype != torch.float32 for p in module.parameters()
+        p.dtype != torch.float32 or p.device.type != "cpu" for p in module.parameters()
     ):
         return False
+    layers = [decoder_layer(layer) for layer in module.model.layers]
+    cut = also_cut and all(layer.edges is not None for layer in layers)
+    edged = {part for layer in module.model.layers for part in (layer.self_attn, layer.mlp)} if cut else set()
     # modules that FSDP has cut have hooks, too
     hooked = any(
-        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in module.modules()
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+        for m in module.modules()
+        if m not in edged
     )
-    layers = [decoder_layer(layer) for layer in module.model.layers]
-    plain = all(type(m) is nn.Linear for y in layers for m in (y.q, y.k, y.v, y.out, y.gate, y.up, y.down))
-    return not hooked and plain
+    plain = all(type(m) is nn.Linear for y in layers for m in (y.q, y.k, y.v, y.gate, y.up))
+    return not hooked and plain and all(cut or type(m) is nn.Linear for y in layers for m in (y.out, y.down))
 
 
 def _add_linear(residual: Tensor, x: Tensor, layer: nn.Linear) -> Tensor:

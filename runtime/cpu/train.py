@@ -23,12 +23,11 @@ def lean_trains(network: Any) -> bool:
     """True where the walk may stand for the forward of `network.model`: see `lean_applies`; not where layers are to be
     computed again in the backward, which is the forward's business."""
     again = any(getattr(module, "gradient_checkpointing", False) for module in network.modules())
-    return lean_applies(network) and network.config.hidden_act == "silu" and not again
+    return lean_applies(network, also_cut=True) and network.config.hidden_act == "silu" and not again
 
 
-Part = tuple[
-    Sequence[nn.Module], Tensor
-]  # of a model: its last layers, and the residual stream [T, hidden] before them
+# of a model: its last layers, and the residual stream [T, hidden] before them
+Part = tuple[Sequence[nn.Module], Tensor]
 
 
 def lean_hidden(
@@ -45,7 +44,7 @@ def lean_hidden(
     Equal to `model(...).last_hidden_state[0]`, and its gradients, but for the order of float32 sums.
     """
     tokens, positions = row
-    layers, x = part or (list(model.layers), model.embed_tokens(tokens))
+    layers, x = part or (list(model.layers), model.embed_tokens(tokens[None])[0])
     x = lean_layers(model, layers, (x, positions), segments, rows)
     norm = model.norm
     return cast(Tensor, _RMSNorm.apply(x, norm.weight, norm.variance_epsilon))  # type: ignore[no-untyped-call]
@@ -59,7 +58,8 @@ def lean_layers(
     rows: Tensor | None = None,
 ) -> Tensor:
     """The residual stream behind some of the model's layers that follow each other. row: the stream before them [T,
-    hidden], and positions [T]; rows: as in `lean_hidden`."""
+    hidden], where tensor parallelism cuts the rows those of this rank, and all positions [T]; rows: as in
+    `lean_hidden`."""
     x, positions = row
     cos, sin = model.rotary_emb(x, positions[None])
     half = cos.shape[-1] // 2
@@ -69,20 +69,27 @@ def lean_layers(
     for number, module in enumerate(layers):
         layer = decoder_layer(module)
         x = _attend(layer, x, (tables, rows if number == last else None), segments)
-        both = _side_by_side(_normed(layer.mlp_norm, x), (layer.gate, layer.up))
+        both = _side_by_side(_entering(layer, layer.mlp_norm, x), (layer.gate, layer.up))
         gated: Tensor = _Gate.apply(both)  # type: ignore[no-untyped-call]
         x = _add_linear(x, gated, layer.down)
     return x
 
 
+def _entering(layer: Layer, norm: Norm, x: Tensor) -> Tensor:
+    """The normed rows that an attention or an MLP begins with: all of them, of x [own rows, hidden]."""
+    own = cast(Tensor, _RMSNorm.apply(x, norm.weight, norm.epsilon))  # type: ignore[no-untyped-call]
+    return own if layer.edges is None else layer.edges.enter(own[None])[0]
+
+
 def _attend(
     layer: Layer, x: Tensor, what: tuple[tuple[Tensor, Tensor], Tensor | None], segments: Segments | PartOfRow
 ) -> Tensor:
-    """x [T, hidden] plus the layer's attention. what: cos and signed sin, [T, 1, head_dim] each, and which rows of the
-    result are wanted (None: all)."""
+    """x [own rows, hidden] plus the layer's attention. what: cos and signed sin, [T, 1, head_dim] each, and which rows
+    of the result are wanted (None: all)."""
     (tables, rows), dim = what, layer.head_dim
-    qkv = _side_by_side(_normed(layer.norm, x), (layer.q, layer.k, layer.v)).view(x.shape[0], -1, dim)
-    heads, kv_heads = layer.q.out_features // dim, layer.k.out_features // dim
+    inside = _entering(layer, layer.norm, x)
+    qkv = _side_by_side(inside, (layer.q, layer.k, layer.v)).view(len(inside), -1, dim)
+    heads, kv_heads = len(layer.q.weight) // dim, len(layer.k.weight) // dim
     turned, value = torch.split(qkv, [heads + kv_heads, kv_heads], 1)
     weight, eps = None, 0.0
     if layer.q_norm is not None and layer.k_norm is not None:
@@ -94,14 +101,10 @@ def _attend(
     if window is not None and window >= segments.longest:
         window = None
     out = attend((query, key, value), segments, layer.head.scale, (window, None))
-    out = out.reshape(x.shape[0], -1)
+    out = out.reshape(len(inside), -1)
     if rows is not None:
         x, out = x.index_select(0, rows), out.index_select(0, rows)
     return _add_linear(x, out, layer.out)
-
-
-def _normed(norm: Norm, x: Tensor) -> Tensor:
-    return cast(Tensor, _RMSNorm.apply(x, norm.weight, norm.epsilon))  # type: ignore[no-untyped-call]
 
 
 def _side_by_side(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
@@ -111,7 +114,9 @@ def _side_by_side(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
 
 
 def _add_linear(residual: Tensor, x: Tensor, layer: nn.Linear) -> Tensor:
-    """residual + layer(x)"""
+    """residual + layer(x), of which a layer that sums over ranks gives this rank's rows"""
+    if type(layer) is not nn.Linear:
+        return residual + cast(Tensor, layer(x[None]))[0]
     out = torch.addmm(residual, x, layer.weight.t())
     return out if layer.bias is None else out + layer.bias
 

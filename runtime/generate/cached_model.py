@@ -103,7 +103,7 @@ class CachedModel:
         return rectangles(n, length, self._most_tokens)
 
     def _lean_decoder(self) -> LeanDecoder | None:
-        applies = self.device.type == "cpu" and self._staged is None and lean_applies(self.module)
+        applies = self._staged is None and lean_applies(self.module)
         return LeanDecoder(self.module) if applies else None
 
     @contextmanager

@@ -34,12 +34,7 @@ from realgraph.runtime.parallel.tensor.network import edges_of
 from realgraph.runtime.parallel.tensor.pieces import cut_of
 
 AnySegments = Segments | ContextSegments
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -179,11 +174,10 @@ class PackedModel(nn.Module):
         """[n, hidden]: the final hidden states of the run tokens `at` ([n] int64, in any order, repeated or not).
         Where the vocabulary is cut, each rank's gradient is a part of theirs."""
         run = _run_part(row, segments)
-        if run.tokens.device.type == "cpu" and lean_trains(self.network):
+        if edges_of(self.network) is None and lean_trains(self.network):
             rows, place = torch.unique(at, return_inverse=True)
-            model, part = self.network.model, None
-            if run.chunk is not None and run.arrived is not None:
-                part = layers_of(model, run.chunk), run.arrived
+            model = self.network.model
+            part = (layers_of(model, run.chunk), run.arrived) if run.chunk and run.arrived is not None else None
             return lean_hidden(model, (run.tokens, run.positions), segments, rows, part).index_select(0, place)
         hidden, edges = self._backbone(run, segments), edges_of(self.network)
         return hidden[at] if edges is None else edges.enter(hidden[None])[0][at]
@@ -196,6 +190,8 @@ class PackedModel(nn.Module):
             edges.begin(segments.n_rows)
         if run.chunk is not None:
             return through(self.network, run.chunk, (run.tokens, run.positions, run.arrived), segments)
+        if lean_trains(self.network):
+            return lean_hidden(self.network.model, (run.tokens, run.positions), segments)
         hidden: Tensor = self.network.model(
             input_ids=run.tokens[None], position_ids=run.positions[None], use_cache=False, segments=segments
         ).last_hidden_state[0]

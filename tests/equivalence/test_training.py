@@ -169,6 +169,30 @@ def test_eight_workers_train_as_one_process(eight: RankProcesses, models: Path) 
     check(case, eight.run(train, case, models), alone(case, models), 1e-10)
 
 
+def train_by_walk(ranks: LayoutRanks, case: Case, models: Path) -> Any:
+    """`train`, with the walk of float32 models on a CPU through layers, whatever their dtype."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("realgraph.runtime.cpu.train.lean_applies", lambda *_, **__: True)
+        return train(ranks, case, models)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "layout"),
+    [
+        ("qwen3", "rl", "tp4"),
+        ("qwen2", "sft", "dp2 tp2"),
+        ("llama", "value", "tp2"),
+        ("mistral", "pairs", "cp2 tp2"),
+        ("qwen3 deep", "rl", "tp2 pp2 twice"),
+    ],
+)
+def test_the_walk_of_cpus_under_tensor_parallelism_equals_one_process(
+    four: RankProcesses, models: Path, model: str, loss: str, layout: str
+) -> None:
+    case = Case(model, loss, "float64", LAYOUTS[layout])
+    check(case, four.run(train_by_walk, case, models), alone(case, models), 1e-10)
+
+
 @pytest.mark.parametrize(("model", "loss", "layout"), ROUNDED)
 def test_float32_differs_by_rounding(four: RankProcesses, models: Path, model: str, loss: str, layout: str) -> None:
     case = Case(model, loss, "float32", LAYOUTS[layout])

@@ -162,7 +162,7 @@ def through(
     model, (tokens, positions, arrived) = network.model, row
     hidden = model.embed_tokens(tokens[None]) if arrived is None else arrived[None]
     layers = layers_of(model, chunk)
-    if hidden.device.type == "cpu" and lean_trains(network):
+    if lean_trains(network):
         hidden = lean_layers(model, layers, (hidden[0], positions), segments)[None]
     else:
         return walk(model, chunk, (hidden, positions[None]), {"segments": segments})[0]

@@ -94,11 +94,11 @@ class SummedLinear(nn.Linear):
         nn.Module.__init__(self)  # nn.Linear's own would draw new parameters
         self.out_features, self.in_features = layer.weight.shape
         self.weight, self.bias = layer.weight, layer.bias
-        self._edges = edges
+        self.edges = edges
 
     def forward(self, input: Tensor) -> Tensor:
         """[1, all rows, own inputs] -> [1, own rows, outputs]"""
-        out = self._edges.leave(F.linear(input, self.weight))
+        out = self.edges.leave(F.linear(input, self.weight))
         return out if self.bias is None else out + self.bias
 
 
