@@ -77,8 +77,11 @@ class SharedMemory:
     def gather(self, own: Tensor, rows: Tensor) -> None:
         """[n] of every rank -> rows: [ranks, n]."""
         per_round = SLOT_BYTES // own.element_size()
+        rows[self.rank] = own
         for first in range(0, len(own), per_round):
-            rows[:, first : first + per_round] = self._share(own[first : first + per_round])
+            slots = self._share(own[first : first + per_round])
+            for peer in self._looks:
+                rows[peer, first : first + per_round] = slots[peer]
 
     @torch.no_grad()
     def begin_gather(self, own: Tensor) -> Callable[[], Tensor]:
@@ -105,8 +108,14 @@ class SharedMemory:
         per_round = SLOT_BYTES // rows.element_size() // self.size
         for first in range(0, len(own), per_round):
             part = rows[:, first : first + per_round]
-            slots = self._share(part.reshape(-1)).view(self.size, *part.shape)
-            _combine(slots[:, self.rank], False, own[first : first + per_round])
+            self._finish()
+            slots = self._typed(rows.dtype)[self._round % 2, :, : part.numel()].view(self.size, *part.shape)
+            for peer in self._looks:  # its own row a rank adds from where it is
+                slots[self.rank, peer] = part[peer]
+            self._round += 1
+            self._meet()
+            parts = [part[rank] if rank == self.rank else slots[rank, self.rank] for rank in range(self.size)]
+            _combine(parts, False, own[first : first + per_round])
 
     @torch.inference_mode()
     def broadcast(self, flat: Tensor, source: int) -> None:
@@ -250,8 +259,8 @@ def _make_file(libc: ctypes.CDLL, size: int) -> int:
     return file
 
 
-def _combine(slots: Tensor, largest: bool, into: Tensor) -> Tensor:
-    """[ranks, n] -> into: [n], the sum, or the largest, rank after rank."""
+def _combine(slots: Tensor | Sequence[Tensor], largest: bool, into: Tensor) -> Tensor:
+    """[n] of each rank -> into: [n], the sum, or the largest, rank after rank."""
     operation = torch.maximum if largest else torch.add
     operation(slots[0], slots[1], out=into)
     for row in slots[2:]:
