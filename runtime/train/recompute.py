@@ -38,6 +38,7 @@ def recomputing(network: Any, how: Recompute) -> Iterator[None]:
     if how == "selective":
         options["context_fn"] = selective(products(next(iter(network.model.layers))))
     network.activation_checkpointing_enable(options)
+    network.disable_input_require_grads()  # hooks for reentrant checkpoints, which would stay behind
     network.train()  # transformers recomputes in training mode only; it changes nothing else here
     try:
         yield
