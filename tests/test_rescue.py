@@ -13,7 +13,7 @@ from realgraph.runtime.job.run_folder import RunFolder
 from realgraph.runtime.master.checkpoints import Checkpoints, Committed, read_state, rescue, rescuers
 from realgraph.runtime.master.inbox import Inbox
 from realgraph.runtime.wire.protocol import RESCUE_CALL, Done, Failed, Reply, Rescue
-from realgraph.runtime.wire.transport import TransportError
+from realgraph.runtime.wire.sockets import TransportError
 from tests.shapes import Shape, job_of
 
 WORKERS = 4

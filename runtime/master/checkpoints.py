@@ -19,7 +19,7 @@ from realgraph.runtime.master.checkpoint_folders import NotRemoved, commit_folde
 from realgraph.runtime.master.inbox import Inbox
 from realgraph.runtime.master.startup import WorkerGroup
 from realgraph.runtime.wire.protocol import RESCUE_CALL, Done, Failed, Rescue
-from realgraph.runtime.wire.transport import TransportError
+from realgraph.runtime.wire.sockets import TransportError
 
 FIRST_RESCUE_TASK = -1  # of a rescue, and one less for each that begins anew: no task of the Scheduler has these
 

@@ -52,7 +52,7 @@ from realgraph.runtime.processes.launcher import Launcher, LaunchError
 from realgraph.runtime.processes.local import LocalLauncher
 from realgraph.runtime.scheduler.scheduler import Scheduler
 from realgraph.runtime.wire.protocol import Bye, Done, Failed, Generated, Heartbeat, Hello, Loaded, Ready
-from realgraph.runtime.wire.transport import TransportError
+from realgraph.runtime.wire.sockets import TransportError
 
 GRACE_SECONDS = 10.0  # for workers to end by themselves after Shutdown
 

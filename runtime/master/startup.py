@@ -25,7 +25,8 @@ from realgraph.runtime.wire.protocol import (
     Ready,
     Shutdown,
 )
-from realgraph.runtime.wire.transport import MasterSocket, TransportError
+from realgraph.runtime.wire.sockets import TransportError
+from realgraph.runtime.wire.transport import MasterSocket
 
 PROGRAM = WorkerProgram("realgraph.runtime.worker.worker:main", ("torch", "transformers"))
 EXPLAIN_SECONDS = 2.0  # how long a failure that may be another one's echo waits for it

@@ -39,7 +39,8 @@ from realgraph.runtime.wire.protocol import (
     Shutdown,
     Submit,
 )
-from realgraph.runtime.wire.transport import TransportError, WorkerSocket
+from realgraph.runtime.wire.sockets import TransportError
+from realgraph.runtime.wire.transport import WorkerSocket
 from realgraph.runtime.worker.compute import Compute
 from realgraph.runtime.worker.failures import failure
 from realgraph.runtime.worker.resources import Resources
