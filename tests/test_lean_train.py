@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from realgraph.graphs.spec import ModelRole
+from realgraph.runtime.cpu import train
 from realgraph.runtime.cpu.train import lean_trains
 from realgraph.runtime.models import models
 from realgraph.runtime.models.models import PackedModel, Start, Wants, build
@@ -73,6 +74,27 @@ def test_outputs_and_gradients_are_the_forwards(
     compare(model, Wants(output, 0.7, "gradient"), monkeypatch, 3e-5 if dtype == "float32" else 1e-10)
 
 
+@pytest.mark.parametrize("output", ["logprobs", "values"])
+@pytest.mark.parametrize("kind", ["mistral", "qwen3"])
+def test_layers_that_are_computed_again_have_the_forwards_gradients(
+    kind: str, output: str, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    role = ModelRole(head=HEADS[output], trainable=True)
+    model = build(role, str(tiny.save(tmp_path, kind)), Start(torch.device("cpu")))
+    counted: list[str] = []
+    walked = train._through_layer
+
+    def count(*arguments: Any, **named: Any) -> Tensor:
+        counted.append("")
+        return walked(*arguments, **named)
+
+    monkeypatch.setattr(train, "_through_layer", count)
+    with recomputing(model.network, "full"):
+        assert lean_trains(model.network)
+        compare(model, Wants(output, 0.7, "gradient"), monkeypatch, 3e-5)
+    assert len(counted) == 6 * 2 * model.network.config.num_hidden_layers  # of six batches, forward and again
+
+
 def test_the_walk_reads_the_newest_weights(monkeypatch: Patch, tmp_path: Path) -> None:
     model = build(ModelRole(), str(tiny.save(tmp_path, "qwen2")), Start(torch.device("cpu")))
     for _ in range(2):
@@ -91,7 +113,7 @@ def test_what_the_walk_does_not_know_takes_its_own_forward() -> None:
     assert not lean_trains(tiny.network("llama").double())
     network = tiny.network("llama")
     for _ in range(2):
-        with recomputing(network, "full"):
+        with recomputing(network, "selective"):
             assert not lean_trains(network)
         assert lean_trains(network)
     network = tiny.network("llama")

@@ -121,6 +121,13 @@ def generate_together(ranks: LayoutRanks, folder: Path, layout: Layout, role: Mo
     return bare if groups.heads else None  # tensors would travel by file descriptors
 
 
+def generate_by_walk(ranks: LayoutRanks, *arguments: Any) -> Any:
+    """`generate_together`, with the walk of float32 models on a CPU through layers, whatever their dtype."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("realgraph.runtime.generate.cached_model.lean_applies", lambda _: True)
+        return generate_together(ranks, *arguments)
+
+
 def plain_network(module: Any, kind: str) -> Any:
     """The same weights in transformers' own network; of a mixture all but its experts are transformers'."""
     if record_of(module) is not None:
@@ -150,12 +157,14 @@ CASES = [
     ("pp4", "qwen3", "float64"),
     ("ep2_pp2", "qwen3_moe", "float64"),
     ("tp2_pp2", "qwen3_moe", "float64"),
+    ("tp4", "qwen2", "walk"),
+    ("dp2_tp2", "qwen3", "walk"),
 ]
 
 
-@pytest.mark.parametrize(("name", "kind", "dtype"), CASES)
+@pytest.mark.parametrize(("name", "kind", "how"), CASES)
 def test_a_replica_draws_what_one_process_draws(
-    four: RankProcesses, tmp_path: Path, name: str, kind: str, dtype: Any
+    four: RankProcesses, tmp_path: Path, name: str, kind: str, how: str
 ) -> None:
     """tp4 over 2 KV heads and 61 tokens; behaviour log-probabilities are those of a full forward. Replicas that share
     experts have different requests, or none, and tell to which of them each token went; four stages have six
@@ -165,8 +174,10 @@ def test_a_replica_draws_what_one_process_draws(
         {"mlp_only_layers": [0, 2]} if (name, kind) == ("tp2_pp2", "qwen3_moe") else {}
     )  # those of one stage
     folder = tiny.save(tmp_path / kind, kind, num_hidden_layers=layers, **changes)
+    dtype: Any = "float64" if how == "walk" else how
     role, layout = ModelRole(path="x", dtype=dtype, routing_replay=kind in MIXTURES), LAYOUTS[name]
-    found = [one for one in four.run(generate_together, folder, layout, role, 7) if one is not None]
+    generate = generate_by_walk if how == "walk" else generate_together
+    found = [one for one in four.run(generate, folder, layout, role, 7) if one is not None]
     assert len(found) == layout.dp
     wanted = wanted_of(7)
     for part, start in ((wanted[:6], Start(CPU)), (wanted[6:], Start(CPU, seed=3))):

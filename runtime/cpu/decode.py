@@ -6,7 +6,7 @@ tables to the module. It knows pre-norm decoders with gated MLPs; every other mo
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -93,15 +93,15 @@ def decoder_layer(module: Any) -> Layer:
     )
 
 
-def lean_applies(module: Any, *, also_cut: bool = False) -> bool:
-    """True where a walk knows this network: a backbone of `_KNOWN` in float32 on a CPU, of plain layers without hooks.
-    also_cut: or one that tensor parallelism cuts, with its own hooks of attentions and MLPs, and sums behind them."""
+def lean_applies(module: Any) -> bool:
+    """True where a walk knows this network: a backbone of `_KNOWN` in float32 on a CPU, of plain layers without hooks;
+    or one that tensor parallelism cuts, with its own hooks of attentions and MLPs, and sums behind them."""
     if type(getattr(module, "model", None)).__name__ not in _KNOWN or any(
         p.dtype != torch.float32 or p.device.type != "cpu" for p in module.parameters()
     ):
         return False
     layers = [decoder_layer(layer) for layer in module.model.layers]
-    cut = also_cut and all(layer.edges is not None for layer in layers)
+    cut = all(layer.edges is not None for layer in layers)
     edged = {part for layer in module.model.layers for part in (layer.self_attn, layer.mlp)} if cut else set()
     # modules that FSDP has cut have hooks, too
     hooked = any(
@@ -114,7 +114,9 @@ def lean_applies(module: Any, *, also_cut: bool = False) -> bool:
 
 
 def _add_linear(residual: Tensor, x: Tensor, layer: nn.Linear) -> Tensor:
-    """residual + layer(x)"""
+    """residual + layer(x), with its sum over ranks where tensor parallelism cuts it"""
+    if type(layer) is not nn.Linear:
+        return residual + cast(Tensor, layer(x[None]))[0]
     out = torch.addmm(residual, x, layer.weight.t())
     return out if layer.bias is None else out.add_(layer.bias)
 

@@ -7,12 +7,14 @@ the gradients there. It knows the decoders of `lean_decode`; every other model t
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from realgraph.runtime.attention.attention import PartOfRow, attend
 from realgraph.runtime.attention.segments import Segments
@@ -20,10 +22,10 @@ from realgraph.runtime.cpu.decode import Layer, Norm, decoder_layer, lean_applie
 
 
 def lean_trains(network: Any) -> bool:
-    """True where the walk may stand for the forward of `network.model`: see `lean_applies`; not where layers are to be
-    computed again in the backward, which is the forward's business."""
-    again = any(getattr(module, "gradient_checkpointing", False) for module in network.modules())
-    return lean_applies(network, also_cut=True) and network.config.hidden_act == "silu" and not again
+    """True where the walk may stand for the forward of `network.model`: see `lean_applies`; not where some products are
+    kept and others computed again in the backward pass, which names operations that the walk does not use."""
+    selective = getattr(network, "recomputed", "none") == "selective"
+    return lean_applies(network) and network.config.hidden_act == "silu" and not selective
 
 
 # of a model: its last layers, and the residual stream [T, hidden] before them
@@ -65,14 +67,23 @@ def lean_layers(
     half = cos.shape[-1] // 2
     # rotate_half(x) sin = roll(x) signed
     tables = cos[0][:, None], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)[:, None]
+    again = torch.is_grad_enabled() and any(getattr(module, "gradient_checkpointing", False) for module in layers)
     last = len(layers) - 1
     for number, module in enumerate(layers):
-        layer = decoder_layer(module)
-        x = _attend(layer, x, (tables, rows if number == last else None), segments)
-        both = _side_by_side(_entering(layer, layer.mlp_norm, x), (layer.gate, layer.up))
-        gated: Tensor = _Gate.apply(both)  # type: ignore[no-untyped-call]
-        x = _add_linear(x, gated, layer.down)
+        wanted = rows if number == last else None
+        step = partial(_through_layer, decoder_layer(module), what=(tables, wanted), segments=segments)
+        x = checkpoint(step, x, use_reentrant=False, preserve_rng_state=False) if again else step(x)
     return x
+
+
+def _through_layer(
+    layer: Layer, x: Tensor, what: tuple[tuple[Tensor, Tensor], Tensor | None], segments: Segments | PartOfRow
+) -> Tensor:
+    """The residual stream behind one layer; arguments as of `_attend`."""
+    x = _attend(layer, x, what, segments)
+    both = _side_by_side(_entering(layer, layer.mlp_norm, x), (layer.gate, layer.up))
+    gated: Tensor = _Gate.apply(both)  # type: ignore[no-untyped-call]
+    return _add_linear(x, gated, layer.down)
 
 
 def _entering(layer: Layer, norm: Norm, x: Tensor) -> Tensor:

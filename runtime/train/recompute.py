@@ -40,9 +40,11 @@ def recomputing(network: Any, how: Recompute) -> Iterator[None]:
     network.activation_checkpointing_enable(options)
     network.disable_input_require_grads()  # hooks for reentrant checkpoints, which would stay behind
     network.train()  # transformers recomputes in training mode only; it changes nothing else here
+    network.recomputed = how
     try:
         yield
     finally:
+        network.recomputed = "none"
         network.eval()
         network.activation_checkpointing_disable()
 

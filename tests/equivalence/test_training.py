@@ -172,24 +172,25 @@ def test_eight_workers_train_as_one_process(eight: RankProcesses, models: Path) 
 def train_by_walk(ranks: LayoutRanks, case: Case, models: Path) -> Any:
     """`train`, with the walk of float32 models on a CPU through layers, whatever their dtype."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("realgraph.runtime.cpu.train.lean_applies", lambda *_, **__: True)
+        patch.setattr("realgraph.runtime.cpu.train.lean_applies", lambda _: True)
         return train(ranks, case, models)
 
 
 @pytest.mark.parametrize(
-    ("model", "loss", "layout"),
+    ("recompute", "model", "loss", "layout"),
     [
-        ("qwen3", "rl", "tp4"),
-        ("qwen2", "sft", "dp2 tp2"),
-        ("llama", "value", "tp2"),
-        ("mistral", "pairs", "cp2 tp2"),
-        ("qwen3 deep", "rl", "tp2 pp2 twice"),
+        ("none", "qwen3", "rl", "tp4"),
+        ("full", "qwen2", "sft", "dp2 tp2"),
+        ("none", "llama", "value", "tp2"),
+        ("full", "mistral", "pairs", "cp2 tp2"),
+        ("none", "qwen3 deep", "rl", "tp2 pp2 twice"),
+        ("full", "qwen3 deep", "rl", "tp2 pp2 twice"),
     ],
 )
 def test_the_walk_of_cpus_under_tensor_parallelism_equals_one_process(
-    four: RankProcesses, models: Path, model: str, loss: str, layout: str
+    four: RankProcesses, models: Path, recompute: Any, model: str, loss: str, layout: str
 ) -> None:
-    case = Case(model, loss, "float64", LAYOUTS[layout])
+    case = Case(model, loss, "float64", LAYOUTS[layout], recompute)
     check(case, four.run(train_by_walk, case, models), alone(case, models), 1e-10)
 
 
