@@ -27,12 +27,11 @@ import torch
 import zmq
 
 from benchmarks.machine import describe
-from realgraph.runtime.processes.local import LOOPBACK
 from realgraph.runtime.store.bundle import FRAME_BYTES, Route
 from realgraph.runtime.store.remote import WINDOW_FRAMES
 from realgraph.runtime.store.store import Store
 from realgraph.runtime.store.transfer import DataPlane, GatherRequest
-from realgraph.runtime.wire.curve import KeyPair, bound_address, make_keys, secure_client, secure_server
+from realgraph.runtime.wire.curve import LOOPBACK, KeyPair, bound_address, make_keys, secure_client, secure_server
 from realgraph.runtime.wire.protocol import Peer
 
 SIZES = {"1 KB": 1_000, "1 MB": 1_000_000, "16 MB": 16_000_000, "100 MB": 100_000_000}

@@ -24,7 +24,7 @@ class OneRank(Collectives):
     """Every layout as if it were this worker's alone."""
 
     def __init__(self) -> None:
-        super().__init__(Member(0, 1, CPU, 1.0), None, (), one_host=True)
+        super().__init__(Member(0, 1, CPU, 1.0), None, ())
 
     def of_layout(self, layout: Layout) -> LayoutRanks:
         return LayoutRanks.alone(CPU)

@@ -17,18 +17,18 @@ def _serve(pipe: Connection, place: tuple[int, int, float], layouts: Sequence[La
     import torch
 
     from realgraph.runtime.parallel.groups import Collectives, Member
-    from realgraph.runtime.parallel.rendezvous import Rendezvous, reach_store
+    from realgraph.runtime.parallel.rendezvous import FileRendezvous, reach_store
 
     torch.set_num_threads(1)
     rank, n_ranks, seconds = place
-    rendezvous = Rendezvous() if rank == 0 else None
+    rendezvous = FileRendezvous() if rank == 0 else None
     if rendezvous is not None:
         address = rendezvous.address
         pipe.send(address)
     store = reach_store(address, n_ranks, seconds)
     member = Member(rank, n_ranks, torch.device("cpu"), seconds)
     whole = Layout(DeviceMesh(0, n_ranks), dp=n_ranks)
-    groups = Collectives(member, store, [whole, *layouts], one_host=True)
+    groups = Collectives(member, store, [whole, *layouts])
     joined.append(groups)
     pipe.send("ready")
     while (task := pipe.recv()) is not None:

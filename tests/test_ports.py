@@ -13,7 +13,7 @@ import pytest
 from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.parallel.groups import LayoutRanks
 from realgraph.runtime.parallel.ports import listening_sockets, refuse_connections
-from realgraph.runtime.parallel.rendezvous import CollectiveError, Rendezvous, reach_store
+from realgraph.runtime.parallel.rendezvous import CollectiveError, FileRendezvous, reach_store
 from tests.ranks import RankProcesses
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -81,7 +81,7 @@ def test_a_port_that_is_refused_answered_before() -> None:
 
 
 def test_the_rendezvous_is_this_users_and_leaves_nothing() -> None:
-    rendezvous = Rendezvous()
+    rendezvous = FileRendezvous()
     assert stat.S_IMODE(os.stat(rendezvous.address).st_mode) == 0o600
     assert os.stat(rendezvous.address).st_nlink == 0  # it stands in no folder
     assert stat.S_IMODE(Path(f"/proc/{os.getpid()}/fd").stat().st_mode) == 0o500

@@ -20,13 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from realgraph.runtime.processes.local import LOOPBACK
+from realgraph.runtime.processes.host_id import host_id
 from realgraph.runtime.store import bundle
 from realgraph.runtime.store.bundle import AbsentError, PeerLostError, Route, SlowPeerError, TransferError
 from realgraph.runtime.store.local import connect_local
 from realgraph.runtime.store.store import Store
-from realgraph.runtime.store.transfer import DataPlane, GatherRequest, Values, host_id
-from realgraph.runtime.wire.curve import KeyPair, make_keys
+from realgraph.runtime.store.transfer import DataPlane, GatherRequest, Values
+from realgraph.runtime.wire.curve import LOOPBACK, KeyPair, make_keys
 from realgraph.runtime.wire.protocol import Peer
 from realgraph.runtime.worker.failures import failure
 from tests.preloaded import CONTEXT

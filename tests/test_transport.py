@@ -7,9 +7,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from realgraph.runtime.processes.local import LOOPBACK
 from realgraph.runtime.wire import protocol
-from realgraph.runtime.wire.curve import KeyPair, answer_zap, make_keys, secure_client
+from realgraph.runtime.wire.curve import LOOPBACK, KeyPair, answer_zap, make_keys, secure_client
 from realgraph.runtime.wire.sockets import TransportError
 from realgraph.runtime.wire.transport import MasterSocket, WorkerSocket
 

@@ -82,7 +82,7 @@ def _kind_name(spec: ClusterSpec, machine: Probe) -> str:
         raise _error("kind", f"the GPUs of this machine can't be read: {machine.gpu_error}", hint)
     if not machine.gpus:
         return CPU
-    kinds = {gpu.name: _kind_of(gpu.name) for gpu in machine.gpus}
+    kinds = {gpu.name: kind_of_gpu(gpu.name) for gpu in machine.gpus}
     unknown = sorted(name for name, kind in kinds.items() if kind is None)
     if unknown:
         hint = f"set cluster.kind to the closest of {', '.join(device_kinds())}, and cluster.memory_gb"
@@ -92,7 +92,8 @@ def _kind_name(spec: ClusterSpec, machine: Probe) -> str:
     return str(next(iter(kinds.values())))
 
 
-def _kind_of(gpu_name: str) -> str | None:
+def kind_of_gpu(gpu_name: str) -> str | None:
+    """The device kind whose table entry knows a GPU that its driver names so."""
     for name, kind in device_kinds().items():
         if any(re.search(pattern, gpu_name) for pattern in kind.names):
             return name
@@ -100,7 +101,7 @@ def _kind_of(gpu_name: str) -> str | None:
 
 
 def _gpu_cluster(spec: ClusterSpec, machine: Probe, name: str, kind: DeviceKind) -> Cluster:
-    here = [gpu for gpu in machine.gpus if _kind_of(gpu.name) == name]
+    here = [gpu for gpu in machine.gpus if kind_of_gpu(gpu.name) == name]
     devices = spec.devices or len(here)
     if not devices:
         hint = f"set cluster.devices: {kind.per_node} is usual for {name}"

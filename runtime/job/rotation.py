@@ -1,7 +1,9 @@
 """Files that grow as long as a run does: a full one becomes `<name>.1.<ending>`, the one before it is forgotten."""
 
+import contextlib
 import os
 import shutil
+from collections import deque
 from pathlib import Path
 
 from realgraph.runtime.job.run_folder import private
@@ -12,6 +14,15 @@ MEGABYTE = 10**6
 def older(path: Path) -> Path:
     """The path that a full file moves to: `trace.1.json`."""
     return path.with_name(f"{path.stem}.1{path.suffix}")
+
+
+def last_lines(path: Path, n_lines: int) -> str:
+    """The end of a file and of the one before it; '' where there is none yet."""
+    last: deque[str] = deque(maxlen=n_lines)
+    for each in (older(path), path):
+        with contextlib.suppress(FileNotFoundError), each.open(encoding="utf-8", errors="replace") as lines:
+            last.extend(lines)
+    return "".join(last)
 
 
 def limit_log(path: Path, most_bytes: int) -> bool:

@@ -25,6 +25,7 @@ from realgraph.planner.plan.layout import DeviceMesh, Layout
 from realgraph.runtime.parallel.ports import listening_sockets, refuse_connections
 from realgraph.runtime.parallel.rendezvous import CollectiveError, register_gloo
 from realgraph.runtime.parallel.shared_memory import SharedMemory, open_shared_memory
+from realgraph.runtime.wire.curve import LOOPBACK
 
 T = TypeVar("T")
 
@@ -38,13 +39,14 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 @dataclass(frozen=True)
 class Member:
     """This worker among all of a run; timeout in seconds. hosts: of every worker; those of one can read each other's
-    memory. (): all are on one."""
+    memory. (): all are on one. interface: this host's address for the others."""
 
     worker: int
     n_workers: int
     device: torch.device
     timeout_seconds: float
     hosts: tuple[str, ...] = ()
+    interface: str = LOOPBACK
 
     @property
     def host(self) -> str:
@@ -235,7 +237,7 @@ class LayoutRanks:
 class Collectives:
     """All process groups of one worker: the default one, and for each layout that of its mesh and of its axes."""
 
-    def __init__(self, member: Member, store: Store | None, layouts: Iterable[Layout], *, one_host: bool) -> None:
+    def __init__(self, member: Member, store: Store | None, layouts: Iterable[Layout]) -> None:
         """Collective: every worker passes the same `layouts` (any order). With one worker there is no store to need."""
         self.member = member
         self._groups: dict[tuple[int, ...], Ranks] = {}
@@ -248,7 +250,7 @@ class Collectives:
         everybody = tuple(range(member.n_workers))
         _arrive(store, everybody, member.worker)
         try:
-            gloo = register_gloo(one_host=one_host)
+            gloo = register_gloo(member.interface)
             backend = f"cpu:{gloo},cuda:nccl" if member.device.type == "cuda" else gloo
             dist.init_process_group(
                 backend, store=store, rank=member.worker, world_size=member.n_workers, timeout=deadline

@@ -1,18 +1,22 @@
-"""The means by which the workers of one host form their process groups: a store in a file of worker 0's that no other
-user can read, and gloo with one port and one thread a process."""
+"""The means by which workers form their process groups: a store of worker 0's, and gloo with one port and one thread a
+process.
+
+On one host the store is a file that no other user can read; over hosts torch's own, on the interface of the run alone.
+"""
 
 import os
 import platform
 import shutil
+import socket
 import sys
 import tempfile
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
-from torch._C._distributed_c10d import FileStore, Store
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed import Backend, ProcessGroupGloo
 
-from realgraph.runtime.processes.environment import variables
+from realgraph.runtime.wire.curve import is_local
 
 LOOPBACK = "lo0" if platform.system() == "Darwin" else "lo"
 GLOO = "realgraph_gloo"
@@ -22,7 +26,45 @@ class CollectiveError(RuntimeError):
     """A collective failed or missed its deadline: a rank of the group is gone or far behind."""
 
 
-class Rendezvous:
+_TCP = "tcp://"
+
+
+class Rendezvous(Protocol):
+    """Worker 0's part of the meeting of all workers; `close` it once the groups have ended."""
+
+    @property
+    def address(self) -> str:
+        """What `reach_store` takes."""
+        ...
+
+    def close(self) -> None:
+        """The address means nothing any more."""
+        ...
+
+
+def open_rendezvous(interface: str) -> Rendezvous:
+    """Where the workers meet that listen on `interface`: on this host alone, or over the network."""
+    return FileRendezvous() if is_local(interface) else NetworkRendezvous(interface)
+
+
+class NetworkRendezvous:
+    """torch's store, listening on one address of this host. It does not ask who connects."""
+
+    def __init__(self, interface: str) -> None:
+        family = socket.AF_INET6 if ":" in interface else socket.AF_INET
+        with socket.create_server((interface, 0), family=family) as listener:
+            port = listener.getsockname()[1]
+            self._store: TCPStore | None = TCPStore(
+                interface, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+        self.address = f"{_TCP}{interface}:{port}"
+
+    def close(self) -> None:
+        """The store ends with its last user."""
+        self._store = None
+
+
+class FileRendezvous:
     """Worker 0's file through which the workers of one host meet: nobody but this user can open it.
 
     On Linux it is anonymous memory, reached through /proc, so that nothing is left of it after any end; elsewhere a
@@ -48,7 +90,9 @@ class Rendezvous:
 
 
 def reach_store(address: str, n_workers: int, timeout_seconds: float) -> Store:
-    """The store in the file of a Rendezvous. Raises CollectiveError where there is none, or it can't be opened."""
+    """The store of a Rendezvous. Raises CollectiveError where there is none, or it can't be opened."""
+    if address.startswith(_TCP):
+        return _reach_over_network(address, timedelta(seconds=timeout_seconds))
     if not os.path.exists(address):  # torch would make a file of its own
         raise CollectiveError(f"worker 0's rendezvous {address} is gone, and so is worker 0")
     try:
@@ -59,21 +103,28 @@ def reach_store(address: str, n_workers: int, timeout_seconds: float) -> Store:
     return store
 
 
-def register_gloo(*, one_host: bool) -> str:
+def _reach_over_network(address: str, timeout: timedelta) -> Store:
+    host, _, port = address.removeprefix(_TCP).rpartition(":")
+    try:
+        return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+    except RuntimeError as error:
+        raise CollectiveError(f"worker 0's rendezvous {address} can't be reached: {error}") from error
+
+
+def register_gloo(interface: str) -> str:
     """The name of a backend that is gloo with one device for all groups of this process.
 
     torch's own "gloo" opens a device for every group: a port, and a thread that wakes a hundred times a second.
-    one_host: nobody outside may connect, whatever the host's name resolves to; else torch's variable names the
-    interfaces. Raises RuntimeError where there is no such network.
+    interface: this host's address that the others reach; of this host alone, nobody outside may connect, whatever the
+    host's name resolves to. Raises RuntimeError where there is no such network.
     """
     gloo: Any = ProcessGroupGloo
-    asked = LOOPBACK if one_host else variables().get("GLOO_SOCKET_IFNAME", "")
-    names = [name for name in asked.split(",") if name]
-    devices = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
+    local = is_local(interface)
+    device = gloo.create_device(interface=LOOPBACK) if local else gloo.create_device(hostname=interface)
 
     def open_group(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
         options = gloo._Options()
-        options._devices, options._threads, options._timeout = devices, 2 * len(devices), timeout
+        options._devices, options._threads, options._timeout = [device], 2, timeout
         return ProcessGroupGloo(store, rank, size, options)
 
     Backend.register_backend(GLOO, open_group, devices=["cpu"])

@@ -29,7 +29,7 @@ class WorkerBoot(Struct, frozen=True):
     node: int = 0  # of the plan's cluster: workers of one node share memory
     cpu: bool = False  # leave the host's GPUs alone
     interface: str = ""  # the address its data plane listens on; the launcher's to say
-    master_pid: int = 0  # the master's process where it is on the same host, else 0; the launcher's to say
+    owner_pid: int = 0  # of the process that ends the workers of this host with the run; the launcher's to say
 
 
 class WorkerProgram(Struct, frozen=True):
@@ -54,6 +54,10 @@ class Fleet(Protocol):
 
     def last_lines(self, worker: int, n_lines: int = 20) -> str:
         """The end of a worker's log, for an error message; '' where there is none yet."""
+        ...
+
+    def host_of(self, worker: int) -> str:
+        """The host of a worker for an error message, such as `host b (10.0.0.2)`; '' where there is only this one."""
         ...
 
     async def wait_exit(self) -> tuple[int, int]:

@@ -5,12 +5,10 @@ needs at its start, keys included, reaches it through an inherited socket: never
 """
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
 import subprocess
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -18,15 +16,15 @@ from typing import Protocol
 import msgspec
 from msgspec import Struct
 
-from realgraph.runtime.job.rotation import older
+from realgraph.runtime.job.rotation import last_lines
 from realgraph.runtime.processes import processes
 from realgraph.runtime.processes.clock import time_limit
 from realgraph.runtime.processes.environment import variables
 from realgraph.runtime.processes.launcher import LaunchError, WorkerBoot, WorkerProgram
 from realgraph.runtime.processes.processes import Exited, Preloaded, Started
+from realgraph.runtime.wire.curve import LOOPBACK
 from realgraph.runtime.wire.frames import cut
 
-LOOPBACK = "127.0.0.1"  # nobody outside this host may connect
 KILL_SECONDS = 5.0  # what the kernel may take to end killed processes
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
@@ -40,11 +38,7 @@ class WorkerHandle(Struct, frozen=True):
 
     def last_lines(self, n_lines: int = 20) -> str:
         """The end of its log, for an error message; '' where there is none yet."""
-        last: deque[str] = deque(maxlen=n_lines)
-        for path in (older(Path(self.log)), Path(self.log)):
-            with contextlib.suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as lines:
-                last.extend(lines)
-        return "".join(last)
+        return last_lines(Path(self.log), n_lines)
 
 
 class _Payload(Struct, frozen=True):
@@ -102,6 +96,10 @@ class LocalFleet:
     def last_lines(self, worker: int, n_lines: int = 20) -> str:
         """The end of a worker's log; '' where there is none yet."""
         return self.handles[worker].last_lines(n_lines)
+
+    def host_of(self, worker: int) -> str:
+        """'': there is only this host."""
+        return ""
 
     @property
     def running(self) -> frozenset[int]:
@@ -216,9 +214,11 @@ class LocalFleet:
 
 
 class LocalLauncher:
-    """Implements `launcher.Launcher`: all workers on this host, tied to this process."""
+    """Implements `launcher.Launcher`: all workers on this host, tied to this process. interface: the address that they
+    listen on."""
 
-    interface = LOOPBACK
+    def __init__(self, interface: str = LOOPBACK) -> None:
+        self.interface = interface
 
     async def start(
         self, boots: Sequence[WorkerBoot], program: WorkerProgram, deadline_seconds: float = 180.0
@@ -226,7 +226,7 @@ class LocalLauncher:
         """See Launcher. All workers have the threads of the first. To be called from the main thread: on Linux the
         workers end with the thread that started them."""
         assert boots, "no workers to start"
-        here = [msgspec.structs.replace(boot, interface=LOOPBACK, master_pid=os.getpid()) for boot in boots]
+        here = [msgspec.structs.replace(boot, interface=self.interface, owner_pid=os.getpid()) for boot in boots]
         for boot in here:
             Path(boot.log).parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()

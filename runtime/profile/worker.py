@@ -51,7 +51,7 @@ def main(boot: WorkerBoot) -> None:
     device = torch.device("cpu") if task.cluster.is_cpu else pick_device(boot.worker)
     store = FileStore(str(rendezvous_file(folder)), boot.n_workers) if boot.n_workers > 1 else None
     member = Member(boot.worker, boot.n_workers, device, DEADLINE_SECONDS)
-    collectives = Collectives(member, store, _layouts(task, boot.n_workers), one_host=True)
+    collectives = Collectives(member, store, _layouts(task, boot.n_workers))
     points = Bench(task, collectives, folder).run()
     write_points(points, folder, boot.worker)
     collectives.close()

@@ -6,23 +6,18 @@ threads of its own, so peers are answered while the compute thread is busy.
 
 import asyncio
 import contextlib
-import hashlib
-import os
-import socket
-import sys
 import threading
-import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 
 import zmq
 from msgspec import Struct
 from torch import Tensor
 
+from realgraph.runtime.processes.host_id import host_id
 from realgraph.runtime.store.bundle import AbsentError, Channel, Deadline, Item, Route, TransferError
 from realgraph.runtime.store.local import LocalChannel, LocalServer
 from realgraph.runtime.store.remote import RemoteChannel, RemoteServer
@@ -52,16 +47,6 @@ class _Manner:
     deadline: Deadline
     copy: bool
     route: Route | None
-
-
-def host_id() -> str:
-    """Names this host as far as Unix sockets reach: one boot of one machine, one network namespace."""
-    if sys.platform == "linux":
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        space = f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
-    else:
-        space = f"{socket.gethostname()}/{uuid.getnode()}"
-    return hashlib.sha256(space.encode()).hexdigest()[:16]
 
 
 class DataPlane:

@@ -7,6 +7,7 @@ import zmq
 from msgspec import Struct
 from zmq.utils import z85
 
+LOOPBACK = "127.0.0.1"  # nobody outside this host may connect
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _HANDSHAKE_FAILURES: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "its key was refused",

@@ -7,10 +7,11 @@ import torch
 
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.parallel.groups import Collectives, Member
-from realgraph.runtime.parallel.rendezvous import Rendezvous, reach_store
+from realgraph.runtime.parallel.rendezvous import open_rendezvous, reach_store
+from realgraph.runtime.processes.host_id import host_id
 from realgraph.runtime.processes.launcher import WorkerBoot
 from realgraph.runtime.store.store import Store
-from realgraph.runtime.store.transfer import DataPlane, host_id
+from realgraph.runtime.store.transfer import DataPlane
 from realgraph.runtime.wire.protocol import Peer
 
 # Of a collective or a gather that nobody ends. The master's deadlines end them long before: it knows what a call may
@@ -70,7 +71,7 @@ class Resources:
     """One worker's. Made before the hand-shake, so that its addresses can be told to the others."""
 
     def __init__(self, boot: WorkerBoot) -> None:
-        self.worker = boot.worker
+        self.worker, self._interface = boot.worker, boot.interface
         self.device = torch.device("cpu") if boot.cpu else pick_device(boot.worker)
         self.memory = DeviceMemory(self.device)
         self.store = Store()
@@ -78,7 +79,7 @@ class Resources:
         self.peer: Peer = self.plane.peer
         self._hosts: tuple[str, ...] = ()
         self._collectives: Collectives | None = None
-        self._rendezvous = Rendezvous() if boot.worker == 0 else None
+        self._rendezvous = open_rendezvous(boot.interface) if boot.worker == 0 else None
         self.collective_address = self._rendezvous.address if self._rendezvous is not None else ""
 
     def connect(self, peers: Sequence[Peer]) -> None:
@@ -92,8 +93,8 @@ class Resources:
         seconds = job.runtime.start_seconds
         store = reach_store(address, n_workers, seconds) if n_workers > 1 else None
         layouts = {allocation.layout for allocation in job.plan.allocations.values()}
-        member = Member(self.worker, n_workers, self.device, ABANDONED_SECONDS, self._hosts)
-        self._collectives = Collectives(member, store, layouts, one_host=job.cluster.nodes == 1)
+        member = Member(self.worker, n_workers, self.device, ABANDONED_SECONDS, self._hosts, self._interface)
+        self._collectives = Collectives(member, store, layouts)
         return self._collectives
 
     def close(self) -> None:

@@ -47,8 +47,6 @@ from realgraph.runtime.worker.resources import Resources
 
 log = logging.getLogger(__name__)
 
-MASTER_LOST_SECONDS = 60.0  # without a connection to a master on another host a worker ends itself
-
 
 def main(boot: WorkerBoot) -> None:
     """The worker's process, from its first to its last line."""
@@ -66,7 +64,7 @@ class Worker:
         self._functions: ThreadPoolExecutor | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._opening = False
-        self._master = Watched(boot.master_pid) if boot.master_pid else None
+        self._owner = Watched(boot.owner_pid)
 
     async def serve(self) -> int:
         """Answer the master until Shutdown. Returns the exit code."""
@@ -114,7 +112,7 @@ class Worker:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
             device = compute.device_bytes() if compute is not None else 0
             await self._send(Heartbeat(self.number, peak, device))
-            if self._master_lost():
+            if self._owner.ended():  # one that is stopped (Ctrl-Z) is waited for, however long
                 log.error("the master is gone: ending")
                 os._exit(1)
             if compute is not None:
@@ -122,20 +120,13 @@ class Worker:
                 await self._limit_log(compute.job.outputs.rotate_mb * MEGABYTE)
             await asyncio.sleep(seconds)
 
-    def _master_lost(self) -> bool:
-        """One on this host that is stopped (Ctrl-Z) is waited for, however long; of another host there is only what
-        is heard."""
-        if self._master is not None:
-            return self._master.ended()
-        return self._socket.lost_seconds > MASTER_LOST_SECONDS
-
     async def _send(self, reply: Reply) -> None:
         """Send to the master. A stopped one takes nothing when its queue is full: it will. Raises TransportError."""
         while True:
             try:
                 await self._socket.send(reply)
             except TransportError:
-                if self._master is None or self._master.ended():
+                if self._owner.ended():
                     raise
             else:
                 return
