@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.link", "os.truncate")
+_AT_ANY_TIME = ("status.json", ".status.json.partial")  # written by the clock, of no use to a run that goes on
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
@@ -35,7 +36,7 @@ class CrashPoints:
             return
         if event == "open":
             path, _, flags = args
-            if isinstance(path, str) and flags & _WRITES and path.startswith(self._root):
+            if isinstance(path, str) and flags & _WRITES and path.startswith(self._root) and self._here(path):
                 self._operation()
                 self._unsynced.add(path)
         elif event in CHANGES and self._here(args[0]):
@@ -48,7 +49,8 @@ class CrashPoints:
     def _here(self, path: Any) -> bool:
         """A name without a folder is one of a folder that is being removed."""
         name = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else os.fspath(path)
-        return isinstance(name, str) and (name.startswith(self._root) or not name.startswith("/"))
+        here = isinstance(name, str) and (name.startswith(self._root) or not name.startswith("/"))
+        return here and os.path.basename(name) not in _AT_ANY_TIME
 
     def _fsync(self, descriptor: Any) -> None:
         """Note a sync and do nothing: what a sync is for is modelled, and the disk of a test is spared."""

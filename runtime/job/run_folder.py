@@ -57,6 +57,11 @@ class RunFolder(Struct, frozen=True):
         return self.root / "events.log"
 
     @property
+    def status(self) -> Path:
+        """What the run does right now; there while it lives."""
+        return self.root / "status.json"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 

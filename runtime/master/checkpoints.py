@@ -179,6 +179,7 @@ async def rescue(
     partial = checkpoints.partial(state.step)
     until = inbox.clock.now() + job.runtime.min_deadline_seconds
     for task in count(FIRST_RESCUE_TASK, -1):
+        inbox.give_up_silent()
         left = workers.fleet.running - inbox.gone
         roles = rescuers(job, left)
         for worker, held in roles.items():
@@ -188,17 +189,21 @@ async def rescue(
                 await workers.socket.send(worker, command)
             except TransportError:  # it has just ended
                 inbox.gone.add(worker)
-        if await _rescued(set(roles), task, inbox, until):
+        if await _rescued(set(roles), task, inbox, (until, job.runtime.heartbeat_seconds)):
             break
     return await asyncio.to_thread(checkpoints.commit, state.step, partial, state)
 
 
-async def _rescued(waiting: set[int], task: int, inbox: Inbox, until: float) -> bool:
-    """True when all of `waiting` have done their part of `task`, False where one of them is gone. Raises OSError."""
+async def _rescued(waiting: set[int], task: int, inbox: Inbox, limits: tuple[float, float]) -> bool:
+    """True when all of `waiting` have done their part of `task`, False where one of them is gone. limits: the end of
+    the wait, by the inbox's clock, and seconds after which to look who is silent. Raises OSError."""
+    until, often = limits
     while waiting:
         if waiting & inbox.gone:
             return False
-        match await inbox.take(max(0.0, until - inbox.clock.now())):
+        match await inbox.take(max(0.0, min(often, until - inbox.clock.now()))):
+            case None if inbox.clock.now() < until:
+                inbox.give_up_silent()
             case None:
                 raise OSError(f"{workers_text(sorted(waiting))} did not save in time (runtime.min_deadline_seconds)")
             case Done(task=done, worker=worker) if done == task:

@@ -7,11 +7,13 @@ import asyncio
 from msgspec import Struct
 
 from realgraph.runtime.commands.actions import StopRequested, Tick, WorkerLost
+from realgraph.runtime.commands.failures import workers_text
 from realgraph.runtime.job.job import RuntimeSpec
 from realgraph.runtime.master.startup import EXPLAIN_SECONDS, WorkerGroup
+from realgraph.runtime.master.status import WorkerSigns
 from realgraph.runtime.processes.clock import Clock
 from realgraph.runtime.processes.launcher import describe_exit
-from realgraph.runtime.wire.protocol import Failed, Reply
+from realgraph.runtime.wire.protocol import Failed, Heartbeat, Reply
 
 
 class StopNow(Struct, frozen=True):
@@ -39,6 +41,8 @@ class Inbox:
         self._queue: asyncio.Queue[Happened] = asyncio.Queue()
         self.clock = Clock()
         self._heard = dict.fromkeys(workers.ready, self.clock.now())
+        self._beats: dict[int, Heartbeat] = {}
+        self._fleet = workers.fleet
         self._stopped_seconds = 0.0  # of this process, as far as it is dealt with
         self.gone: set[int] = set()
         work = (self._receive(workers), self._exits(workers), self.clock.tick())
@@ -47,6 +51,19 @@ class Inbox:
     def put(self, request: StopRequested | StopNow) -> None:
         """Queue what the user wants."""
         self._queue.put_nowait(request)
+
+    def signs(self) -> dict[int, WorkerSigns]:
+        """Of every worker, as they are now."""
+        now, unknown = self.clock.now(), Heartbeat(-1)
+        return {
+            worker: WorkerSigns(
+                now - heard,
+                self._beats.get(worker, unknown).host_bytes,
+                self._beats.get(worker, unknown).device_bytes,
+                self._fleet.host_of(worker),
+            )
+            for worker, heard in self._heard.items()
+        }
 
     @property
     def idle(self) -> bool:
@@ -63,6 +80,8 @@ class Inbox:
         while True:
             worker, reply = await workers.socket.receive()
             self._heard[worker] = self.clock.now()
+            if isinstance(reply, Heartbeat):
+                self._beats[worker] = reply
             self._queue.put_nowait(reply)
 
     async def _exits(self, workers: WorkerGroup) -> None:
@@ -83,19 +102,38 @@ class Inbox:
                 seconds = now - self._heard[silent]
                 if seconds > self._runtime.lost_after_seconds:
                     self.gone.add(silent)
-                    return WorkerLost(silent, f"has not been heard of for {seconds:.0f} s")
+                    return WorkerLost(silent, self._silence(silent, seconds))
                 if deadline is not None:
                     wait = min(wait, deadline - now)
             happened = await self.take(wait)
             match happened:
                 case None:
                     continue
-                case Exit(worker=worker, status=status):
-                    return WorkerLost(worker, describe_exit(status))
+                case Exit():
+                    return self._lost(happened)
                 case Failed():
                     return await self.explain(happened)
                 case _:
                     return happened
+
+    def _lost(self, ended: Exit) -> WorkerLost:
+        host = self._fleet.host_of(ended.worker)
+        return WorkerLost(ended.worker, describe_exit(ended.status) + (f", on {host}" if host else ""))
+
+    def _silence(self, worker: int, seconds: float) -> str:
+        """Whoever has not been heard of for so long: a worker, or its whole host."""
+        host, now = self._fleet.host_of(worker), self.clock.now()
+        if not host:
+            return f"has not been heard of for {seconds:.0f} s"
+        others = [other for other in self._heard if self._fleet.host_of(other) == host]
+        if all(now - self._heard[other] > seconds / 2 for other in others):
+            return f"{host} with {workers_text(others)} has not been heard of for {seconds:.0f} s"
+        return f"has not been heard of for {seconds:.0f} s, on {host}"
+
+    def give_up_silent(self) -> None:
+        """Whoever has not been heard of for as long as a worker may be silent counts as gone."""
+        now, most = self.clock.now(), self._runtime.lost_after_seconds
+        self.gone |= {worker for worker, heard in self._heard.items() if now - heard > most}
 
     async def take(self, seconds: float) -> Happened | None:
         """The next thing that happens within `seconds`; None if nothing does."""
@@ -127,8 +165,8 @@ class Inbox:
         until = self.clock.now() + EXPLAIN_SECONDS
         while (left := until - self.clock.now()) > 0:
             match await self.take(left):
-                case Exit(worker=worker, status=status):
-                    return WorkerLost(worker, describe_exit(status))
+                case Exit() as ended:
+                    return self._lost(ended)
                 case Failed(kind=kind, sample=sample) as other if kind != "worker" and (
                     failure.kind == "worker" or sample >= 0
                 ):

@@ -46,6 +46,7 @@ from realgraph.runtime.master.observer import (
     Transcript,
 )
 from realgraph.runtime.master.startup import StartError, WorkerGroup, ready_worker_group, start_worker_group
+from realgraph.runtime.master.status import StatusFile
 from realgraph.runtime.master.step_metrics import flatten
 from realgraph.runtime.processes.interrupts import Interrupted, Interrupts, unless
 from realgraph.runtime.processes.launcher import Launcher, LaunchError
@@ -91,6 +92,7 @@ class Master:
         self._last_state: Checkpointed | None = None  # the state at the last whole step
         self._step_began = 0.0
         self._advice = Advice()
+        self._status = StatusFile(folder.status, job.name, job.steps, job.staleness)
 
     async def run(self) -> RunOutcome:
         """Train. A failure of the run is no exception: the outcome says it."""
@@ -205,6 +207,7 @@ class Master:
             return await self._drive_logged(workers, inbox, log)
         finally:
             log.close()
+            self._status.remove()
 
     async def _drive_logged(self, workers: WorkerGroup, inbox: Inbox, log: EventLog) -> Failed | None:
         self._step_began = time.monotonic()
@@ -214,6 +217,8 @@ class Master:
         while True:
             if inbox.idle:
                 log.flush()
+                if self._status.due():
+                    self._status.write(self._scheduler.image, inbox.clock.now(), inbox.signs())
             try:
                 halt = await self._perform(workers, actions)
             except TransportError as error:  # a worker that just died takes no message: its end says more
@@ -276,6 +281,7 @@ class Master:
     def _step_ended(self, ended: StepEnded) -> None:
         now = time.monotonic()
         seconds, self._step_began = now - self._step_began, now
+        self._status.step_took(seconds)
         metrics = flatten(ended, self._job.graph, self._job.plan)
         self._observers.observe(StepRecord(ended.step, seconds, metrics, time.time(), ended.lengths))
         for text in ended.transcripts:

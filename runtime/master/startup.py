@@ -111,8 +111,9 @@ async def ready_worker_group(workers: WorkerGroup, job: Job, resume: Path | None
             waiting.result()
             return
         worker, status = ended.result()
-        log = workers.fleet.last_lines(worker)
-        text = f"worker {worker} {describe_exit(status)} before it was ready"
+        log, host = workers.fleet.last_lines(worker), workers.fleet.host_of(worker)
+        on_host = f" on {host}" if host else ""
+        text = f"worker {worker}{on_host} {describe_exit(status)} before it was ready"
         raise StartError(Failed(worker, "", text, "start", detail=log))
     except TimeoutError:
         late = workers_text(sorted(missing))

@@ -1,0 +1,91 @@
+"""`realgraph status`: what a run does right now, asked of its directory. Disturbs nothing."""
+
+import fcntl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.table import Table
+
+from realgraph.graphs.errors import ConfigError, Problem, Where, reason
+from realgraph.run.resume import run_at
+from realgraph.runtime.job.run_folder import RunFolder
+from realgraph.runtime.master.status import RunStatus, WorkerStatus, read_status
+from realgraph.screen.terminal import run_terminal
+
+OLD_SECONDS = 5.0  # a status that a live run would have replaced
+
+
+def status_command(root: Path) -> None:
+    """Raises ConfigError."""
+    folder = run_at(root)
+    try:
+        status = read_status(folder.status)
+    except (OSError, ValueError) as error:
+        text = reason(error) if isinstance(error, OSError) else "it is no status of a run"
+        raise ConfigError([Problem(Where(str(folder.status)), text, "ask again in a second")]) from None
+    console = run_terminal()
+    if not in_use(folder):
+        saved = folder.latest()
+        console.print(f"no process runs it; newest checkpoint: {saved if saved else 'none'}", soft_wrap=True)
+    elif status is None:
+        console.print("it is starting, or ending: it has no workers that are ready", soft_wrap=True)
+    else:
+        for line in _lines(status, time.time()):
+            console.print(line, soft_wrap=True)
+        console.print(_table(status))
+
+
+def in_use(folder: RunFolder) -> bool:
+    """True where a process holds the run directory."""
+    try:
+        with (folder.root / ".lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _lines(status: RunStatus, now: float) -> Iterator[str]:
+    yield f"{status.name}: step {status.steps_done} of {status.steps} done, process {status.pid}"
+    age = now - status.time
+    if age > OLD_SECONDS:
+        yield f"warning: its master has written nothing for {age:.0f} s: it is stopped, or its disk stands still"
+    if status.step_seconds:
+        yield f"{status.step_seconds:.3g} s a step, about {_duration(status.seconds_left)} to the end"
+    if status.groups:
+        groups = ", ".join(f"{n} {state}" for state, n in sorted(status.groups.items()))
+        behind = (
+            f"; the oldest tokens {status.lag} of at most {status.staleness} steps behind" if status.staleness else ""
+        )
+        yield f"prompt groups: {groups}{behind}"
+
+
+def _table(status: RunStatus) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("worker", "host", "does", "for", "limit", "last sign", "memory"):
+        table.add_column(heading)
+    for worker in status.workers:
+        table.add_row(*_cells(worker))
+    return table
+
+
+def _cells(worker: WorkerStatus) -> tuple[str, ...]:
+    signs = worker.signs
+    memory = signs.device_bytes or signs.host_bytes
+    return (
+        str(worker.worker),
+        signs.host.removeprefix("host ") or "this one",
+        worker.doing or "waits",
+        f"{worker.seconds:.1f} s" if worker.doing else "",
+        f"{worker.limit_seconds:.0f} s" if worker.doing else "",
+        f"{signs.silent_seconds:.1f} s ago",
+        f"{memory / 1e9:.2f} GB",
+    )
+
+
+def _duration(seconds: float) -> str:
+    minutes, hours = round(seconds / 60), round(seconds / 3600, 1)
+    return f"{seconds:.0f} s" if seconds < 120 else f"{minutes} min" if minutes < 120 else f"{hours} h"
