@@ -81,6 +81,34 @@ def run(
 
 
 @app.command()
+def worker(
+    connect: Annotated[str, typer.Option("--connect", metavar="HOST:PORT", help="Where the run waits for its hosts.")],
+    key: Annotated[
+        str, typer.Option("--key", metavar="FILE|-", help="The run's join key: a file, or - for standard input.")
+    ],
+    name: Annotated[str, typer.Option("--name", help="Name of this host; default: its own.")] = "",
+    interface: Annotated[
+        str, typer.Option("--interface", help="Network interface for samples and weights; default: that to HOST.")
+    ] = "",
+) -> None:
+    """Work for a run that was started on another host, with all devices of this one, until it ends."""
+    _need_torch(f"worker --connect {connect}")
+    from realgraph.commands.worker import worker_command
+
+    worker_command(connect, key, name, interface)
+
+
+@app.command()
+def status(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Run directory.", show_default=False)],
+) -> None:
+    """Show what a run does right now: its workers and hosts, the calls in hand, how long to the end."""
+    from realgraph.commands.status import status_command
+
+    status_command(folder)
+
+
+@app.command()
 def rehearse(
     file: RunFile,
     overrides: Overrides = None,

@@ -172,7 +172,7 @@ def test_some_prompts_that_are_too_long_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("nodes", "kind", "n_gpus", "told"),
     [
-        (2, "cpu", 0, "the plan is for 2 hosts, and this version runs on one"),
+        (2, "cpu", 0, "the plan is for 2 hosts, and launch.kind local starts all workers on this one"),
         (1, "H100-SXM", 1, "the plan is for 8 x H100-SXM, and this machine has 1 NVIDIA GPUs"),
         (1, "H100-SXM", 8, ""),
         (1, "cpu", 0, ""),

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.plan.command import print_plan
-from realgraph.planner.inputs.detect import probe
 from realgraph.run.costs_record import CostsFile, Planned
 from realgraph.run.ending import next_lines
+from realgraph.run.launching import launcher_of
 from realgraph.run.resume import ResumeOptions, resumed
 from realgraph.run.running import PreparedRun, claim, owned, prepare, unwritable_folder, with_sums
 from realgraph.runtime.job.rotation import MEGABYTE
@@ -23,7 +23,8 @@ from realgraph.runtime.master.master import Master, RunOutcome
 from realgraph.runtime.master.observer import Observer, Observers
 from realgraph.runtime.master.records import MetricsFile, TraceFile, TranscriptsFile
 from realgraph.runtime.master.trackers import make_trackers
-from realgraph.runtime.preflight.preflight import preflight, refuse_machine
+from realgraph.runtime.preflight.preflight import preflight
+from realgraph.runtime.processes.launcher import Launcher
 from realgraph.screen.console import screen
 from realgraph.screen.output import say, say_warnings
 from realgraph.screen.terminal import Terminal, run_terminal
@@ -92,7 +93,7 @@ def execute(
     The directory of a resumed run is the caller's own already (`resumed`). view: shows the run on the screen, where a
     run's own view would not fit.
     """
-    refuse_machine(prepared.job, len(probe().gpus))
+    launcher = launcher_of(prepared, lambda line: console.print(line, soft_wrap=True))
     for line in passed_over(prepared):
         console.print(line, soft_wrap=True)
     _first_rows(prepared, console)
@@ -101,9 +102,9 @@ def execute(
         console.print(f"checkpoints: {when} (checkpoint.every: steps, checkpoint.minutes)", soft_wrap=True)
     watchers = (view or screen(console), *extra)
     if prepared.resume is not None:
-        return _train(prepared, watchers)
+        return _train(prepared, watchers, launcher)
     with owned(prepared.folder):
-        return _train(replace(prepared, job=with_sums(prepared.job)), watchers)
+        return _train(replace(prepared, job=with_sums(prepared.job)), watchers, launcher)
 
 
 def passed_over(prepared: PreparedRun) -> Iterator[str]:
@@ -114,8 +115,8 @@ def passed_over(prepared: PreparedRun) -> Iterator[str]:
         yield f"resuming from {prepared.resume}, the newest intact one; damaged ones are kept as step-N.damaged"
 
 
-def _train(prepared: PreparedRun, watchers: Sequence[Observer]) -> RunOutcome:
-    """Train in a directory that no other run has."""
+def _train(prepared: PreparedRun, watchers: Sequence[Observer], launcher: Launcher) -> RunOutcome:
+    """Train in a directory that no other run has. Raises ConfigError, placed in the user's files."""
     job, folder = prepared.job, prepared.folder
     try:
         claim(prepared)
@@ -127,7 +128,8 @@ def _train(prepared: PreparedRun, watchers: Sequence[Observer]) -> RunOutcome:
     costs = CostsFile(Planned(job.name, prepared.request, job.plan), folder.costs)
     observers = Observers((*files, *trackers, costs, *watchers), prepared.begun_at)
     try:
-        return asyncio.run(Master(job, folder, observers, prepared.resume).run())
+        with _placed(prepared):
+            return asyncio.run(Master(job, folder, observers, prepared.resume, launcher).run())
     finally:
         try:
             observers.close()
@@ -137,15 +139,22 @@ def _train(prepared: PreparedRun, watchers: Sequence[Observer]) -> RunOutcome:
 
 def _first_rows(prepared: PreparedRun, console: Terminal) -> None:
     """Show what the first rows and the functions gave. Raises ConfigError, placed in the user's files."""
-    try:
+    with _placed(prepared):
         lines = preflight(prepared.job)
+    for line in lines:
+        console.print(line, soft_wrap=True)
+
+
+@contextmanager
+def _placed(prepared: PreparedRun) -> Iterator[None]:
+    """Problems that know their YAML path alone get their place in the user's files. Raises ConfigError."""
+    try:
+        yield
     except ConfigError as error:
         raise ConfigError(
             problem if problem.where.file else replace(problem, where=prepared.checked.where(problem.where.path))
             for problem in error.problems
         ) from error
-    for line in lines:
-        console.print(line, soft_wrap=True)
 
 
 def write_detail(detail: str, file: Path) -> None:

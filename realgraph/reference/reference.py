@@ -24,6 +24,7 @@ from realgraph.reference.json_schema import graph_schema, run_schema, schema_tex
 from realgraph.run_file.resolved import inline
 from realgraph.run_file.run_spec import RunSpec
 from realgraph.runtime.job.job import BatchSpec, CheckpointSpec, DataSpec, EvalSpec, OutputSpec, RuntimeSpec
+from realgraph.runtime.job.launch import HostsLaunch, LocalLaunch
 from realgraph.screen.files import write
 from realgraph.screen.output import say
 
@@ -40,6 +41,8 @@ _RUN = (
     CheckpointSpec,
     OutputSpec,
     RuntimeSpec,
+    LocalLaunch,
+    HostsLaunch,
 )
 SECTIONS: tuple[tuple[str, str, Sequence[type]], ...] = (
     ("The run file", "What a user edits.", (RunSpec, *_RUN)),

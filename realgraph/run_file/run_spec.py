@@ -9,6 +9,7 @@ from realgraph.planner.inputs.cluster import ClusterSpec
 from realgraph.planner.request.constraints import Constraints
 from realgraph.planner.request.pins import Pin
 from realgraph.runtime.job.job import BatchSpec, CheckpointSpec, DataSpec, EvalSpec, OutputSpec, RuntimeSpec
+from realgraph.runtime.job.launch import LaunchSpec, LocalLaunch
 
 Count = Annotated[int, Meta(ge=1)]
 
@@ -38,4 +39,5 @@ class RunSpec(Struct, frozen=True, forbid_unknown_fields=True):
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)  # when to save
     outputs: OutputSpec = field(default_factory=OutputSpec)  # what to write
     runtime: RuntimeSpec = field(default_factory=RuntimeSpec)  # deadlines and processes
+    launch: LaunchSpec = field(default_factory=LocalLaunch)  # where the workers are started
     format: int = FORMAT  # version of this file's format

@@ -107,8 +107,8 @@ def refuse_machine(job: Job, n_gpus: int) -> None:
     """Raises ConfigError for a plan that this machine can't run; `plan` and a dry run look at any cluster."""
     cluster = job.cluster
     if cluster.nodes > 1:
-        text = f"the plan is for {cluster.nodes} hosts, and this version runs on one"
-        hint = "set cluster.nodes to 1 to run here; `realgraph plan` plans for any number"
+        text = f"the plan is for {cluster.nodes} hosts, and launch.kind local starts all workers on this one"
+        hint = "set launch: {kind: hosts, listen: HOST:PORT}, or cluster.nodes to 1; `realgraph plan` takes any number"
     elif not cluster.is_cpu and n_gpus < cluster.devices_per_node:
         text = f"the plan is for {cluster.devices_per_node} x {cluster.kind}, and this machine has {n_gpus} NVIDIA GPUs"
         hint = "set cluster: {kind: auto} to run on what this machine has"

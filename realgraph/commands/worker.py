@@ -1,0 +1,22 @@
+"""`realgraph worker`: this host joins a run that `realgraph run` has started elsewhere, and works for it to its end."""
+
+import asyncio
+import logging
+import platform
+import sys
+
+from realgraph.runtime.hosts.agent import run_agent
+from realgraph.runtime.hosts.facts import address_of_interface, own_address, split_address
+from realgraph.runtime.hosts.join_key import read_join_key
+from realgraph.screen.output import say
+
+
+def worker_command(connect: str, key: str, name: str, interface: str) -> None:
+    """Exits with 1 where the master is lost, 130 where it was interrupted. Raises ConfigError."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    address = split_address(connect)
+    join_key = read_join_key(key)
+    own = address_of_interface(interface) if interface else own_address(address)
+    code = asyncio.run(run_agent(address, join_key, (name or platform.node(), own), say))
+    if code:
+        sys.exit(code)

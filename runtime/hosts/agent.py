@@ -1,0 +1,237 @@
+"""The agent of one host of a run: joins the master, starts this host's workers, says how they end, and dies with it.
+
+Imports no torch: the fork server of the workers does.
+"""
+
+import asyncio
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.runtime.hosts.facts import own_facts
+from realgraph.runtime.hosts.join_key import JoinKey
+from realgraph.runtime.hosts.messages import (
+    BEAT_SECONDS,
+    AgentMessage,
+    EndHost,
+    HostBeat,
+    HostEnded,
+    HostFailed,
+    HostLeaves,
+    HostStarted,
+    Join,
+    KillWorker,
+    LaunchWorkers,
+    Look,
+    Looked,
+    MasterMessage,
+    Refuse,
+    WorkerEnded,
+    decode_from_master,
+    encode,
+)
+from realgraph.runtime.processes.clock import time_limit
+from realgraph.runtime.processes.interrupts import Interrupted, Interrupts, unless
+from realgraph.runtime.processes.launcher import Fleet, LaunchError, describe_exit
+from realgraph.runtime.processes.local import LocalLauncher
+from realgraph.runtime.wire.sockets import SecureClient, TransportError
+
+log = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 60.0  # to reach a master at all
+MASTER_LOST_SECONDS = 60.0  # without a connection, after which the workers are ended
+_LOOK_AGAIN_SECONDS = 1.0
+DONE, LOST, INTERRUPTED = 0, 1, 130
+
+
+class HostAgent:
+    """One agent, from its join to its end. say: shows a line to whoever watches it."""
+
+    def __init__(self, client: SecureClient, address: tuple[str, int], say: Callable[[str], None]) -> None:
+        """address: of the master."""
+        self._client, self._address, self._say = client, address, say
+        self._fleet: Fleet | None = None
+        self._interface = ""
+        self._launching: asyncio.Task[None] | None = None
+        self._exits: asyncio.Task[None] | None = None
+
+    async def join(self, name: str, interface: str) -> None:
+        """Reach the master and tell what this host is. interface: this host's address for the others. Raises
+        ConfigError where no master takes the key."""
+        self._interface = interface
+        facts = await asyncio.to_thread(own_facts, name, interface)
+        try:
+            async with time_limit(CONNECT_SECONDS):
+                while not self._client.connected:
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            raise await asyncio.to_thread(self._unreached) from None
+        await self._send(Join(facts))
+
+    def _unreached(self) -> ConfigError:
+        host, port = self._address
+        if _listens(self._address):
+            text = f"{host}:{port} does not take this key within {CONNECT_SECONDS:g} s"
+            hint = "it is the key of another run, or of an earlier start of this one: take the newest"
+        else:
+            text = f"nothing listens on {host}:{port}"
+            hint = "start `realgraph run` first, and take the address that it prints"
+        return ConfigError([Problem(Where("command line", path="--connect"), text, hint, "hosts")])
+
+    async def serve(self) -> int:
+        """Do what the master asks until it asks for the end, or is gone. Returns the exit code. Raises ConfigError
+        where it does not take this host."""
+        watch, beats = asyncio.create_task(self._until_lost()), asyncio.create_task(self._beat())
+        try:
+            while True:
+                message = await self._next(watch)
+                match message:
+                    case None:
+                        self._say(f"the master at {self._client.address.removeprefix('tcp://')} is gone: ending")
+                        return LOST
+                    case Refuse(reason=reason):
+                        where = Where("command line", path="--connect")
+                        raise ConfigError([Problem(where, f"the run does not take this host: {reason}", "", "hosts")])
+                    case Look():
+                        await self._send(await asyncio.to_thread(_look, message))
+                    case LaunchWorkers():
+                        self._launching = asyncio.create_task(self._launch(message))
+                    case KillWorker(worker=worker):
+                        if self._fleet is not None:
+                            await self._fleet.kill(worker)
+                    case EndHost(grace_seconds=grace):
+                        await self.end(grace)
+                        await self._send(HostEnded())
+                        return DONE
+        finally:
+            watch.cancel()
+            beats.cancel()
+
+    async def leave(self, reason: str) -> None:
+        """End the workers at once, and tell the master why."""
+        await self._send(HostLeaves(reason))
+        await self.end(0)
+        await self._send(HostEnded())
+
+    async def end(self, grace_seconds: float) -> None:
+        """End the workers, after a grace by force."""
+        if self._launching is not None:
+            if not self._launching.done():
+                self._launching.cancel()
+            await asyncio.gather(self._launching, return_exceptions=True)
+        if self._fleet is not None:
+            fleet, self._fleet = self._fleet, None
+            await fleet.terminate(grace_seconds)
+        if self._exits is not None:  # all have ended, and this says so
+            await asyncio.gather(self._exits, return_exceptions=True)
+
+    async def _next(self, watch: "asyncio.Task[None]") -> MasterMessage | None:
+        """The master's next message; None once it is gone."""
+        while True:
+            receiving = asyncio.create_task(self._client.receive())
+            await asyncio.wait((receiving, watch), return_when=asyncio.FIRST_COMPLETED)
+            if not receiving.done():
+                receiving.cancel()
+                await asyncio.gather(receiving, return_exceptions=True)
+                return None
+            frames = receiving.result()
+            try:
+                return decode_from_master.decode(frames[0])
+            except msgspec.MsgspecError as error:
+                log.warning("refused a message of the master: %s", error)
+
+    async def _until_lost(self) -> None:
+        """Returns where the connection has been lost for long, or the master's port is closed: its process is gone."""
+        while True:
+            await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+            if self._client.connected:
+                continue
+            if self._client.lost_seconds > MASTER_LOST_SECONDS:
+                return
+            if await asyncio.to_thread(_refuses, self._address):
+                return
+
+    async def _beat(self) -> None:
+        while True:
+            await self._send(HostBeat())
+            await asyncio.sleep(BEAT_SECONDS)
+
+    async def _launch(self, message: LaunchWorkers) -> None:
+        workers = ", ".join(str(boot.worker) for boot in message.boots)
+        self._say(f"starting workers {workers}")
+        try:
+            fleet = await LocalLauncher(self._interface).start(message.boots, message.program, message.deadline_seconds)
+        except LaunchError as error:
+            await self._send(HostFailed(str(error)))
+            return
+        self._fleet = fleet
+        self._exits = asyncio.create_task(self._report_exits(fleet))
+        await self._send(HostStarted())
+        self._say(f"workers {workers} run; this host ends with the run")
+
+    async def _report_exits(self, fleet: Fleet) -> None:
+        for _ in fleet.workers:
+            worker, status = await fleet.wait_exit()
+            if status:
+                self._say(f"worker {worker} {describe_exit(status)}")
+            await self._send(WorkerEnded(worker, status, fleet.last_lines(worker) if status else ""))
+
+    async def _send(self, message: AgentMessage) -> None:
+        await self._client.send(encode(message))
+
+
+def _look(message: Look) -> Looked:
+    missing = tuple(path for path in message.paths if not Path(path).exists())
+    try:
+        shares = Path(message.token).read_text(encoding="ascii") == message.content
+    except (OSError, ValueError):
+        shares = False
+    return Looked(missing, shares, time.time())
+
+
+def _refuses(address: tuple[str, int]) -> bool:
+    """True where the host answers that nothing listens there."""
+    try:
+        with socket.create_connection(address, timeout=2.0):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+
+
+def _listens(address: tuple[str, int]) -> bool:
+    try:
+        with socket.create_connection(address, timeout=2.0):
+            return True
+    except OSError:
+        return False
+
+
+async def run_agent(address: tuple[str, int], key: JoinKey, who: tuple[str, str], say: Callable[[str], None]) -> int:
+    """The agent of this host from its join to its end; the exit code. who: this host's name, and its address for the
+    others. Raises ConfigError."""
+    host, port = address
+    literal = f"[{host}]" if ":" in host else host
+    client = SecureClient(f"tcp://{literal}:{port}", secrets.token_hex(8).encode(), key.client, key.server)
+    agent = HostAgent(client, address, say)
+    try:
+        with Interrupts(lambda count: say("ending the workers of this host")) as interrupts:
+            try:
+                await unless(interrupts.first, agent.join(*who))
+                return await unless(interrupts.first, agent.serve())
+            except Interrupted:
+                await agent.leave("its agent was interrupted")
+                return INTERRUPTED
+            except TransportError as error:
+                say(f"error: {error}")
+                return LOST
+    finally:
+        await agent.end(0)
+        await client.close()

@@ -1,0 +1,190 @@
+"""The workers of all hosts of a run as one fleet, known by what their agents say. Master side."""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from realgraph.runtime.hosts.hub import Hub
+from realgraph.runtime.hosts.messages import (
+    BEAT_SECONDS,
+    AgentMessage,
+    EndHost,
+    HostEnded,
+    HostFacts,
+    HostFailed,
+    HostLeaves,
+    HostStarted,
+    Join,
+    KillWorker,
+    Looked,
+    MasterMessage,
+    Refuse,
+    WorkerEnded,
+)
+from realgraph.runtime.job.rotation import last_lines
+from realgraph.runtime.processes.launcher import WorkerBoot
+from realgraph.runtime.processes.local import KILL_SECONDS
+from realgraph.runtime.wire.sockets import TransportError
+
+SILENT_SECONDS = 5.0
+REPLY_SECONDS = 5.0  # beyond a grace, for an agent to answer
+
+
+class RemoteHost:
+    """One host of the run, as its agent has described it, and what it has answered so far."""
+
+    def __init__(self, agent: bytes, facts: HostFacts) -> None:
+        self.agent, self.facts = agent, facts
+        self.looked: Looked | None = None
+        self.started = False
+        self.failed = ""
+        self.ended = False
+        self.reason = ""  # for its end, where the master had not asked for it
+        self._heard = time.monotonic()
+
+    def speaks(self) -> None:
+        """A message of its agent has come."""
+        self._heard = time.monotonic()
+
+    @property
+    def silent(self) -> bool:
+        """True where its agent, which beats every second, has not been heard of for several."""
+        return time.monotonic() - self._heard > SILENT_SECONDS
+
+    @property
+    def text(self) -> str:
+        """`host b (10.0.0.2)`."""
+        return f"host {self.facts.name} ({self.facts.address})"
+
+
+class HostsFleet:
+    """Implements `launcher.Fleet` for the workers of several hosts. Made by `HostsLauncher`, which lets hosts join."""
+
+    def __init__(self, hub: Hub, n_hosts: int, joined: Callable[[RemoteHost], None]) -> None:
+        """joined: called with each host that is taken; at most `n_hosts`."""
+        self._hub, self._n_hosts, self._joined = hub, n_hosts, joined
+        self.hosts: dict[bytes, RemoteHost] = {}
+        self._boots: dict[int, WorkerBoot] = {}
+        self._host_of: dict[int, RemoteHost] = {}
+        self._running: set[int] = set()
+        self._lines: dict[int, str] = {}
+        self._exits: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+        self._changed = asyncio.Event()
+        self._listening = asyncio.create_task(self._listen())
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """All that were started, in order."""
+        return tuple(sorted(self._boots))
+
+    @property
+    def running(self) -> frozenset[int]:
+        """Those that have not ended."""
+        return frozenset(self._running)
+
+    def place(self, host: RemoteHost, boots: Sequence[WorkerBoot]) -> None:
+        """These workers are on that host, and run from now on as far as is known."""
+        for boot in boots:
+            self._boots[boot.worker], self._host_of[boot.worker] = boot, host
+            self._running.add(boot.worker)
+
+    def last_lines(self, worker: int, n_lines: int = 20) -> str:
+        """The end of a worker's log; '' where there is none yet."""
+        return last_lines(Path(self._boots[worker].log), n_lines) or self._lines.get(worker, "")
+
+    def host_of(self, worker: int) -> str:
+        """`host b (10.0.0.2)`, and why it leaves the run, where it does."""
+        host = self._host_of[worker]
+        return host.text + (f", which leaves: {host.reason}" if host.reason else "")
+
+    async def wait_exit(self) -> tuple[int, int]:
+        """The next worker that ended, each once, and its exit status."""
+        return await self._exits.get()
+
+    async def kill(self, worker: int) -> None:
+        """End one worker at once, with all that it started; nothing happens where it has ended."""
+        if worker in self._running:
+            await self.tell(self._host_of[worker], KillWorker(worker))
+
+    async def terminate(self, grace_seconds: float = 5.0) -> None:
+        """End what still runs on all hosts, after a grace by force. An agent that can't be reached ends its workers by
+        itself once it has missed the master for long."""
+        for host in self.hosts.values():
+            await self.tell(host, EndHost(grace_seconds))
+        last = time.monotonic() + grace_seconds + KILL_SECONDS + REPLY_SECONDS
+        while time.monotonic() < last and not all(host.ended or host.silent for host in self.hosts.values()):
+            with contextlib.suppress(TimeoutError):
+                await self.until(lambda: all(host.ended for host in self.hosts.values()), BEAT_SECONDS)
+        self._listening.cancel()
+        await asyncio.gather(self._listening, return_exceptions=True)
+        await self._hub.close()
+
+    async def tell(self, host: RemoteHost, message: MasterMessage) -> bool:
+        """Send to a host's agent; False where it is not connected."""
+        try:
+            await self._hub.send(host.agent, message, host.text)
+        except TransportError:
+            return False
+        return True
+
+    async def until(self, holds: Callable[[], bool], seconds: float) -> None:
+        """Wait until something holds that agents bring about. Raises TimeoutError, and what their messages raise."""
+        async with asyncio.timeout(seconds):
+            while not holds():
+                self._changed.clear()
+                changed = asyncio.create_task(self._changed.wait())
+                try:
+                    await asyncio.wait((changed, self._listening), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    changed.cancel()
+                if self._listening.done():
+                    self._listening.result()
+
+    async def _listen(self) -> None:
+        while True:
+            agent, message = await self._hub.receive()
+            host = self.hosts.get(agent)
+            if host is not None:
+                host.speaks()
+                self._note(host, message)
+            elif isinstance(message, Join):
+                await self._take_in(RemoteHost(agent, message.facts))
+            self._changed.set()
+
+    async def _take_in(self, host: RemoteHost) -> None:
+        if len(self.hosts) < self._n_hosts and not self._boots:
+            self.hosts[host.agent] = host
+            self._joined(host)
+            return
+        names = ", ".join(sorted(other.facts.name for other in self.hosts.values()))
+        await self.tell(host, Refuse(f"the run has its {self._n_hosts} hosts: {names}"))
+
+    def _note(self, host: RemoteHost, message: AgentMessage) -> None:
+        match message:
+            case Looked():
+                host.looked = message
+            case HostStarted():
+                host.started = True
+            case HostFailed(error=error):
+                host.failed = error
+            case WorkerEnded(worker=worker, status=status) if self._host_of.get(worker) is host:
+                self._lines[worker] = message.last_lines
+                self._end(worker, status)
+            case HostEnded() if not self._boots:  # it has left before the run began: another may come
+                del self.hosts[host.agent]
+            case HostLeaves(reason=reason):
+                host.reason = reason
+            case HostEnded():
+                host.ended = True
+                for worker in [worker for worker in self._running if self._host_of[worker] is host]:
+                    self._end(worker, -signal.SIGKILL)
+            case _:
+                pass  # a second Join of an agent that has reconnected, or of a worker that is not its own
+
+    def _end(self, worker: int, status: int) -> None:
+        if worker in self._running:
+            self._running.remove(worker)
+            self._exits.put_nowait((worker, status))

@@ -1,0 +1,121 @@
+"""Every message between the master and the agents of its hosts, both ways. Workers have messages of their own."""
+
+from msgspec import Struct
+from msgspec.msgpack import Decoder, Encoder
+
+from realgraph.planner.inputs.detect import Probe
+from realgraph.runtime.processes.launcher import WorkerBoot, WorkerProgram
+
+BEAT_SECONDS = 1.0  # between two signs of life of an agent
+
+
+class _Message(Struct, frozen=True, tag=True):
+    pass
+
+
+# --- agent -> master --------------------------------------------------------------------------------------------------
+
+
+class HostFacts(Struct, frozen=True):
+    """What a host is. id: of its boot and network namespace. address: under which the other hosts reach it; alone: that
+    only this host itself can reach. versions: of what its workers run, by name."""
+
+    name: str
+    id: str
+    address: str
+    machine: Probe
+    versions: dict[str, str]
+    unix_seconds: float = 0.0  # its clock
+
+
+class Join(_Message, frozen=True):
+    """An agent has dialled in."""
+
+    facts: HostFacts
+
+
+class Looked(_Message, frozen=True):
+    """The answer to Look. missing: paths that this host has not; shares_run_folder: it sees the master's token."""
+
+    missing: tuple[str, ...]
+    shares_run_folder: bool
+    unix_seconds: float  # its clock
+
+
+class HostBeat(_Message, frozen=True):
+    """The agent lives."""
+
+
+class HostStarted(_Message, frozen=True):
+    """All workers of this host run."""
+
+
+class HostFailed(_Message, frozen=True):
+    """The workers could not be started, and none is left."""
+
+    error: str
+
+
+class WorkerEnded(_Message, frozen=True):
+    """A worker is gone. last_lines: the end of its log."""
+
+    worker: int
+    status: int
+    last_lines: str = ""
+
+
+class HostLeaves(_Message, frozen=True):
+    """The agent is about to end its workers, which the master has not asked for."""
+
+    reason: str
+
+
+class HostEnded(_Message, frozen=True):
+    """Nothing of the run is left on this host."""
+
+
+AgentMessage = Join | HostBeat | Looked | HostStarted | HostFailed | WorkerEnded | HostLeaves | HostEnded
+
+
+# --- master -> agent --------------------------------------------------------------------------------------------------
+
+
+class Refuse(_Message, frozen=True):
+    """This host is not taken; the agent says why and ends."""
+
+    reason: str
+
+
+class Look(_Message, frozen=True):
+    """Say which of `paths` are not here, and if the file `token` holds `content`."""
+
+    paths: tuple[str, ...]
+    token: str
+    content: str
+
+
+class LaunchWorkers(_Message, frozen=True):
+    """Start these workers."""
+
+    boots: tuple[WorkerBoot, ...]
+    program: WorkerProgram
+    deadline_seconds: float
+
+
+class KillWorker(_Message, frozen=True):
+    """End one worker at once."""
+
+    worker: int
+
+
+class EndHost(_Message, frozen=True):
+    """End the workers, after a grace by force, answer HostEnded, and end."""
+
+    grace_seconds: float
+
+
+MasterMessage = Refuse | Look | LaunchWorkers | KillWorker | EndHost
+
+encode = Encoder().encode
+decode_from_agent: Decoder[AgentMessage] = Decoder(AgentMessage)
+decode_from_master: Decoder[MasterMessage] = Decoder(MasterMessage)

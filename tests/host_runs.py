@@ -1,0 +1,85 @@
+"""Runs over several hosts for tests: `realgraph run` with `launch: {kind: hosts}`, and an agent for each host."""
+
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tests.broken_runs import LONG
+from tests.namespaces import Network
+from tests.runs import GRPO, PLAIN, Running, Special, start, write_run
+from tests.traces import Traces, traces
+
+TWO_BY_TWO: dict[str, Any] = {"cluster": {"nodes": 2, "devices": 2}}
+SHORT = Special(limits={"hosts.agent.CONNECT_SECONDS": 3.0})
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """A port that nothing has for now."""
+    with socket.create_server((address, 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def agent(home: Path, listen: str, name: str, *options: str, special: Special = PLAIN) -> Running:
+    """`realgraph worker` with the key of the run in `home`."""
+    words = ("worker", "--connect", listen, "--key", str(home / "run/join.key"), "--name", name)
+    return start(home, *words, *options, name=f"agent-{name}", special=special)
+
+
+class Hosts:
+    """A run of several hosts and their agents once it waits for them: all on this machine, or each in a network
+    namespace, the master in the first one's. limits: of constants, see `Special`."""
+
+    def __init__(
+        self,
+        home: Path,
+        *parts: dict[str, Any],
+        names: Sequence[str] = "ab",
+        words: Sequence[str] = (),
+        network: Network | None = None,
+        limits: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        self.home = home
+        self.traces: Traces = traces(home)
+        spaces = [network.spaces[i] for i in range(len(names))] if network else [""] * len(names)
+        special = [Special(namespace=space, limits=dict(limits)) for space in spaces]
+        self.listen = f"{network.addresses[0]}:7000" if network else f"127.0.0.1:{free_port()}"
+        launch = {"launch": {"kind": "hosts", "listen": self.listen, "join_seconds": 60}}
+        if not words:
+            words = ("run", str(write_run(home, "run", GRPO, LONG, TWO_BY_TWO, launch, *parts)))
+        first = Special(namespace=network.spaces[0]) if network else PLAIN
+        self.running = start(home, *words, f"launch.listen={self.listen}", special=first)
+        self.running.until((home / "run/join.key").exists, "the join key")
+        self.agents = {
+            name: agent(home, self.listen, name, special=one) for name, one in zip(names, special, strict=True)
+        }
+
+    def at_step(self, step: int) -> "Hosts":
+        """Wait until so many steps are recorded."""
+        self.running.until_step(step)
+        return self
+
+    def ends(self, code: int, seconds: float = 60.0) -> str:
+        """The output of the run, once it and all agents have ended and nothing is left."""
+        found = self.running.wait(seconds)
+        output = self.running.output()
+        assert found == code, output
+        for one in self.agents.values():
+            one.wait(30)
+        self.traces.gone()
+        return output
+
+    def error(self, seconds: float = 60.0) -> str:
+        """The one line that says what went wrong."""
+        lines = [line for line in self.ends(3, seconds).splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1, lines
+        return lines[0]
+
+    def close(self) -> None:
+        """Kill what a test has left alive."""
+        for running in (self.running, *self.agents.values()):
+            if running.process.is_alive():
+                running.process.kill()
+                running.process.join()

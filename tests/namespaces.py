@@ -1,0 +1,78 @@
+"""Hosts of a network on one machine: network namespaces, each with an address of its own, joined by a bridge. Linux,
+as root."""
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+_CLONE_NEWNET = 0x40000000
+
+
+def enter_namespace(name: str) -> None:
+    """Put this process, whose threads all start later, into a named network namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = os.open(f"/run/netns/{name}", os.O_RDONLY)
+    if libc.setns(descriptor, _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), f"setns {name}")
+    os.close(descriptor)
+
+
+def ip(*words: str) -> None:
+    """`ip WORDS...`; raises where it fails."""
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@dataclass(frozen=True)
+class Network:
+    """Namespaces, and the address of each."""
+
+    spaces: tuple[str, ...]
+    addresses: tuple[str, ...]
+
+    def link(self, number: int, state: str) -> None:
+        """Cut a host off, or join it again: `down`, `up`."""
+        ip("link", "set", f"{self.spaces[number]}h", state)
+
+    def received_bytes(self, number: int) -> int:
+        """What a host has been sent from others so far."""
+        words = ["ip", "netns", "exec", self.spaces[number], "cat", "/sys/class/net/eth0/statistics/rx_bytes"]
+        return int(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+
+
+def why_not() -> str:
+    """Why namespaces can't be made here; '' where they can."""
+    try:
+        ip("netns", "add", f"rg{os.getpid()}try")
+    except FileNotFoundError:
+        return "there is no `ip` (iproute2)"
+    except subprocess.CalledProcessError as error:
+        return f"no network namespace can be made: {error.stderr.strip()}"
+    ip("netns", "del", f"rg{os.getpid()}try")
+    return ""
+
+
+@contextmanager
+def network(n_hosts: int) -> Iterator[Network]:
+    """So many hosts that reach each other; gone afterwards."""
+    stem, subnet = f"rg{os.getpid() % 10**7}", f"10.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}"
+    bridge = f"{stem}b"
+    spaces = tuple(f"{stem}n{i}" for i in range(n_hosts))
+    addresses = tuple(f"{subnet}.{i + 1}" for i in range(n_hosts))
+    ip("link", "add", bridge, "type", "bridge")
+    try:
+        ip("link", "set", bridge, "up")
+        for space, address in zip(spaces, addresses, strict=True):
+            ip("netns", "add", space)
+            ip("link", "add", f"{space}h", "type", "veth", "peer", "name", "eth0", "netns", space)
+            ip("link", "set", f"{space}h", "master", bridge, "up")
+            for words in (["addr", "add", f"{address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
+                ip("-n", space, *words)
+            ip("-n", space, "link", "set", "lo", "up")
+        yield Network(spaces, addresses)
+    finally:
+        for space in spaces:
+            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+        subprocess.run(["ip", "link", "del", bridge], check=False, capture_output=True)

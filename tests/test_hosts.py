@@ -1,0 +1,246 @@
+"""Runs over several hosts whose agents dial in: the training of one host, and every end of either side."""
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from realgraph.graphs.errors import ConfigError
+from realgraph.planner.inputs.cluster import Cluster, ClusterSpec
+from realgraph.planner.inputs.detect import Gpu, Probe, resolve
+from realgraph.runtime.hosts.agent import _look
+from realgraph.runtime.hosts.checks import faults, in_order
+from realgraph.runtime.hosts.facts import is_public, own_versions, split_address
+from realgraph.runtime.hosts.join_key import make_join_key, read_join_key, write_join_key
+from realgraph.runtime.hosts.messages import HostFacts, Look
+from realgraph.runtime.wire.curve import make_keys
+from tests.broken_runs import own, reference
+from tests.host_runs import SHORT, TWO_BY_TWO, Hosts, agent, free_port
+from tests.runs import GRPO, finish, home, numbers, records, start, write_run
+from tests.traces import processes_at, title_of
+
+__all__ = ["home", "own", "reference"]
+
+STEPS = {"steps": 4}
+
+
+@pytest.fixture
+def hosts(own: Path) -> Iterator[Hosts]:
+    running = Hosts(own)
+    yield running
+    running.close()
+
+
+def test_two_hosts_train_as_one_does_and_all_end_together(own: Path, home: Path) -> None:
+    running = Hosts(own, STEPS)
+    output = running.ends(0)
+    assert "host a (127.0.0.1) has joined: 1 of 2" in output or "host b (127.0.0.1) has joined: 1 of 2" in output
+    assert all(one.wait() == 0 for one in running.agents.values())
+    assert not (own / "run/join.key").exists()
+    finish(own, "run", str(write_run(own, "one", GRPO, STEPS, {"cluster": {"devices": 4}})), name="one")
+    found, expected = numbers(own / "run"), numbers(own / "one")
+    assert found.keys() == expected.keys() == set(range(4))
+    for step, metrics in expected.items():
+        for name in ("train/loss", "train/grad_norm", "reward/mean"):
+            if name in metrics:
+                assert found[step][name] == pytest.approx(metrics[name], rel=1e-3, abs=1e-5), (step, name)
+
+
+def test_a_worker_a_host_and_an_agent_that_are_killed_are_named_and_the_run_goes_on(hosts: Hosts) -> None:
+    """An agent's end ends its workers with it."""
+    hosts.at_step(2)
+    os.kill(hosts.running.workers()[3], signal.SIGKILL)
+    error = hosts.error()
+    assert re.search(r"worker 3 was lost .*: was killed by SIGKILL, on host [ab] \(127\.0\.0\.1\)", error), error
+    saved = records(hosts.running.folder)[-1]["step"] + 1
+    again = Hosts(hosts.home, words=("run", "--resume", str(hosts.home / "run"), f"steps={saved + 100_000}"))
+    try:
+        again.at_step(saved + 2)
+        os.kill(again.agents["b"].pid, signal.SIGKILL)
+        error = again.error()
+        assert re.search(r"host b \(127\.0\.0\.1\)", error), error
+    finally:
+        again.close()
+
+
+def test_an_agent_that_is_interrupted_ends_its_host_alone_and_says_so(hosts: Hosts) -> None:
+    hosts.at_step(1)
+    os.kill(hosts.agents["a"].pid, signal.SIGINT)
+    assert "on host a (127.0.0.1), which leaves: its agent was interrupted" in hosts.error()
+    assert hosts.agents["a"].wait() == 130
+
+
+def test_nothing_outlives_a_master_that_is_killed(hosts: Hosts) -> None:
+    hosts.at_step(1)
+    os.kill(hosts.running.pid, signal.SIGKILL)
+    hosts.running.wait()
+    for one in hosts.agents.values():
+        assert one.wait(20) == 1
+        assert "is gone: ending" in one.output()
+    hosts.traces.gone()
+
+
+def test_a_host_too_many_is_sent_away(hosts: Hosts) -> None:
+    hosts.running.until(lambda: "has joined: 2 of 2" in hosts.running.output(), "two hosts")
+    third = agent(hosts.home, hosts.listen, "c") if (hosts.home / "run/join.key").exists() else None
+    hosts.at_step(1)
+    hosts.running.interrupt()
+    hosts.ends(130)
+    if third is not None:
+        assert third.wait(30) == 2
+        assert re.search(r"the run has its 2 hosts: a, b|the key file can't be read", third.output())
+
+
+def test_a_host_that_never_joins_is_missed(own: Path) -> None:
+    running = Hosts(own, {"launch": {"join_seconds": 2}}, names="a")
+    error = running.error()
+    assert "1 of 2 hosts have joined (a) within 2 s (launch.join_seconds)" in error
+    assert running.agents["a"].wait() == 0
+
+
+def test_one_host_that_joins_twice_is_an_error_of_its_user(own: Path) -> None:
+    running = Hosts(own, names=["a"])
+    second = agent(own, running.listen, "a")
+    output = running.ends(2)
+    second.wait(30)
+    assert "host a has joined 2 times" in output
+    assert "start one agent on each host" in output
+
+
+@pytest.mark.parametrize(
+    ("case", "wanted"),
+    [
+        ("open", r"others can read the key file \(its mode is 644\)"),
+        ("missing", "the key file can't be read: No such file or directory"),
+        ("empty", "no join key"),
+        ("reused", "does not take this key within 3 s"),
+        ("nobody", r"nothing listens on 127\.0\.0\.1:\d+"),
+        ("address", "'here' is no address"),
+    ],
+)
+def test_an_agent_that_cannot_join_says_why(own: Path, case: str, wanted: str) -> None:
+    listen, key = f"127.0.0.1:{free_port()}", own / "join.key"
+    write_join_key(make_join_key(make_keys()), key)
+    running = None
+    match case:
+        case "open":
+            key.chmod(0o644)
+        case "missing":
+            key.unlink()
+        case "empty":
+            key.write_text("realgraph-join-1 a b c\n")
+        case "reused":
+            running = Hosts(own, names="")
+            listen = running.listen
+        case "address":
+            listen = "here"
+    one = start(own, "worker", "--connect", listen, "--key", str(key), name="agent", special=SHORT)
+    try:
+        assert one.wait() == 2
+        assert re.search(wanted, one.output()), one.output()
+    finally:
+        if running is not None:
+            running.close()
+
+
+def test_a_listen_address_of_another_host_is_refused_at_its_place(own: Path) -> None:
+    launch = {"launch": {"kind": "hosts", "listen": "192.0.2.1:7000"}}
+    run = finish(own, "run", str(write_run(own, "run", GRPO, STEPS, TWO_BY_TWO, launch)), code=2)
+    assert "$.launch.listen: this host can't listen on 192.0.2.1:7000" in run.output()
+    launch = {"launch": {"kind": "hosts", "listen": "8.8.8.8:7000"}}
+    run = finish(own, "run", str(write_run(own, "other", GRPO, STEPS, TWO_BY_TWO, launch)), name="other", code=2)
+    assert "8.8.8.8 is a public address" in run.output()
+
+
+def test_the_secret_of_the_join_key_is_on_no_command_line_and_in_no_log(hosts: Hosts) -> None:
+    hosts.running.until((hosts.home / "run/join.key").exists, "the key")
+    secret = read_join_key(str(hosts.home / "run/join.key")).client.secret
+    hosts.at_step(1)
+    said = "".join(title_of(pid) for pid in processes_at(hosts.home))
+    files = [path for path in (hosts.home / "run").rglob("*") if path.is_file()]
+    assert files
+    assert secret not in said
+    assert not [path for path in files if secret.encode() in path.read_bytes()]
+    assert secret not in hosts.running.output() + "".join(one.output() for one in hosts.agents.values())
+
+
+# --- what hosts are ---------------------------------------------------------------------------------------------------
+
+H100 = Gpu("NVIDIA H100 80GB HBM3", 85_520_809_984)
+A100 = Gpu("NVIDIA A100-SXM4-80GB", 85_899_345_920)
+
+
+def facts(name: str, gpu: Gpu = H100, **changes: Any) -> HostFacts:
+    machine = Probe(64, 2_000_000_000_000, (gpu,) * 8)
+    return replace(HostFacts(name, f"id of {name}", "10.0.0.1", machine, own_versions()), **changes)
+
+
+def cluster(nodes: int = 2, **changes: Any) -> Cluster:
+    spec = ClusterSpec(nodes=nodes, devices=8, kind="H100-SXM", memory_gb=85.0, host_memory_gb=1900.0)
+    return resolve(replace(spec, **changes), Probe(1, 0))
+
+
+def said(hosts: list[HostFacts], of: Cluster, trusted: bool = False) -> list[str]:
+    return [problem.text for problem in faults(hosts, of, own_versions(), trusted_network=trusted)]
+
+
+def test_hosts_become_nodes_by_their_kind_and_name_the_masters_first() -> None:
+    names = [host.name for host in in_order([facts("n10"), facts("n9"), facts("n1")], cluster(3), "id of n9")]
+    assert names == ["n9", "n1", "n10"]
+    mixed = cluster(2)
+    assert not said([facts("a"), facts("b")], mixed)
+
+
+def test_every_fault_of_every_host_is_said_at_once() -> None:
+    few = Probe(64, 1_000_000_000_000, (H100,) * 4)
+    hosts = [
+        facts("a"),
+        facts("a"),
+        replace(facts("b"), machine=few),
+        facts("c", A100),
+        replace(facts("d"), versions={**own_versions(), "torch": "2.9.0"}),
+        replace(facts("e"), address="8.8.8.8"),
+        replace(facts("f"), machine=replace(few, gpus=(), gpu_error="nvidia-smi failed")),
+        replace(facts("g"), machine=replace(few, gpus=(replace(H100, memory_bytes=10**10),) * 8)),
+    ]
+    found = said(hosts, cluster(8))
+    assert found == [
+        "host a has joined 2 times",
+        "the plan is for 8 x H100-SXM a node, and host b has 4 x NVIDIA H100 80GB HBM3",
+        "the plan counts on 1900.0 GB of memory a host, and host b has 1000.0 GB",
+        "the plan is for 8 x H100-SXM a node, and host c has 8 x NVIDIA A100-SXM4-80GB",
+        f"host d has torch 2.9.0, and this host {own_versions()['torch']}",
+        "host e would listen on 8.8.8.8, a public address",
+        "the GPUs of host f can't be read: nvidia-smi failed",
+        "the plan counts on 1900.0 GB of memory a host, and host f has 1000.0 GB",
+        "the plan counts on 85.0 GB a device, and a GPU of host g has 10.0 GB",
+        "the plan counts on 1900.0 GB of memory a host, and host g has 1000.0 GB",
+    ]
+    assert said([replace(facts("a"), address="8.8.8.8"), facts("b")], cluster(2), trusted=True) == []
+    twins = [facts("a"), replace(facts("a"), id="another")]
+    assert said(twins, cluster(2)) == ["2 hosts are named a"]
+
+
+def test_a_host_says_what_it_does_not_see(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "token").write_text("abc")
+    paths = (str(tmp_path / "model"), str(tmp_path / "data.jsonl"))
+    found = _look(Look(paths, str(tmp_path / "token"), "abc"))
+    assert (found.missing, found.shares_run_folder) == ((str(tmp_path / "data.jsonl"),), True)
+    assert not _look(Look(paths, str(tmp_path / "token"), "abd")).shares_run_folder
+    assert not _look(Look(paths, str(tmp_path / "none"), "abc")).shares_run_folder
+
+
+def test_addresses() -> None:
+    assert split_address("node-1:7000") == ("node-1", 7000)
+    assert split_address("[fd00::1]:7000") == ("fd00::1", 7000)
+    for text in ("7000", "host:", "host:0", "host:70000", ":7000"):
+        with pytest.raises(ConfigError, match="is no address"):
+            split_address(text)
+    assert is_public("8.8.8.8")
+    assert not any(map(is_public, ("127.0.0.1", "10.1.2.3", "192.168.0.1", "fd00::1")))
