@@ -244,3 +244,21 @@ def test_addresses() -> None:
             split_address(text)
     assert is_public("8.8.8.8")
     assert not any(map(is_public, ("127.0.0.1", "10.1.2.3", "192.168.0.1", "fd00::1")))
+
+
+def test_status_shows_workers_and_hosts_while_the_run_lives_and_no_longer(hosts: Hosts) -> None:
+    hosts.at_step(2)
+    folder = str(hosts.home / "run")
+    hosts.running.until((hosts.home / "run/status.json").exists, "a status")
+    shown = finish(hosts.home, "status", folder, name="status").output()
+    assert re.search(r"grpo: step \d+ of 100000 done, process \d+", shown), shown
+    assert re.search(r"[\d.]+ s a step, about .* to the end", shown)
+    rows = [line.split() for line in shown.splitlines() if re.match(r"\d ", line)]
+    assert [row[:3] for row in rows] == [[str(i), name, "(127.0.0.1)"] for i, name in enumerate("aabb")]
+    assert all(float(row[-2]) > 0.01 and row[-1] == "GB" for row in rows)
+    hosts.running.interrupt()
+    hosts.ends(130)
+    assert not (hosts.home / "run/status.json").exists()
+    assert "no process runs it; newest checkpoint: " in finish(hosts.home, "status", folder, name="ended").output()
+    nothing = finish(hosts.home, "status", str(hosts.home), name="nothing", code=2).output()
+    assert "this is not a run directory" in nothing
