@@ -16,9 +16,12 @@ from realgraph.planner.inputs.detect import Gpu, Probe, resolve
 from realgraph.runtime.hosts.agent import _look
 from realgraph.runtime.hosts.checks import faults, in_order
 from realgraph.runtime.hosts.facts import is_public, own_versions, split_address
+from realgraph.runtime.hosts.fleet import clock_ahead
 from realgraph.runtime.hosts.join_key import make_join_key, read_join_key, write_join_key
 from realgraph.runtime.hosts.messages import HostFacts, Look
+from realgraph.runtime.master.inbox import _by_our_clock
 from realgraph.runtime.wire.curve import make_keys
+from realgraph.runtime.wire.protocol import Bye, Done
 from tests.broken_runs import own, reference
 from tests.host_runs import SHORT, TWO_BY_TWO, Hosts, agent, free_port
 from tests.runs import GRPO, finish, home, numbers, records, start, write_run
@@ -262,3 +265,13 @@ def test_status_shows_workers_and_hosts_while_the_run_lives_and_no_longer(hosts:
     assert "no process runs it; newest checkpoint: " in finish(hosts.home, "status", folder, name="ended").output()
     nothing = finish(hosts.home, "status", str(hosts.home), name="nothing", code=2).output()
     assert "this is not a run directory" in nothing
+
+
+def test_times_of_a_host_whose_clock_is_ahead_become_the_masters() -> None:
+    """A question takes as long as its answer, and the host thinks about it for 2 s."""
+    assert clock_ahead((100.0, 107.25), (109.25, 102.5)) == pytest.approx(7.0)
+    done = Done(3, 1, "train", started=107.0, ended=109.0)
+    ours = _by_our_clock(done, 7.0)
+    assert isinstance(ours, Done) and (ours.started, ours.ended) == (100.0, 102.0)
+    assert _by_our_clock(done, 0.0) is done
+    assert _by_our_clock(Bye(3), 7.0) == Bye(3)

@@ -187,12 +187,13 @@ class HostAgent:
 
 
 def _look(message: Look) -> Looked:
+    asked = time.time()
     missing = tuple(path for path in message.paths if not Path(path).exists())
     try:
         shares = Path(message.token).read_text(encoding="ascii") == message.content
     except (OSError, ValueError):
         shares = False
-    return Looked(missing, shares, time.time())
+    return Looked(missing, shares, asked, time.time())
 
 
 def _refuses(address: tuple[str, int]) -> bool:

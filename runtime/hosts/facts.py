@@ -6,7 +6,6 @@ import platform
 import socket
 import struct
 import sys
-import time
 from importlib.metadata import PackageNotFoundError, version
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
@@ -80,7 +79,7 @@ def is_public(address: str) -> bool:
 
 def own_facts(name: str, address: str) -> HostFacts:
     """This host's, as it is now."""
-    return HostFacts(name, host_id(), address, probe(), own_versions(), time.time())
+    return HostFacts(name, host_id(), address, probe(), own_versions())
 
 
 def own_versions() -> dict[str, str]:

@@ -39,6 +39,8 @@ class RemoteHost:
     def __init__(self, agent: bytes, facts: HostFacts) -> None:
         self.agent, self.facts = agent, facts
         self.looked: Looked | None = None
+        self.asked = 0.0  # when it was told to look, Unix seconds of the master
+        self.clock_ahead = 0.0  # seconds by which its clock is ahead of the master's
         self.started = False
         self.failed = ""
         self.ended = False
@@ -58,6 +60,12 @@ class RemoteHost:
     def text(self) -> str:
         """`host b (10.0.0.2)`."""
         return f"host {self.facts.name} ({self.facts.address})"
+
+
+def clock_ahead(question: tuple[float, float], answer: tuple[float, float]) -> float:
+    """Seconds by which another clock is ahead, where both ways take equally long (RFC 5905, sec. 8: theta). question:
+    when it was sent by this clock, and came by the other; answer: when it was sent by the other, and came by this."""
+    return ((question[1] - question[0]) + (answer[0] - answer[1])) / 2
 
 
 class HostsFleet:
@@ -99,6 +107,10 @@ class HostsFleet:
         """`host b (10.0.0.2)`, and why it leaves the run, where it does."""
         host = self._host_of[worker]
         return host.text + (f", which leaves: {host.reason}" if host.reason else "")
+
+    def clock_ahead(self, worker: int) -> float:
+        """Seconds by which the clock of a worker's host is ahead of this host's."""
+        return self._host_of[worker].clock_ahead
 
     async def wait_exit(self) -> tuple[int, int]:
         """The next worker that ended, each once, and its exit status."""
@@ -166,6 +178,7 @@ class HostsFleet:
         match message:
             case Looked():
                 host.looked = message
+                host.clock_ahead = clock_ahead((host.asked, message.asked), (message.answered, time.time()))
             case HostStarted():
                 host.started = True
             case HostFailed(error=error):

@@ -97,6 +97,7 @@ class HostsLauncher:
         write_atomic(token, content.encode())
         try:
             for host in hosts:
+                host.asked = time.time()
                 await fleet.tell(host, Look(self._needed.paths, str(token), content))
             await fleet.until(lambda: all(host.looked for host in hosts), LOOK_SECONDS)
         except TimeoutError:

@@ -17,15 +17,14 @@ class _Message(Struct, frozen=True, tag=True):
 
 
 class HostFacts(Struct, frozen=True):
-    """What a host is. id: of its boot and network namespace. address: under which the other hosts reach it; alone: that
-    only this host itself can reach. versions: of what its workers run, by name."""
+    """What a host is. id: of its boot and network namespace. address: under which the other hosts reach it. versions:
+    of what its workers run, by name."""
 
     name: str
     id: str
     address: str
     machine: Probe
     versions: dict[str, str]
-    unix_seconds: float = 0.0  # its clock
 
 
 class Join(_Message, frozen=True):
@@ -35,11 +34,13 @@ class Join(_Message, frozen=True):
 
 
 class Looked(_Message, frozen=True):
-    """The answer to Look. missing: paths that this host has not; shares_run_folder: it sees the master's token."""
+    """The answer to Look. missing: paths that this host has not; shares_run_folder: it sees the master's token. asked,
+    answered: when, by this host's clock."""
 
     missing: tuple[str, ...]
     shares_run_folder: bool
-    unix_seconds: float  # its clock
+    asked: float = 0.0  # Unix seconds
+    answered: float = 0.0
 
 
 class HostBeat(_Message, frozen=True):

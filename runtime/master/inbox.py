@@ -5,6 +5,7 @@ what explains a failure. Decides nothing about the run.
 import asyncio
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from realgraph.runtime.commands.actions import StopRequested, Tick, WorkerLost
 from realgraph.runtime.commands.failures import workers_text
@@ -13,7 +14,7 @@ from realgraph.runtime.master.startup import EXPLAIN_SECONDS, WorkerGroup
 from realgraph.runtime.master.status import WorkerSigns
 from realgraph.runtime.processes.clock import Clock
 from realgraph.runtime.processes.launcher import describe_exit
-from realgraph.runtime.wire.protocol import Failed, Heartbeat, Reply
+from realgraph.runtime.wire.protocol import Done, Failed, Generated, Heartbeat, Reply
 
 
 class StopNow(Struct, frozen=True):
@@ -28,6 +29,13 @@ class Exit(Struct, frozen=True):
 
 
 Happened = Reply | Exit | StopRequested | StopNow
+
+
+def _by_our_clock(reply: Reply, ahead: float) -> Reply:
+    """The reply of a worker whose clock is so many seconds ahead of ours, in our times."""
+    if ahead and isinstance(reply, Done | Generated):
+        return replace(reply, started=reply.started - ahead, ended=reply.ended - ahead)
+    return reply
 
 
 class Inbox:
@@ -82,7 +90,7 @@ class Inbox:
             self._heard[worker] = self.clock.now()
             if isinstance(reply, Heartbeat):
                 self._beats[worker] = reply
-            self._queue.put_nowait(reply)
+            self._queue.put_nowait(_by_our_clock(reply, workers.fleet.clock_ahead(worker)))
 
     async def _exits(self, workers: WorkerGroup) -> None:
         while True:

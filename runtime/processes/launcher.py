@@ -60,6 +60,10 @@ class Fleet(Protocol):
         """The host of a worker for an error message, such as `host b (10.0.0.2)`; '' where there is only this one."""
         ...
 
+    def clock_ahead(self, worker: int) -> float:
+        """Seconds by which the clock of a worker's host is ahead of this host's."""
+        ...
+
     async def wait_exit(self) -> tuple[int, int]:
         """The next worker that ended, each once, and its exit status: the code, or -N where signal N killed it.
 

@@ -101,6 +101,10 @@ class LocalFleet:
         """'': there is only this host."""
         return ""
 
+    def clock_ahead(self, worker: int) -> float:
+        """0: they have this host's clock."""
+        return 0.0
+
     @property
     def running(self) -> frozenset[int]:
         """The workers that have not ended."""
