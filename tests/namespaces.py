@@ -37,13 +37,13 @@ class Network:
         ip("link", "set", f"{self.spaces[number]}h", state)
 
     def received_bytes(self, number: int) -> int:
-        """What a host has been sent from others so far."""
+        """Bytes that others have sent to a host so far."""
         words = ["ip", "netns", "exec", self.spaces[number], "cat", "/sys/class/net/eth0/statistics/rx_bytes"]
         return int(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
 
 
 def why_not() -> str:
-    """Why namespaces can't be made here; '' where they can."""
+    """The reason for which namespaces can't be made here; '' where they can."""
     try:
         ip("netns", "add", f"rg{os.getpid()}try")
     except FileNotFoundError:

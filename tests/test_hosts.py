@@ -21,6 +21,7 @@ from realgraph.runtime.hosts.join_key import make_join_key, read_join_key, write
 from realgraph.runtime.hosts.messages import HostFacts, Look
 from realgraph.runtime.master.inbox import _by_our_clock
 from realgraph.runtime.wire.curve import make_keys
+from realgraph.runtime.wire.interfaces import address_of_interface, interface_of_address
 from realgraph.runtime.wire.protocol import Bye, Done
 from tests.broken_runs import own, reference
 from tests.host_runs import SHORT, TWO_BY_TWO, Hosts, agent, free_port
@@ -239,7 +240,11 @@ def test_a_host_says_what_it_does_not_see(tmp_path: Path) -> None:
     assert not _look(Look(paths, str(tmp_path / "none"), "abc")).shares_run_folder
 
 
-def test_addresses() -> None:
+def test_interfaces_and_addresses() -> None:
+    assert address_of_interface("lo") == "127.0.0.1"
+    assert (interface_of_address("127.0.0.1"), interface_of_address("192.0.2.1")) == ("lo", "")
+    with pytest.raises(ConfigError, match="no network interface 'nope'"):
+        address_of_interface("nope")
     assert split_address("node-1:7000") == ("node-1", 7000)
     assert split_address("[fd00::1]:7000") == ("fd00::1", 7000)
     for text in ("7000", "host:", "host:0", "host:70000", ":7000"):

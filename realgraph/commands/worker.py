@@ -6,8 +6,9 @@ import platform
 import sys
 
 from realgraph.runtime.hosts.agent import run_agent
-from realgraph.runtime.hosts.facts import address_of_interface, own_address, split_address
+from realgraph.runtime.hosts.facts import own_address, split_address
 from realgraph.runtime.hosts.join_key import read_join_key
+from realgraph.runtime.wire.interfaces import address_of_interface
 from realgraph.screen.output import say
 
 

@@ -29,7 +29,7 @@ def launcher_of(prepared: PreparedRun, say: Callable[[str], None]) -> Launcher:
 
 
 def _paths(job: Job) -> Iterator[str]:
-    """What the workers of a run read that lies on this host: what does not is looked for in the Hub by each of them."""
+    """The paths on this host that workers read; each of them looks for other names in the Hub."""
     found = [job.user_dir, job.data.path, *([job.eval.data.path] if job.eval is not None and job.eval.data else [])]
     for role in job.graph.models:
         try:

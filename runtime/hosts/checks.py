@@ -1,4 +1,4 @@
-"""What the hosts that have joined must be for a run: which is which node of the cluster, and every fault at once."""
+"""Hosts that have joined, held against the plan: which is which node of the cluster, and every fault at once."""
 
 import re
 from collections import Counter

@@ -1,11 +1,8 @@
-"""What a host says of itself when it joins: its address, its machine, and the versions of what its workers run."""
+"""The facts that a host tells when it joins: its address, its machine, and the versions of what its workers run."""
 
-import fcntl
 import ipaddress
 import platform
 import socket
-import struct
-import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
@@ -13,7 +10,6 @@ from realgraph.planner.inputs.detect import probe
 from realgraph.runtime.hosts.messages import HostFacts
 from realgraph.runtime.processes.host_id import host_id
 
-_SIOCGIFADDR = 0x8915  # Linux, netdevice(7)
 _PACKAGES = ("realgraph", "torch", "transformers", "safetensors", "pyzmq", "msgspec")
 
 
@@ -40,38 +36,6 @@ def own_address(towards: tuple[str, int]) -> str:
         raise ConfigError([Problem(Where("command line", path="--connect"), text, hint, "launch")]) from None
 
 
-def address_of_interface(name: str) -> str:
-    """The IPv4 address of a network interface. Raises ConfigError."""
-    known = [interface for _, interface in socket.if_nameindex()]
-    fault, hint = "", f"this host has {', '.join(known)}"
-    if name not in known:
-        fault = f"this host has no network interface {name!r}"
-    elif sys.platform != "linux":
-        fault, hint = "the address of an interface is known on Linux only", "leave launch.interface out"
-    else:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            try:
-                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                fault = f"the network interface {name!r} has no IPv4 address"
-            else:
-                return socket.inet_ntoa(answer[20:24])
-    raise ConfigError([Problem(Where(path="$.launch.interface"), fault, hint, "launch")])
-
-
-def interface_of_address(address: str) -> str:
-    """The name of this host's network interface with an IPv4 address; '' where there is none, or none can be asked."""
-    if sys.platform != "linux":
-        return ""
-    for _, name in socket.if_nameindex():
-        try:
-            if address_of_interface(name) == address:
-                return name
-        except ConfigError:
-            continue
-    return ""
-
-
 def is_public(address: str) -> bool:
     """True of an address that the whole internet may reach."""
     return ipaddress.ip_address(address.partition("%")[0]).is_global
@@ -83,7 +47,7 @@ def own_facts(name: str, address: str) -> HostFacts:
 
 
 def own_versions() -> dict[str, str]:
-    """Of Python and of the packages that a worker runs; those that are missing are left out."""
+    """The versions of Python and of the packages that a worker runs; missing ones are left out."""
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
     for package in _PACKAGES:
         try:

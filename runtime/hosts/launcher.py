@@ -27,7 +27,7 @@ KEY_FILE, TOKEN_FILE = "join.key", "hosts.token"  # of the run's directory, whil
 
 
 class Needed(Struct, frozen=True):
-    """What every host must have. folder: the run's directory. paths: of models, data and the user's code."""
+    """The needs of a run that every host must meet. folder: the run's directory. paths: of models, data, user code."""
 
     cluster: Cluster
     folder: Path

@@ -9,7 +9,7 @@ from realgraph.runtime.processes.launcher import WorkerBoot, WorkerProgram
 BEAT_SECONDS = 1.0  # between two signs of life of an agent
 
 
-class _Message(Struct, frozen=True, tag=True):
+class _HostMessage(Struct, frozen=True, tag=True):
     pass
 
 
@@ -17,8 +17,8 @@ class _Message(Struct, frozen=True, tag=True):
 
 
 class HostFacts(Struct, frozen=True):
-    """What a host is. id: of its boot and network namespace. address: under which the other hosts reach it. versions:
-    of what its workers run, by name."""
+    """A host as it sees itself. id: of its boot and network namespace. address: under which the other hosts reach it.
+    versions: of what its workers run, by name."""
 
     name: str
     id: str
@@ -27,13 +27,13 @@ class HostFacts(Struct, frozen=True):
     versions: dict[str, str]
 
 
-class Join(_Message, frozen=True):
+class Join(_HostMessage, frozen=True):
     """An agent has dialled in."""
 
     facts: HostFacts
 
 
-class Looked(_Message, frozen=True):
+class Looked(_HostMessage, frozen=True):
     """The answer to Look. missing: paths that this host has not; shares_run_folder: it sees the master's token. asked,
     answered: when, by this host's clock."""
 
@@ -43,21 +43,21 @@ class Looked(_Message, frozen=True):
     answered: float = 0.0
 
 
-class HostBeat(_Message, frozen=True):
+class HostBeat(_HostMessage, frozen=True):
     """The agent lives."""
 
 
-class HostStarted(_Message, frozen=True):
+class HostStarted(_HostMessage, frozen=True):
     """All workers of this host run."""
 
 
-class HostFailed(_Message, frozen=True):
+class HostFailed(_HostMessage, frozen=True):
     """The workers could not be started, and none is left."""
 
     error: str
 
 
-class WorkerEnded(_Message, frozen=True):
+class WorkerEnded(_HostMessage, frozen=True):
     """A worker is gone. last_lines: the end of its log."""
 
     worker: int
@@ -65,13 +65,13 @@ class WorkerEnded(_Message, frozen=True):
     last_lines: str = ""
 
 
-class HostLeaves(_Message, frozen=True):
+class HostLeaves(_HostMessage, frozen=True):
     """The agent is about to end its workers, which the master has not asked for."""
 
     reason: str
 
 
-class HostEnded(_Message, frozen=True):
+class HostEnded(_HostMessage, frozen=True):
     """Nothing of the run is left on this host."""
 
 
@@ -81,13 +81,13 @@ AgentMessage = Join | HostBeat | Looked | HostStarted | HostFailed | WorkerEnded
 # --- master -> agent --------------------------------------------------------------------------------------------------
 
 
-class Refuse(_Message, frozen=True):
+class Refuse(_HostMessage, frozen=True):
     """This host is not taken; the agent says why and ends."""
 
     reason: str
 
 
-class Look(_Message, frozen=True):
+class Look(_HostMessage, frozen=True):
     """Say which of `paths` are not here, and if the file `token` holds `content`."""
 
     paths: tuple[str, ...]
@@ -95,7 +95,7 @@ class Look(_Message, frozen=True):
     content: str
 
 
-class LaunchWorkers(_Message, frozen=True):
+class LaunchWorkers(_HostMessage, frozen=True):
     """Start these workers."""
 
     boots: tuple[WorkerBoot, ...]
@@ -103,13 +103,13 @@ class LaunchWorkers(_Message, frozen=True):
     deadline_seconds: float
 
 
-class KillWorker(_Message, frozen=True):
+class KillWorker(_HostMessage, frozen=True):
     """End one worker at once."""
 
     worker: int
 
 
-class EndHost(_Message, frozen=True):
+class EndHost(_HostMessage, frozen=True):
     """End the workers, after a grace by force, answer HostEnded, and end."""
 
     grace_seconds: float

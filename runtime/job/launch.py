@@ -1,4 +1,4 @@
-"""Where a run's workers are started, as a run file says it under `launch`."""
+"""The section `launch` of a run file: on which hosts a run's workers are started, and by whom."""
 
 from typing import Annotated
 

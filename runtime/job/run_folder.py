@@ -58,7 +58,7 @@ class RunFolder(Struct, frozen=True):
 
     @property
     def status(self) -> Path:
-        """What the run does right now; there while it lives."""
+        """The file that says what the run does right now; there while it lives."""
         return self.root / "status.json"
 
     @property

@@ -61,7 +61,7 @@ class Inbox:
         self._queue.put_nowait(request)
 
     def signs(self) -> dict[int, WorkerSigns]:
-        """Of every worker, as they are now."""
+        """The signs of life of every worker, as they are now."""
         now, unknown = self.clock.now(), Heartbeat(-1)
         return {
             worker: WorkerSigns(

@@ -1,4 +1,4 @@
-"""What a run does right now, written to a file of its directory about once a second while it lives."""
+"""The file of a run directory that says what the run does right now, written about once a second while it lives."""
 
 import os
 import time

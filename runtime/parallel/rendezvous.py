@@ -34,7 +34,7 @@ class Rendezvous(Protocol):
 
     @property
     def address(self) -> str:
-        """What `reach_store` takes."""
+        """The address that `reach_store` takes."""
         ...
 
     def close(self) -> None:
@@ -43,7 +43,7 @@ class Rendezvous(Protocol):
 
 
 def open_rendezvous(interface: str) -> Rendezvous:
-    """Where the workers meet that listen on `interface`: on this host alone, or over the network."""
+    """The meeting of the workers that listen on `interface`: on this host alone, or over the network."""
     return FileRendezvous() if is_local(interface) else NetworkRendezvous(interface)
 
 

@@ -8,10 +8,13 @@ import torch
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.parallel.groups import Collectives, Member
 from realgraph.runtime.parallel.rendezvous import open_rendezvous, reach_store
+from realgraph.runtime.processes.environment import set_for_library
 from realgraph.runtime.processes.host_id import host_id
 from realgraph.runtime.processes.launcher import WorkerBoot
 from realgraph.runtime.store.store import Store
 from realgraph.runtime.store.transfer import DataPlane
+from realgraph.runtime.wire.curve import is_local
+from realgraph.runtime.wire.interfaces import interface_of_address
 from realgraph.runtime.wire.protocol import Peer
 
 # Of a collective or a gather that nobody ends. The master's deadlines end them long before: it knows what a call may
@@ -73,6 +76,8 @@ class Resources:
     def __init__(self, boot: WorkerBoot) -> None:
         self.worker, self._interface = boot.worker, boot.interface
         self.device = torch.device("cpu") if boot.cpu else pick_device(boot.worker)
+        if self.device.type == "cuda" and not is_local(boot.interface):
+            set_for_library("NCCL_SOCKET_IFNAME", f"={interface_of_address(boot.interface)}")  # it would take any
         self.memory = DeviceMemory(self.device)
         self.store = Store()
         self.plane = DataPlane(boot.worker, self.store, boot.keys, boot.interface, f"{host_id()}/{boot.node}")
