@@ -193,7 +193,7 @@ def test_a_profile_measures_all_kinds_of_cases_on_all_devices() -> None:
     for one in measured:
         assert predicted_seconds(one.case, NODE, "float32", found.costs) > 0
     products = next(stage for stage in found.stages if stage.name == "matrix products")
-    assert products.error < 0.2
+    assert products.count == 1  # how near the formulas come is tested on made-up seconds, which no other work changes
 
 
 def test_a_worker_that_fails_is_named_with_its_last_words() -> None:
