@@ -30,6 +30,7 @@ from realgraph.runtime.hosts.messages import (
     LaunchWorkers,
     Look,
     Looked,
+    MasterBeat,
     MasterMessage,
     Refuse,
     WorkerEnded,
@@ -102,6 +103,8 @@ class HostAgent:
                         await self._send(await asyncio.to_thread(_look, message))
                     case LaunchWorkers():
                         self._launching = asyncio.create_task(self._launch(message))
+                    case MasterBeat():
+                        pass
                     case KillWorker(worker=worker):
                         if self._fleet is not None:
                             await self._fleet.kill(worker)
@@ -219,8 +222,7 @@ async def run_agent(address: tuple[str, int], key: JoinKey, who: tuple[str, str]
     """The agent of this host from its join to its end; the exit code. who: this host's name, and its address for the
     others. Raises ConfigError."""
     host, port = address
-    literal = f"[{host}]" if ":" in host else host
-    client = SecureClient(f"tcp://{literal}:{port}", secrets.token_hex(8).encode(), key.client, key.server)
+    client = SecureClient(f"tcp://{host}:{port}", secrets.token_hex(8).encode(), key.client, key.server)
     agent = HostAgent(client, address, say)
     try:
         with Interrupts(lambda count: say("ending the workers of this host")) as interrupts:

@@ -14,21 +14,20 @@ _PACKAGES = ("realgraph", "torch", "transformers", "safetensors", "pyzmq", "msgs
 
 
 def split_address(text: str) -> tuple[str, int]:
-    """Host and port of `HOST:PORT`; an IPv6 host stands in brackets. Raises ConfigError."""
+    """Host and port of `HOST:PORT`, an IPv4 address or a name. Raises ConfigError."""
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or ":" in host or not port.isdigit() or not 0 < int(port) < 65536:
         hint = "HOST:PORT, such as 10.0.0.1:7000, as the run that waits for this host prints it"
         raise ConfigError([Problem(Where("command line", path="--connect"), f"{text!r} is no address", hint, "launch")])
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    return host, int(port)
 
 
 def own_address(towards: tuple[str, int]) -> str:
     """This host's address on the way to another one. Raises ConfigError where there is no way."""
     host, port = towards
     try:
-        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe_socket:
-            probe_socket.connect(target)  # of a datagram socket: sends nothing, chooses the route
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
+            probe_socket.connect((host, port))  # of a datagram socket: sends nothing, chooses the route
             return str(probe_socket.getsockname()[0])
     except OSError as error:
         hint = "check the address and this host's network"
@@ -38,7 +37,7 @@ def own_address(towards: tuple[str, int]) -> str:
 
 def is_public(address: str) -> bool:
     """True of an address that the whole internet may reach."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_global
+    return ipaddress.ip_address(address).is_global
 
 
 def own_facts(name: str, address: str) -> HostFacts:

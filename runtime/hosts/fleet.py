@@ -20,6 +20,7 @@ from realgraph.runtime.hosts.messages import (
     Join,
     KillWorker,
     Looked,
+    MasterBeat,
     MasterMessage,
     Refuse,
     WorkerEnded,
@@ -30,6 +31,7 @@ from realgraph.runtime.processes.local import KILL_SECONDS
 from realgraph.runtime.wire.sockets import TransportError
 
 SILENT_SECONDS = 5.0
+LOOK_SECONDS = 0.4  # between two looks at who is connected; the ends of workers explain failures that follow from them
 REPLY_SECONDS = 5.0  # beyond a grace, for an agent to answer
 
 
@@ -44,6 +46,7 @@ class RemoteHost:
         self.started = False
         self.failed = ""
         self.ended = False
+        self.missed = 0  # times in a row that it was not connected
         self.reason = ""  # for its end, where the master had not asked for it
         self._heard = time.monotonic()
 
@@ -71,8 +74,8 @@ def clock_ahead(question: tuple[float, float], answer: tuple[float, float]) -> f
 class HostsFleet:
     """Implements `launcher.Fleet` for the workers of several hosts. Made by `HostsLauncher`, which lets hosts join."""
 
-    def __init__(self, hub: Hub, n_hosts: int, joined: Callable[[RemoteHost], None]) -> None:
-        """joined: called with each host that is taken; at most `n_hosts`."""
+    def __init__(self, hub: Hub, n_hosts: int, joined: Callable[[RemoteHost, int], None]) -> None:
+        """joined: called with each host that is taken, and their number; at most `n_hosts` at a time."""
         self._hub, self._n_hosts, self._joined = hub, n_hosts, joined
         self.hosts: dict[bytes, RemoteHost] = {}
         self._boots: dict[int, WorkerBoot] = {}
@@ -82,6 +85,7 @@ class HostsFleet:
         self._exits: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
         self._changed = asyncio.Event()
         self._listening = asyncio.create_task(self._listen())
+        self._watching = asyncio.create_task(self._watch())
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -130,8 +134,9 @@ class HostsFleet:
         while time.monotonic() < last and not all(host.ended or host.silent for host in self.hosts.values()):
             with contextlib.suppress(TimeoutError):
                 await self.until(lambda: all(host.ended for host in self.hosts.values()), BEAT_SECONDS)
-        self._listening.cancel()
-        await asyncio.gather(self._listening, return_exceptions=True)
+        for task in (self._listening, self._watching):
+            task.cancel()
+        await asyncio.gather(self._listening, self._watching, return_exceptions=True)
         await self._hub.close()
 
     async def tell(self, host: RemoteHost, message: MasterMessage) -> bool:
@@ -166,11 +171,24 @@ class HostsFleet:
                 await self._take_in(RemoteHost(agent, message.facts))
             self._changed.set()
 
+    async def _watch(self) -> None:
+        """An agent that has hung up, and does not dial in again at once, is gone, and its workers with it."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            for host in [host for host in self.hosts.values() if host.started and not host.ended]:
+                host.missed = 0 if await self.tell(host, MasterBeat()) else host.missed + 1
+                if host.missed > 1:
+                    host.reason = host.reason or "its agent is gone"
+                    self._ended(host)
+
     async def _take_in(self, host: RemoteHost) -> None:
-        if len(self.hosts) < self._n_hosts and not self._boots:
-            self.hosts[host.agent] = host
-            self._joined(host)
-            return
+        if not self._boots:
+            for other in [other for other in self.hosts.values() if other.silent]:
+                del self.hosts[other.agent]  # its agent was killed, and may have been started again
+            if len(self.hosts) < self._n_hosts:
+                self.hosts[host.agent] = host
+                self._joined(host, len(self.hosts))
+                return
         names = ", ".join(sorted(other.facts.name for other in self.hosts.values()))
         await self.tell(host, Refuse(f"the run has its {self._n_hosts} hosts: {names}"))
 
@@ -191,11 +209,14 @@ class HostsFleet:
             case HostLeaves(reason=reason):
                 host.reason = reason
             case HostEnded():
-                host.ended = True
-                for worker in [worker for worker in self._running if self._host_of[worker] is host]:
-                    self._end(worker, -signal.SIGKILL)
+                self._ended(host)
             case _:
                 pass  # a second Join of an agent that has reconnected, or of a worker that is not its own
+
+    def _ended(self, host: RemoteHost) -> None:
+        host.ended = True
+        for worker in [worker for worker in self._running if self._host_of[worker] is host]:
+            self._end(worker, -signal.SIGKILL)
 
     def _end(self, worker: int, status: int) -> None:
         if worker in self._running:

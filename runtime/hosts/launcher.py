@@ -39,7 +39,7 @@ class HostsLauncher:
 
     def __init__(self, spec: HostsLaunch, needed: Needed, say: Callable[[str], None]) -> None:
         self._spec, self._needed, self._say = spec, needed, say
-        self.interface = split_address(spec.listen)[0]
+        self.interface, self._port = resolved(spec.listen)
         self._key_file = needed.folder / KEY_FILE
         self._n_hosts = sum(group.nodes for group in needed.cluster.groups)
 
@@ -48,8 +48,7 @@ class HostsLauncher:
         as the plan has them."""
         keys = make_keys()
         key = make_join_key(keys)
-        fleet = HostsFleet(Hub(keys, key, self._spec.listen), self._n_hosts, self._welcome)
-        self._taken = 0
+        fleet = HostsFleet(Hub(keys, key, f"{self.interface}:{self._port}"), self._n_hosts, self._welcome)
         try:
             write_join_key(key, self._key_file)
             self._invite()
@@ -70,9 +69,8 @@ class HostsLauncher:
         self._say(f"  realgraph worker --connect {self._spec.listen} --key {self._key_file}{interface}")
         self._say("where a host does not see that file: --key -, with its one line on standard input")
 
-    def _welcome(self, host: RemoteHost) -> None:
-        self._taken += 1
-        self._say(f"{host.text} has joined: {self._taken} of {self._n_hosts}")
+    def _welcome(self, host: RemoteHost, n_joined: int) -> None:
+        self._say(f"{host.text} has joined: {n_joined} of {self._n_hosts}")
 
     async def _joined(self, fleet: HostsFleet) -> list[RemoteHost]:
         """All hosts, as the nodes of the cluster in order. Raises LaunchError, ConfigError."""
@@ -143,17 +141,22 @@ class HostsLauncher:
                 raise LaunchError(f"{host.text}: {why}")
 
 
+def resolved(listen: str) -> tuple[str, int]:
+    """The IPv4 address, of a name too, and the port. Raises ConfigError, and OSError for a name that nothing knows."""
+    host, port = split_address(listen)
+    return socket.gethostbyname(host), port
+
+
 def check_listen(spec: HostsLaunch) -> None:
     """Raises ConfigError for an address that is not this host's, is in use, or is public."""
-    host, port = split_address(spec.listen)
     fault, hint = "", "give an address of the host where `realgraph run` is typed, and a port that nothing else has"
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        if is_public(str(address[0])) and not spec.trusted_network:
-            fault = f"{host} is a public address"
+        address = resolved(spec.listen)
+        if is_public(address[0]) and not spec.trusted_network:
+            fault = f"{address[0]} is a public address"
             hint = "listen on a private network, or set launch.trusted_network: true behind a firewall"
         else:
-            with socket.socket(family, socket.SOCK_STREAM) as listener:
+            with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 listener.bind(address)
     except OSError as error:

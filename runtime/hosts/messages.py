@@ -103,6 +103,10 @@ class LaunchWorkers(_HostMessage, frozen=True):
     deadline_seconds: float
 
 
+class MasterBeat(_HostMessage, frozen=True):
+    """The master lives, and sees by sending this if the agent is still connected."""
+
+
 class KillWorker(_HostMessage, frozen=True):
     """End one worker at once."""
 
@@ -115,7 +119,7 @@ class EndHost(_HostMessage, frozen=True):
     grace_seconds: float
 
 
-MasterMessage = Refuse | Look | LaunchWorkers | KillWorker | EndHost
+MasterMessage = Refuse | Look | LaunchWorkers | MasterBeat | KillWorker | EndHost
 
 encode = Encoder().encode
 decode_from_agent: Decoder[AgentMessage] = Decoder(AgentMessage)

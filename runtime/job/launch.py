@@ -5,7 +5,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 Seconds = Annotated[float, Meta(gt=0)]
-ListenAddress = Annotated[str, Meta(pattern=r"^(\[[0-9a-fA-F:.]+\]|[^:\s\[\]]+):[0-9]{1,5}$")]
+ListenAddress = Annotated[str, Meta(pattern=r"^[^:\s]+:[0-9]{1,5}$")]
 
 
 class LocalLaunch(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="local"):

@@ -260,7 +260,11 @@ class Master:
         for action in actions:
             match action:
                 case Send(worker=worker, command=command):
-                    await workers.socket.send(worker, command)
+                    try:
+                        await workers.socket.send(worker, command)
+                    except TransportError as error:
+                        host = workers.fleet.host_of(worker)
+                        raise TransportError(f"{error}, on {host}" if host else str(error)) from None
                 case StepEnded():
                     self._step_ended(action)
                 case EvalEnded(step=step, metrics=metrics, best=best):

@@ -51,8 +51,7 @@ class NetworkRendezvous:
     """torch's store, listening on one address of this host. It does not ask who connects."""
 
     def __init__(self, interface: str) -> None:
-        family = socket.AF_INET6 if ":" in interface else socket.AF_INET
-        with socket.create_server((interface, 0), family=family) as listener:
+        with socket.create_server((interface, 0)) as listener:
             port = listener.getsockname()[1]
             self._store: TCPStore | None = TCPStore(
                 interface, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
