@@ -108,8 +108,7 @@ def test_an_interrupt_while_starting_ends_the_run(own: Path) -> None:
     run.ends(130, 15)
 
 
-# Seconds: of silence until a connection is given up and until a worker of another host ends.
-SHORT = {"wire.curve.PING_SECONDS": 1, "wire.curve.SILENT_SECONDS": 1, "worker.worker.MASTER_LOST_SECONDS": 0.5}
+SHORT: dict[str, float] = {"wire.curve.PING_SECONDS": 1, "wire.curve.SILENT_SECONDS": 1}  # connections to hosts
 
 
 @pytest.mark.parametrize("stopped", ["master and worker 1", "all"])

@@ -49,6 +49,12 @@ class Survivors:
         else:
             self._replies.put_nowait((worker, Done(worker, command.task, RESCUE_CALL)))
 
+    def host_of(self, worker: int) -> str:
+        return ""
+
+    def clock_ahead(self, worker: int) -> float:
+        return 0.0
+
     async def receive(self) -> tuple[int, Reply]:
         return await self._replies.get()
 

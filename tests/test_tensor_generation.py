@@ -189,7 +189,8 @@ def test_a_replica_draws_what_one_process_draws(
                 (own, routes), one = done[request.id], expected[request.id]
                 if dtype == "float64":
                     assert own.tokens == one.tokens
-                    assert own.logprobs == pytest.approx(one.logprobs, abs=1e-6)
+                    # transformers' norms round to float32, the walk's do not
+                    assert own.logprobs == pytest.approx(one.logprobs, abs=1e-5 if how == "walk" else 1e-6)
                     assert (routes is None) == (one.routes is None) == (kind not in MIXTURES)
                     assert one.routes is None or routes.tolist() == one.routes.tolist()
                 if request.temperature and not request.top_k:

@@ -179,7 +179,6 @@ async def rescue(
     partial = checkpoints.partial(state.step)
     until = inbox.clock.now() + job.runtime.min_deadline_seconds
     for task in count(FIRST_RESCUE_TASK, -1):
-        inbox.give_up_silent()
         left = workers.fleet.running - inbox.gone
         roles = rescuers(job, left)
         for worker, held in roles.items():
@@ -198,13 +197,15 @@ async def _rescued(waiting: set[int], task: int, inbox: Inbox, limits: tuple[flo
     """True when all of `waiting` have done their part of `task`, False where one of them is gone. limits: the end of
     the wait, by the inbox's clock, and seconds after which to look who is silent. Raises OSError."""
     until, often = limits
+    looked = inbox.clock.now()
     while waiting:
+        if inbox.clock.now() - looked > often:  # so long a time for whatever had come before to be heard
+            inbox.give_up_silent()
+            looked = inbox.clock.now()
         if waiting & inbox.gone:
             return False
         match await inbox.take(max(0.0, min(often, until - inbox.clock.now()))):
-            case None if inbox.clock.now() < until:
-                inbox.give_up_silent()
-            case None:
+            case None if inbox.clock.now() >= until:
                 raise OSError(f"{workers_text(sorted(waiting))} did not save in time (runtime.min_deadline_seconds)")
             case Done(task=done, worker=worker) if done == task:
                 waiting.discard(worker)
