@@ -21,7 +21,7 @@ __all__ = ["home", "own"]
 pytestmark = pytest.mark.skipif(bool(reason := why_not()), reason=reason)
 STEPS = {"steps": 4}
 IMPATIENT = {"hosts.agent.MASTER_LOST_SECONDS": 4.0, "wire.curve.PING_SECONDS": 1, "wire.curve.SILENT_SECONDS": 5}
-QUICK = {"runtime": {"heartbeat_seconds": 0.2, "lost_after_seconds": 6}}
+QUICK = {"runtime": {"heartbeat_seconds": 0.2, "lost_after_seconds": 10}}
 
 
 @pytest.fixture(scope="module")
