@@ -1,6 +1,5 @@
 """`realgraph status`: what a run does right now, asked of its directory. Disturbs nothing."""
 
-import fcntl
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +8,7 @@ from rich.table import Table
 
 from realgraph.graphs.errors import ConfigError, Problem, Where, reason
 from realgraph.run.resume import run_at
-from realgraph.runtime.job.run_folder import RunFolder
+from realgraph.runtime.job.run_folder import in_use
 from realgraph.runtime.master.status import RunStatus, WorkerStatus, read_status
 from realgraph.screen.terminal import run_terminal
 
@@ -34,18 +33,6 @@ def status_command(root: Path) -> None:
         for line in _lines(status, time.time()):
             console.print(line, soft_wrap=True)
         console.print(_table(status))
-
-
-def in_use(folder: RunFolder) -> bool:
-    """True where a process holds the run directory."""
-    try:
-        with (folder.root / ".lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
 
 
 def _lines(status: RunStatus, now: float) -> Iterator[str]:

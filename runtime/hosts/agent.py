@@ -157,7 +157,7 @@ class HostAgent:
                 continue
             if self._client.lost_seconds > MASTER_LOST_SECONDS:
                 return
-            if await asyncio.to_thread(_refuses, self._address):
+            if await asyncio.to_thread(_listens, self._address) is False:
                 return
 
     async def _beat(self) -> None:
@@ -199,23 +199,15 @@ def _look(message: Look) -> Looked:
     return Looked(missing, shares, asked, time.time())
 
 
-def _refuses(address: tuple[str, int]) -> bool:
-    """True where the host answers that nothing listens there."""
-    try:
-        with socket.create_connection(address, timeout=2.0):
-            return False
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
-
-
-def _listens(address: tuple[str, int]) -> bool:
+def _listens(address: tuple[str, int]) -> bool | None:
+    """True where something listens there, False where the host answers that nothing does; None without an answer."""
     try:
         with socket.create_connection(address, timeout=2.0):
             return True
-    except OSError:
+    except ConnectionRefusedError:
         return False
+    except OSError:
+        return None
 
 
 async def run_agent(address: tuple[str, int], key: JoinKey, who: tuple[str, str], say: Callable[[str], None]) -> int:

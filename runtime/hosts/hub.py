@@ -17,17 +17,15 @@ SEND_SECONDS = 10.0
 
 
 class Hub:
-    """Agents dial `address`; each must hold the join key. Make it inside a running event loop. What is malformed is
-    logged, counted in `refused`, and goes no further. Raises LaunchError where the address can't be listened on."""
+    """Agents dial `listen`; each must hold the join key. Make it inside a running event loop. What is malformed is
+    logged, and goes no further. Raises LaunchError where the address can't be listened on."""
 
     def __init__(self, keys: KeyPair, key: JoinKey, listen: str) -> None:
         self._public = key.client.public
-        self.refused = 0
         try:
             self._server = SecureServer(keys, (key.client.public,), f"tcp://{listen}")
         except zmq.ZMQError as error:
             raise LaunchError(f"this host can't listen on {listen}: {error.strerror}") from None
-        self.address = self._server.address.removeprefix("tcp://")
 
     async def send(self, agent: bytes, message: MasterMessage, who: str) -> None:
         """Queue a message for an agent. Raises TransportError, which calls it `who`, where it is not connected."""
@@ -43,7 +41,6 @@ class Hub:
                 problem = f"{len(frames)} frames, expected 2 with the join key"
             except msgspec.MsgspecError as error:
                 problem = str(error)
-            self.refused += 1
             log.warning("refused a message of an agent: %s", problem)
 
     async def close(self) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
+from realgraph.runtime.job.run_folder import private
 from realgraph.runtime.wire.curve import KeyPair, make_keys
 
 FORM = "realgraph-join-1"  # the first word of a key, which names its form
@@ -40,7 +41,7 @@ def write_join_key(key: JoinKey, path: Path) -> None:
     """Write it to a file that only this user can read, in the place of an older one. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+    with open(path, "x", encoding="ascii", opener=private) as file:
         file.write(key.text)
 
 

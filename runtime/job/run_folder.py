@@ -18,6 +18,11 @@ class RunFolder(Struct, frozen=True):
     root: Path
 
     @property
+    def lock(self) -> Path:
+        """The file that a run holds while it lives."""
+        return self.root / ".lock"
+
+    @property
     def config(self) -> Path:
         return self.root / "config.yaml"
 
@@ -136,9 +141,23 @@ def exclusive(folder: RunFolder) -> Iterator[None]:
 
     folder.root.parent.mkdir(parents=True, exist_ok=True)
     folder.root.mkdir(mode=0o700, exist_ok=True)
-    with (folder.root / ".lock").open("w") as lock:
+    with folder.lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+
+
+def in_use(folder: RunFolder) -> bool:
+    """True where a run holds the directory (`exclusive`). Changes nothing."""
+    import fcntl
+
+    try:
+        with folder.lock.open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 def private(path: str, flags: int) -> int:
