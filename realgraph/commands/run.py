@@ -93,7 +93,8 @@ def execute(
     The directory of a resumed run is the caller's own already (`resumed`). view: shows the run on the screen, where a
     run's own view would not fit.
     """
-    launcher = launcher_of(prepared, lambda line: console.print(line, soft_wrap=True))
+    with _placed(prepared):
+        launcher = launcher_of(prepared, lambda line: console.print(line, soft_wrap=True))
     for line in passed_over(prepared):
         console.print(line, soft_wrap=True)
     _first_rows(prepared, console)

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.table import Table
 
 from realgraph.graphs.errors import ConfigError, Problem, Where, reason
+from realgraph.planner.report.format import seconds_text
 from realgraph.run.resume import run_at
 from realgraph.runtime.job.run_folder import in_use
 from realgraph.runtime.master.status import RunStatus, WorkerStatus, read_status
@@ -41,7 +42,7 @@ def _lines(status: RunStatus, now: float) -> Iterator[str]:
     if age > OLD_SECONDS:
         yield f"warning: its master has written nothing for {age:.0f} s: it is stopped, or its disk stands still"
     if status.step_seconds:
-        yield f"{status.step_seconds:.3g} s a step, about {_duration(status.seconds_left)} to the end"
+        yield f"{seconds_text(status.step_seconds)} a step, about {_duration(status.seconds_left)} to the end"
     if status.groups:
         groups = ", ".join(f"{n} {state}" for state, n in sorted(status.groups.items()))
         behind = (
