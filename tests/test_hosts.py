@@ -104,7 +104,7 @@ def test_a_host_too_many_is_sent_away(hosts: Hosts) -> None:
 def test_a_host_that_never_joins_is_missed(own: Path) -> None:
     running = Hosts(own, {"launch": {"join_seconds": 2}}, names="a")
     error = running.error()
-    assert "1 of 2 hosts have joined (a) within 2 s (launch.join_seconds)" in error
+    assert "1 of 2 hosts have joined (a): no more within 2 s (launch.join_seconds)" in error
     assert running.agents["a"].wait() == 0
 
 

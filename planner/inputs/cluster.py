@@ -27,9 +27,9 @@ class ClusterSpec(Struct, frozen=True, forbid_unknown_fields=True):
     `memory_gb` (per device, 10^9 bytes) overrides the kind's own. `more`: nodes of other kinds.
     """
 
-    nodes: Count = 1  # hosts
+    nodes: Count | None = None  # hosts; default: 1, or those of the allocation (`launch.kind: slurm`)
     devices: Count | None = None  # per node; default: this machine's GPUs, or 2 processes on a CPU
-    kind: str = "auto"  # H100-SXM, A100-80, ..., cpu; auto: this machine
+    kind: str = "auto"  # H100-SXM, A100-80, ..., cpu; auto: this machine, or those of the allocation
     memory_gb: Gigabytes | None = None  # per device
     host_memory_gb: Gigabytes | None = None  # per node
     more: tuple[NodesSpec, ...] = ()  # nodes of other kinds: a mixed cluster

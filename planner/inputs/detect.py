@@ -109,7 +109,7 @@ def _gpu_cluster(spec: ClusterSpec, machine: Probe, name: str, kind: DeviceKind)
     nominal = min((gpu.memory_bytes for gpu in here), default=round(kind.memory_gb * 1e9))
     host = machine.host_memory_bytes if here else round(kind.host_memory_gb * 1e9)
     return Cluster(
-        nodes=spec.nodes,
+        nodes=spec.nodes or 1,
         devices_per_node=devices,
         kind=name,
         memory_bytes=_bytes(spec.memory_gb, nominal),
@@ -128,7 +128,7 @@ def _cpu_cluster(spec: ClusterSpec, machine: Probe, kind: DeviceKind) -> Cluster
     host = _bytes(spec.host_memory_gb, machine.host_memory_bytes)
     share = min(1.0, machine.cores / devices)
     return Cluster(
-        nodes=spec.nodes,
+        nodes=spec.nodes or 1,
         devices_per_node=devices,
         kind=CPU,
         memory_bytes=_bytes(spec.memory_gb, host // devices),

@@ -2,12 +2,12 @@
 
 import asyncio
 import logging
-import platform
 import sys
 
 from realgraph.runtime.hosts.agent import run_agent
-from realgraph.runtime.hosts.facts import own_address, split_address
+from realgraph.runtime.hosts.facts import own_address, own_name, split_address
 from realgraph.runtime.hosts.join_key import read_join_key
+from realgraph.runtime.processes.environment import variables
 from realgraph.runtime.wire.interfaces import address_of_interface
 from realgraph.screen.output import say
 
@@ -18,6 +18,6 @@ def worker_command(connect: str, key: str, name: str, interface: str) -> None:
     address = split_address(connect)
     join_key = read_join_key(key)
     own = address_of_interface(interface) if interface else own_address(address)
-    code = asyncio.run(run_agent(address, join_key, (name or platform.node(), own), say))
+    code = asyncio.run(run_agent(address, join_key, (name or own_name(variables()), own), say))
     if code:
         sys.exit(code)

@@ -3,29 +3,56 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from realgraph.graphs.errors import ConfigError
+from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.planner.inputs.detect import probe
 from realgraph.run.running import PreparedRun
+from realgraph.runtime.clusters.slurm import address_towards, the_allocation
+from realgraph.runtime.clusters.srun import StartedBySrun
 from realgraph.runtime.data.data import model_source
-from realgraph.runtime.hosts.launcher import HostsLauncher, Needed, check_listen
+from realgraph.runtime.hosts.facts import split_address
+from realgraph.runtime.hosts.launcher import HostsLauncher, JoinTerms, Needed, check_listen
+from realgraph.runtime.hosts.starter import AgentStarter, StartedByHand
 from realgraph.runtime.job.job import Job
-from realgraph.runtime.job.launch import HostsLaunch, LocalLaunch
+from realgraph.runtime.job.launch import HostsLaunch, LocalLaunch, OnHosts, SlurmLaunch
 from realgraph.runtime.preflight.preflight import refuse_machine
+from realgraph.runtime.processes.environment import variables
 from realgraph.runtime.processes.launcher import Launcher
 from realgraph.runtime.processes.local import LocalLauncher
+from realgraph.runtime.wire.interfaces import address_of_interface
 
 
 def launcher_of(prepared: PreparedRun, say: Callable[[str], None]) -> Launcher:
     """Starts the workers of a run where its run file says. say: shows a line to the user. Raises ConfigError for a plan
     that this machine would have to run and can't."""
-    job = prepared.job
-    match prepared.checked.run.launch:
-        case LocalLaunch():
-            refuse_machine(job, len(probe().gpus))
-            return LocalLauncher()
-        case HostsLaunch() as spec:
-            check_listen(spec)
-            return HostsLauncher(spec, Needed(job.cluster, prepared.folder.root, tuple(_paths(job))), say)
+    spec = prepared.checked.run.launch
+    if isinstance(spec, LocalLaunch):
+        refuse_machine(prepared.job, len(probe().gpus))
+        return LocalLauncher()
+    host, port = split_address(spec.listen) if isinstance(spec, HostsLaunch) else (_address(spec, prepared), 0)
+    terms = JoinTerms(host, port, spec.interface, spec.join_seconds, spec.trusted_network)
+    check_listen(terms, "$.launch.listen" if port else "$.launch")
+    needed = Needed(prepared.job.cluster, prepared.folder.root, tuple(_paths(prepared.job)))
+    return HostsLauncher(terms, needed, _starter(spec, prepared, say), say)
+
+
+def _starter(spec: OnHosts, prepared: PreparedRun, say: Callable[[str], None]) -> AgentStarter:
+    match spec:
+        case HostsLaunch():
+            return StartedByHand(say)
+        case SlurmLaunch():
+            return StartedBySrun(prepared.folder.logs / "srun.log", say)
+
+
+def _address(spec: SlurmLaunch, prepared: PreparedRun) -> str:
+    """The address of this host that all nodes of its allocation reach. Raises ConfigError where there is none, or it
+    has fewer nodes than the plan."""
+    allocation = the_allocation(variables())
+    wanted = sum(group.nodes for group in prepared.job.cluster.groups)
+    if len(allocation.nodes) < wanted:
+        text = f"the plan has {wanted} nodes, and job {allocation.job} has {len(allocation.nodes)}"
+        hint = f"allocate more, or plan for these: cluster.nodes={len(allocation.nodes)}"
+        raise ConfigError([Problem(Where(path="$.cluster.nodes"), text, hint, "slurm")])
+    return address_of_interface(spec.interface) if spec.interface else address_towards(allocation)
 
 
 def _paths(job: Job) -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""Plans a checked run: gathers what the planner needs to know. Imports no torch and uses no network."""
+"""Plans a checked run: gathers what the planner needs to know. Imports no torch, and uses no network
+but that of an allocation whose machines the run file leaves open."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from realgraph.graphs.spec import Generate
 from realgraph.graphs.yaml.files import read_text
 from realgraph.planner.costs.lengths import quantiles
 from realgraph.planner.feasibility.validate import validate
+from realgraph.planner.inputs.allocated import cluster_from, is_whole
 from realgraph.planner.inputs.cluster import Cluster, ClusterSpec
 from realgraph.planner.inputs.detect import AUTO, CPU, Probe, probe, resolve
 from realgraph.planner.inputs.model_spec import ModelSpec, load_model_spec
@@ -24,6 +26,9 @@ from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.search import Infeasible, reprice, search
 from realgraph.run_file.compose import Checked
 from realgraph.run_file.local_data import data_files, first_rows
+from realgraph.runtime.clusters.machines import machines_of
+from realgraph.runtime.clusters.slurm import the_allocation
+from realgraph.runtime.job.launch import LaunchSpec, LocalLaunch, SlurmLaunch
 from realgraph.runtime.processes.environment import variables
 from realgraph.screen.first_search import prepare_search
 
@@ -67,7 +72,7 @@ def request_for(
     problems += [*_no_room(checked, models, workload), *_too_many(checked, workload)]
     problems += without_routes(checked, models, run_support())
     try:
-        cluster = cluster_of(checked.run.cluster)
+        cluster = cluster_of(checked.run.cluster, checked.run.launch)
     except ConfigError as error:
         problems += error.problems
         raise ConfigError(_placed(checked, problem) for problem in problems) from None
@@ -154,8 +159,12 @@ def _characters(value: object) -> Iterator[int]:
         yield sum(len(content) for content in contents if isinstance(content, str))
 
 
-def cluster_of(spec: ClusterSpec) -> Cluster:
-    """The resolved cluster. This machine is looked at only where the spec leaves something to it."""
+def cluster_of(spec: ClusterSpec, launch: LaunchSpec = LocalLaunch()) -> Cluster:
+    """The resolved cluster. The machines of an allocation, or this one, are looked at only where the spec leaves
+    something to them. Raises ConfigError."""
+    if isinstance(launch, SlurmLaunch) and not is_whole(spec):
+        machines = machines_of(the_allocation(variables()))
+        spec = cluster_from(spec, [(machine.name, machine.has) for machine in machines])
     kinds = (spec.kind, *(more.kind for more in spec.more))
     looks = AUTO in kinds or CPU in kinds or spec.devices is None
     return resolve(spec, probe() if looks else Probe(cores=1, host_memory_bytes=0))

@@ -143,6 +143,7 @@ def _old_job(folder: RunFolder) -> Job:
 def _same_machine(old: Cluster, new: Cluster, spec: ClusterSpec) -> Cluster:
     """The cluster now, with the numbers that nobody has written but this machine was measured for as they were."""
     measured = {
+        "nodes": spec.nodes is None,
         "devices_per_node": spec.devices is None,
         "memory_bytes": spec.memory_gb is None,
         "host_memory_bytes": spec.host_memory_gb is None,

@@ -3,6 +3,7 @@
 import ipaddress
 import platform
 import socket
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
@@ -33,6 +34,11 @@ def own_address(towards: tuple[str, int]) -> str:
         hint = "check the address and this host's network"
         text = f"there is no way to {host}: {error.strerror or error}"
         raise ConfigError([Problem(Where("command line", path="--connect"), text, hint, "launch")]) from None
+
+
+def own_name(environment: Mapping[str, str]) -> str:
+    """This host's name, as Slurm calls it where it has started this process."""
+    return environment.get("SLURMD_NODENAME") or platform.node()
 
 
 def is_public(address: str) -> bool:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from realgraph.runtime.hosts.hub import Hub
@@ -74,9 +74,16 @@ def clock_ahead(question: tuple[float, float], answer: tuple[float, float]) -> f
 class HostsFleet:
     """Implements `launcher.Fleet` for the workers of several hosts. Made by `HostsLauncher`, which lets hosts join."""
 
-    def __init__(self, hub: Hub, n_hosts: int, joined: Callable[[RemoteHost, int], None]) -> None:
-        """joined: called with each host that is taken, and their number; at most `n_hosts` at a time."""
-        self._hub, self._n_hosts, self._joined = hub, n_hosts, joined
+    def __init__(
+        self,
+        hub: Hub,
+        n_hosts: int,
+        joined: Callable[[RemoteHost, int], None],
+        ended: Callable[[], Awaitable[None]],
+    ) -> None:
+        """joined: called with each host that is taken, and their number; at most `n_hosts` at a time. ended: called
+        once all agents have been told to end."""
+        self._hub, self._n_hosts, self._joined, self._after = hub, n_hosts, joined, ended
         self.hosts: dict[bytes, RemoteHost] = {}
         self._boots: dict[int, WorkerBoot] = {}
         self._host_of: dict[int, RemoteHost] = {}
@@ -137,6 +144,7 @@ class HostsFleet:
         for task in (self._listening, self._watching):
             task.cancel()
         await asyncio.gather(self._listening, self._watching, return_exceptions=True)
+        await self._after()
         await self._hub.close()
 
     async def tell(self, host: RemoteHost, message: MasterMessage) -> bool:

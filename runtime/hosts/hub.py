@@ -17,8 +17,8 @@ SEND_SECONDS = 10.0
 
 
 class Hub:
-    """Agents dial `listen`; each must hold the join key. Make it inside a running event loop. What is malformed is
-    logged, and goes no further. Raises LaunchError where the address can't be listened on."""
+    """Agents dial `listen` (port 0: any, then `port`); each must hold the join key. Make it inside an event loop.
+    What is malformed is logged, and goes no further. Raises LaunchError where the address can't be listened on."""
 
     def __init__(self, keys: KeyPair, key: JoinKey, listen: str) -> None:
         self._public = key.client.public
@@ -26,6 +26,8 @@ class Hub:
             self._server = SecureServer(keys, (key.client.public,), f"tcp://{listen}")
         except zmq.ZMQError as error:
             raise LaunchError(f"this host can't listen on {listen}: {error.strerror}") from None
+
+        self.port = int(self._server.address.rpartition(":")[2])
 
     async def send(self, agent: bytes, message: MasterMessage, who: str) -> None:
         """Queue a message for an agent. Raises TransportError, which calls it `who`, where it is not connected."""

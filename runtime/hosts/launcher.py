@@ -1,5 +1,6 @@
 """Starts the workers of a run on several hosts: lets their agents join, checks what they are, and has them launch."""
 
+import asyncio
 import secrets
 import socket
 import time
@@ -11,12 +12,12 @@ from msgspec import Struct
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.planner.inputs.cluster import Cluster
 from realgraph.runtime.hosts.checks import faults, in_order
-from realgraph.runtime.hosts.facts import is_public, own_versions, split_address
+from realgraph.runtime.hosts.facts import is_public, own_versions
 from realgraph.runtime.hosts.fleet import HostsFleet, RemoteHost
 from realgraph.runtime.hosts.hub import Hub
 from realgraph.runtime.hosts.join_key import make_join_key, write_join_key
 from realgraph.runtime.hosts.messages import LaunchWorkers, Look
-from realgraph.runtime.job.launch import HostsLaunch
+from realgraph.runtime.hosts.starter import AgentStarter, Invitation
 from realgraph.runtime.job.run_folder import write_atomic
 from realgraph.runtime.processes.host_id import host_id
 from realgraph.runtime.processes.launcher import LaunchError, WorkerBoot, WorkerProgram
@@ -34,12 +35,23 @@ class Needed(Struct, frozen=True):
     paths: tuple[str, ...] = ()
 
 
+class JoinTerms(Struct, frozen=True):
+    """The terms on which hosts join. host, port: an address or name of this host, where the master listens for agents;
+    port 0 is any that is free. See `launch.HostsLaunch` for the rest."""
+
+    host: str
+    port: int = 0
+    interface: str | None = None
+    join_seconds: float = 600.0
+    trusted_network: bool = False
+
+
 class HostsLauncher:
     """Implements `launcher.Launcher` by agents that dial in. say: shows a line to whoever has typed `realgraph run`."""
 
-    def __init__(self, spec: HostsLaunch, needed: Needed, say: Callable[[str], None]) -> None:
-        self._spec, self._needed, self._say = spec, needed, say
-        self.interface, self._port = resolved(spec.listen)
+    def __init__(self, terms: JoinTerms, needed: Needed, starter: AgentStarter, say: Callable[[str], None]) -> None:
+        self._terms, self._needed, self._starter, self._say = terms, needed, starter, say
+        self.interface = socket.gethostbyname(terms.host)  # ZeroMQ binds addresses alone
         self._key_file = needed.folder / KEY_FILE
         self._n_hosts = sum(group.nodes for group in needed.cluster.groups)
 
@@ -48,10 +60,14 @@ class HostsLauncher:
         as the plan has them."""
         keys = make_keys()
         key = make_join_key(keys)
-        fleet = HostsFleet(Hub(keys, key, f"{self.interface}:{self._port}"), self._n_hosts, self._welcome)
+        hub = Hub(keys, key, f"{self.interface}:{self._terms.port}")
+        fleet = HostsFleet(hub, self._n_hosts, self._welcome, self._starter.stop)
         try:
             write_join_key(key, self._key_file)
-            self._invite()
+            address = f"{self._terms.host}:{hub.port}"
+            await self._starter.start(
+                Invitation(address, key.text, self._key_file, self._n_hosts, self._terms.interface)
+            )
             hosts = await self._joined(fleet)
             await self._look(fleet, hosts)
             await self._launch(fleet, hosts, (boots, program, deadline_seconds))
@@ -62,27 +78,31 @@ class HostsLauncher:
             self._key_file.unlink(missing_ok=True)
         return fleet
 
-    def _invite(self) -> None:
-        hosts = "host" if self._n_hosts == 1 else f"{self._n_hosts} hosts"
-        self._say(f"waiting for the {hosts} of the plan; type on each of them, this one too where it is one:")
-        interface = f" --interface {self._spec.interface}" if self._spec.interface else ""
-        self._say(f"  realgraph worker --connect {self._spec.listen} --key {self._key_file}{interface}")
-        self._say("where a host does not see that file: --key -, with its one line on standard input")
-
     def _welcome(self, host: RemoteHost, n_joined: int) -> None:
         self._say(f"{host.text} has joined: {n_joined} of {self._n_hosts}")
 
     async def _joined(self, fleet: HostsFleet) -> list[RemoteHost]:
         """All hosts, as the nodes of the cluster in order. Raises LaunchError, ConfigError."""
+        seconds = self._terms.join_seconds
+        joining = asyncio.create_task(fleet.until(lambda: len(fleet.hosts) == self._n_hosts, seconds))
+        failing = asyncio.create_task(self._starter.failed())
         try:
-            await fleet.until(lambda: len(fleet.hosts) == self._n_hosts, self._spec.join_seconds)
+            await asyncio.wait((joining, failing), return_when=asyncio.FIRST_COMPLETED)
+            why = "" if joining.done() else failing.result()
+            if not why:
+                joining.result()
         except TimeoutError:
+            why = f"no more within {seconds:g} s (launch.join_seconds)"
+        finally:
+            for task in (joining, failing):
+                task.cancel()
+            await asyncio.gather(joining, failing, return_exceptions=True)
+        if why:
             names = ", ".join(host.facts.name for host in fleet.hosts.values()) or "none"
-            text = f"{len(fleet.hosts)} of {self._n_hosts} hosts have joined ({names})"
-            raise LaunchError(f"{text} within {self._spec.join_seconds:g} s (launch.join_seconds)") from None
+            raise LaunchError(f"{len(fleet.hosts)} of {self._n_hosts} hosts have joined ({names}): {why}")
         by_id = {id(host.facts): host for host in fleet.hosts.values()}
         ordered = in_order([host.facts for host in by_id.values()], self._needed.cluster, host_id())
-        trusted = self._spec.trusted_network
+        trusted = self._terms.trusted_network
         found = list(faults(ordered, self._needed.cluster, own_versions(), trusted_network=trusted))
         if found:
             raise ConfigError(found)
@@ -141,18 +161,13 @@ class HostsLauncher:
                 raise LaunchError(f"{host.text}: {why}")
 
 
-def resolved(listen: str) -> tuple[str, int]:
-    """The IPv4 address, of a name too, and the port. Raises ConfigError, and OSError for a name that nothing knows."""
-    host, port = split_address(listen)
-    return socket.gethostbyname(host), port
-
-
-def check_listen(spec: HostsLaunch) -> None:
-    """Raises ConfigError for an address that is not this host's, is in use, or is public."""
+def check_listen(terms: JoinTerms, path: str) -> None:
+    """Raises ConfigError, at that path of the run file, for an address that is not this host's, is in use, or is
+    public."""
     fault, hint = "", "give an address of the host where `realgraph run` is typed, and a port that nothing else has"
     try:
-        address = resolved(spec.listen)
-        if is_public(address[0]) and not spec.trusted_network:
+        address = socket.gethostbyname(terms.host), terms.port
+        if is_public(address[0]) and not terms.trusted_network:
             fault = f"{address[0]} is a public address"
             hint = "listen on a private network, or set launch.trusted_network: true behind a firewall"
         else:
@@ -160,9 +175,9 @@ def check_listen(spec: HostsLaunch) -> None:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 listener.bind(address)
     except OSError as error:
-        fault = f"this host can't listen on {spec.listen}: {error.strerror or error}"
+        fault = f"this host can't listen on {terms.host}:{terms.port}: {error.strerror or error}"
     if fault:
-        raise ConfigError([Problem(Where(path="$.launch.listen"), fault, hint, "hosts")])
+        raise ConfigError([Problem(Where(path=path), fault, hint, "hosts")])
 
 
 def _stopped(host: RemoteHost) -> str:

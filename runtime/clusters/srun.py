@@ -1,0 +1,71 @@
+"""Agents that Slurm starts: one `srun` over the nodes of the allocation that this process is in."""
+
+import asyncio
+import contextlib
+import sys
+from asyncio.subprocess import PIPE, STDOUT, Process
+from collections.abc import Callable
+from pathlib import Path
+
+from realgraph.runtime.hosts.starter import Invitation
+from realgraph.runtime.job.rotation import last_lines
+from realgraph.runtime.job.run_folder import private
+from realgraph.runtime.processes.launcher import LaunchError, describe_exit
+
+END_SECONDS = 10.0  # for srun to end by itself once its agents have, and again once it has been told to
+# The whole of each node, one agent each, beside the step that this process may run in; one agent's end ends no other's.
+EACH_NODE = (
+    *("--ntasks-per-node=1", "--overlap", "--mem=0", "--cpu-bind=none"),
+    *("--wait=0", "--kill-on-bad-exit=0", "--unbuffered"),
+)
+
+
+def srun(n_nodes: int, *command: str) -> tuple[str, ...]:
+    """The words that run a command of realgraph's once on each of so many nodes."""
+    return ("srun", f"--nodes={n_nodes}", f"--ntasks={n_nodes}", *EACH_NODE, sys.executable, "-m", *command)
+
+
+class StartedBySrun:
+    """Implements AgentStarter. srun hands its standard input, and with it the key, to every task."""
+
+    def __init__(self, log: Path, say: Callable[[str], None]) -> None:
+        """log: the file for what srun and the agents print. say: shows a line to the user."""
+        self._log, self._say = log, say
+        self._process: Process | None = None
+
+    async def start(self, invitation: Invitation) -> None:
+        """See AgentStarter."""
+        nodes = "node" if invitation.n_hosts == 1 else f"{invitation.n_hosts} nodes"
+        self._say(f"srun starts an agent on the {nodes} of the plan; what it prints: {self._log}")
+        words = srun(invitation.n_hosts, "realgraph", "worker", "--key", "-", *invitation.words)
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with open(self._log, "ab", opener=private) as log:
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *words, stdin=PIPE, stdout=log, stderr=STDOUT, start_new_session=True
+                )
+            except OSError as error:
+                raise LaunchError(f"srun can't be started: {error.strerror}") from None
+        stdin = self._process.stdin
+        assert stdin is not None
+        with contextlib.suppress(ConnectionError):  # it has ended; `failed` says why
+            stdin.write(invitation.key.encode())
+            await stdin.drain()
+        stdin.close()
+
+    async def failed(self) -> str:
+        """See AgentStarter."""
+        assert self._process is not None
+        status = await self._process.wait()
+        said = last_lines(self._log, 5)
+        return f"srun {describe_exit(status)}" + (f": {said}" if said else "")
+
+    async def stop(self) -> None:
+        """See AgentStarter."""
+        if self._process is None:
+            return
+        for end in (lambda process: None, Process.terminate, Process.kill):
+            if self._process.returncode is None:
+                end(self._process)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._process.wait(), END_SECONDS)
