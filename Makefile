@@ -16,11 +16,12 @@ SPREAD := --numprocesses=auto --maxprocesses=4 --dist=worksteal
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test fuzz coverage check marks format docs bench clean
+.PHONY: help quickstart test test-hosts fuzz coverage check marks format docs bench clean
 
 help:
 	@echo "make quickstart   train a small model by SFT and GRPO on this machine (a few minutes)"
 	@echo "make test         the tests"
+	@echo "make test-hosts   the tests of several hosts: network namespaces, a real Slurm, a real Ray (Linux, as root)"
 	@echo "make fuzz         the tests, with random cases that are new each time"
 	@echo "make coverage     the tests, with what they cover (half as long again)"
 	@echo "make check        format, lint, types and words"
@@ -42,8 +43,16 @@ $(VENV)/ready: $(VENV)/run
 quickstart: $(VENV)/run
 	$(BIN)/realgraph quickstart
 
+# What real clusters are tested on: Debian's Slurm, unpacked into the environment. Not there: those tests are skipped.
+$(VENV)/hosts: $(VENV)/ready
+	$(BIN)/python -m tests.slurm_cluster || echo "no Slurm could be fetched: its tests are skipped"
+	touch $@
+
 test: $(VENV)/ready
-	$(PYTEST) -q --durations=10 $(SPREAD)
+	$(PYTEST) -q --durations=10 $(SPREAD) --ignore=tests/hosts
+
+test-hosts: $(VENV)/hosts
+	$(PYTEST) -q -rs --durations=10 --numprocesses=2 --dist=worksteal tests/hosts
 
 fuzz: $(VENV)/ready
 	$(PYTEST) -q --hypothesis-profile=default $(SPREAD)

@@ -72,12 +72,15 @@ def run(
     replan: Annotated[
         bool, typer.Option("--replan", help="With --resume: search for a new plan, such as for other devices.")
     ] = False,
+    submit: Annotated[
+        bool, typer.Option("--submit", help="Submit the run to Slurm as a batch job; with --dry-run show its script.")
+    ] = False,
 ) -> None:
     """Train: check, plan, start workers, run to the end. Ctrl-C saves after the step; a second one stops at once."""
     _need_torch(f"run {file}" if resume is None else f"run --resume {resume}")
     from realgraph.commands.run import RunOptions, run_command
 
-    run_command(file, overrides or (), RunOptions(plan_file, costs, resume, dry_run, new_data, replan))
+    run_command(file, overrides or (), RunOptions(plan_file, costs, resume, dry_run, new_data, replan, submit))
 
 
 @app.command()

@@ -43,7 +43,7 @@ def fetch(folder: Path) -> None:
 
 
 def root_of_slurm() -> Path:
-    """Where `fetch` unpacks to."""
+    """The folder that `fetch` unpacks to."""
     return Path(sys.prefix) / "slurm"
 
 
@@ -142,7 +142,7 @@ SlurmctldHost={platform.node().partition(".")[0]}({made.network.addresses[0]})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={state / "munge.socket"}
+AuthInfo=socket={state / "munge.socket"},cred_expire=5
 CredType=cred/munge
 CryptoType=crypto/munge
 PluginDir={made.root / LIBRARIES / "slurm-wlm"}
@@ -160,7 +160,6 @@ SlurmctldPidFile={state / "slurmctld.pid"}
 SlurmdPidFile={state}/slurmd-%n.pid
 SlurmctldLogFile={state / "slurmctld.log"}
 SlurmdLogFile={state}/slurmd-%n.log
-SchedulerParameters=requeue_delay=1
 KillWait=20
 MinJobAge=600
 {nodes}

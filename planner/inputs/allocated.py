@@ -1,4 +1,4 @@
-"""What a user has left out of `cluster`, taken from the hosts that are there."""
+"""The parts of `cluster` that a user has left out, taken from the hosts that are there."""
 
 from collections.abc import Iterator, Sequence
 

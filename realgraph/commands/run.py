@@ -17,6 +17,8 @@ from realgraph.run.ending import next_lines
 from realgraph.run.launching import launcher_of
 from realgraph.run.resume import ResumeOptions, resumed
 from realgraph.run.running import PreparedRun, claim, owned, prepare, unwritable_folder, with_sums
+from realgraph.run.submitting import Submission, come_back, goes_back, script_of, submitted
+from realgraph.runtime.clusters.sbatch import LOG
 from realgraph.runtime.job.rotation import MEGABYTE
 from realgraph.runtime.job.run_folder import disk_text
 from realgraph.runtime.master.master import Master, RunOutcome
@@ -41,11 +43,15 @@ class RunOptions(Struct, frozen=True):
     dry_run: bool = False
     new_data: bool = False
     replan: bool = False
+    submit: bool = False
 
 
 def run_command(file: Path | None, overrides: Sequence[str], options: RunOptions) -> None:
     """Run or resume; exits with 3 where the run failed, 130 where it was interrupted. Raises ConfigError."""
     console = run_terminal()
+    if options.submit:
+        submit_command(file, overrides, options, console)
+        return
     with open_run(file, overrides, options) as prepared:
         say_warnings(prepared.checked.warnings)
         if options.dry_run:
@@ -55,8 +61,42 @@ def run_command(file: Path | None, overrides: Sequence[str], options: RunOptions
             return
         outcome = execute(prepared, console)
     report(outcome, prepared, console)
+    if outcome.interrupted and outcome.steps < prepared.job.steps:
+        for line in goes_back(prepared.checked):
+            say(line, err=True)
     if not outcome.ok:
         sys.exit(INTERRUPTED if outcome.interrupted else FAILED)
+
+
+def submit_command(file: Path | None, overrides: Sequence[str], options: RunOptions, console: Terminal) -> None:
+    """Write the run's batch script and submit it; with `dry_run` show it. Raises ConfigError."""
+    words = [str(file)] if file is not None and options.resume is not None else []
+    further = [
+        *(["--plan", str(options.plan_file.absolute())] if options.plan_file is not None else []),
+        *(["--costs", str(options.costs_file.absolute())] if options.costs_file is not None else []),
+        *(["--new-data"] if options.new_data else []),
+        *(["--replan"] if options.replan else []),
+    ]
+    if file is None and options.resume is None:
+        raise no_run()
+    script, warning = script_of(
+        Submission(file, [*words, *overrides], further, options.resume, options.plan_file, options.costs_file)
+    )
+    if warning:
+        say(f"warning: {warning}", err=True)
+    if options.dry_run:
+        say(script.text.rstrip())
+        return
+    job = submitted(script)
+    console.print(f"submitted as job {job} of Slurm", soft_wrap=True)
+    console.print(f"  its output: {script.folder / LOG.replace('%j', job)}", soft_wrap=True)
+    console.print(f"  what it does: realgraph status {script.folder}", soft_wrap=True)
+
+
+def no_run() -> ConfigError:
+    """The command line names no run."""
+    hint = "realgraph run FILE, or realgraph run --resume DIR; realgraph init writes a run file"
+    return ConfigError([Problem(Where("command line"), "which run?", hint)])
 
 
 @contextmanager
@@ -80,8 +120,11 @@ def open_run(file: Path | None, overrides: Sequence[str], options: RunOptions) -
             text = f"{name} is for a resumed run"
             raise ConfigError([Problem(Where("command line"), text, "add --resume DIR")])
     if file is None:
-        hint = "realgraph run FILE, or realgraph run --resume DIR; realgraph init writes a run file"
-        raise ConfigError([Problem(Where("command line"), "which run?", hint)])
+        raise no_run()
+    if (left := come_back(file, overrides)) is not None:
+        with resumed(left, ()) as prepared:
+            yield prepared
+        return
     yield prepare(file, overrides, options.plan_file, options.costs_file)
 
 

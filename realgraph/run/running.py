@@ -71,11 +71,16 @@ def prepare(
     refuse_unset(checked, variables())
     request = request_with(checked, costs_file)
     plan = read_plan(plan_file, request) if plan_file is not None else plan_for(checked, request)
-    run = checked.run
-    root = Path(run.outputs.dir) if run.outputs.dir else Path("runs") / f"{checked.name}-{datetime.now():%Y%m%d-%H%M%S}"
-    folder = RunFolder(root.expanduser().absolute())
+    folder = RunFolder(root_of(checked))
     job = job_of(checked, request, plan, folder)
     return PreparedRun(job, folder, checked, request, resolved_text(checked.composed))
+
+
+def root_of(checked: Checked) -> Path:
+    """The directory of a new run. Absolute."""
+    named = checked.run.outputs.dir
+    root = Path(named) if named else Path("runs") / f"{checked.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    return root.expanduser().absolute()
 
 
 def request_with(checked: Checked, costs_file: Path | None) -> PlanRequest:

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.planner.inputs.detect import Probe, probe
-from realgraph.runtime.clusters.slurm import Allocation
+from realgraph.runtime.clusters.slurm import SlurmJob
 from realgraph.runtime.clusters.srun import srun
 from realgraph.runtime.hosts.facts import own_name
 from realgraph.runtime.processes.environment import variables
@@ -23,7 +23,7 @@ class Machine(Struct, frozen=True):
     has: Probe
 
 
-def machines_of(allocation: Allocation) -> tuple[Machine, ...]:
+def machines_of(allocation: SlurmJob) -> tuple[Machine, ...]:
     """The nodes of an allocation, each asked. Raises ConfigError where they can't be."""
     words = srun(len(allocation.nodes), __name__)
     try:

@@ -14,7 +14,7 @@ ASK_SECONDS = 30.0  # for a controller that may be busy
 LAUNCH = Where(path="$.launch")
 
 
-class Allocation(Struct, frozen=True):
+class SlurmJob(Struct, frozen=True):
     """A job's nodes, in Slurm's order. restarts: how often the job has gone back into the queue."""
 
     job: str
@@ -38,16 +38,16 @@ def ask(*words: str) -> str:
     raise ConfigError([Problem(LAUNCH, text, hint, "slurm")])
 
 
-def current_allocation(environment: Mapping[str, str]) -> Allocation | None:
+def current_allocation(environment: Mapping[str, str]) -> SlurmJob | None:
     """The allocation that this process is in. Raises ConfigError where Slurm can't name its nodes."""
     job, nodes = environment.get("SLURM_JOB_ID"), environment.get("SLURM_JOB_NODELIST")
     if not job or not nodes:
         return None
     names = tuple(ask("scontrol", "show", "hostnames", nodes).split())
-    return Allocation(job, names, restarts_of(environment))
+    return SlurmJob(job, names, restarts_of(environment))
 
 
-def the_allocation(environment: Mapping[str, str]) -> Allocation:
+def the_allocation(environment: Mapping[str, str]) -> SlurmJob:
     """The allocation that this process is in. Raises ConfigError where there is none."""
     found = current_allocation(environment)
     if found is None:
@@ -57,12 +57,12 @@ def the_allocation(environment: Mapping[str, str]) -> Allocation:
 
 
 def restarts_of(environment: Mapping[str, str]) -> int:
-    """How often this process' job has gone back into the queue; 0 outside of Slurm."""
+    """The times that this process' job has gone back into the queue; 0 outside of Slurm."""
     text = environment.get("SLURM_RESTART_COUNT", "")
     return int(text) if text.isdigit() else 0
 
 
-def address_towards(allocation: Allocation) -> str:
+def address_towards(allocation: SlurmJob) -> str:
     """This host's address on the way to the nodes of an allocation. Raises ConfigError."""
     node = allocation.nodes[-1]
     fields = _fields(ask("scontrol", "--oneliner", "show", "node", node))
@@ -75,16 +75,17 @@ def address_towards(allocation: Allocation) -> str:
     return own_address((address, 1))
 
 
-def seconds_left(allocation: Allocation, now: datetime) -> float:
-    """Seconds to the allocation's time limit; infinite where it has none. Raises ConfigError."""
+def requeue_due(allocation: SlurmJob, now: datetime, within_seconds: float) -> bool:
+    """True for a batch job whose time limit is that near. Raises ConfigError."""
     fields = _fields(ask("scontrol", "--oneliner", "show", "job", allocation.job))
     try:
-        return (datetime.fromisoformat(fields.get("EndTime", "")) - now).total_seconds()
+        left = datetime.fromisoformat(fields.get("EndTime", "")) - now
     except ValueError:  # Unknown: there is no limit
-        return float("inf")
+        return False
+    return fields.get("BatchFlag") != "0" and left.total_seconds() <= within_seconds
 
 
-def requeue(allocation: Allocation) -> None:
+def requeue(allocation: SlurmJob) -> None:
     """Put the job back into the queue. Raises ConfigError."""
     ask("scontrol", "requeue", allocation.job)
 
