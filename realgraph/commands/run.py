@@ -3,7 +3,8 @@
 import asyncio
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from realgraph.plan.command import print_plan
 from realgraph.run.costs_record import CostsFile, Planned
 from realgraph.run.ending import next_lines
 from realgraph.run.launching import launcher_of
+from realgraph.run.restarts import back_off, prepared_again
 from realgraph.run.resume import ResumeOptions, resumed
 from realgraph.run.running import PreparedRun, claim, owned, prepare, unwritable_folder, with_sums
 from realgraph.run.submitting import Submission, come_back, goes_back, script_of, submitted
@@ -144,11 +146,36 @@ def execute(
     if prepared.job.steps:
         when = prepared.job.checkpoint.text
         console.print(f"checkpoints: {when} (checkpoint.every: steps, checkpoint.minutes)", soft_wrap=True)
-    watchers = (view or screen(console), *extra)
+
+    def watchers() -> Sequence[Observer]:
+        return (view or screen(console), *extra)
+
     if prepared.resume is not None:
-        return _train(prepared, watchers, launcher)
+        return _with_restarts(prepared, watchers, launcher)
     with owned(prepared.folder):
-        return _train(replace(prepared, job=with_sums(prepared.job)), watchers, launcher)
+        return _with_restarts(replace(prepared, job=with_sums(prepared.job)), watchers, launcher)
+
+
+def _with_restarts(prepared: PreparedRun, watchers: Callable[[], Sequence[Observer]], launcher: Launcher) -> RunOutcome:
+    """Train, and go on after a lost worker or host as often as `runtime.restarts` allows. watchers: those of one start.
+    Raises ConfigError."""
+    restarts = 0
+    while True:
+        outcome = _train(prepared, watchers(), launcher, restarts)
+        if not outcome.again:
+            return outcome
+        restarts += 1
+        seconds = back_off(restarts)
+        count = f"restart {restarts} of {prepared.job.runtime.restarts} (runtime.restarts)"
+        say(f"error: {outcome.reason}", err=True)
+        say(f"{count} in {seconds:g} s, from {outcome.saved}", err=True)
+        if outcome.failure is not None and outcome.failure.detail:
+            write_detail(outcome.failure.detail, prepared.folder.logs / f"failure-{restarts}.txt")
+        try:
+            time.sleep(seconds)
+        except KeyboardInterrupt:
+            return replace(outcome, again=False)
+        prepared = prepared_again(prepared, launcher)
 
 
 def passed_over(prepared: PreparedRun) -> Iterator[str]:
@@ -159,7 +186,7 @@ def passed_over(prepared: PreparedRun) -> Iterator[str]:
         yield f"resuming from {prepared.resume}, the newest intact one; damaged ones are kept as step-N.damaged"
 
 
-def _train(prepared: PreparedRun, watchers: Sequence[Observer], launcher: Launcher) -> RunOutcome:
+def _train(prepared: PreparedRun, watchers: Sequence[Observer], launcher: Launcher, restarts: int) -> RunOutcome:
     """Train in a directory that no other run has. Raises ConfigError, placed in the user's files."""
     job, folder = prepared.job, prepared.folder
     try:
@@ -173,7 +200,7 @@ def _train(prepared: PreparedRun, watchers: Sequence[Observer], launcher: Launch
     observers = Observers((*files, *trackers, costs, *watchers), prepared.begun_at)
     try:
         with _placed(prepared):
-            return asyncio.run(Master(job, folder, observers, prepared.resume, launcher).run())
+            return asyncio.run(Master(job, folder, observers, prepared.resume, launcher, restarts).run())
     finally:
         try:
             observers.close()

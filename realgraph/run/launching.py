@@ -29,10 +29,15 @@ def launcher_of(prepared: PreparedRun, say: Callable[[str], None]) -> Launcher:
         refuse_machine(prepared.job, len(probe().gpus))
         return LocalLauncher()
     host, port = split_address(spec.listen) if isinstance(spec, HostsLaunch) else (_address(spec, prepared), 0)
-    terms = JoinTerms(host, port, spec.interface, spec.join_seconds, spec.trusted_network)
+    n_spare = prepared.job.runtime.restarts
+    terms = JoinTerms(host, port, spec.interface, spec.join_seconds, n_spare, spec.trusted_network)
     check_listen(terms, "$.launch.listen" if port else "$.launch")
-    needed = Needed(prepared.job.cluster, prepared.folder.root, tuple(_paths(prepared.job)))
-    return HostsLauncher(terms, needed, _starter(spec, prepared, say), say)
+    return HostsLauncher(terms, needed_of(prepared), _starter(spec, prepared, say), say)
+
+
+def needed_of(prepared: PreparedRun) -> Needed:
+    """The needs of a run that its hosts must meet."""
+    return Needed(prepared.job.cluster, prepared.folder.root, tuple(_paths(prepared.job)))
 
 
 def _starter(spec: OnHosts, prepared: PreparedRun, say: Callable[[str], None]) -> AgentStarter:
@@ -40,7 +45,8 @@ def _starter(spec: OnHosts, prepared: PreparedRun, say: Callable[[str], None]) -
         case HostsLaunch():
             return StartedByHand(say)
         case SlurmLaunch():
-            return StartedBySrun(prepared.folder.logs / "srun.log", say)
+            n_nodes = len(the_allocation(variables()).nodes)
+            return StartedBySrun(n_nodes, prepared.folder.logs / "srun.log", say)
 
 
 def _address(spec: SlurmLaunch, prepared: PreparedRun) -> str:

@@ -15,7 +15,7 @@ from realgraph.runtime.processes.launcher import LaunchError, describe_exit
 END_SECONDS = 10.0  # for srun to end by itself once its agents have, and again once it has been told to
 # The whole of each node, one agent each, beside the step that this process may run in; one agent's end ends no other's.
 EACH_NODE = (
-    *("--ntasks-per-node=1", "--overlap", "--mem=0", "--cpu-bind=none"),
+    *("--ntasks-per-node=1", "--overlap", "--no-kill", "--mem=0", "--cpu-bind=none"),
     *("--wait=0", "--kill-on-bad-exit=0", "--unbuffered"),
 )
 
@@ -28,16 +28,18 @@ def srun(n_nodes: int, *command: str) -> tuple[str, ...]:
 class StartedBySrun:
     """Implements AgentStarter. srun hands its standard input, and with it the key, to every task."""
 
-    def __init__(self, log: Path, say: Callable[[str], None]) -> None:
-        """log: the file for what srun and the agents print. say: shows a line to the user."""
-        self._log, self._say = log, say
+    def __init__(self, n_nodes: int, log: Path, say: Callable[[str], None]) -> None:
+        """n_nodes: of the allocation. log: the file for what srun and the agents print. say: shows a line to the
+        user."""
+        self._n_nodes, self._log, self._say = n_nodes, log, say
         self._process: Process | None = None
 
     async def start(self, invitation: Invitation) -> None:
         """See AgentStarter."""
-        nodes = "node" if invitation.n_hosts == 1 else f"{invitation.n_hosts} nodes"
-        self._say(f"srun starts an agent on the {nodes} of the plan; what it prints: {self._log}")
-        words = srun(invitation.n_hosts, "realgraph", "worker", "--key", "-", *invitation.words)
+        n_agents = min(self._n_nodes, invitation.n_hosts + invitation.n_spare)
+        nodes = "1 node" if n_agents == 1 else f"{n_agents} nodes"
+        self._say(f"srun starts an agent on {nodes}; what it prints: {self._log}")
+        words = srun(n_agents, "realgraph", "worker", "--key", "-", *invitation.words)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with open(self._log, "ab", opener=private) as log:
             try:

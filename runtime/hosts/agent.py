@@ -15,7 +15,7 @@ import msgspec
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.runtime.hosts.facts import own_facts
-from realgraph.runtime.hosts.join_key import JoinKey
+from realgraph.runtime.hosts.join_key import JoinKey, parse_join_key
 from realgraph.runtime.hosts.messages import (
     BEAT_SECONDS,
     AgentMessage,
@@ -51,6 +51,14 @@ _LOOK_AGAIN_SECONDS = 1.0
 DONE, LOST, INTERRUPTED = 0, 1, 130
 
 
+class _Again(Exception):
+    """The run is to start once more, on hosts that dial again."""
+
+    def __init__(self, key: JoinKey, seconds: float) -> None:
+        super().__init__()
+        self.key, self.seconds = key, seconds
+
+
 class HostAgent:
     """One agent, from its join to its end. say: shows a line to whoever watches it."""
 
@@ -62,23 +70,23 @@ class HostAgent:
         self._launching: asyncio.Task[None] | None = None
         self._exits: asyncio.Task[None] | None = None
 
-    async def join(self, name: str, interface: str) -> None:
+    async def join(self, name: str, interface: str, seconds: float = CONNECT_SECONDS) -> None:
         """Reach the master and tell what this host is. interface: this host's address for the others. Raises
-        ConfigError where no master takes the key."""
+        ConfigError where no master takes the key for so many seconds."""
         self._interface = interface
         facts = await asyncio.to_thread(own_facts, name, interface)
         try:
-            async with time_limit(CONNECT_SECONDS):
+            async with time_limit(seconds):
                 while not self._client.connected:
                     await asyncio.sleep(0.05)
         except TimeoutError:
-            raise await asyncio.to_thread(self._unreached) from None
+            raise await asyncio.to_thread(self._unreached, seconds) from None
         await self._send(Join(facts))
 
-    def _unreached(self) -> ConfigError:
+    def _unreached(self, seconds: float) -> ConfigError:
         host, port = self._address
         if _listens(self._address):
-            text = f"{host}:{port} does not take this key within {CONNECT_SECONDS:g} s"
+            text = f"{host}:{port} does not take this key within {seconds:g} s"
             hint = "it is the key of another run, or of an earlier start of this one: take the newest"
         else:
             text = f"nothing listens on {host}:{port}"
@@ -87,7 +95,7 @@ class HostAgent:
 
     async def serve(self) -> int:
         """Do what the master asks until it asks for the end, or is gone. Returns the exit code. Raises ConfigError
-        where it does not take this host."""
+        where it does not take this host, and _Again where the run starts once more."""
         watch, beats = asyncio.create_task(self._until_lost()), asyncio.create_task(self._beat())
         try:
             while True:
@@ -108,9 +116,11 @@ class HostAgent:
                     case KillWorker(worker=worker):
                         if self._fleet is not None:
                             await self._fleet.kill(worker)
-                    case EndHost(grace_seconds=grace):
+                    case EndHost(grace_seconds=grace, again=again, again_seconds=seconds):
                         await self.end(grace)
                         await self._send(HostEnded())
+                        if again:
+                            raise _Again(parse_join_key(again, "the master"), seconds)
                         return DONE
         finally:
             watch.cancel()
@@ -213,13 +223,26 @@ def _listens(address: tuple[str, int]) -> bool | None:
 async def run_agent(address: tuple[str, int], key: JoinKey, who: tuple[str, str], say: Callable[[str], None]) -> int:
     """The agent of this host from its join to its end; the exit code. who: this host's name, and its address for the
     others. Raises ConfigError."""
+    seconds = CONNECT_SECONDS
+    while True:
+        try:
+            return await _one_start(address, key, who, seconds, say)
+        except _Again as again:
+            say("the run starts again: this host joins it once more")
+            key, seconds = again.key, again.seconds
+
+
+async def _one_start(
+    address: tuple[str, int], key: JoinKey, who: tuple[str, str], seconds: float, say: Callable[[str], None]
+) -> int:
+    """An agent for one start of the run. Raises ConfigError, _Again."""
     host, port = address
     client = SecureClient(f"tcp://{host}:{port}", secrets.token_hex(8).encode(), key.client, key.server)
     agent = HostAgent(client, address, say)
     try:
         with Interrupts(lambda count: say("ending the workers of this host")) as interrupts:
             try:
-                await unless(interrupts.first, agent.join(*who))
+                await unless(interrupts.first, agent.join(*who, seconds))
                 return await unless(interrupts.first, agent.serve())
             except Interrupted:
                 await agent.leave("its agent was interrupted")

@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from realgraph.runtime.hosts.hub import Hub
 from realgraph.runtime.hosts.messages import (
@@ -46,6 +47,7 @@ class RemoteHost:
         self.started = False
         self.failed = ""
         self.ended = False
+        self.answered = False  # by HostEnded
         self.missed = 0  # times in a row that it was not connected
         self.reason = ""  # for its end, where the master had not asked for it
         self._heard = time.monotonic()
@@ -71,19 +73,38 @@ def clock_ahead(question: tuple[float, float], answer: tuple[float, float]) -> f
     return ((question[1] - question[0]) + (answer[0] - answer[1])) / 2
 
 
+class Crew(Protocol):
+    """The hosts that a run wants."""
+
+    @property
+    def n_hosts(self) -> int:
+        """Of its plan."""
+        ...
+
+    @property
+    def n_spare(self) -> int:
+        """More that may join, and wait for another start of the run."""
+        ...
+
+    def welcome(self, host: RemoteHost, n_joined: int) -> None:
+        """A host has joined; so many are there."""
+        ...
+
+    def invite_again(self, grace_seconds: float) -> EndHost:
+        """The message that has hosts end their workers, and join another start of the run."""
+        ...
+
+    async def ended(self, n_coming: int) -> None:
+        """All hosts have ended their workers, as far as they can be reached; so many join again."""
+        ...
+
+
 class HostsFleet:
     """Implements `launcher.Fleet` for the workers of several hosts. Made by `HostsLauncher`, which lets hosts join."""
 
-    def __init__(
-        self,
-        hub: Hub,
-        n_hosts: int,
-        joined: Callable[[RemoteHost, int], None],
-        ended: Callable[[], Awaitable[None]],
-    ) -> None:
-        """joined: called with each host that is taken, and their number; at most `n_hosts` at a time. ended: called
-        once all agents have been told to end."""
-        self._hub, self._n_hosts, self._joined, self._after = hub, n_hosts, joined, ended
+    def __init__(self, hub: Hub, crew: Crew) -> None:
+        self._hub, self._crew = hub, crew
+        self._spares: dict[bytes, RemoteHost] = {}
         self.hosts: dict[bytes, RemoteHost] = {}
         self._boots: dict[int, WorkerBoot] = {}
         self._host_of: dict[int, RemoteHost] = {}
@@ -132,20 +153,22 @@ class HostsFleet:
         if worker in self._running:
             await self.tell(self._host_of[worker], KillWorker(worker))
 
-    async def terminate(self, grace_seconds: float = 5.0) -> None:
-        """End what still runs on all hosts, after a grace by force. An agent that can't be reached ends its workers by
-        itself once it has missed the master for long."""
-        for host in self.hosts.values():
-            await self.tell(host, EndHost(grace_seconds))
+    async def terminate(self, grace_seconds: float = 5.0, *, again: bool = False) -> None:
+        """See Fleet. An agent that can't be reached ends its workers by itself once it has missed the master for
+        long."""
+        end = self._crew.invite_again(grace_seconds) if again else EndHost(grace_seconds)
+        living = [host for host in (*self.hosts.values(), *self._spares.values()) if not host.ended]
+        for host in living:
+            await self.tell(host, end)
         last = time.monotonic() + grace_seconds + KILL_SECONDS + REPLY_SECONDS
-        while time.monotonic() < last and not all(host.ended or host.silent for host in self.hosts.values()):
+        while time.monotonic() < last and not all(host.ended or host.silent for host in living):
             with contextlib.suppress(TimeoutError):
-                await self.until(lambda: all(host.ended for host in self.hosts.values()), BEAT_SECONDS)
+                await self.until(lambda: all(host.ended for host in living), BEAT_SECONDS)
         for task in (self._listening, self._watching):
             task.cancel()
         await asyncio.gather(self._listening, self._watching, return_exceptions=True)
-        await self._after()
         await self._hub.close()
+        await self._crew.ended(sum(host.answered for host in living) if again else 0)
 
     async def tell(self, host: RemoteHost, message: MasterMessage) -> bool:
         """Send to a host's agent; False where it is not connected."""
@@ -171,7 +194,7 @@ class HostsFleet:
     async def _listen(self) -> None:
         while True:
             agent, message = await self._hub.receive()
-            host = self.hosts.get(agent)
+            host = self.hosts.get(agent) or self._spares.get(agent)
             if host is not None:
                 host.speaks()
                 self._note(host, message)
@@ -193,12 +216,18 @@ class HostsFleet:
         if not self._boots:
             for other in [other for other in self.hosts.values() if other.silent]:
                 del self.hosts[other.agent]  # its agent was killed, and may have been started again
-            if len(self.hosts) < self._n_hosts:
+            if len(self.hosts) < self._crew.n_hosts:
                 self.hosts[host.agent] = host
-                self._joined(host, len(self.hosts))
+                self._crew.welcome(host, len(self.hosts))
                 return
+        for other in [other for other in self._spares.values() if other.silent]:
+            del self._spares[other.agent]
+        if len(self._spares) < self._crew.n_spare:
+            self._spares[host.agent] = host
+            self._crew.welcome(host, len(self.hosts) + len(self._spares))
+            return
         names = ", ".join(sorted(other.facts.name for other in self.hosts.values()))
-        await self.tell(host, Refuse(f"the run has its {self._n_hosts} hosts: {names}"))
+        await self.tell(host, Refuse(f"the run has its {self._crew.n_hosts} hosts: {names}"))
 
     def _note(self, host: RemoteHost, message: AgentMessage) -> None:
         match message:
@@ -212,11 +241,16 @@ class HostsFleet:
             case WorkerEnded(worker=worker, status=status) if self._host_of.get(worker) is host:
                 self._lines[worker] = message.last_lines
                 self._end(worker, status)
+            case HostEnded() if host.agent in self._spares:
+                del self._spares[host.agent]
+                host.ended = host.answered = True
             case HostEnded() if not self._boots:  # it has left before the run began: another may come
                 del self.hosts[host.agent]
+                host.ended = True
             case HostLeaves(reason=reason):
                 host.reason = reason
             case HostEnded():
+                host.answered = True
                 self._ended(host)
             case _:
                 pass  # a second Join of an agent that has reconnected, or of a worker that is not its own

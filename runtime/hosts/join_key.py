@@ -48,7 +48,7 @@ def write_join_key(key: JoinKey, path: Path) -> None:
 def read_join_key(source: str) -> JoinKey:
     """The key in a file, or `-`: on standard input. Raises ConfigError, also where others can read the file."""
     if source == STDIN:
-        return _parsed(sys.stdin.readline(_MOST_BYTES), "standard input")
+        return parse_join_key(sys.stdin.readline(_MOST_BYTES), "standard input")
     try:
         with open(source, encoding="ascii", errors="replace") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -59,10 +59,11 @@ def read_join_key(source: str) -> JoinKey:
     if mode & 0o077:
         hint = f"chmod 600 {source}, and start the run again for a new key: this one may be known to others"
         raise _wrong(f"others can read the key file (its mode is {mode:o})", hint, source)
-    return _parsed(text, source)
+    return parse_join_key(text, source)
 
 
-def _parsed(text: str, source: str) -> JoinKey:
+def parse_join_key(text: str, source: str) -> JoinKey:
+    """The key in one line. source: where it comes from, for the message. Raises ConfigError."""
     words = text.split()
     if len(words) != 4 or words[0] != FORM or any(len(word) != _KEY_CHARACTERS for word in words[1:]):
         hint = f"a key is one line of four words, the first of them {FORM}: join.key of a run that waits for its hosts"

@@ -15,13 +15,13 @@ from realgraph.runtime.hosts.checks import faults, in_order
 from realgraph.runtime.hosts.facts import is_public, own_versions
 from realgraph.runtime.hosts.fleet import HostsFleet, RemoteHost
 from realgraph.runtime.hosts.hub import Hub
-from realgraph.runtime.hosts.join_key import make_join_key, write_join_key
-from realgraph.runtime.hosts.messages import LaunchWorkers, Look
+from realgraph.runtime.hosts.join_key import JoinKey, make_join_key, write_join_key
+from realgraph.runtime.hosts.messages import EndHost, LaunchWorkers, Look
 from realgraph.runtime.hosts.starter import AgentStarter, Invitation
 from realgraph.runtime.job.run_folder import write_atomic
 from realgraph.runtime.processes.host_id import host_id
 from realgraph.runtime.processes.launcher import LaunchError, WorkerBoot, WorkerProgram
-from realgraph.runtime.wire.curve import make_keys
+from realgraph.runtime.wire.curve import KeyPair, make_keys
 
 LOOK_SECONDS = 60.0  # for a host to look for files, on file systems that may be slow
 KEY_FILE, TOKEN_FILE = "join.key", "hosts.token"  # of the run's directory, while its hosts join
@@ -43,48 +43,82 @@ class JoinTerms(Struct, frozen=True):
     port: int = 0
     interface: str | None = None
     join_seconds: float = 600.0
+    n_spare: int = 0  # hosts beyond those of the plan
     trusted_network: bool = False
 
 
 class HostsLauncher:
-    """Implements `launcher.Launcher` by agents that dial in. say: shows a line to whoever has typed `realgraph run`."""
+    """Implements `launcher.Launcher`, and Crew, by agents that dial in. say: shows a line to whoever has typed
+    `realgraph run`."""
 
     def __init__(self, terms: JoinTerms, needed: Needed, starter: AgentStarter, say: Callable[[str], None]) -> None:
         self._terms, self._needed, self._starter, self._say = terms, needed, starter, say
         self.interface = socket.gethostbyname(terms.host)  # ZeroMQ binds addresses alone
+        self._port = terms.port
         self._key_file = needed.folder / KEY_FILE
-        self._n_hosts = sum(group.nodes for group in needed.cluster.groups)
+        self._invited: tuple[KeyPair, JoinKey] | None = None  # what hosts have been given that are to join again
+        self.n_coming = 0  # of them
+
+    @property
+    def n_hosts(self) -> int:
+        """See Crew."""
+        return sum(group.nodes for group in self._needed.cluster.groups)
+
+    @property
+    def n_spare(self) -> int:
+        """See Crew."""
+        return self._terms.n_spare
 
     async def start(self, boots: Sequence[WorkerBoot], program: WorkerProgram, deadline_seconds: float) -> HostsFleet:
         """See Launcher; `deadline_seconds` begin once all hosts have joined. Raises ConfigError for hosts that are not
         as the plan has them."""
-        keys = make_keys()
-        key = make_join_key(keys)
-        hub = Hub(keys, key, f"{self.interface}:{self._terms.port}")
-        fleet = HostsFleet(hub, self._n_hosts, self._welcome, self._starter.stop)
+        keys, key = self._invited or _new_keys()
+        hub = Hub(keys, key, f"{self.interface}:{self._port}")
+        self._port = hub.port
+        fleet = HostsFleet(hub, self)
         try:
             write_join_key(key, self._key_file)
-            address = f"{self._terms.host}:{hub.port}"
-            await self._starter.start(
-                Invitation(address, key.text, self._key_file, self._n_hosts, self._terms.interface)
-            )
+            if self._invited is None:
+                await self._starter.start(self._invitation(key))
             hosts = await self._joined(fleet)
             await self._look(fleet, hosts)
             await self._launch(fleet, hosts, (boots, program, deadline_seconds))
         except BaseException:
             await fleet.terminate(0)
             raise
-        finally:
+        if not self.n_spare:
             self._key_file.unlink(missing_ok=True)
         return fleet
 
-    def _welcome(self, host: RemoteHost, n_joined: int) -> None:
-        self._say(f"{host.text} has joined: {n_joined} of {self._n_hosts}")
+    def _invitation(self, key: JoinKey) -> Invitation:
+        address = f"{self._terms.host}:{self._port}"
+        return Invitation(address, key.text, self._key_file, self.n_hosts, self.n_spare, self._terms.interface)
+
+    def start_again(self, needed: Needed) -> None:
+        """The next `start` is for these needs, on hosts that have been asked to join again."""
+        self._needed = needed
+
+    def invite_again(self, grace_seconds: float) -> EndHost:
+        """See Crew."""
+        self._invited = _new_keys()
+        return EndHost(grace_seconds, self._invited[1].text, self._terms.join_seconds)
+
+    async def ended(self, n_coming: int) -> None:
+        """See Crew."""
+        self.n_coming = n_coming
+        self._key_file.unlink(missing_ok=True)
+        if not n_coming:
+            await self._starter.stop()
+
+    def welcome(self, host: RemoteHost, n_joined: int) -> None:
+        """See Crew."""
+        spare = ", to spare" if n_joined > self.n_hosts else ""
+        self._say(f"{host.text} has joined: {n_joined} of {self.n_hosts}{spare}")
 
     async def _joined(self, fleet: HostsFleet) -> list[RemoteHost]:
         """All hosts, as the nodes of the cluster in order. Raises LaunchError, ConfigError."""
         seconds = self._terms.join_seconds
-        joining = asyncio.create_task(fleet.until(lambda: len(fleet.hosts) == self._n_hosts, seconds))
+        joining = asyncio.create_task(fleet.until(lambda: len(fleet.hosts) == self.n_hosts, seconds))
         failing = asyncio.create_task(self._starter.failed())
         try:
             await asyncio.wait((joining, failing), return_when=asyncio.FIRST_COMPLETED)
@@ -99,7 +133,7 @@ class HostsLauncher:
             await asyncio.gather(joining, failing, return_exceptions=True)
         if why:
             names = ", ".join(host.facts.name for host in fleet.hosts.values()) or "none"
-            raise LaunchError(f"{len(fleet.hosts)} of {self._n_hosts} hosts have joined ({names}): {why}")
+            raise LaunchError(f"{len(fleet.hosts)} of {self.n_hosts} hosts have joined ({names}): {why}")
         by_id = {id(host.facts): host for host in fleet.hosts.values()}
         ordered = in_order([host.facts for host in by_id.values()], self._needed.cluster, host_id())
         trusted = self._terms.trusted_network
@@ -159,6 +193,11 @@ class HostsLauncher:
         for host in hosts:
             if why := _stopped(host):
                 raise LaunchError(f"{host.text}: {why}")
+
+
+def _new_keys() -> tuple[KeyPair, JoinKey]:
+    keys = make_keys()
+    return keys, make_join_key(keys)
 
 
 def check_listen(terms: JoinTerms, path: str) -> None:

@@ -114,9 +114,12 @@ class KillWorker(_HostMessage, frozen=True):
 
 
 class EndHost(_HostMessage, frozen=True):
-    """End the workers, after a grace by force, answer HostEnded, and end."""
+    """End the workers, after a grace by force, answer HostEnded, and end; or, with a key for another start of the run,
+    dial again with it. again_seconds: for the run to listen once more."""
 
     grace_seconds: float
+    again: str = ""  # the line of a join key
+    again_seconds: float = 0.0
 
 
 MasterMessage = Refuse | Look | LaunchWorkers | MasterBeat | KillWorker | EndHost

@@ -9,12 +9,14 @@ from msgspec import Struct
 
 
 class Invitation(Struct, frozen=True):
-    """All that an agent needs to join a run. key: one line with a secret, which lies in `key_file` as well."""
+    """All that an agent needs to join a run. key: one line with a secret, which lies in `key_file` as well. n_hosts:
+    of the plan; n_spare: as many more may join."""
 
     address: str  # HOST:PORT of the master
     key: str
     key_file: Path
     n_hosts: int
+    n_spare: int = 0
     interface: str | None = None  # of every host, for samples and weights
 
     @property

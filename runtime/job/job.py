@@ -117,6 +117,7 @@ class RuntimeSpec(Struct, frozen=True, forbid_unknown_fields=True):
     )
     verify_weights: bool = False  # compare checksums of both sides whenever weights go to another copy
     threads: Count = 1  # CPU threads of a worker
+    restarts: Annotated[int, Meta(ge=0)] = 0  # times that a run goes on by itself after a lost worker or host
 
 
 class Job(Struct, frozen=True):

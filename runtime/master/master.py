@@ -66,6 +66,7 @@ class RunOutcome(Struct, frozen=True):
     failure: Failed | None = None  # None where nothing went wrong
     interrupted: bool = False  # the user asked for the end, which may have been the run's own all the same
     saved: Path | None = None  # the newest checkpoint
+    again: bool = False  # the run is to restart from there: a worker or host was lost, and its hosts wait
 
     @property
     def ok(self) -> bool:
@@ -82,9 +83,11 @@ class Master:
         observers: Observers,
         resume: Path | None = None,
         launcher: Launcher = LocalLauncher(),
+        restarts: int = 0,
     ) -> None:
+        """restarts: of this run by itself so far."""
         self._job, self._folder, self._observers, self._resume = job, folder, observers, resume
-        self._launcher = launcher
+        self._launcher, self._restarts = launcher, restarts
         self._checkpoints = Checkpoints(folder, job.checkpoint.keep)
         self._interrupts = Interrupts(self._interrupted)
         self._inbox: Inbox | None = None
@@ -127,15 +130,23 @@ class Master:
             workers = await unless(self._interrupts.first, start_worker_group(self._job, self._folder, self._launcher))
         except LaunchError as error:
             return Failed(-1, "", str(error), "start")
+        failure: Failed | None = None
         try:
             try:
                 await unless(self._interrupts.first, ready_worker_group(workers, self._job, self._resume))
                 self._begin(workers, began)
             except StartError as error:
                 return error.failure
-            return await self._with_inbox(workers)
+            failure = await self._with_inbox(workers)
+            return failure
         finally:
-            await self._close(workers)
+            await self._close(workers, again=self._goes_on(failure))
+
+    def _goes_on(self, failure: Failed | None) -> bool:
+        """True where the run restarts by itself: a worker was lost or hung, no one asked for the end, and there is a
+        checkpoint."""
+        lost = failure is not None and failure.kind in ("worker", "deadline") and not self._interrupts.count
+        return lost and self._restarts < self._job.runtime.restarts and self._folder.latest() is not None
 
     async def _with_inbox(self, workers: WorkerGroup) -> Failed | None:
         """Drive, and after a failure save what can be saved. Raises Interrupted where nothing has failed."""
@@ -154,10 +165,10 @@ class Master:
         finally:
             await inbox.close()
 
-    async def _close(self, workers: WorkerGroup) -> None:
+    async def _close(self, workers: WorkerGroup, *, again: bool) -> None:
         """End the workers; a second interrupt cuts their time short."""
         try:
-            await unless(self._interrupts.second, workers.close(GRACE_SECONDS))
+            await unless(self._interrupts.second, workers.close(GRACE_SECONDS, again=again))
         except Interrupted:
             await workers.close(0.0)
 
@@ -197,6 +208,7 @@ class Master:
                 calls=tuple(self._job.graph.calls),
                 facts=facts,
                 time=time.time(),
+                restarts=self._restarts,
             )
         )
 
@@ -331,7 +343,7 @@ class Master:
         if failure is not None:
             reason = describe(failure)
         interrupted = failure is None and self._interrupts.count > 0
-        return RunOutcome(self._steps, reason, failure, interrupted, self._folder.latest())
+        return RunOutcome(self._steps, reason, failure, interrupted, self._folder.latest(), self._goes_on(failure))
 
 
 def unwritable(error: OSError) -> Failed:

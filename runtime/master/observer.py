@@ -19,6 +19,7 @@ class RunStarted(Struct, frozen=True, tag="start"):
     calls: tuple[str, ...]
     facts: dict[str, float] = field(default_factory=dict)  # seconds of start-up, parameters, rows of data
     time: float = 0.0
+    restarts: int = 0  # of this run by itself before this start
 
 
 class Span(Struct, frozen=True, tag="span"):

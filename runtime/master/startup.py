@@ -48,13 +48,14 @@ class WorkerGroup:
         self.fork_seconds = 0.0  # until the processes ran, their modules loaded
         self.ready: dict[int, Ready] = {}
 
-    async def close(self, grace_seconds: float) -> None:
-        """Tell the workers to end, and see to it that they do: after the grace by force. With no grace, at once."""
+    async def close(self, grace_seconds: float, *, again: bool = False) -> None:
+        """Tell the workers to end, and see to it that they do: after the grace by force. With no grace, at once. again:
+        see Fleet."""
         try:
             if grace_seconds > 0:
                 await self._shut_down()
         finally:
-            await self.fleet.terminate(grace_seconds)
+            await self.fleet.terminate(grace_seconds, again=again)
             await self.socket.close()
 
     async def _shut_down(self) -> None:

@@ -75,8 +75,9 @@ class Fleet(Protocol):
         """End one worker at once, with all that it started; nothing happens where it has ended."""
         ...
 
-    async def terminate(self, grace_seconds: float = 5.0) -> None:
-        """End what still runs, after a grace by force, and return when nothing is left."""
+    async def terminate(self, grace_seconds: float = 5.0, *, again: bool = False) -> None:
+        """End what still runs, after a grace by force, and return when nothing is left. again: the run is to start once
+        more, on hosts that wait for it."""
         ...
 
 

@@ -117,7 +117,7 @@ class LocalFleet:
         """
         return await self._exits.get()
 
-    async def terminate(self, grace_seconds: float = 5.0) -> None:
+    async def terminate(self, grace_seconds: float = 5.0, *, again: bool = False) -> None:
         """End what still runs and return when nothing is left: after a grace for workers that are ending by themselves
         SIGKILL for their whole groups; then the fork server. They leave SIGTERM to us, so it would end nothing."""
         self._server.send_signal(signal.SIGCONT)  # where somebody has stopped it: it has children to reap
