@@ -328,7 +328,7 @@ def test_a_run_of_hosts_goes_on_by_itself_after_a_lost_worker(own: Path) -> None
 def test_a_spare_host_takes_the_place_of_one_that_is_gone(own: Path) -> None:
     running = Hosts(own, RESTARTS, names="abc").at_step(5)
     joined = re.findall(r"host (.) \(127.0.0.1\) has joined", running.running.output())
-    running.agents[joined[0]].kill()
+    running.agents[joined[0]].process.kill()
     output = running.ends(0, 120)
     assert "to spare" in output
     assert starts(own) == [0, 1]
@@ -337,7 +337,7 @@ def test_a_spare_host_takes_the_place_of_one_that_is_gone(own: Path) -> None:
 
 def test_a_run_goes_on_by_itself_on_fewer_hosts(own: Path) -> None:
     running = Hosts(own, RESTARTS).at_step(5)
-    running.agents["b"].kill()
+    running.agents["b"].process.kill()
     output = running.ends(0, 120)
     assert starts(own) == [0, 1], output
     assert json.loads((own / "run/job.json").read_text())["cluster"]["nodes"] == 1
@@ -350,7 +350,7 @@ def test_restarts_are_counted_and_end(own: Path) -> None:
         victims = [pid for pid in processes_at(own) if title_of(pid) == "realgraph worker 0"]
         os.kill(victims[0], signal.SIGKILL)
         if not restart:
-            running.running.until(lambda: len(starts(own)) == 2, "the restart", 60)
+            running.running.until(lambda: len(starts(own)) == 2, "the restart")
             running.at_step(len(records(own / "run")) + 3)
     running.ends(3, 60)
     assert starts(own) == [0, 1]
@@ -364,3 +364,14 @@ def test_a_run_of_one_host_goes_on_by_itself(own: Path) -> None:
     assert starts(own) == [0, 1]
     finish(own, "run", str(write_run(own, "one", GRPO, {"steps": 30})), name="one")
     assert numbers(own / "run") == numbers(own / "one"), "the same plan gives the same bits"
+
+
+def test_an_interrupt_between_two_starts_ends_the_run(own: Path) -> None:
+    running = start(own, "run", str(write_run(own, "run", GRPO, {"runtime": {"restarts": 2}, "steps": 30})))
+    running.until_step(5)
+    os.kill(next(pid for pid in processes_at(own) if title_of(pid) == "realgraph worker 1"), signal.SIGKILL)
+    running.until(lambda: "restart 1 of 2" in running.output(), "the restart")
+    os.kill(running.pid, signal.SIGTERM)
+    assert running.wait(20) == 130, running.output()
+    assert starts(own) == [0]
+    assert "realgraph run --resume" in running.output()

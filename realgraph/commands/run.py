@@ -16,7 +16,7 @@ from realgraph.plan.command import print_plan
 from realgraph.run.costs_record import CostsFile, Planned
 from realgraph.run.ending import next_lines
 from realgraph.run.launching import launcher_of
-from realgraph.run.restarts import back_off, prepared_again
+from realgraph.run.restarts import back_off, give_up, prepared_again
 from realgraph.run.resume import ResumeOptions, resumed
 from realgraph.run.running import PreparedRun, claim, owned, prepare, unwritable_folder, with_sums
 from realgraph.run.submitting import Submission, come_back, goes_back, script_of, submitted
@@ -173,9 +173,13 @@ def _with_restarts(prepared: PreparedRun, watchers: Callable[[], Sequence[Observ
             write_detail(outcome.failure.detail, prepared.folder.logs / f"failure-{restarts}.txt")
         try:
             time.sleep(seconds)
+            prepared = prepared_again(prepared, launcher)
         except KeyboardInterrupt:
-            return replace(outcome, again=False)
-        prepared = prepared_again(prepared, launcher)
+            give_up(launcher)
+            return replace(outcome, again=False, interrupted=True)
+        except ConfigError:
+            give_up(launcher)
+            raise
 
 
 def passed_over(prepared: PreparedRun) -> Iterator[str]:

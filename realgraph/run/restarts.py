@@ -1,5 +1,6 @@
 """The next start of a run that goes on by itself after a lost worker or host: when, and on what is left."""
 
+import asyncio
 from collections.abc import Iterator
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
@@ -36,6 +37,12 @@ def prepared_again(prepared: PreparedRun, launcher: Launcher) -> PreparedRun:
     again = prepare_resume(root, overrides, ResumeOptions(replan=fewer))
     launcher.start_again(needed_of(again))
     return again
+
+
+def give_up(launcher: Launcher) -> None:
+    """There is no other start."""
+    if isinstance(launcher, HostsLauncher):
+        asyncio.run(launcher.give_up())
 
 
 def _said(cluster: Cluster, nodes: int) -> Iterator[str]:

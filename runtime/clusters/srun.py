@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import subprocess
 import sys
-from asyncio.subprocess import PIPE, STDOUT, Process
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from realgraph.runtime.job.run_folder import private
 from realgraph.runtime.processes.launcher import LaunchError, describe_exit
 
 END_SECONDS = 10.0  # for srun to end by itself once its agents have, and again once it has been told to
+LOOK_SECONDS = 0.1  # between two looks at it
 # The whole of each node, one agent each, beside the step that this process may run in; one agent's end ends no other's.
 EACH_NODE = (
     *("--ntasks-per-node=1", "--overlap", "--no-kill", "--mem=0", "--cpu-bind=none"),
@@ -26,13 +28,14 @@ def srun(n_nodes: int, *command: str) -> tuple[str, ...]:
 
 
 class StartedBySrun:
-    """Implements AgentStarter. srun hands its standard input, and with it the key, to every task."""
+    """Implements AgentStarter. srun hands its standard input, and with it the key, to every task; it outlives the event
+    loop of one start of the run, where the run goes on by itself."""
 
     def __init__(self, n_nodes: int, log: Path, say: Callable[[str], None]) -> None:
         """n_nodes: of the allocation. log: the file for what srun and the agents print. say: shows a line to the
         user."""
         self._n_nodes, self._log, self._say = n_nodes, log, say
-        self._process: Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self, invitation: Invitation) -> None:
         """See AgentStarter."""
@@ -43,22 +46,22 @@ class StartedBySrun:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with open(self._log, "ab", opener=private) as log:
             try:
-                self._process = await asyncio.create_subprocess_exec(
-                    *words, stdin=PIPE, stdout=log, stderr=STDOUT, start_new_session=True
+                self._process = subprocess.Popen(
+                    words, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
                 )
             except OSError as error:
                 raise LaunchError(f"srun can't be started: {error.strerror}") from None
         stdin = self._process.stdin
         assert stdin is not None
-        with contextlib.suppress(ConnectionError):  # it has ended; `failed` says why
+        with contextlib.suppress(BrokenPipeError):  # it has ended; `failed` says why
             stdin.write(invitation.key.encode())
-            await stdin.drain()
-        stdin.close()
+            stdin.close()
 
     async def failed(self) -> str:
         """See AgentStarter."""
         assert self._process is not None
-        status = await self._process.wait()
+        while (status := self._process.poll()) is None:
+            await asyncio.sleep(LOOK_SECONDS)
         said = last_lines(self._log, 5)
         return f"srun {describe_exit(status)}" + (f": {said}" if said else "")
 
@@ -66,8 +69,8 @@ class StartedBySrun:
         """See AgentStarter."""
         if self._process is None:
             return
-        for end in (lambda process: None, Process.terminate, Process.kill):
-            if self._process.returncode is None:
-                end(self._process)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._process.wait(), END_SECONDS)
+        for end in (lambda: None, self._process.terminate, self._process.kill):
+            end()  # does nothing where it has ended
+            last = time.monotonic() + END_SECONDS
+            while self._process.poll() is None and time.monotonic() < last:
+                await asyncio.sleep(LOOK_SECONDS)

@@ -98,6 +98,10 @@ class HostsLauncher:
         """The next `start` is for these needs, on hosts that have been asked to join again."""
         self._needed = needed
 
+    async def give_up(self) -> None:
+        """There is no other start: hosts that were to join again end once `join_seconds` are over."""
+        await self._starter.stop()
+
     def invite_again(self, grace_seconds: float) -> EndHost:
         """See Crew."""
         self._invited = _new_keys()

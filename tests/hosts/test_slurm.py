@@ -15,7 +15,7 @@ import pytest
 
 from tests.broken_runs import LONG, own
 from tests.namespaces import network, why_not
-from tests.runs import GRPO, finish, home, numbers, write_run
+from tests.runs import GRPO, finish, home, numbers, records, write_run
 from tests.slurm_cluster import Slurm, root_of_slurm, slurm
 from tests.traces import processes_at, title_of, traces
 
@@ -106,6 +106,28 @@ def test_a_job_that_comes_back_before_anything_was_saved_starts_over(cluster: Sl
     assert done.returncode == 0, done.stdout + done.stderr
     assert (own / "run/before-restart-1/job.json").read_text() == "{}"
     assert set(numbers(own / "run")) == set(range(4))
+
+
+def test_a_run_goes_on_by_itself_on_the_nodes_that_are_left(cluster: Slurm, own: Path) -> None:
+    """First a worker is lost, then the agent of a node."""
+    file = written(own, LONG, {"runtime": {"restarts": 2}, "steps": 60}, nodes=None)
+    words = ("salloc", "--nodes=2", "--quiet", *REALGRAPH, "run", file)
+    with (own / "out").open("w") as out:
+        running = subprocess.Popen(cluster.words(*words), env=cluster.environment, cwd=own, stdout=out, stderr=out)
+    try:
+        for restart, victim in enumerate(("worker", "agent")):
+            _until(lambda before=restart: len(records(own / "run", "start")) == before + 1, 60, own / "out")
+            done = len(numbers(own / "run"))
+            _until(lambda before=done: len(numbers(own / "run")) > before + 2, 90, own / "out")
+            os.kill(_processes(own)[victim], signal.SIGKILL)
+        assert running.wait(120) == 0, (own / "out").read_text()
+    finally:
+        running.kill()
+        running.wait()
+    assert [record["restarts"] for record in records(own / "run", "start")] == [0, 1, 2]
+    assert json.loads((own / "run/job.json").read_text())["cluster"]["nodes"] == 1
+    assert set(numbers(own / "run")) == set(range(60))
+    traces(own).gone(30)
 
 
 @pytest.mark.parametrize("victim", ["agent", "srun", "worker", "master"])
