@@ -7,8 +7,10 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 
 _CLONE_NEWNET = 0x40000000
+_NUMBERS = count()  # of the networks of this process
 
 
 def enter_namespace(name: str) -> None:
@@ -36,6 +38,13 @@ class Network:
         """Cut a host off, or join it again: `down`, `up`."""
         ip("link", "set", f"{self.spaces[number]}h", state)
 
+    def shape(self, number: int, rate: str) -> None:
+        """Limit what reaches a host to a rate in the words of tc: `1gbit`; '': no longer."""
+        device = f"{self.spaces[number]}h"
+        words = ["add", "dev", device, "root", "tbf", "rate", rate, "burst", "128kb", "latency", "50ms"]
+        words = words if rate else ["del", "dev", device, "root"]
+        subprocess.run(["tc", "qdisc", *words], check=True, capture_output=True, text=True)
+
     def received_bytes(self, number: int) -> int:
         """Bytes that others have sent to a host so far."""
         words = ["ip", "netns", "exec", self.spaces[number], "cat", "/sys/class/net/eth0/statistics/rx_bytes"]
@@ -56,8 +65,12 @@ def why_not() -> str:
 
 @contextmanager
 def network(n_hosts: int) -> Iterator[Network]:
-    """So many hosts that reach each other; gone afterwards."""
-    stem, subnet = f"rg{os.getpid() % 10**7}", f"10.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}"
+    """So many hosts that reach each other; gone afterwards. The kernel removes a namespace's devices after its end, so
+    each network of a process has names of its own."""
+    stem, subnet = (
+        f"rg{os.getpid() % 10**5}x{next(_NUMBERS)}",
+        f"10.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}",
+    )
     bridge = f"{stem}b"
     spaces = tuple(f"{stem}n{i}" for i in range(n_hosts))
     addresses = tuple(f"{subnet}.{i + 1}" for i in range(n_hosts))

@@ -30,6 +30,18 @@ def title_of(pid: int) -> str:
         return ""
 
 
+def descends(pid: int, ancestor: int) -> bool:
+    """True where a process is another one, or has been started by it or by one of its children."""
+    while pid > 1:
+        if pid == ancestor:
+            return True
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+    return False
+
+
 def listening(pids: Sequence[int]) -> set[str]:
     """Local TCP addresses, as the kernel writes them, on which these processes listen."""
     inodes = set()

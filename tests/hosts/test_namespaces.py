@@ -14,7 +14,7 @@ from tests.broken_runs import own
 from tests.host_runs import Hosts
 from tests.namespaces import Network, network, why_not
 from tests.runs import GRPO, finish, home, numbers, records, write_run
-from tests.traces import processes_at
+from tests.traces import descends, processes_at
 
 __all__ = ["home", "own"]
 
@@ -91,7 +91,7 @@ def test_a_host_that_stands_still_is_named_as_a_whole(two: Network, own: Path) -
     try:
         running.at_step(2)
         agent = running.agents["b"].pid
-        stopped = [agent, *(pid for pid in processes_at(own) if _descends(pid, agent))]
+        stopped = [agent, *(pid for pid in processes_at(own) if descends(pid, agent))]
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
         assert running.running.wait(60) == 3
@@ -104,14 +104,3 @@ def test_a_host_that_stands_still_is_named_as_a_whole(two: Network, own: Path) -
             one.wait(60)
         running.close()
     running.traces.gone(10)
-
-
-def _descends(pid: int, ancestor: int) -> bool:
-    while pid > 1:
-        if pid == ancestor:
-            return True
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-    return False
