@@ -79,7 +79,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to host number `host` (the run's own is 0) so many seconds after a moment. step: 0 for the moment
+    """An event at host number `host` (the run's own is 0) so many seconds after a moment. step: 0 for the moment
     at which agents begin to join. one_host: goes on with one host, by --replan."""
 
     name: str
@@ -289,7 +289,7 @@ def run(case: Case, source: Path, work: Path, reference: Trained) -> Case:
 
 
 def uninterrupted(source: Path, work: Path) -> dict[str, Trained]:
-    """What each setting trains without a fault."""
+    """The training of each setting without a fault."""
     found = {}
     for name, setting in SETTINGS.items():
         with network(2) as made:

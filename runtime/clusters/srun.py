@@ -67,10 +67,16 @@ class StartedBySrun:
 
     async def stop(self) -> None:
         """See AgentStarter."""
-        if self._process is None:
-            return
-        for end in (lambda: None, self._process.terminate, self._process.kill):
-            end()  # does nothing where it has ended
-            last = time.monotonic() + END_SECONDS
-            while self._process.poll() is None and time.monotonic() < last:
-                await asyncio.sleep(LOOK_SECONDS)
+        if self._process is not None:
+            await _over(self._process)
+            self._process.terminate()  # does nothing where it has ended
+            await _over(self._process)
+            self._process.kill()
+            await _over(self._process)
+
+
+async def _over(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the end of a process, END_SECONDS at most."""
+    last = time.monotonic() + END_SECONDS
+    while process.poll() is None and time.monotonic() < last:
+        await asyncio.sleep(LOOK_SECONDS)

@@ -73,12 +73,12 @@ def clock_ahead(question: tuple[float, float], answer: tuple[float, float]) -> f
     return ((question[1] - question[0]) + (answer[0] - answer[1])) / 2
 
 
-class Crew(Protocol):
-    """The hosts that a run wants."""
+class HostsOwner(Protocol):
+    """Says which hosts a run wants, and hears of them: the launcher."""
 
     @property
     def n_hosts(self) -> int:
-        """Of its plan."""
+        """The hosts of its plan."""
         ...
 
     @property
@@ -102,8 +102,8 @@ class Crew(Protocol):
 class HostsFleet:
     """Implements `launcher.Fleet` for the workers of several hosts. Made by `HostsLauncher`, which lets hosts join."""
 
-    def __init__(self, hub: Hub, crew: Crew) -> None:
-        self._hub, self._crew = hub, crew
+    def __init__(self, hub: Hub, owner: HostsOwner) -> None:
+        self._hub, self._owner = hub, owner
         self._spares: dict[bytes, RemoteHost] = {}
         self.hosts: dict[bytes, RemoteHost] = {}
         self._boots: dict[int, WorkerBoot] = {}
@@ -156,7 +156,7 @@ class HostsFleet:
     async def terminate(self, grace_seconds: float = 5.0, *, again: bool = False) -> None:
         """See Fleet. An agent that can't be reached ends its workers by itself once it has missed the master for
         long."""
-        end = self._crew.invite_again(grace_seconds) if again else EndHost(grace_seconds)
+        end = self._owner.invite_again(grace_seconds) if again else EndHost(grace_seconds)
         living = [host for host in (*self.hosts.values(), *self._spares.values()) if not host.ended]
         for host in living:
             await self.tell(host, end)
@@ -168,7 +168,7 @@ class HostsFleet:
             task.cancel()
         await asyncio.gather(self._listening, self._watching, return_exceptions=True)
         await self._hub.close()
-        await self._crew.ended(sum(host.answered for host in living) if again else 0)
+        await self._owner.ended(sum(host.answered for host in living) if again else 0)
 
     async def tell(self, host: RemoteHost, message: MasterMessage) -> bool:
         """Send to a host's agent; False where it is not connected."""
@@ -216,18 +216,18 @@ class HostsFleet:
         if not self._boots:
             for other in [other for other in self.hosts.values() if other.silent]:
                 del self.hosts[other.agent]  # its agent was killed, and may have been started again
-            if len(self.hosts) < self._crew.n_hosts:
+            if len(self.hosts) < self._owner.n_hosts:
                 self.hosts[host.agent] = host
-                self._crew.welcome(host, len(self.hosts))
+                self._owner.welcome(host, len(self.hosts))
                 return
         for other in [other for other in self._spares.values() if other.silent]:
             del self._spares[other.agent]
-        if len(self._spares) < self._crew.n_spare:
+        if len(self._spares) < self._owner.n_spare:
             self._spares[host.agent] = host
-            self._crew.welcome(host, len(self.hosts) + len(self._spares))
+            self._owner.welcome(host, len(self.hosts) + len(self._spares))
             return
         names = ", ".join(sorted(other.facts.name for other in self.hosts.values()))
-        await self.tell(host, Refuse(f"the run has its {self._crew.n_hosts} hosts: {names}"))
+        await self.tell(host, Refuse(f"the run has its {self._owner.n_hosts} hosts: {names}"))
 
     def _note(self, host: RemoteHost, message: AgentMessage) -> None:
         match message:

@@ -48,7 +48,7 @@ class JoinTerms(Struct, frozen=True):
 
 
 class HostsLauncher:
-    """Implements `launcher.Launcher`, and Crew, by agents that dial in. say: shows a line to whoever has typed
+    """Implements `launcher.Launcher`, and HostsOwner, by agents that dial in. say: shows a line to whoever has typed
     `realgraph run`."""
 
     def __init__(self, terms: JoinTerms, needed: Needed, starter: AgentStarter, say: Callable[[str], None]) -> None:
@@ -61,12 +61,12 @@ class HostsLauncher:
 
     @property
     def n_hosts(self) -> int:
-        """See Crew."""
+        """See HostsOwner."""
         return sum(group.nodes for group in self._needed.cluster.groups)
 
     @property
     def n_spare(self) -> int:
-        """See Crew."""
+        """See HostsOwner."""
         return self._terms.n_spare
 
     async def start(self, boots: Sequence[WorkerBoot], program: WorkerProgram, deadline_seconds: float) -> HostsFleet:
@@ -103,19 +103,19 @@ class HostsLauncher:
         await self._starter.stop()
 
     def invite_again(self, grace_seconds: float) -> EndHost:
-        """See Crew."""
+        """See HostsOwner."""
         self._invited = _new_keys()
         return EndHost(grace_seconds, self._invited[1].text, self._terms.join_seconds)
 
     async def ended(self, n_coming: int) -> None:
-        """See Crew."""
+        """See HostsOwner."""
         self.n_coming = n_coming
         self._key_file.unlink(missing_ok=True)
         if not n_coming:
             await self._starter.stop()
 
     def welcome(self, host: RemoteHost, n_joined: int) -> None:
-        """See Crew."""
+        """See HostsOwner."""
         spare = ", to spare" if n_joined > self.n_hosts else ""
         self._say(f"{host.text} has joined: {n_joined} of {self.n_hosts}{spare}")
 

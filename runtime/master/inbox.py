@@ -106,11 +106,8 @@ class Inbox:
             if self._queue.empty():
                 if deadline is not None and now >= deadline:
                     return Tick()
-                silent = min(self._heard, key=self._heard.__getitem__)
-                seconds = now - self._heard[silent]
-                if seconds > self._runtime.lost_after_seconds:
-                    self.gone.add(silent)
-                    return WorkerLost(silent, self._silence(silent, seconds))
+                if (lost := self._silent(self._runtime.lost_after_seconds)) is not None:
+                    return lost
                 if deadline is not None:
                     wait = min(wait, deadline - now)
             happened = await self.take(wait)
@@ -127,6 +124,15 @@ class Inbox:
     def _lost(self, ended: Exit) -> WorkerLost:
         host = self._fleet.host_of(ended.worker)
         return WorkerLost(ended.worker, describe_exit(ended.status) + (f", on {host}" if host else ""))
+
+    def _silent(self, most_seconds: float) -> WorkerLost | None:
+        """The worker that has been silent the longest, where it has been for more than so many seconds: it is gone."""
+        silent = min(self._heard, key=self._heard.__getitem__)
+        seconds = self.clock.now() - self._heard[silent]
+        if seconds <= most_seconds:
+            return None
+        self.gone.add(silent)
+        return WorkerLost(silent, self._silence(silent, seconds))
 
     def _silence(self, worker: int, seconds: float) -> str:
         """Whoever has not been heard of for so long: a worker, or its whole host."""
@@ -165,8 +171,8 @@ class Inbox:
     async def explain(self, failure: Failed) -> Failed | WorkerLost | StopNow:
         """`failure`, or what comes within a moment and tells more.
 
-        A collective fails on every worker when one has died: its end explains the others' errors. A loss that is not
-        finite is noticed by all ranks: the one that has the sample names it.
+        A collective fails on every worker when one has died: its end, or its silence, explains the others' errors. A
+        loss that is not finite is noticed by all ranks: the one that has the sample names it.
         """
         if failure.kind not in ("worker", "numerics") or failure.sample >= 0:
             return failure
@@ -183,4 +189,6 @@ class Inbox:
                     return stop
                 case _:
                     pass  # the run ends: what else was under way no longer counts
-        return failure
+        # A connection may break before the silence of a host that stands still, or is cut off, has lasted long enough.
+        suspect = self._silent(self._runtime.lost_after_seconds / 3) if failure.kind == "worker" else None
+        return suspect or failure

@@ -104,3 +104,29 @@ def test_a_host_that_stands_still_is_named_as_a_whole(two: Network, own: Path) -
             one.wait(60)
         running.close()
     running.traces.gone(10)
+
+
+def test_four_hosts_of_four_workers_train_as_one_host_does(own: Path) -> None:
+    many = {"cluster": {"nodes": 4, "devices": 4}, "runtime": {"lost_after_seconds": 60}, "batch": {"groups": 16}}
+    with network(4) as four:
+        running = Hosts(own, {"steps": 2}, many, names="abcd", network=four)
+        running.ends(0, 150)
+        assert min(map(four.received_bytes, range(4))) > 100_000
+    one = {"steps": 2, "cluster": {"devices": 16}, "batch": {"groups": 16}}
+    finish(own, "run", str(write_run(own, "one", GRPO, one)), name="one")
+    found, expected = numbers(own / "run"), numbers(own / "one")
+    assert found.keys() == expected.keys() == {0, 1}
+    for step, metrics in expected.items():
+        assert found[step]["train/loss"] == pytest.approx(metrics["train/loss"], rel=1e-3, abs=1e-5)
+        assert found[step]["train/grad_norm"] == pytest.approx(metrics["train/grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize("pins", [{"dp": 2, "sharding": "replicated"}, {"tp": 2}], ids=["dp 2", "tp 2"])
+def test_sums_of_two_are_the_same_bits_over_two_hosts(two: Network, own: Path, pins: dict[str, Any]) -> None:
+    """One worker on each host: a sum of two numbers has one order."""
+    allocation = {"allocation": {"train": {"devices": 2, **pins}, "rollout": {"devices": 2, "dp": 2}}}
+    Hosts(own, STEPS, allocation, {"cluster": {"devices": 1}}, network=two).ends(0)
+    finish(own, "run", str(write_run(own, "one", GRPO, STEPS, allocation, {"cluster": {"devices": 2}})), name="one")
+    assert numbers(own / "run") == numbers(own / "one")
+    weights = [own / name / "checkpoints/step-000004/actor/model.safetensors" for name in ("run", "one")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
