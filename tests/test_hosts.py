@@ -352,6 +352,7 @@ def test_restarts_are_counted_and_end(own: Path) -> None:
         if not restart:
             running.running.until(lambda: len(starts(own)) == 2, "the restart")
             running.at_step(len(records(own / "run")) + 3)
+            assert "it has restarted by itself 1 time (" in finish(own, "status", str(own / "run")).output()
     running.ends(3, 60)
     assert starts(own) == [0, 1]
 

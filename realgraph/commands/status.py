@@ -38,6 +38,8 @@ def status_command(root: Path) -> None:
 
 def _lines(status: RunStatus, now: float) -> Iterator[str]:
     yield f"{status.name}: step {status.steps_done} of {status.steps} done, process {status.pid}"
+    if status.restarts:
+        yield f"it has restarted by itself {status.restarts} time{'s' * (status.restarts > 1)} (runtime.restarts)"
     age = now - status.time
     if age > OLD_SECONDS:
         yield f"warning: its master has written nothing for {age:.0f} s: it is stopped, or its disk stands still"

@@ -95,7 +95,7 @@ class Master:
         self._last_state: Checkpointed | None = None  # the state at the last whole step
         self._step_began = 0.0
         self._advice = Advice()
-        self._status = StatusFile(folder.status, job.name, job.steps, job.staleness)
+        self._status = StatusFile(folder.status, job.name, job.steps, job.staleness, restarts)
 
     async def run(self) -> RunOutcome:
         """Train. A failure of the run is no exception: the outcome says it."""

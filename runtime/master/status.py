@@ -49,6 +49,7 @@ class RunStatus(Struct, frozen=True):
     lag: int
     staleness: int
     workers: tuple[WorkerStatus, ...]
+    restarts: int = 0  # by itself, after lost workers or hosts
 
     @property
     def seconds_left(self) -> float:
@@ -59,8 +60,9 @@ class RunStatus(Struct, frozen=True):
 class StatusFile:
     """Writes the file; `due` says when."""
 
-    def __init__(self, path: Path, name: str, steps: int, staleness: int) -> None:
+    def __init__(self, path: Path, name: str, steps: int, staleness: int, restarts: int = 0) -> None:
         self._path, self._name, self._steps, self._staleness = path, name, steps, staleness
+        self._restarts = restarts
         self._recent: list[float] = []
         self._next = 0.0
 
@@ -89,6 +91,7 @@ class StatusFile:
             lag=_lag(image),
             staleness=self._staleness,
             workers=tuple(_worker(image, now, worker, signs) for worker, signs in sorted(workers.items())),
+            restarts=self._restarts,
         )
         partial = self._path.with_name(f".{self._path.name}.partial")
         partial.write_bytes(msgspec.json.encode(status))
