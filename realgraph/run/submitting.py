@@ -61,7 +61,17 @@ def script_of(asked: Submission) -> tuple[BatchScript, str]:
         raise ConfigError([Problem(checked.where("$.cluster"), "how many nodes to ask for is not said", hint, "slurm")])
     gpus, cores = _devices(cluster)
     script = BatchScript(
-        checked.name, root, Path.cwd(), words, launch.save_seconds, nodes, gpus, cores, launch.options, launch.setup
+        name=checked.name,
+        folder=root,
+        directory=Path.cwd(),
+        words=words,
+        save_seconds=launch.save_seconds,
+        nodes=nodes,
+        gpus_per_node=gpus,
+        cores_per_node=cores,
+        options=launch.options,
+        setup=launch.setup,
+        outlives_nodes=checked.run.runtime.restarts > 0,
     )
     return script, "" if asked.resume is not None else _warning(asked, checked, launch.save_seconds)
 

@@ -27,6 +27,7 @@ class BatchScript(Struct, frozen=True):
     cores_per_node: int = 0  # 0: as many as the partition gives
     options: Mapping[str, str | int | bool] = {}
     setup: Sequence[str] = ()
+    outlives_nodes: bool = False  # the job goes on where a node fails
 
     @property
     def text(self) -> str:
@@ -43,6 +44,7 @@ class BatchScript(Struct, frozen=True):
             "output": str(self.folder / LOG),
             "open-mode": "append",
             "requeue": True,
+            "no-kill": self.outlives_nodes,
             "signal": f"B:TERM@{self.save_seconds}",
             "chdir": str(self.directory),
         }

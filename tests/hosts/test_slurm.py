@@ -72,6 +72,9 @@ def test_a_submitted_run_that_its_time_limit_ends_comes_back_and_goes_on(cluster
     assert shown.returncode == 0, shown.stderr
     assert not (own / "run").exists()
     assert {"#SBATCH --nodes=2", "#SBATCH --signal=B:TERM@50", "#SBATCH --time=5"} <= set(shown.stdout.splitlines())
+    assert "--no-kill" not in shown.stdout
+    restarts = cluster.call(*REALGRAPH, "run", file, "runtime.restarts=1", "--submit", "--dry-run", cwd=own)
+    assert "#SBATCH --no-kill\n" in restarts.stdout, "a failed node does not end the job of a run that may restart"
     done = cluster.call(*REALGRAPH, "run", file, "--submit", cwd=own)
     assert done.returncode == 0, done.stderr
     job = re.search(r"submitted as job (\d+)", done.stdout)
