@@ -112,6 +112,28 @@ def status(
 
 
 @app.command()
+def doctor(
+    hosts: Annotated[
+        int | None, typer.Option("--hosts", min=1, help="Check so many hosts, which join at --listen.")
+    ] = None,
+    listen: Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="With --hosts: where they join.")] = "",
+    slurm: Annotated[bool, typer.Option("--slurm", help="Check the nodes of the allocation of Slurm.")] = False,
+    interface: Annotated[
+        str, typer.Option("--interface", help="Network interface to check; default: that of the way to others.")
+    ] = "",
+    folder: Annotated[
+        Path, typer.Option("--dir", help="Folder for run directories, whose file system is checked.")
+    ] = Path(),
+    join_seconds: Annotated[float, typer.Option("--join-seconds", min=1.0, help="For all hosts to join.")] = 600.0,
+    json_out: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Check this machine, several hosts or an allocation before a run: versions, limits, disk, network, GPUs."""
+    from realgraph.doctor.command import DoctorRequest, doctor_command
+
+    doctor_command(DoctorRequest(hosts, listen, slurm, interface, folder, join_seconds, json_out))
+
+
+@app.command()
 def rehearse(
     file: RunFile,
     overrides: Overrides = None,

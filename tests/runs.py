@@ -30,7 +30,7 @@ from tests.preloaded import CONTEXT
 from tests.traces import processes_at, title_of
 
 REWARDS = '''
-import json, os, signal, time
+import json, os, re, signal, time
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -61,6 +61,8 @@ def spoil(batch, outputs):
     if "compute_sleep" in told:
         (HERE / "computing").touch()
         time.sleep(told["compute_sleep"])
+    if told.get("stuck"):
+        re.match("(a|a)*$", 60 * "a" + "b")  # for ages, in C, with the interpreter's lock held
     return outputs.logprobs * (float("nan") if told.get("nan") else 0.0)
 '''
 

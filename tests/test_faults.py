@@ -59,7 +59,20 @@ def test_a_silent_worker_is_given_up(own: Path, reference: dict[int, dict[str, f
     run.at_step(2).slow_training()  # so that the other one is stuck, in a collective with it
     os.kill(run.running.workers()[0], signal.SIGSTOP)
     assert re.search(r"worker 0 was lost while it ran train .*: has not been heard of for \d+ s", run.error())
+    assert "no stack of worker 0: it is stopped (SIGSTOP, or a debugger)" in run.running.output()
     run.goes_on_like(reference)
+
+
+def test_a_worker_that_is_stuck_in_c_is_given_up_with_its_stack(own: Path) -> None:
+    """The interpreter's lock is held: no thread of it runs any more, so it does not beat either."""
+    run = Broken(own, {"runtime": {"heartbeat_seconds": 0.2, "lost_after_seconds": 2.5}})
+    run.at_step(2)
+    set_fault(own, stuck=True)
+    error, output = run.error(), run.running.output()
+    assert re.search(r"worker [01] was lost while it ran train .*: has not been heard of for \d+ s", error), error
+    assert re.search(r"worker [01] is here \(most recent call first\):\n +.*/re/.* in match\n", output), output
+    assert re.search(r"/rewards.py:\d+ in spoil\n", output), output
+    assert '/re/__init__.py", line' in (run.running.folder / "logs/failure.txt").read_text()
 
 
 def test_a_call_past_its_deadline_is_named(own: Path, reference: dict[int, dict[str, float]]) -> None:
@@ -70,7 +83,16 @@ def test_a_call_past_its_deadline_is_named(own: Path, reference: dict[int, dict[
     error = run.error(20)
     assert re.search(r"call 'train', worker 0: train of step \d+ has not ended on workers 0, 1 after ", error), error
     assert run.saved == records(run.running.folder)[-1]["step"] + 1
+    here = r"workers? [01, ]+ (is|are) here \(most recent call first\):\n    .*/rewards.py:\d+ in spoil\n"
+    assert re.search(here, run.running.output()), run.running.output()
+    detail = (run.running.folder / "logs/failure.txt").read_text()
+    assert all(f"stacks of worker {worker}:\n" in detail for worker in (0, 1))
+    assert "in spoil" in detail
+    assert "/runtime/worker/worker.py" in detail, "every thread's stack is there"
     run.goes_on_like(reference)
+    assert not list(run.running.folder.glob("logs/*.stacks.txt")) or all(
+        file.stat().st_size for file in run.running.folder.glob("logs/*.stacks.txt")
+    ), "files of stacks that nobody asked for are gone"
 
 
 LEFT: dict[str, tuple[dict[str, Any], str]] = {  # how the weights lie, and what fails

@@ -27,7 +27,7 @@ from realgraph.runtime.wire.interfaces import address_of_interface, interface_of
 from realgraph.runtime.wire.protocol import Bye, Done
 from tests.broken_runs import own, reference
 from tests.host_runs import SHORT, TWO_BY_TWO, Hosts, agent, free_port
-from tests.runs import GRPO, finish, home, numbers, records, start, write_run
+from tests.runs import GRPO, finish, home, numbers, records, set_fault, start, write_run
 from tests.traces import processes_at, title_of
 
 __all__ = ["home", "own", "reference"]
@@ -72,6 +72,42 @@ def test_a_worker_a_host_and_an_agent_that_are_killed_are_named_and_the_run_goes
         assert re.search(r"host b \(127\.0\.0\.1\)", error), error
     finally:
         again.close()
+
+
+def test_a_call_past_its_deadline_shows_where_the_workers_of_all_hosts_are(own: Path) -> None:
+    """Stacks come over the agents."""
+    running = Hosts(own, {"runtime": {"min_deadline_seconds": 5}}).at_step(2)
+    try:
+        set_fault(own, compute_sleep=1000)
+        running.running.until((own / "computing").exists, "the long call")
+        assert "has not ended on workers 0, 1, 2, 3 after" in running.error()
+        output = running.running.output()
+        here = r"workers? [0-3, ]+ (is|are) here \(most recent call first\):\n    .*/rewards.py:\d+ in spoil\n"
+        assert re.search(here, output), output
+        assert "no stack of" not in output
+        detail = (own / "run/logs/failure.txt").read_text()
+        assert all(f"stacks of worker {worker}:\n" in detail for worker in range(4))
+        assert "in spoil" in detail
+    finally:
+        running.close()
+
+
+def test_a_host_that_stands_still_gives_no_stacks_and_is_not_waited_for(own: Path) -> None:
+    running = Hosts(own, {"runtime": {"heartbeat_seconds": 0.2, "lost_after_seconds": 4}}).at_step(2)
+    stopped = [running.agents["b"].pid, *(pid for worker, pid in running.running.workers().items() if worker > 1)]
+    try:
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        assert running.running.wait(60) == 3
+        said = r"no stack of worker [23]: host b \(127.0.0.1\) does not answer"
+        assert re.search(said, running.running.output()), running.running.output()
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        for one in running.agents.values():
+            one.wait(60)
+        running.close()
+    running.traces.gone(10)
 
 
 def test_an_agent_that_is_interrupted_ends_its_host_alone_and_says_so(hosts: Hosts) -> None:

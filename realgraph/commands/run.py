@@ -168,6 +168,8 @@ def _with_restarts(prepared: PreparedRun, watchers: Callable[[], Sequence[Observ
         seconds = back_off(restarts)
         count = f"restart {restarts} of {prepared.job.runtime.restarts} (runtime.restarts)"
         say(f"error: {outcome.reason}", err=True)
+        for line in outcome.failure.frames if outcome.failure is not None else ():
+            say(f"  {line}", err=True)
         say(f"{count} in {seconds:g} s, from {outcome.saved}", err=True)
         if outcome.failure is not None and outcome.failure.detail:
             write_detail(outcome.failure.detail, prepared.folder.logs / f"failure-{restarts}.txt")
@@ -252,6 +254,8 @@ def report(outcome: RunOutcome, prepared: PreparedRun, console: Terminal) -> Non
     failure = outcome.failure
     if failure is not None:
         say(f"error: {outcome.reason}", err=True)
+        for line in failure.frames:
+            say(f"  {line}", err=True)
         if failure.detail:
             write_detail(failure.detail, prepared.folder.logs / "failure.txt")
         if failure.worker >= 0:

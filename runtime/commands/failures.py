@@ -38,13 +38,13 @@ def late(task: Task, now: float) -> Failed:
     workers = sorted(task.waiting)
     seconds, allowed = now - task.started, task.deadline - task.started
     text = f"{doing_text(task)} has not ended on {workers_text(workers)} after {seconds:.0f} s (limit {allowed:.0f} s)"
-    return Failed(workers[0], task.call, text, kind="deadline")
+    return Failed(workers[0], task.call, text, kind="deadline", late=tuple(workers))
 
 
 def silent(worker: int, call: str, n_groups: int, seconds: float) -> Failed:
     """A worker that owes groups and has sent none for too long."""
     text = f"{call or 'loading data'} has not finished any of {n_groups} groups on worker {worker} for {seconds:.0f} s"
-    return Failed(worker, call, text, kind="deadline")
+    return Failed(worker, call, text, kind="deadline", late=(worker,))
 
 
 def lost(worker: int, reason: str, doing: str, call: str) -> Failed:

@@ -19,6 +19,7 @@ from realgraph.runtime.hosts.join_key import JoinKey, parse_join_key
 from realgraph.runtime.hosts.messages import (
     BEAT_SECONDS,
     AgentMessage,
+    DumpStacks,
     EndHost,
     HostBeat,
     HostEnded,
@@ -33,13 +34,14 @@ from realgraph.runtime.hosts.messages import (
     MasterBeat,
     MasterMessage,
     Refuse,
+    StacksDumped,
     WorkerEnded,
     decode_from_master,
     encode,
 )
 from realgraph.runtime.processes.clock import time_limit
 from realgraph.runtime.processes.interrupts import Interrupted, Interrupts, unless
-from realgraph.runtime.processes.launcher import Fleet, LaunchError, describe_exit
+from realgraph.runtime.processes.launcher import Fleet, LaunchError, WorkerStacks, describe_exit
 from realgraph.runtime.processes.local import LocalLauncher
 from realgraph.runtime.wire.sockets import SecureClient, TransportError
 
@@ -69,6 +71,7 @@ class HostAgent:
         self._interface = ""
         self._launching: asyncio.Task[None] | None = None
         self._exits: asyncio.Task[None] | None = None
+        self._dumps: set[asyncio.Task[None]] = set()
 
     async def join(self, name: str, interface: str, seconds: float = CONNECT_SECONDS) -> None:
         """Reach the master and tell what this host is. interface: this host's address for the others. Raises
@@ -113,6 +116,10 @@ class HostAgent:
                         self._launching = asyncio.create_task(self._launch(message))
                     case MasterBeat():
                         pass
+                    case DumpStacks(worker=worker):
+                        dump = asyncio.create_task(self._dump_stacks(worker))
+                        self._dumps.add(dump)
+                        dump.add_done_callback(self._dumps.discard)
                     case KillWorker(worker=worker):
                         if self._fleet is not None:
                             await self._fleet.kill(worker)
@@ -187,6 +194,12 @@ class HostAgent:
         self._exits = asyncio.create_task(self._report_exits(fleet))
         await self._send(HostStarted())
         self._say(f"workers {workers} run; this host ends with the run")
+
+    async def _dump_stacks(self, worker: int) -> None:
+        stacks = WorkerStacks(worker, missing="it has not been started")
+        if self._fleet is not None:
+            stacks = await self._fleet.dump_stacks(worker)
+        await self._send(StacksDumped(stacks))
 
     async def _report_exits(self, fleet: Fleet) -> None:
         for _ in fleet.workers:

@@ -12,6 +12,7 @@ from realgraph.runtime.hosts.hub import Hub
 from realgraph.runtime.hosts.messages import (
     BEAT_SECONDS,
     AgentMessage,
+    DumpStacks,
     EndHost,
     HostEnded,
     HostFacts,
@@ -24,15 +25,18 @@ from realgraph.runtime.hosts.messages import (
     MasterBeat,
     MasterMessage,
     Refuse,
+    StacksDumped,
     WorkerEnded,
 )
 from realgraph.runtime.job.rotation import last_lines
-from realgraph.runtime.processes.launcher import WorkerBoot
+from realgraph.runtime.processes.launcher import WorkerBoot, WorkerStacks
 from realgraph.runtime.processes.local import KILL_SECONDS
+from realgraph.runtime.processes.stacks import DUMP_SECONDS
 from realgraph.runtime.wire.sockets import TransportError
 
 SILENT_SECONDS = 5.0
 LOOK_SECONDS = 0.4  # between two looks at who is connected; the ends of workers explain failures that follow from them
+ANSWER_SECONDS = 1.0  # beyond what a worker may take, for its agent to pass on the stacks
 REPLY_SECONDS = 5.0  # beyond a grace, for an agent to answer
 
 
@@ -110,6 +114,7 @@ class HostsFleet:
         self._host_of: dict[int, RemoteHost] = {}
         self._running: set[int] = set()
         self._lines: dict[int, str] = {}
+        self._stacks: dict[int, WorkerStacks] = {}
         self._exits: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
         self._changed = asyncio.Event()
         self._listening = asyncio.create_task(self._listen())
@@ -147,6 +152,16 @@ class HostsFleet:
     async def wait_exit(self) -> tuple[int, int]:
         """The next worker that ended, each once, and its exit status."""
         return await self._exits.get()
+
+    async def dump_stacks(self, worker: int) -> WorkerStacks:
+        """See Fleet."""
+        host = self._host_of[worker]
+        self._stacks.pop(worker, None)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DUMP_SECONDS + ANSWER_SECONDS):
+                if await self.tell(host, DumpStacks(worker)):
+                    await self.until(lambda: worker in self._stacks or host.ended, DUMP_SECONDS + ANSWER_SECONDS)
+        return self._stacks.pop(worker, None) or WorkerStacks(worker, missing=f"{host.text} does not answer")
 
     async def kill(self, worker: int) -> None:
         """End one worker at once, with all that it started; nothing happens where it has ended."""
@@ -241,6 +256,8 @@ class HostsFleet:
             case WorkerEnded(worker=worker, status=status) if self._host_of.get(worker) is host:
                 self._lines[worker] = message.last_lines
                 self._end(worker, status)
+            case StacksDumped(stacks=stacks) if self._host_of.get(stacks.worker) is host:
+                self._stacks[stacks.worker] = stacks
             case HostEnded() if host.agent in self._spares:
                 del self._spares[host.agent]
                 host.ended = host.answered = True

@@ -4,7 +4,7 @@ from msgspec import Struct
 from msgspec.msgpack import Decoder, Encoder
 
 from realgraph.planner.inputs.detect import Probe
-from realgraph.runtime.processes.launcher import WorkerBoot, WorkerProgram
+from realgraph.runtime.processes.launcher import WorkerBoot, WorkerProgram, WorkerStacks
 
 BEAT_SECONDS = 1.0  # between two signs of life of an agent
 
@@ -65,6 +65,12 @@ class WorkerEnded(_HostMessage, frozen=True):
     last_lines: str = ""
 
 
+class StacksDumped(_HostMessage, frozen=True):
+    """The answer to DumpStacks."""
+
+    stacks: WorkerStacks
+
+
 class HostLeaves(_HostMessage, frozen=True):
     """The agent is about to end its workers, which the master has not asked for."""
 
@@ -75,7 +81,7 @@ class HostEnded(_HostMessage, frozen=True):
     """Nothing of the run is left on this host."""
 
 
-AgentMessage = Join | HostBeat | Looked | HostStarted | HostFailed | WorkerEnded | HostLeaves | HostEnded
+AgentMessage = Join | HostBeat | Looked | HostStarted | HostFailed | WorkerEnded | StacksDumped | HostLeaves | HostEnded
 
 
 # --- master -> agent --------------------------------------------------------------------------------------------------
@@ -107,6 +113,12 @@ class MasterBeat(_HostMessage, frozen=True):
     """The master lives, and sees by sending this if the agent is still connected."""
 
 
+class DumpStacks(_HostMessage, frozen=True):
+    """Say where the threads of a worker are."""
+
+    worker: int
+
+
 class KillWorker(_HostMessage, frozen=True):
     """End one worker at once."""
 
@@ -122,7 +134,7 @@ class EndHost(_HostMessage, frozen=True):
     again_seconds: float = 0.0
 
 
-MasterMessage = Refuse | Look | LaunchWorkers | MasterBeat | KillWorker | EndHost
+MasterMessage = Refuse | Look | LaunchWorkers | MasterBeat | DumpStacks | KillWorker | EndHost
 
 encode = Encoder().encode
 decode_from_agent: Decoder[AgentMessage] = Decoder(AgentMessage)

@@ -43,15 +43,16 @@ class AgentStarter(Protocol):
 
 
 class StartedByHand:
-    """Implements AgentStarter: the user types one line on each host. say: shows a line to the user."""
+    """Implements AgentStarter: the user types one line on each host. say: shows a line to the user. whose: the hosts
+    are, as the line has it."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, say: Callable[[str], None], whose: str = "of the plan") -> None:
+        self._say, self._whose = say, whose
 
     async def start(self, invitation: Invitation) -> None:
         """See AgentStarter."""
         hosts = "host" if invitation.n_hosts == 1 else f"{invitation.n_hosts} hosts"
-        self._say(f"waiting for the {hosts} of the plan; type on each of them, this one too where it is one:")
+        self._say(f"waiting for the {hosts} {self._whose}; type on each of them, this one too where it is one:")
         self._say(f"  realgraph worker --key {invitation.key_file} {' '.join(invitation.words)}")
         self._say("where a host does not see that file: --key -, with its one line on standard input")
 

@@ -49,8 +49,9 @@ from realgraph.runtime.master.startup import StartError, WorkerGroup, ready_work
 from realgraph.runtime.master.status import StatusFile
 from realgraph.runtime.master.step_metrics import flatten
 from realgraph.runtime.processes.interrupts import Interrupted, Interrupts, unless
-from realgraph.runtime.processes.launcher import Launcher, LaunchError
+from realgraph.runtime.processes.launcher import Launcher, LaunchError, WorkerStacks
 from realgraph.runtime.processes.local import LocalLauncher
+from realgraph.runtime.processes.stacks import stacks_of, with_stacks
 from realgraph.runtime.scheduler.scheduler import Scheduler
 from realgraph.runtime.wire.protocol import Bye, Done, Failed, Generated, Heartbeat, Hello, Loaded, Ready
 from realgraph.runtime.wire.sockets import TransportError
@@ -136,7 +137,7 @@ class Master:
                 await unless(self._interrupts.first, ready_worker_group(workers, self._job, self._resume))
                 self._begin(workers, began)
             except StartError as error:
-                return error.failure
+                return await with_stacks(error.failure, workers.fleet)
             failure = await self._with_inbox(workers)
             return failure
         finally:
@@ -226,6 +227,7 @@ class Master:
         self._last_state = self._scheduler.state
         actions = self._tell_scheduler(None, inbox, log)
         event: Event | StopNow
+        silent: tuple[WorkerStacks, ...] = ()
         while True:
             if inbox.idle:
                 log.flush()
@@ -237,12 +239,13 @@ class Master:
                 event = await inbox.explain(Failed(-1, "", str(error), "worker"))
             else:
                 if halt is not None:
-                    return halt.error
+                    return await with_stacks(halt.error, workers.fleet, silent) if halt.error else None
                 event = await inbox.next(self._scheduler.deadline())
             match event:
                 case StopNow():
                     raise Interrupted
                 case WorkerLost(worker=worker):
+                    silent = await stacks_of(workers.fleet, (worker,))
                     await workers.fleet.kill(worker)  # one that is only silent must not wake up again
                 case Done() | Generated():
                     self._trace(event)

@@ -119,7 +119,7 @@ async def ready_worker_group(workers: WorkerGroup, job: Job, resume: Path | None
     except TimeoutError:
         late = workers_text(sorted(missing))
         text = f"{late}: not ready within {job.runtime.start_seconds:g} s (runtime.start_seconds)"
-        raise StartError(Failed(min(missing, default=-1), "", text, "start")) from None
+        raise StartError(Failed(min(missing, default=-1), "", text, "start", late=tuple(sorted(missing)))) from None
     finally:
         for task in (waiting, ended):
             task.cancel()

@@ -39,6 +39,14 @@ class WorkerProgram(Struct, frozen=True):
     preload: tuple[str, ...] = ()  # modules worth loading once for all workers of a host; the entry's own is added
 
 
+class WorkerStacks(Struct, frozen=True):
+    """The stacks of a worker's threads, as faulthandler writes them, or why there are none."""
+
+    worker: int
+    text: str = ""
+    missing: str = ""
+
+
 class Fleet(Protocol):
     """Workers that run, wherever. To be ended by `terminate` in every case."""
 
@@ -69,6 +77,10 @@ class Fleet(Protocol):
 
         Waits as long as workers live; for one task at a time.
         """
+        ...
+
+    async def dump_stacks(self, worker: int) -> WorkerStacks:
+        """The places where a worker's threads are right now; within a few seconds, however stuck it is."""
         ...
 
     async def kill(self, worker: int) -> None:

@@ -20,11 +20,13 @@ from realgraph.runtime.job.rotation import last_lines
 from realgraph.runtime.processes import processes
 from realgraph.runtime.processes.clock import time_limit
 from realgraph.runtime.processes.environment import variables
-from realgraph.runtime.processes.launcher import LaunchError, WorkerBoot, WorkerProgram
+from realgraph.runtime.processes.launcher import LaunchError, WorkerBoot, WorkerProgram, WorkerStacks
 from realgraph.runtime.processes.processes import Exited, Preloaded, Started
+from realgraph.runtime.processes.stacks import forget_empty, size_of, stacks_file, why_silent, written_since
 from realgraph.runtime.wire.curve import LOOPBACK
 from realgraph.runtime.wire.frames import cut
 
+SERVER_DUMP_SECONDS = 0.5
 KILL_SECONDS = 5.0  # what the kernel may take to end killed processes
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
@@ -86,6 +88,7 @@ class LocalFleet:
         self._changed = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
         self._buffer = bytearray()
+        self._asking = asyncio.Lock()  # requests go over the pipe one by one
         self.handles: dict[int, WorkerHandle] = {}
 
     @property
@@ -136,6 +139,23 @@ class LocalFleet:
         except subprocess.TimeoutExpired:
             self._server.kill()
             await asyncio.to_thread(self._server.wait)
+        for boot in self._boots.values():
+            forget_empty(stacks_file(Path(boot.log)))
+
+    async def dump_server(self) -> None:
+        """Have the fork server write to stderr where its threads are: in the import of a module, most often."""
+        self._server.send_signal(processes.STACK_SIGNAL)
+        await asyncio.sleep(SERVER_DUMP_SECONDS)
+
+    async def dump_stacks(self, worker: int) -> WorkerStacks:
+        """See Fleet."""
+        if worker not in self._running or worker not in self.handles:
+            return WorkerStacks(worker, missing="it does not run")
+        file = stacks_file(Path(self._boots[worker].log))
+        before = size_of(file)
+        await self._ask(processes.Signal(worker, processes.STACK_SIGNAL))
+        text = await written_since(file, before)
+        return WorkerStacks(worker, text, "" if text else why_silent(self.handles[worker].pid))
 
     async def kill(self, worker: int) -> None:
         """End one worker at once, with its process group; nothing happens where it has ended."""
@@ -156,7 +176,8 @@ class LocalFleet:
         """Send a request; where somebody has stopped the fork server, it goes on."""
         self._server.send_signal(signal.SIGCONT)
         try:
-            await asyncio.get_running_loop().sock_sendall(self._pipe, processes.frame(request))
+            async with self._asking:
+                await asyncio.get_running_loop().sock_sendall(self._pipe, processes.frame(request))
         except (BrokenPipeError, ConnectionResetError):
             self._lost()
 
@@ -182,8 +203,8 @@ class LocalFleet:
         target = processes.target_of(enter)
         for boot in self._boots.values():
             payload = msgspec.msgpack.encode(_Payload(entry, boot))
-            title = f"realgraph worker {boot.worker}"
-            await self._ask(processes.Spawn(boot.worker, target, payload, boot.log, title))
+            stacks, title = str(stacks_file(Path(boot.log))), f"realgraph worker {boot.worker}"
+            await self._ask(processes.Spawn(boot.worker, target, payload, boot.log, stacks, title))
         while len(self.handles) < len(self._boots):
             event = await self._next_event()
             if event is None:
@@ -243,8 +264,10 @@ class LocalLauncher:
             async with time_limit(deadline_seconds):
                 await fleet.start(program.entry)
         except TimeoutError:
+            await fleet.dump_server()
             await fleet.terminate(0)
-            raise LaunchError(f"the workers were not started within {deadline_seconds:g} s") from None
+            text = f"the workers were not started within {deadline_seconds:g} s; where that stands is above"
+            raise LaunchError(text) from None
         except BaseException:
             await fleet.terminate(0)
             raise

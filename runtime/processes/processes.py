@@ -36,6 +36,7 @@ from realgraph.runtime.processes.titles import set_title
 from realgraph.runtime.wire.frames import cut, framed
 
 _PR_SET_PDEATHSIG = 1
+STACK_SIGNAL = signal.SIGUSR2  # has a process write the stacks of its threads
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a terminal, systemd and batch systems send them to all
 _STRAY_SECONDS = 5.0  # for the kernel to let go of what is killed; the fork server waits no longer
 
@@ -47,6 +48,7 @@ class Spawn(Struct, frozen=True, tag=True):
     target: str  # `module:function`
     payload: bytes  # its argument
     log: str  # the file that its prints are appended to
+    stacks: str  # the file that its stacks are appended to, each time it gets STACK_SIGNAL
     title: str  # what `ps` shows
 
 
@@ -204,6 +206,7 @@ def serve(fd: int, parent: int, preload: list[str]) -> None:
         _set_death_signal(signal.SIGKILL)
     leave_end_signals()
     set_title("realgraph fork server")
+    faulthandler.register(STACK_SIGNAL, all_threads=True)  # to stderr, which the launcher's user sees
     owner = socket.socket(fileno=fd)
     error = ""
     try:
@@ -330,6 +333,7 @@ def _child(request: Spawn, parent: int) -> NoReturn:
         set_title(request.title)
         _redirect(request.log)
         faulthandler.enable()
+        _write_stacks_to(request.stacks)
         resolve(request.target)(request.payload)
         status = 0
     except SystemExit as end:
@@ -342,6 +346,13 @@ def _child(request: Spawn, parent: int) -> NoReturn:
             sys.stderr.flush()
         finally:
             os._exit(status)
+
+
+def _write_stacks_to(file: str) -> None:
+    """Append the stacks of all threads to a file whenever STACK_SIGNAL comes. faulthandler writes them from the signal
+    handler itself: also where the interpreter is stuck, and never any value."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
 
 
 def _redirect(log: str) -> None:

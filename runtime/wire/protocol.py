@@ -299,6 +299,8 @@ class Failed(_Message, frozen=True):
     kind: Literal["call", "function", "data", "numerics", "disk", "start", "worker", "deadline"] = "call"
     sample: int = -1
     detail: str = ""  # the traceback, for the log
+    late: tuple[int, ...] = ()  # workers that have missed a deadline: their stacks say why
+    frames: tuple[str, ...] = ()  # lines for people about these stacks, where they have been looked at
 
 
 class Bye(_Message, frozen=True):

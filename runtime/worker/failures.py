@@ -12,7 +12,7 @@ from realgraph.runtime.engine import LogprobGap, LostPart, NumericsError
 from realgraph.runtime.functions.host import FunctionError
 from realgraph.runtime.job.run_folder import disk_text
 from realgraph.runtime.parallel.rendezvous import CollectiveError
-from realgraph.runtime.store.bundle import PeerLostError
+from realgraph.runtime.store.bundle import PeerLostError, SlowPeerError
 from realgraph.runtime.wire.protocol import Failed
 from realgraph.runtime.worker.function_calls import FunctionFailed
 
@@ -24,7 +24,8 @@ def failure(worker: int, call: str, error: Exception) -> Failed:
     """The failure in `call` of `worker`, in one line, with the sample to blame where one is known."""
     kind, text, sample = _judge(call, error)
     detail = getattr(error, "detail", "") or "".join(traceback.format_exception(error))
-    return Failed(worker, call, text, kind, sample, detail)
+    late = (error.worker,) if isinstance(error, SlowPeerError) else ()
+    return Failed(worker, call, text, kind, sample, detail, late)
 
 
 def _judge(call: str, error: Exception) -> tuple[Kind, str, int]:

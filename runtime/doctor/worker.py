@@ -1,0 +1,131 @@
+"""One worker of a check of machines: looks at its host, and measures the way to others, one at a time. Worker side.
+
+What it calls may hang for good, in a library or a driver: each task has a thread, and the master does not wait for it.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from realgraph.runtime.doctor.facts import TorchFacts
+from realgraph.runtime.doctor.messages import (
+    Answer,
+    BackendName,
+    Connected,
+    Examine,
+    Examined,
+    JoinPair,
+    OpenPair,
+    PairMeasured,
+    PairOpened,
+    decode_task,
+    encode,
+)
+from realgraph.runtime.doctor.pair import MEET_SECONDS, Link, measured
+from realgraph.runtime.doctor.probes import look, look_at_network
+from realgraph.runtime.processes.environment import set_for_library
+from realgraph.runtime.processes.launcher import WorkerBoot
+from realgraph.runtime.wire.interfaces import interface_of_address
+from realgraph.runtime.wire.sockets import SecureClient, TransportError
+
+log = logging.getLogger(__name__)
+
+
+def main(boot: WorkerBoot) -> None:
+    """The worker's process; its launcher ends it."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    Path(boot.log).unlink(missing_ok=True)  # nothing of a check is left; what goes wrong is told
+    set_for_library("NCCL_SOCKET_IFNAME", f"={interface_of_address(boot.interface)}")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(boot.worker % torch.cuda.device_count())
+    sys.exit(asyncio.run(_serve(boot)))
+
+
+async def _serve(boot: WorkerBoot) -> int:
+    client = SecureClient(boot.master, b"%d" % boot.worker, boot.keys, boot.master_key)
+    loop = asyncio.get_running_loop()
+
+    def tell(answer: Answer) -> None:
+        asyncio.run_coroutine_threadsafe(client.send(encode(answer)), loop)
+
+    await client.send(encode(Connected()))
+    try:
+        while True:
+            frames = await client.receive()
+            try:
+                task = decode_task.decode(frames[0])
+            except msgspec.MsgspecError as error:
+                log.warning("refused a message of the master: %s", error)
+                continue
+            match task:
+                case Examine():
+                    loop.run_in_executor(None, _examine, task, boot, tell)
+                case OpenPair(backend=backend):
+                    loop.run_in_executor(None, _open_pair, backend, boot.interface, tell)
+                case JoinPair():
+                    loop.run_in_executor(None, _join_pair, task, boot.interface, tell)
+    except TransportError as error:
+        log.error("%s", error)
+        return 1
+
+
+def _examine(task: Examine, boot: WorkerBoot, tell: Callable[[Answer], None]) -> None:
+    asked = time.time()
+    network = look_at_network(boot.interface, interface_of_address(boot.interface))
+    host = look(task.name, network, Path(task.folder))
+    try:
+        shares = Path(task.token).read_text(encoding="ascii") == task.content
+    except (OSError, ValueError):
+        shares = False
+    tell(Examined(msgspec.structs.replace(host, torch=torch_facts(), shares_folder=shares), asked, time.time()))
+
+
+def torch_facts() -> TorchFacts:
+    """torch as it is in this process."""
+    cuda = torch.version.cuda or ""
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda and sys.platform == "linux" else ""
+    return TorchFacts(cuda, nccl, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+
+
+def _open_pair(backend: BackendName, address: str, tell: Callable[[Answer], None]) -> None:
+    def meet() -> PairMeasured:
+        with socket.create_server((address, 0)) as listener:
+            port = listener.getsockname()[1]
+            store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        tell(PairOpened(f"{address}:{port}"))
+        return measured(Link(backend, _named(store), 0, address), leads=True)
+
+    tell(_guarded(meet))
+
+
+def _join_pair(task: JoinPair, address: str, tell: Callable[[Answer], None]) -> None:
+    def meet() -> PairMeasured:
+        host, _, port = task.address.rpartition(":")
+        timeout = timedelta(seconds=MEET_SECONDS)
+        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+        return measured(Link(task.backend, _named(store), 1, address), leads=False)
+
+    tell(_guarded(meet))
+
+
+def _named(store: Store) -> Store:
+    return PrefixStore("doctor", store)
+
+
+def _guarded(meet: Callable[[], PairMeasured]) -> PairMeasured:
+    """The result, or the error in one line: stores, gloo and NCCL raise RuntimeError and its subclasses."""
+    try:
+        return meet()
+    except (RuntimeError, OSError) as error:
+        log.exception("process %d: a pair has failed", os.getpid())
+        return PairMeasured(error=str(error).strip().splitlines()[0][:200] if str(error).strip() else repr(error))
