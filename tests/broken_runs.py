@@ -34,9 +34,11 @@ def reference(home: Path) -> dict[int, dict[str, float]]:
 
 
 @pytest.fixture
-def own(home: Path, tmp_path: Path) -> Path:
-    """A home to be broken."""
-    return copy_home(home, tmp_path / "home")
+def own(home: Path, tmp_path: Path) -> Iterator[Path]:
+    """A home to be broken. Its runs end with the test."""
+    folder = copy_home(home, tmp_path / "home")
+    yield folder
+    stop(folder)
 
 
 class Broken:
@@ -98,7 +100,5 @@ class Broken:
 
 
 @pytest.fixture
-def broken(own: Path) -> Iterator[Broken]:
-    run = Broken(own)
-    yield run
-    stop(run.running)
+def broken(own: Path) -> Broken:
+    return Broken(own)

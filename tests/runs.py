@@ -183,6 +183,7 @@ def _enter(argv: list[str], folder: Path, output: str, special: Special) -> None
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests themselves run under nohup
     os.chdir(folder.parent)
     local.open_server = fork_server
     process.open_guardian = guardian
@@ -191,7 +192,7 @@ def _enter(argv: list[str], folder: Path, output: str, special: Special) -> None
     main()
 
 
-_STARTED: list[ForkServerProcess] = []
+_STARTED: list[tuple[ForkServerProcess, Path]] = []  # each with its home
 
 
 @dataclass
@@ -255,7 +256,7 @@ def start(home: Path, *argv: str, name: str = "run", special: Special = PLAIN) -
     output = home / f"{name}-{time.monotonic_ns()}.out"
     process = CONTEXT.Process(target=_enter, args=(list(argv), home / name, str(output), special))
     process.start()
-    _STARTED.append(process)
+    _STARTED.append((process, home))
     return Running(process, home, output, home / name)
 
 
@@ -275,7 +276,7 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
     ours, theirs = CONTEXT.Pipe()
     process = CONTEXT.Process(target=_answer, args=(theirs, function, arguments))
     process.start()
-    _STARTED.append(process)
+    _STARTED.append((process, Path()))
     theirs.close()
     assert ours.poll(PATIENCE), f"{function.__name__} has not answered in {PATIENCE:.0f} s"
     well, found = ours.recv()
@@ -297,11 +298,12 @@ def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any
         pipe.send((False, error.problems))
 
 
-def stop(running: Running) -> None:
-    """Kill the run where a test has left it alive."""
-    if running.process.is_alive():
-        running.process.kill()
-        running.process.join()
+def stop(home: Path) -> None:
+    """Kill the runs of this home that a test has left alive, as one that fails does: each would slow all others."""
+    for process, its_home in _STARTED:
+        if its_home == home and process.is_alive():
+            process.kill()
+            process.join()
 
 
 # --- what a run leaves ------------------------------------------------------------------------------------------------
@@ -363,6 +365,6 @@ def copy_home(home: Path, target: Path) -> Path:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Model and data, made once. To be read only: `copy_home` for a test that breaks something."""
     yield make_home(tmp_path_factory.mktemp("home"))
-    for process in _STARTED:  # of tests that failed
+    for process, _ in _STARTED:  # of tests that failed
         if process.is_alive():
             process.kill()

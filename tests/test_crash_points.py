@@ -5,6 +5,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,13 +79,31 @@ def dies(root: Path, at: int, loses: bool) -> bool:
     return status != 0
 
 
+def die_everywhere(root: Path, loses: bool) -> None:
+    """Runs in folders of their own, `1` killed at its first file operation and so on; the last one ends before."""
+    at = 1
+    while dies(root / f"{at}", at, loses):
+        at += 1
+
+
+def forked_to_die(root: Path, loses: bool) -> int:
+    """`die_everywhere` in an interpreter of its own: forks of this process, with all its modules, would take a minute.
+
+    The number of runs that were killed.
+    """
+    code = "import sys, pathlib; from tests.test_crash_points import die_everywhere as die;"
+    code += "die(pathlib.Path(sys.argv[1]), sys.argv[2] == 'True')"
+    subprocess.run([sys.executable, "-c", code, str(root), str(loses)], cwd=Path(__file__).parent.parent, check=True)
+    return len(list(root.iterdir())) - 1
+
+
 @pytest.mark.parametrize("loses", [False, True], ids=["killed", "the power fails"])
 def test_no_checkpoint_is_lost_whatever_file_operation_is_the_last(
     tmp_path: Path, loses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    at, resumed = 1, set()
-    while dies(tmp_path / f"{at}", at, loses):
+    n_killed, resumed = forked_to_die(tmp_path, loses), set()
+    for at in range(1, n_killed + 1):
         folder = RunFolder(tmp_path / f"{at}")
         recorded = max((record["step"] for record in records(folder.root, "checkpoint")), default=0)
         with exclusive(folder):
@@ -96,7 +116,6 @@ def test_no_checkpoint_is_lost_whatever_file_operation_is_the_last(
             assert newest is not None and (newest / part).read_bytes() == content(step, part)
         left = [path.name for path in folder.checkpoints.glob("*.*")]
         assert not left, left
-        at += 1
         resumed.add(step)
         if at % 4:
             continue
@@ -104,7 +123,7 @@ def test_no_checkpoint_is_lost_whatever_file_operation_is_the_last(
         assert [path.name for path in sorted(folder.checkpoints.iterdir())] == ["best", "step-000003"]
         assert folder.best.resolve() == folder.checkpoint(3).resolve()
     assert resumed == {0, 1, 2, 3}
-    assert at > 100
+    assert n_killed > 100
 
 
 THREE = {"steps": 3, "checkpoint": {"every": 1, "keep": 1}}

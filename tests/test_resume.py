@@ -313,7 +313,7 @@ def test_a_run_directory_belongs_to_one_run(home: Path) -> None:
         run.interrupt()
         assert run.wait() == 130
     finally:
-        stop(run)
+        stop(home)
     held.gone()
     assert "holds a run already" in finish(home, "run", str(file), name="one", code=2).output()
     done = records(home / "one")[-1]["step"] + 1

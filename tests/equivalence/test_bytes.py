@@ -44,8 +44,8 @@ def opened(here: LayoutRanks, case: Case, models: Path) -> TorchTrainEngine:
 
 
 def train_once(engine: TorchTrainEngine, case: Case) -> None:
-    """A train call on this rank's share of the mini-batches."""
-    engine.train(call_of(case), [batch.select([engine.ranks.dp.rank]) for batch in minibatches(case.dtype, 0)])
+    """Two optimizer steps on this rank's share of the mini-batches."""
+    engine.train(call_of(case), [batch.select([engine.ranks.dp.rank]) for batch in minibatches(case.dtype, 0)[:2]])
 
 
 def counted(ranks: LayoutRanks, case: Case, models: Path) -> dict[str, int] | None:
