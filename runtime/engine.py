@@ -230,8 +230,7 @@ class TrainEngine(Protocol):
         ...
 
     def save(self, folder: RunPath) -> None:
-        """Write this worker's share of the weights in the Hugging Face form, of optimizer and schedule state; the
-        checkpoint is whole when all workers of the layout have. Raises OSError."""
+        """Write this worker's share of weights (as Hugging Face has them), optimizer and counters. Raises OSError."""
         ...
 
     def load(self, folder: RunPath) -> None:

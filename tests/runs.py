@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -156,6 +157,7 @@ class Special:
             enter_namespace(self.namespace)
         if self.hidden:
             hide(self.hidden)
+            tempfile.tempdir = str(folder.parent)
         if self.ignored is not None:
             signal.signal(self.ignored, signal.SIG_IGN)
         for name, value in self.limits.items():
