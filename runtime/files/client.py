@@ -74,6 +74,9 @@ class FileClient:
 
     def _begin(self, request: FileRequest) -> "_Connection":
         connection: _Connection | None = getattr(self._here, "connection", None)
+        if connection is not None and connection.stale():
+            self._drop(connection)
+            connection = None
         if connection is None:
             connection = _Connection(self._context, self._address, self._server_key, self._keys)
             self._here.connection = connection
@@ -126,6 +129,14 @@ class _Connection:
         self._made = time.monotonic()
         self._unanswered: set[int] = set()
         self._socket.connect(address)
+
+    def stale(self) -> bool:
+        """True where it broke while nothing was asked."""
+        events = []
+        while not self._unanswered and self._monitor.poll(0):
+            events.append(parse_monitor_message(self._monitor.recv_multipart())["event"])
+        self._greeted |= zmq.EVENT_HANDSHAKE_SUCCEEDED in events
+        return zmq.EVENT_DISCONNECTED in events
 
     def send(self, request: FileRequest) -> None:
         while len(self._unanswered) >= AHEAD:

@@ -11,6 +11,8 @@ from msgspec import Struct, field
 from msgspec.msgpack import Decoder, Encoder
 
 PIECE_BYTES = 4 << 20
+MOST_DIMS = 16
+MOST_FILE_BYTES = 1 << 50
 
 
 class FileBox(Struct, frozen=True, array_like=True):
@@ -27,17 +29,26 @@ class FileBox(Struct, frozen=True, array_like=True):
         return self.element_bytes * math.prod(self.size)
 
     @property
+    def end(self) -> int:
+        """The byte of the file behind the tensor."""
+        return self.start + self.element_bytes * math.prod(self.shape)
+
+    @property
     def fault(self) -> str:
         """The reason for which it is no box; '' where it is one."""
-        if not len(self.shape) == len(self.first) == len(self.size):
-            return "its tensor has another number of dims"
-        if min((self.start, *self.first, *self.size), default=0) < 0 or self.element_bytes < 1:
+        if not len(self.shape) == len(self.first) == len(self.size) <= MOST_DIMS:
+            return f"its tensor has another number of dims, or more than {MOST_DIMS}"
+        if min(self.start, *self.first, *self.size, self.element_bytes - 1) < 0:
             return "it has a negative number"
+        if self.end > MOST_FILE_BYTES:
+            return "its file would be larger than any"
         ends = (first + size for first, size in zip(self.first, self.size, strict=True))
         return "it is not within its tensor" if any(end > n for end, n in zip(ends, self.shape, strict=True)) else ""
 
     def runs(self) -> tuple[int, Iterator[int]]:
         """The box as runs of bytes that lie in a row: their length, and the place of each in the file."""
+        if not self.nbytes:
+            return 0, iter(())
         run, firsts = runs(self.shape, self.first, self.size)
         return run * self.element_bytes, (self.start + first * self.element_bytes for first in firsts)
 
@@ -49,7 +60,7 @@ def bytes_at(start: int, n_bytes: int) -> FileBox:
 
 def runs(shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, Iterator[int]]:
     """The box at `start` of a tensor as runs of elements that lie in a row: their length, and the first element of
-    each."""
+    each. Not for boxes without elements."""
     dim = len(shape)
     while dim and size[dim - 1] == shape[dim - 1]:
         dim -= 1

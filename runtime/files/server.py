@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from realgraph.runtime.files.messages import (
+    MOST_FILE_BYTES,
     PIECE_BYTES,
     AppendLine,
     FileAnswer,
@@ -127,8 +128,9 @@ def _write_box(path: Path, request: WriteBox) -> None:
     """Raises OSError."""
     box, data = request.box, memoryview(request.data)
     _check(path, box)
-    if box.nbytes != len(data):
-        raise OSError(errno.EINVAL, f"a box of {box.nbytes} bytes came with {len(data)}", str(path))
+    if box.nbytes != len(data) or not box.end <= request.file_bytes <= MOST_FILE_BYTES:
+        text = f"a box of {box.nbytes} bytes came with {len(data)}, up to byte {box.end} of {request.file_bytes}"
+        raise OSError(errno.EINVAL, text, str(path))
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         if os.fstat(handle).st_size != request.file_bytes:

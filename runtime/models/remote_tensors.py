@@ -33,8 +33,10 @@ class RemoteTensors:
     def __init__(self, path: RemotePath) -> None:
         self._path = path
         try:
-            length = int.from_bytes(path.read_at(0, 8), "little")
-            header: dict[str, Any] = json.loads(path.read_at(8, min(length, path.nbytes() - 8)))
+            length, n_bytes = int.from_bytes(path.read_at(0, 8), "little"), path.nbytes()
+            if length > n_bytes - 8:
+                raise ValueError(f"a header of {length} bytes in a file of {n_bytes}")
+            header: dict[str, Any] = json.loads(path.read_at(8, length))
             header.pop("__metadata__", None)
             self._tensors = {name: _tensor(path, 8 + length, entry) for name, entry in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:

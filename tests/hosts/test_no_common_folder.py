@@ -99,7 +99,8 @@ def check_loads(actor: Path) -> None:
     """transformers reads the weights, and misses none."""
     from transformers import AutoModelForCausalLM
 
-    _, found = AutoModelForCausalLM.from_pretrained(actor, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(actor, output_loading_info=True)
+    found = loaded[1]
     assert not found["missing_keys"]
     assert not found["unexpected_keys"]
 
