@@ -13,6 +13,7 @@ from torch import Tensor
 from realgraph.graphs.spec import ModelRole, Optimizer, Train
 from realgraph.planner.plan.layout import Recompute
 from realgraph.runtime.batch import Packed
+from realgraph.runtime.files.paths import RunPath
 from realgraph.runtime.parallel.exchange import WeightPart
 from realgraph.runtime.parallel.segments import WeightSegment
 from realgraph.runtime.wire.protocol import HeldBytes, Mean, Metric
@@ -118,7 +119,7 @@ class Snapshot(Protocol):
         """Version of the weights."""
         ...
 
-    def write(self, folder: Path, writers: Sequence[int]) -> None:
+    def write(self, folder: RunPath, writers: Sequence[int]) -> None:
         """Write this worker's share of what `TrainEngine.save` would have written, where of the workers only `writers`
         are left. From any thread. Raises OSError; LostPart where they do not have all of it."""
         ...
@@ -228,12 +229,11 @@ class TrainEngine(Protocol):
         """A copy of this worker's part of the state in host memory. From any thread, while nothing trains."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write this worker's share of the weights in the Hugging Face form, of optimizer and schedule state; the
-        checkpoint is whole when all workers of the layout have. Raises OSError."""
+    def save(self, folder: RunPath) -> None:
+        """Write this worker's share of weights (as Hugging Face has them), optimizer and counters. Raises OSError."""
         ...
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: RunPath) -> None:
         """Take back what `save` wrote, bit for bit."""
         ...
 
@@ -387,7 +387,7 @@ class RolloutEngine(Protocol):
         weights, those of another engine left aside: until `switch` no token is drawn, and the version is RELEASED."""
         ...
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: RunPath) -> None:
         """Prepare the weights that `TrainEngine.save` wrote, and switch to their version; for weights of its own."""
         ...
 

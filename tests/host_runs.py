@@ -1,7 +1,8 @@
 """Runs over several hosts for tests: `realgraph run` with `launch: {kind: hosts}`, and an agent for each host."""
 
+import shutil
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,14 +24,18 @@ def free_port(address: str = "127.0.0.1") -> int:
 
 
 def agent(home: Path, listen: str, name: str, *options: str, special: Special = PLAIN) -> Running:
-    """`realgraph worker` with the key of the run in `home`."""
-    words = ("worker", "--connect", listen, "--key", str(home / "run/join.key"), "--name", name)
+    """`realgraph worker` with the key of the run in `home`, or a copy of it where it does not see that."""
+    key = home / "run/join.key"
+    if special.hidden:
+        key = Path(shutil.copy2(key, home / f"{name}.key"))
+    words = ("worker", "--connect", listen, "--key", str(key), "--name", name)
     return start(home, *words, *options, name=f"agent-{name}", special=special)
 
 
 class Hosts:
     """A run of several hosts and their agents once it waits for them: all on this machine, or each in a network
-    namespace, the master in the first one's. limits: of constants, see `Special`."""
+    namespace, the master in the first one's. limits: of constants, see `Special`. apart: names of hosts that do not see
+    the run directory."""
 
     def __init__(
         self,
@@ -40,11 +45,16 @@ class Hosts:
         words: Sequence[str] = (),
         network: Network | None = None,
         limits: Mapping[str, float] = MappingProxyType({}),
+        apart: Collection[str] = (),
     ) -> None:
         self.home = home
         self.traces: Traces = traces(home)
         spaces = [network.spaces[i] for i in range(len(names))] if network else [""] * len(names)
-        special = [Special(namespace=space, limits=dict(limits)) for space in spaces]
+        hidden = [str(home / "run") if name in apart else "" for name in names]
+        special = [
+            Special(namespace=space, limits=dict(limits), hidden=folder)
+            for space, folder in zip(spaces, hidden, strict=True)
+        ]
         self.listen = f"{network.addresses[0]}:7000" if network else f"127.0.0.1:{free_port()}"
         launch = {"launch": {"kind": "hosts", "listen": self.listen, "join_seconds": 60}}
         if not words:

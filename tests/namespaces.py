@@ -1,5 +1,5 @@
-"""Hosts of a network on one machine: network namespaces, each with an address of its own, joined by a bridge. Linux,
-as root."""
+"""Hosts of a network on one machine: network namespaces, each with an address of its own, joined by a bridge; and mount
+namespaces, in which a folder is another one. Linux, as root."""
 
 import ctypes
 import os
@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 
-_CLONE_NEWNET = 0x40000000
+_CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
+_MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 _NUMBERS = count()  # of the networks of this process
 
 
@@ -20,6 +21,18 @@ def enter_namespace(name: str) -> None:
     if libc.setns(descriptor, _CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), f"setns {name}")
     os.close(descriptor)
+
+
+def hide(folder: str) -> None:
+    """Have this process, and all that it starts, see an empty file system of their own at `folder`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for failed in (
+        lambda: libc.unshare(_CLONE_NEWNS),
+        lambda: libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None),
+        lambda: libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 0, None),
+    ):
+        if failed():
+            raise OSError(ctypes.get_errno(), "hide", folder)
 
 
 def ip(*words: str) -> None:

@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ import pytest
 from realgraph.graphs.errors import ConfigError
 from tests.crash_points import CrashPoints
 from tests.forked import PATIENCE, fork_server, guardian
-from tests.namespaces import enter_namespace
+from tests.namespaces import enter_namespace, hide
 from tests.preloaded import CONTEXT
 from tests.traces import processes_at, title_of
 
@@ -151,10 +152,14 @@ class Special:
     limits: dict[str, float] = field(default_factory=dict)
     dies_at: int = 0  # the file operation in its run directory, from 1, before which its master is killed; 0: none
     namespace: str = ""  # the network namespace that it runs in
+    hidden: str = ""  # a folder that it does not see: at its place there is an empty file system of its own
 
     def apply(self, folder: Path) -> None:
         if self.namespace:
             enter_namespace(self.namespace)
+        if self.hidden:
+            hide(self.hidden)
+            tempfile.tempdir = str(folder.parent)
         if self.ignored is not None:
             signal.signal(self.ignored, signal.SIG_IGN)
         for name, value in self.limits.items():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from realgraph.graphs.spec import Optimizer
+from realgraph.runtime.job.run_folder import write_at
 from realgraph.runtime.models import checkpoint_files
 from realgraph.runtime.models.checkpoint_files import CheckpointTarget, Reader, TensorEntry, write_parts
 from realgraph.runtime.parallel.cuts import Box, split
@@ -98,13 +99,13 @@ def test_writers_of_parts_write_the_files_of_one_writer(
     )
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint_files, "BUCKET_BYTES", bucket)
-        sizes, put = [0], checkpoint_files._write_at
+        sizes, put = [0], write_at
 
         def noted(handle: int, data: memoryview, offset: int) -> None:
             sizes.append(len(data) if offset else 0)  # the header comes first
             put(handle, data, offset)
 
-        patch.setattr(checkpoint_files, "_write_at", noted)
+        patch.setattr(checkpoint_files, "write_at", noted)
         several, one = Path(folder) / "several", Path(folder) / "one"
         several.mkdir()
         one.mkdir()

@@ -15,7 +15,7 @@ from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.plan.command import print_plan
 from realgraph.run.costs_record import CostsFile, Planned
 from realgraph.run.ending import next_lines
-from realgraph.run.launching import launcher_of
+from realgraph.run.launching import launcher_of, tell_needs
 from realgraph.run.restarts import back_off, give_up, prepared_again
 from realgraph.run.resume import ResumeOptions, resumed
 from realgraph.run.running import PreparedRun, claim, owned, prepare, unwritable_folder, with_sums
@@ -153,7 +153,9 @@ def execute(
     if prepared.resume is not None:
         return _with_restarts(prepared, watchers, launcher)
     with owned(prepared.folder):
-        return _with_restarts(replace(prepared, job=with_sums(prepared.job)), watchers, launcher)
+        prepared = replace(prepared, job=with_sums(prepared.job))
+        tell_needs(launcher, prepared)
+        return _with_restarts(prepared, watchers, launcher)
 
 
 def _with_restarts(prepared: PreparedRun, watchers: Callable[[], Sequence[Observer]], launcher: Launcher) -> RunOutcome:

@@ -37,7 +37,14 @@ def launcher_of(prepared: PreparedRun, say: Callable[[str], None]) -> Launcher:
 
 def needed_of(prepared: PreparedRun) -> Needed:
     """The needs of a run that its hosts must meet."""
-    return Needed(prepared.job.cluster, prepared.folder.root, tuple(_paths(prepared.job)))
+    job = prepared.job
+    return Needed(job.cluster, prepared.folder.root, tuple(_paths(job)), {**job.data_sums, **job.eval_sums})
+
+
+def tell_needs(launcher: Launcher, prepared: PreparedRun) -> None:
+    """Have a launcher know what a run needs now: the checksums of its data, its newest plan."""
+    if isinstance(launcher, HostsLauncher):
+        launcher.start_again(needed_of(prepared))
 
 
 def _starter(spec: OnHosts, prepared: PreparedRun, say: Callable[[str], None]) -> AgentStarter:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from realgraph.planner.request.engine_support import TORCH
 from realgraph.runtime.attention.pages import PagePool, pages_for
 from realgraph.runtime.engine import RELEASED, Completion, Decode, Parts, Request, RolloutLimits, WeightSpec
+from realgraph.runtime.files.paths import RunPath
 from realgraph.runtime.generate.cached_model import CachedModel
 from realgraph.runtime.generate.prefill import Prefill, shared_pages
 from realgraph.runtime.generate.request_bounds import RequestBounds
@@ -205,7 +206,7 @@ class ContinuousBatch:
         self._dropped.drop(self._model.module.parameters())
         self.version = RELEASED
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: RunPath) -> None:
         """Take the weights that `TrainEngine.save` wrote, and their version."""
         read_into(self._model.module, folder, "lm")
         self.weights_changed(read_counters(folder).version)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from realgraph.runtime.engine import Completion, EngineClosed, EngineStatus, Parts, Request, WeightSpec
+from realgraph.runtime.files.paths import RunPath
 from realgraph.runtime.generate.continuous_batch import ContinuousBatch
 from realgraph.runtime.generate.session import (
     Aborted,
@@ -208,7 +209,7 @@ class TorchRolloutEngine:
                 self._whole = False
                 self._batch.drop_weights()
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: RunPath) -> None:
         """See RolloutEngine."""
         with self._between_steps():
             self._whole = False

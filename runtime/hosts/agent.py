@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
-from realgraph.runtime.hosts.facts import own_facts
+from realgraph.runtime.hosts.facts import other_files, own_facts
+from realgraph.runtime.hosts.host_logs import RELAYED_LINES, own_logs
 from realgraph.runtime.hosts.join_key import JoinKey, parse_join_key
 from realgraph.runtime.hosts.messages import (
     BEAT_SECONDS,
@@ -69,6 +70,7 @@ class HostAgent:
         self._client, self._address, self._say = client, address, say
         self._fleet: Fleet | None = None
         self._interface = ""
+        self._own_logs = False  # the workers print to files that the master does not see
         self._launching: asyncio.Task[None] | None = None
         self._exits: asyncio.Task[None] | None = None
         self._dumps: set[asyncio.Task[None]] = set()
@@ -185,14 +187,19 @@ class HostAgent:
     async def _launch(self, message: LaunchWorkers) -> None:
         workers = ", ".join(str(boot.worker) for boot in message.boots)
         self._say(f"starting workers {workers}")
+        boots, logs = message.boots, ""
         try:
-            fleet = await LocalLauncher(self._interface).start(message.boots, message.program, message.deadline_seconds)
+            if any(boot.files for boot in boots):
+                boots, logs = own_logs(boots)
+                self._say(f"this host does not see the run directory: its workers' logs are in {logs}")
+            fleet = await LocalLauncher(self._interface).start(boots, message.program, message.deadline_seconds)
         except LaunchError as error:
             await self._send(HostFailed(str(error)))
             return
+        self._own_logs = bool(logs)
         self._fleet = fleet
         self._exits = asyncio.create_task(self._report_exits(fleet))
-        await self._send(HostStarted())
+        await self._send(HostStarted(logs))
         self._say(f"workers {workers} run; this host ends with the run")
 
     async def _dump_stacks(self, worker: int) -> None:
@@ -206,7 +213,8 @@ class HostAgent:
             worker, status = await fleet.wait_exit()
             if status:
                 self._say(f"worker {worker} {describe_exit(status)}")
-            await self._send(WorkerEnded(worker, status, fleet.last_lines(worker) if status else ""))
+            told = status != 0 or self._own_logs
+            await self._send(WorkerEnded(worker, status, fleet.last_lines(worker, RELAYED_LINES) if told else ""))
 
     async def _send(self, message: AgentMessage) -> None:
         await self._client.send(encode(message))
@@ -219,7 +227,8 @@ def _look(message: Look) -> Looked:
         shares = Path(message.token).read_text(encoding="ascii") == message.content
     except (OSError, ValueError):
         shares = False
-    return Looked(missing, shares, asked, time.time())
+    other_data = () if shares else tuple(other_files(message.sums))
+    return Looked(missing, shares, other_data, asked, time.time())
 
 
 def _listens(address: tuple[str, int]) -> bool | None:

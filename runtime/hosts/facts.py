@@ -3,12 +3,14 @@
 import ipaddress
 import platform
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.planner.inputs.detect import probe
 from realgraph.runtime.hosts.messages import HostFacts
+from realgraph.runtime.job.manifest import FileSum, sum_file
 from realgraph.runtime.processes.host_id import host_id
 
 _PACKAGES = ("realgraph", "torch", "transformers", "safetensors", "pyzmq", "msgspec")
@@ -44,6 +46,19 @@ def own_name(environment: Mapping[str, str]) -> str:
 def is_public(address: str) -> bool:
     """True of an address that the whole internet may reach."""
     return ipaddress.ip_address(address).is_global
+
+
+def other_files(sums: Mapping[str, FileSum]) -> Iterator[str]:
+    """Files that are not here as their checksums say, and how."""
+    for path, wanted in sums.items():
+        try:
+            n_bytes = Path(path).stat().st_size
+            if n_bytes != wanted.nbytes:
+                yield f"{path} has {n_bytes:,} bytes, and {wanted.nbytes:,} on the host of the run"
+            elif sum_file(Path(path)) != wanted:
+                yield f"{path} has other bytes than on the host of the run"
+        except OSError as error:
+            yield f"{path} can't be read: {error.strerror or error}"
 
 
 def own_facts(name: str, address: str) -> HostFacts:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from realgraph.runtime.files.server import FileServer
+from realgraph.runtime.hosts.host_logs import add_lines, tell_place
 from realgraph.runtime.hosts.hub import Hub
 from realgraph.runtime.hosts.messages import (
     BEAT_SECONDS,
@@ -54,6 +56,7 @@ class RemoteHost:
         self.answered = False  # by HostEnded
         self.missed = 0  # times in a row that it was not connected
         self.reason = ""  # for its end, where the master had not asked for it
+        self.logs = ""  # the folder on it that its workers print to, '' where that is the run's
         self._heard = time.monotonic()
 
     def speaks(self) -> None:
@@ -108,6 +111,7 @@ class HostsFleet:
 
     def __init__(self, hub: Hub, owner: HostsOwner) -> None:
         self._hub, self._owner = hub, owner
+        self.files: FileServer | None = None  # for hosts that do not see the run directory
         self._spares: dict[bytes, RemoteHost] = {}
         self.hosts: dict[bytes, RemoteHost] = {}
         self._boots: dict[int, WorkerBoot] = {}
@@ -136,9 +140,14 @@ class HostsFleet:
             self._boots[boot.worker], self._host_of[boot.worker] = boot, host
             self._running.add(boot.worker)
 
+    def _workers_of(self, host: RemoteHost) -> list[int]:
+        return [worker for worker, its in self._host_of.items() if its is host]
+
     def last_lines(self, worker: int, n_lines: int = 20) -> str:
         """The end of a worker's log; '' where there is none yet."""
-        return last_lines(Path(self._boots[worker].log), n_lines) or self._lines.get(worker, "")
+        relayed = "".join(self._lines.get(worker, "").splitlines(keepends=True)[-n_lines:])
+        here = "" if self._host_of[worker].logs else last_lines(Path(self._boots[worker].log), n_lines)
+        return here or relayed
 
     def host_of(self, worker: int) -> str:
         """`host b (10.0.0.2)`, and why it leaves the run, where it does."""
@@ -183,6 +192,8 @@ class HostsFleet:
             task.cancel()
         await asyncio.gather(self._listening, self._watching, return_exceptions=True)
         await self._hub.close()
+        if self.files is not None:
+            await self.files.close()
         await self._owner.ended(sum(host.answered for host in living) if again else 0)
 
     async def tell(self, host: RemoteHost, message: MasterMessage) -> bool:
@@ -249,12 +260,16 @@ class HostsFleet:
             case Looked():
                 host.looked = message
                 host.clock_ahead = clock_ahead((host.asked, message.asked), (message.answered, time.time()))
-            case HostStarted():
-                host.started = True
+            case HostStarted(logs=logs):
+                host.started, host.logs = True, logs
+                for worker in self._workers_of(host) if logs else ():
+                    tell_place(Path(self._boots[worker].log), host.text, logs)
             case HostFailed(error=error):
                 host.failed = error
             case WorkerEnded(worker=worker, status=status) if self._host_of.get(worker) is host:
                 self._lines[worker] = message.last_lines
+                if host.logs:
+                    add_lines(Path(self._boots[worker].log), message.last_lines)
                 self._end(worker, status)
             case StacksDumped(stacks=stacks) if self._host_of.get(stacks.worker) is host:
                 self._stacks[stacks.worker] = stacks

@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from msgspec import Struct
+import msgspec
+from msgspec import Struct, field
 
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.planner.inputs.cluster import Cluster
+from realgraph.runtime.files.server import FileServer
 from realgraph.runtime.hosts.checks import faults, in_order
 from realgraph.runtime.hosts.facts import is_public, own_versions
 from realgraph.runtime.hosts.fleet import HostsFleet, RemoteHost
@@ -18,21 +20,25 @@ from realgraph.runtime.hosts.hub import Hub
 from realgraph.runtime.hosts.join_key import JoinKey, make_join_key, write_join_key
 from realgraph.runtime.hosts.messages import EndHost, LaunchWorkers, Look
 from realgraph.runtime.hosts.starter import AgentStarter, Invitation
-from realgraph.runtime.job.run_folder import write_atomic
+from realgraph.runtime.job.manifest import FileSum
+from realgraph.runtime.job.run_folder import RunFolder, write_atomic
 from realgraph.runtime.processes.host_id import host_id
 from realgraph.runtime.processes.launcher import LaunchError, WorkerBoot, WorkerProgram
 from realgraph.runtime.wire.curve import KeyPair, make_keys
 
 LOOK_SECONDS = 60.0  # for a host to look for files, on file systems that may be slow
+READ_BYTES_PER_SECOND = 50e6  # of data, at least
 KEY_FILE, TOKEN_FILE = "join.key", "hosts.token"  # of the run's directory, while its hosts join
 
 
 class Needed(Struct, frozen=True):
-    """The needs of a run that every host must meet. folder: the run's directory. paths: of models, data, user code."""
+    """The needs of a run that every host must meet. folder: the run's directory. paths: of models, data, user code.
+    sums: of files of data, with which hosts that do not see `folder` compare theirs."""
 
     cluster: Cluster
     folder: Path
     paths: tuple[str, ...] = ()
+    sums: dict[str, FileSum] = field(default_factory=dict)
 
 
 class JoinTerms(Struct, frozen=True):
@@ -149,16 +155,17 @@ class HostsLauncher:
     async def _look(self, fleet: HostsFleet, hosts: Sequence[RemoteHost]) -> None:
         """Raises ConfigError where a host lacks files, LaunchError where one does not answer."""
         folder, content = self._needed.folder, secrets.token_hex(16)
-        token = folder / TOKEN_FILE
+        token, sums = folder / TOKEN_FILE, self._needed.sums
+        seconds = LOOK_SECONDS + sum(file.nbytes for file in sums.values()) / READ_BYTES_PER_SECOND
         write_atomic(token, content.encode())
         try:
             for host in hosts:
                 host.asked = time.time()
-                await fleet.tell(host, Look(self._needed.paths, str(token), content))
-            await fleet.until(lambda: all(host.looked for host in hosts), LOOK_SECONDS)
+                await fleet.tell(host, Look(self._needed.paths, str(token), content, sums))
+            await fleet.until(lambda: all(host.looked for host in hosts), seconds)
         except TimeoutError:
             silent = ", ".join(host.text for host in hosts if host.looked is None)
-            raise LaunchError(f"no answer within {LOOK_SECONDS:g} s of {silent}") from None
+            raise LaunchError(f"no answer within {seconds:.0f} s of {silent}") from None
         finally:
             token.unlink(missing_ok=True)
         problems: list[Problem] = []
@@ -167,10 +174,9 @@ class HostsLauncher:
             for path in host.looked.missing:
                 hint = "put it there, at the same path, or on a file system that all hosts share"
                 problems.append(Problem(Where(path="$.launch"), f"{host.text} has no {path}", hint, "hosts"))
-            if not host.looked.shares_run_folder:
-                text = f"{host.text} does not see the run directory {folder}"
-                hint = "choose an outputs.dir on a file system that all hosts share"
-                problems.append(Problem(Where(path="$.outputs.dir"), text, hint, "hosts"))
+            for text in host.looked.other_data:
+                hint = "copy it from the host of the run: all hosts must read the same data"
+                problems.append(Problem(Where(path="$.data.path"), f"{host.text}: {text}", hint, "hosts"))
         if problems:
             raise ConfigError(problems)
 
@@ -182,6 +188,7 @@ class HostsLauncher:
     ) -> None:
         """Raises LaunchError."""
         boots, program, seconds = what
+        boots = self._with_files(fleet, hosts, boots)
         began = time.monotonic()
         for node, host in enumerate(hosts):
             own = tuple(boot for boot in boots if boot.node == node)
@@ -197,6 +204,21 @@ class HostsLauncher:
         for host in hosts:
             if why := _stopped(host):
                 raise LaunchError(f"{host.text}: {why}")
+            if host.logs:
+                self._say(f"{host.text} does not see {self._needed.folder}: its workers' checkpoints come to this host")
+                self._say(f"  their logs are there, in {host.logs}")
+
+    def _with_files(
+        self, fleet: HostsFleet, hosts: Sequence[RemoteHost], boots: Sequence[WorkerBoot]
+    ) -> Sequence[WorkerBoot]:
+        """The boots: where a host does not see the run directory, with the address of who reads and writes it."""
+        apart = {node for node, host in enumerate(hosts) if host.looked and not host.looked.shares_run_folder}
+        if not apart:
+            return boots
+        allowed = [boot.keys.public for boot in boots if boot.node in apart]
+        server = fleet.files = FileServer(RunFolder(self._needed.folder), allowed, self.interface)
+        there = {"files": server.address, "files_key": server.key}
+        return [msgspec.structs.replace(boot, **there) if boot.node in apart else boot for boot in boots]
 
 
 def _new_keys() -> tuple[KeyPair, JoinKey]:

@@ -1,9 +1,10 @@
 """Every message between the master and the agents of its hosts, both ways. Workers have messages of their own."""
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.msgpack import Decoder, Encoder
 
 from realgraph.planner.inputs.detect import Probe
+from realgraph.runtime.job.manifest import FileSum
 from realgraph.runtime.processes.launcher import WorkerBoot, WorkerProgram, WorkerStacks
 
 BEAT_SECONDS = 1.0  # between two signs of life of an agent
@@ -34,11 +35,13 @@ class Join(_HostMessage, frozen=True):
 
 
 class Looked(_HostMessage, frozen=True):
-    """The answer to Look. missing: paths that this host has not; shares_run_folder: it sees the master's token. asked,
+    """The answer to Look. missing: paths that this host has not; shares_run_folder: it sees the master's token, and so
+    the run directory; other_data: of a host that does not, files of data that are not the master's, and how. asked,
     answered: when, by this host's clock."""
 
     missing: tuple[str, ...]
     shares_run_folder: bool
+    other_data: tuple[str, ...] = ()
     asked: float = 0.0  # Unix seconds
     answered: float = 0.0
 
@@ -48,7 +51,9 @@ class HostBeat(_HostMessage, frozen=True):
 
 
 class HostStarted(_HostMessage, frozen=True):
-    """All workers of this host run."""
+    """All workers of this host run. logs: the folder of this host that they print to, '' where that is the run's."""
+
+    logs: str = ""
 
 
 class HostFailed(_HostMessage, frozen=True):
@@ -94,15 +99,18 @@ class Refuse(_HostMessage, frozen=True):
 
 
 class Look(_HostMessage, frozen=True):
-    """Say which of `paths` are not here, and if the file `token` holds `content`."""
+    """Say which of `paths` are not here, if the file `token` holds `content`, and where it does not, which files of
+    `sums` are others here."""
 
     paths: tuple[str, ...]
     token: str
     content: str
+    sums: dict[str, FileSum] = field(default_factory=dict)
 
 
 class LaunchWorkers(_HostMessage, frozen=True):
-    """Start these workers."""
+    """Start these workers. Those with `files` are on a host that does not see the run directory: their logs stay on
+    it."""
 
     boots: tuple[WorkerBoot, ...]
     program: WorkerProgram

@@ -118,6 +118,13 @@ def write_atomic(path: Path, content: bytes) -> None:
     fsync_path(path.parent)
 
 
+def write_at(handle: int, data: memoryview, offset: int) -> None:
+    """Write all of `data` at a place of an open file. Raises OSError."""
+    while data:
+        n = os.pwrite(handle, data, offset)
+        data, offset = data[n:], offset + n
+
+
 def fresh_link(link: Path) -> Path:
     """The path of a link until it replaces `link`."""
     return link.with_name(f".{link.name}.fresh")

@@ -69,7 +69,8 @@ class Appended:
         self._file.close()
 
 
-def _whole_lines(tail: bytes) -> int:
+def whole_lines(tail: bytes) -> int:
+    """Bytes of the whole lines at the beginning of `tail`."""
     return tail.rfind(b"\n") + 1
 
 
@@ -87,7 +88,7 @@ class JsonLines:
     """One JSON object a line. most_bytes: of this file and of the one before it, each; None: it grows without end."""
 
     def __init__(self, path: Path, most_bytes: int | None = None) -> None:
-        self._file = Appended(path, _whole_lines, most_bytes)
+        self._file = Appended(path, whole_lines, most_bytes)
 
     def write(self, value: object) -> None:
         if self._file.full:

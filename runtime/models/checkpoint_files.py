@@ -13,31 +13,27 @@ import ctypes
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
+from realgraph.runtime.files.messages import PIECE_BYTES, FileBox, runs
+from realgraph.runtime.files.paths import RemotePath, RunPath, naming, sync_path, write_synced
+from realgraph.runtime.job.run_folder import write_at
+from realgraph.runtime.models.remote_tensors import DTYPES_BY_NAME, RemoteTensors, UnreadableTensors
 from realgraph.runtime.parallel.cuts import Box
 from realgraph.runtime.parallel.exchange import WeightPart
 from realgraph.runtime.parallel.routes import cut_to
 
 SHARD_BYTES = 5 * 10**9  # of one file, as transformers writes them
 BUCKET_BYTES = 16 << 20  # of a part that is cast, brought to the host, or read at a time
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.bool: "BOOL",
-}
+_NAMES = {dtype: name for name, dtype in DTYPES_BY_NAME.items()}
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,7 @@ class TensorEntry:
 class CheckpointTarget:
     """Files `<stem>.safetensors`, or `<stem>-00001-of-0000N` with an index where one would exceed `shard_bytes`."""
 
-    folder: Path
+    folder: RunPath
     stem: str
     shard_bytes: int = SHARD_BYTES
 
@@ -82,7 +78,7 @@ def write_parts(
     """
     files = _tensor_files(target, entries)
     with ExitStack() as stack:
-        opened = {file.name: _Opened(target.folder / file.name, file, stack) for file in files}
+        opened = {file.name: _opened(target.folder / file.name, file, stack) for file in files}
         if leads:
             for file in opened.values():
                 file.lead()
@@ -98,6 +94,10 @@ def write_parts(
         write_json(target.folder / f"{target.stem}.safetensors.index.json", index)
 
 
+def _opened(path: RunPath, file: TensorFile, stack: ExitStack) -> "_Opened | _OpenedThere":
+    return _Opened(path, file, stack) if isinstance(path, Path) else _OpenedThere(path, file)
+
+
 class _Opened:
     """A file that this process writes to, made where it is not there; opened at the first byte."""
 
@@ -108,20 +108,17 @@ class _Opened:
     def lead(self) -> None:
         """Write the header."""
         with naming(self._path):
-            _write_at(self._open(), memoryview(self._file.header), 0)
+            write_at(self._open(), memoryview(self._file.header), 0)
 
     def write(self, entry: TensorEntry, part: WeightPart) -> None:
         """Write a part of a tensor, a bucket at a time."""
         with naming(self._path):
             handle, start, size = self._open(), self._file.starts[entry.name], entry.dtype.itemsize
-            for box in _in_buckets(part.box, size):
-                values = part.values[box.within(part.box).slices]
-                own = values.detach().to("cpu", entry.dtype).contiguous()
-                # numpy would pin the storage's size for good, and offloaded states give theirs back
-                data = memoryview((ctypes.c_char * own.nbytes).from_address(own.data_ptr()))
-                run, firsts = _runs(entry.shape, box)
+            for box, own in _in_buckets(entry, part, BUCKET_BYTES):
+                data = _bytes_of(own)
+                run, firsts = runs(entry.shape, box.start, box.shape)
                 for i, first in enumerate(firsts):
-                    _write_at(handle, data[i * run * size : (i + 1) * run * size], start + first * size)
+                    write_at(handle, data[i * run * size : (i + 1) * run * size], start + first * size)
 
     def sync(self) -> None:
         """Make durable what this process wrote."""
@@ -137,36 +134,48 @@ class _Opened:
         return self._handle
 
 
-def _in_buckets(box: Box, element_bytes: int) -> Iterator[Box]:
+class _OpenedThere:
+    """A file on the host of the run that this process writes to: its boxes travel, and are put in place there."""
+
+    def __init__(self, path: RemotePath, file: TensorFile) -> None:
+        self._path, self._file = path, file
+        self._written = False
+
+    def lead(self) -> None:
+        """Write the header."""
+        self._written = True
+        self._path.write_at(0, self._file.header, self._file.nbytes)
+
+    def write(self, entry: TensorEntry, part: WeightPart) -> None:
+        """Write a part of a tensor, a piece at a time."""
+        self._written = True
+        start, size = self._file.starts[entry.name], entry.dtype.itemsize
+        for box, own in _in_buckets(entry, part, PIECE_BYTES):
+            at = FileBox(start, size, entry.shape, box.start, box.shape)
+            self._path.write_box(at, bytes(_bytes_of(own)), self._file.nbytes)
+
+    def sync(self) -> None:
+        """Make durable what this process wrote."""
+        if self._written:
+            sync_path(self._path)
+
+
+def _in_buckets(entry: TensorEntry, part: WeightPart, most_bytes: int) -> Iterator[tuple[Box, Tensor]]:
+    """The boxes of a part, and their values as they are saved, on the host."""
+    for box in _cut(part.box, entry.dtype.itemsize, most_bytes):
+        values = part.values[box.within(part.box).slices]
+        yield box, values.detach().to("cpu", entry.dtype).contiguous()
+
+
+def _bytes_of(own: Tensor) -> memoryview:
+    """The bytes of a tensor, which the caller holds: numpy would pin the storage's size for good, and offloaded states
+    give theirs back."""
+    return memoryview((ctypes.c_char * own.nbytes).from_address(own.data_ptr()))
+
+
+def _cut(box: Box, element_bytes: int, most_bytes: int) -> Iterator[Box]:
     if box.numel:
-        yield from cut_to(box, BUCKET_BYTES // element_bytes)
-
-
-def _runs(shape: tuple[int, ...], box: Box) -> tuple[int, Iterator[int]]:
-    """The box of a tensor as runs of elements that lie in a row: their length, and the first element of each."""
-    dim = len(shape)
-    while dim and box.shape[dim - 1] == shape[dim - 1]:
-        dim -= 1
-    outer, inside = max(0, dim - 1), math.prod(shape[dim:])  # dims behind `dim` are whole; runs are along `outer`
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    base = sum(first * stride for first, stride in zip(box.start, strides, strict=True))
-    run = (box.shape[outer] if dim else 1) * inside
-
-    def firsts(i: int, at: int) -> Iterator[int]:
-        if i == outer:
-            yield at
-            return
-        for row in range(box.shape[i]):
-            yield from firsts(i + 1, at + row * strides[i])
-
-    return run, firsts(0, base)
-
-
-def _write_at(handle: int, data: memoryview, offset: int) -> None:
-    """Write all of `data`. Raises OSError."""
-    while data:
-        n = os.pwrite(handle, data, offset)
-        data, offset = data[n:], offset + n
+        yield from cut_to(box, most_bytes // element_bytes)
 
 
 def _tensor_files(target: CheckpointTarget, entries: Sequence[TensorEntry]) -> list[TensorFile]:
@@ -199,22 +208,11 @@ def _tensor_file(name: str, entries: Sequence[TensorEntry]) -> TensorFile:
     return TensorFile(name, len(text).to_bytes(8, "little") + text, starts, first + end)
 
 
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Errors of writing say which file: a full disk is noticed where no name is at hand any more."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
-
-
-class UnreadableTensors(ValueError):
-    """A file is no whole safetensors file; the text names it."""
-
-
-def open_tensors(file: Path) -> Any:
-    """The package's `safe_open`. Raises UnreadableTensors where the file is cut short or is something else."""
+def open_tensors(file: RunPath) -> Any:
+    """The package's `safe_open`, or what does the same on the host of the run. Raises UnreadableTensors where the file
+    is cut short or is something else."""
+    if isinstance(file, RemotePath):
+        return RemoteTensors(file)
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
@@ -223,20 +221,20 @@ def open_tensors(file: Path) -> Any:
 
 def read_part(view: Any, part: WeightPart) -> None:
     """Fill a part of a tensor from its slice (`safe_open(...).get_slice`), cast, a bucket at a time."""
-    for box in _in_buckets(part.box, part.values.element_size()):
+    for box in _cut(part.box, part.values.element_size(), BUCKET_BYTES):
         part.values[box.within(part.box).slices].copy_(view[box.slices] if box.shape else view[...])
 
 
 class Reader:
     """The tensors of `<stem>*.safetensors` in a folder, by name, read where they are asked for. A context manager."""
 
-    def __init__(self, folder: Path, stem: str) -> None:
+    def __init__(self, folder: RunPath, stem: str) -> None:
         self._stack = ExitStack()
         self._where: dict[str, Any] = {}
-        files = sorted({*folder.glob(f"{stem}.safetensors"), *folder.glob(f"{stem}-*-of-*.safetensors")})
+        files: list[RunPath] = [*folder.glob(f"{stem}.safetensors"), *folder.glob(f"{stem}-*-of-*.safetensors")]
         if not files:
             raise FileNotFoundError(f"{folder} holds no {stem}.safetensors")
-        for file in files:
+        for file in sorted(files, key=str):
             source = self._stack.enter_context(open_tensors(file))
             self._where.update(dict.fromkeys(source.keys(), source))
 
@@ -255,17 +253,11 @@ class Reader:
         read_part(self._where[name].get_slice(name), part)
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: RunPath, value: Mapping[str, Any]) -> None:
     """Write and sync a small JSON file."""
-    with naming(path), path.open("w") as file:
-        json.dump(value, file, indent=2, sort_keys=True)
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(path, json.dumps(value, indent=2, sort_keys=True).encode())
 
 
-def copy_file(source: Path, target: Path) -> None:
+def copy_file(source: Path, target: RunPath) -> None:
     """Copy and sync one file."""
-    with naming(target):
-        shutil.copyfile(source, target)
-        with target.open("rb+") as file:
-            os.fsync(file.fileno())
+    write_synced(target, source.read_bytes())

@@ -1,9 +1,9 @@
 """The counters of a saved state, beside its tensors: `train_state.json`. Knows no engine."""
 
-from pathlib import Path
-
 import msgspec
 from msgspec import Struct
+
+from realgraph.runtime.files.paths import RunPath
 
 FORMAT = 1
 STATE = "train_state.json"
@@ -20,7 +20,7 @@ class Counters(Struct, frozen=True, forbid_unknown_fields=True):
     format: int = FORMAT
 
 
-def read_counters(folder: Path) -> Counters:
+def read_counters(folder: RunPath) -> Counters:
     """Those of the state in `folder`. Raises FileNotFoundError, or ValueError for one of another format."""
     counters = msgspec.json.decode((folder / STATE).read_bytes(), type=Counters)
     if counters.format != FORMAT:

@@ -17,8 +17,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.runtime.data import hub
 from realgraph.runtime.engine import Parts, Weights, WeightSpec
-from realgraph.runtime.models.checkpoint_files import UnreadableTensors, open_tensors, read_part
+from realgraph.runtime.files.paths import RunPath
+from realgraph.runtime.models.checkpoint_files import open_tensors, read_part
 from realgraph.runtime.models.heads import HEAD, SUPPORTED, Head, parameter_name
+from realgraph.runtime.models.remote_tensors import UnreadableTensors
 from realgraph.runtime.parallel.cuts import Box, overlap
 from realgraph.runtime.parallel.exchange import WeightPart
 from realgraph.runtime.parallel.pipeline.stage import stage_of
@@ -41,7 +43,7 @@ HUB_PATTERNS = ["*.safetensors", "model.safetensors.index.json", "config.json", 
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
-def refuse(file: Path | str, text: str, hint: str = "") -> ConfigError:
+def refuse(file: RunPath | str, text: str, hint: str = "") -> ConfigError:
     """A ConfigError with one problem in `file`."""
     return ConfigError([Problem(Where(str(file)), text, hint, "model")])
 
@@ -90,11 +92,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def weight_files(folder: Path) -> tuple[Path, ...]:
+def weight_files(folder: RunPath) -> tuple[RunPath, ...]:
     """The safetensors files of a model, sorted. Raises ConfigError where there are none, or not all of the index."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise refuse(index, f"the index names {missing[0]}, which is not there ({len(missing)} files missing)")
@@ -130,7 +132,7 @@ def whole_shapes(network: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: cut.shape(name, tuple(parameter.shape)) for name, parameter in network.named_parameters()}
 
 
-def read_into(network: nn.Module, folder: Path, head: Head) -> tuple[str, ...]:
+def read_into(network: nn.Module, folder: RunPath, head: Head) -> tuple[str, ...]:
     """Fill the parameters (of a shard: its part) from the safetensors of `folder`, cast, a bucket at a time.
 
     Returns the names that the checkpoint did not have: at most the value or score head. Raises ConfigError where a

@@ -30,6 +30,8 @@ class WorkerBoot(Struct, frozen=True):
     cpu: bool = False  # leave the host's GPUs alone
     interface: str = ""  # the address its data plane listens on; the launcher's to say
     owner_pid: int = 0  # of the process that ends the workers of this host with the run; the launcher's to say
+    files: str = ""  # where this host does not see the run directory: who reads and writes it; the launcher's to say
+    files_key: str = ""  # and what key to expect there
 
 
 class WorkerProgram(Struct, frozen=True):

@@ -21,6 +21,7 @@ from realgraph.planner.request.engine_support import TORCH, Axis, axes_text
 from realgraph.runtime.algorithms import losses
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.engine import RELEASED, Parts, SharedWeights, TrainSettings, Weights, WeightSpec, check_gap
+from realgraph.runtime.files.paths import RunPath
 from realgraph.runtime.models.host_states import DroppedStorages
 from realgraph.runtime.models.models import DTYPES, PackedModel, Start, Wants, build
 from realgraph.runtime.models.train_state import Counters
@@ -285,7 +286,7 @@ class TorchTrainEngine:
         if isinstance(self.model, FSDPModule):
             self.model.reshard()
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: RunPath) -> None:
         """Write this worker's share of `folder`, as `train_files` says. Raises OSError."""
         train_files.save(self.contents, self._counters(), folder)
 
@@ -293,7 +294,7 @@ class TorchTrainEngine:
         """See TrainEngine."""
         return train_files.snapshot(self.contents, self._counters())
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: RunPath) -> None:
         """Take back what `save` wrote, bit for bit, under any layout."""
         self._reshard()
         counters = train_files.load(self.contents, folder)

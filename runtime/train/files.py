@@ -20,7 +20,7 @@ from realgraph.graphs.errors import Where
 from realgraph.planner.inputs.model_spec import spec_from_config
 from realgraph.planner.plan.layout import Layout
 from realgraph.runtime.engine import LostPart, WeightSpec
-from realgraph.runtime.job.run_folder import fsync_path
+from realgraph.runtime.files.paths import RunPath, make_folder, sync_path
 from realgraph.runtime.models.checkpoint_files import (
     CheckpointTarget,
     Reader,
@@ -114,7 +114,7 @@ def contents_of(
     return Contents(model, *place, weight_specs(network, dtype), held_parts(network), states, masters, adam)
 
 
-def save(contents: Contents, counters: Counters, folder: Path) -> None:
+def save(contents: Contents, counters: Counters, folder: RunPath) -> None:
     """Write this worker's share of a checkpoint; all workers of the layout do. Raises OSError."""
     _write(contents, counters, contents.parts, (folder, contents.layout.mesh.devices))
 
@@ -133,7 +133,7 @@ class HostSnapshot:
         """See Snapshot."""
         return self.counters.version
 
-    def write(self, folder: Path, writers: Sequence[int]) -> None:
+    def write(self, folder: RunPath, writers: Sequence[int]) -> None:
         """See Snapshot."""
         _write(self.contents, self.counters, self.parts, (folder, writers))
 
@@ -150,13 +150,13 @@ def snapshot(contents: Contents, counters: Counters) -> HostSnapshot:
 
 @torch.no_grad()
 def _write(
-    contents: Contents, counters: Counters, parts: Sequence[tuple[str, WeightPart]], to: tuple[Path, Sequence[int]]
+    contents: Contents, counters: Counters, parts: Sequence[tuple[str, WeightPart]], to: tuple[RunPath, Sequence[int]]
 ) -> None:
     """Write this worker's share of `parts`, all that it holds. to: the folder, and the workers that are left."""
     folder, writers = to
     share = contents.share(writers)
     leads = contents.worker == min(set(writers).intersection(contents.layout.mesh.devices))
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     dtypes = {kind: next(iter(held.values())).values.dtype for kind, held in contents.states.items()}
     stems = {"model": {"": contents.dtype}, **({OPTIMIZER: dtypes} if dtypes else {})}
     for stem, kinds in stems.items():
@@ -169,7 +169,7 @@ def _write(
         write_parts(CheckpointTarget(folder, stem), entries, own, leads=leads)
     if leads:
         _write_rest(contents, counters, folder)
-    fsync_path(folder)
+    sync_path(folder)
 
 
 def _saved_name(kind: str, name: str) -> str:
@@ -186,13 +186,14 @@ def _chosen(
             yield WeightPart(_saved_name(kind, part.name), box, part.values[box.within(part.box).slices])
 
 
-def _write_rest(contents: Contents, counters: Counters, folder: Path) -> None:
+def _write_rest(contents: Contents, counters: Counters, folder: RunPath) -> None:
     """Write the files of a checkpoint that hold no tensors."""
     model = contents.model
     config = model.config.to_diff_dict()
     config["dtype"] = str(contents.dtype).removeprefix("torch.")
     write_json(folder / "config.json", config)
-    if model.source is not None and model.source.resolve() != folder.resolve():
+    own = isinstance(folder, Path) and model.source is not None and model.source.resolve() == folder.resolve()
+    if model.source is not None and not own:
         for name in COPIED:
             if (model.source / name).is_file():
                 copy_file(model.source / name, folder / name)
@@ -200,7 +201,7 @@ def _write_rest(contents: Contents, counters: Counters, folder: Path) -> None:
 
 
 @torch.no_grad()
-def load(contents: Contents, folder: Path) -> Counters:
+def load(contents: Contents, folder: RunPath) -> Counters:
     """Read a checkpoint into an engine of any layout; every rank reads its own parts.
 
     Raises FileNotFoundError, or ValueError for one of another format or without the optimizer state that is needed.

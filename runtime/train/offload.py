@@ -12,6 +12,7 @@ from realgraph.graphs.spec import ModelRole, Train
 from realgraph.planner.plan.layout import Layout, Recompute
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.engine import Parts, SharedWeights, TrainEngine, TrainSettings, Weights, WeightSpec
+from realgraph.runtime.files.paths import RunPath
 from realgraph.runtime.models.host_states import HostStates
 from realgraph.runtime.parallel.exchange import WeightPart
 from realgraph.runtime.parallel.groups import LayoutRanks
@@ -144,12 +145,12 @@ class OffloadedEngine:
         with self._states.used(changed=False):
             return self._engine.snapshot()
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: RunPath) -> None:
         """See TrainEngine."""
         with self._states.used(changed=False):
             self._engine.save(folder)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: RunPath) -> None:
         """See TrainEngine."""
         with self._states.used(changed=True):
             self._engine.load(folder)

@@ -51,7 +51,7 @@ from realgraph.runtime.worker.loading import Loading
 from realgraph.runtime.worker.model_calls import ModelCalls
 from realgraph.runtime.worker.resources import ABANDONED_SECONDS, Resources
 from realgraph.runtime.worker.roles import Roles
-from realgraph.runtime.worker.samples import SamplesFile, keeps_samples
+from realgraph.runtime.worker.samples import SamplesFile, keeps_samples, open_lines
 from realgraph.runtime.worker.update_gate import UpdateGate
 
 log = logging.getLogger(__name__)
@@ -100,13 +100,14 @@ class Compute:
                 host.check(name, call)
         self._calls = ModelCalls(job, self._assembler, self.roles, self.worker)
         if self._configure.resume:
-            self.roles.load(Path(self._configure.resume))
+            self.roles.load(resources.run_path(self._configure.resume))
         self._rollouts = self._make_rollouts(graph)
         self._gate = UpdateGate(job, self.roles, self._rollouts, self.worker)
         self._evaluation = Evaluation(job, self._loading, self._rollouts, host, self.worker)
         if keeps_samples(graph) and job.steps > 0:
             file = RunFolder(Path(job.run_dir)).samples / f"worker-{self.worker}.jsonl"
-            self._samples = SamplesFile(graph, resources.store, self._loading.decode, file)
+            lines = open_lines(resources.run_path(str(file)))
+            self._samples = SamplesFile(graph, resources.store, self._loading.decode, lines)
         self._thread.start()
         return Ready(
             worker=self.worker,
@@ -158,7 +159,7 @@ class Compute:
 
     def rescue(self, command: Rescue) -> None:
         """Write this worker's share of the trained states. Raises OSError."""
-        self.roles.rescue(Path(command.folder), command.versions, command.writers)
+        self.roles.rescue(self._resources.run_path(command.folder), command.versions, command.writers)
 
     def device_bytes(self) -> int:
         """The most memory that tensors have taken on the GPU; 0 on a CPU."""
@@ -267,7 +268,7 @@ class Compute:
                 return self._reallocate(work)
             case Save():
                 self.roles.end_prefetches()
-                return self._timed(work.task, "save", lambda: self.roles.save(Path(work.folder)))
+                return self._timed(work.task, "save", lambda: self.roles.save(self._resources.run_path(work.folder)))
             case Evaluate():
                 self.roles.end_prefetches()
                 return self._evaluation.run(work)

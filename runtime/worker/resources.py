@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from realgraph.runtime.files.client import FileClient
+from realgraph.runtime.files.paths import RemotePath, RunPath
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.parallel.groups import Collectives, Member
 from realgraph.runtime.parallel.rendezvous import open_rendezvous, reach_store
@@ -82,10 +84,15 @@ class Resources:
         self.store = Store()
         self.plane = DataPlane(boot.worker, self.store, boot.keys, boot.interface, f"{host_id()}/{boot.node}")
         self.peer: Peer = self.plane.peer
+        self._files = FileClient(boot.files, boot.files_key, boot.keys) if boot.files else None
         self._hosts: tuple[str, ...] = ()
         self._collectives: Collectives | None = None
         self._rendezvous = open_rendezvous(boot.interface) if boot.worker == 0 else None
         self.collective_address = self._rendezvous.address if self._rendezvous is not None else ""
+
+    def run_path(self, text: str) -> RunPath:
+        """A path of the run directory, as the master names it."""
+        return Path(text) if self._files is None else RemotePath(self._files, text)
 
     def connect(self, peers: Sequence[Peer]) -> None:
         """From now on the peers' stores can be read, and they may read ours."""
@@ -110,6 +117,8 @@ class Resources:
         if self._rendezvous is not None:
             self._rendezvous.close()
         self.store.close()
+        if self._files is not None:
+            self._files.close()
 
 
 def pick_device(worker: int) -> torch.device:

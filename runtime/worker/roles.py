@@ -9,7 +9,6 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import NamedTuple
 
 from realgraph.graphs.applied import applied_of
@@ -34,6 +33,7 @@ from realgraph.runtime.engine import (
     WeightSource,
     WeightSpec,
 )
+from realgraph.runtime.files.paths import RunPath
 from realgraph.runtime.functions.functions import load_applied
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.models.weights import read_config, resolve
@@ -186,7 +186,7 @@ class Roles:
         others = [one for one in copies(self._job.graph, self._job.plan.allocations) if not one.trained]
         return self._collectives.member.n_workers > 1 and any(one.role in roles for one in others)
 
-    def load(self, checkpoint: Path) -> None:
+    def load(self, checkpoint: RunPath) -> None:
         """Take back the states of a checkpoint into every copy of them, as if all had just been reallocated; those that
         were given up come by reallocation."""
         for name, engine in self._changing:
@@ -195,7 +195,7 @@ class Roles:
         for engine in {id(engine): engine for engine in self._in_place.values()}.values():
             self.weights_changed(engine)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: RunPath) -> None:
         """Write this worker's share of every state that training changes."""
         for name, engine in self.saved.items():
             engine.save(folder / name)
@@ -207,7 +207,7 @@ class Roles:
                 if self._followed(name) == role:
                     self._kept[name] = engine.snapshot()
 
-    def rescue(self, folder: Path, versions: Mapping[str, int], writers: Sequence[int]) -> None:
+    def rescue(self, folder: RunPath, versions: Mapping[str, int], writers: Sequence[int]) -> None:
         """Write this worker's share of the states as of `versions` (of the trained roles), where of all workers only
         `writers` are left; from any thread.
 

@@ -3,12 +3,34 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.keys import MASK, TOKENS
 from realgraph.graphs.spec import Generate, Train
+from realgraph.runtime.files.paths import RemotePath, RunPath
 from realgraph.runtime.master.records import JsonLines
 from realgraph.runtime.store.assemble import decode_value
 from realgraph.runtime.store.store import Store
+
+
+class RemoteLines:
+    """One JSON object a line of a file on the host of the run."""
+
+    def __init__(self, path: RemotePath) -> None:
+        self._path = path
+
+    def write(self, value: object) -> None:
+        """Append a line, which is there when this returns. Raises OSError."""
+        self._path.append(msgspec.json.encode(value) + b"\n")
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def open_lines(path: RunPath) -> JsonLines | RemoteLines:
+    """A file of lines that grows, here or on the host of the run."""
+    return JsonLines(path) if isinstance(path, Path) else RemoteLines(path)
 
 
 class SamplesFile:
@@ -19,9 +41,10 @@ class SamplesFile:
     and what functions wrote. Values per token stay out.
     """
 
-    def __init__(self, graph: Graph, store: Store, decode: Callable[[Sequence[int]], str], path: Path) -> None:
-        self._graph, self._store, self._decode = graph, store, decode
-        self._file = JsonLines(path)
+    def __init__(
+        self, graph: Graph, store: Store, decode: Callable[[Sequence[int]], str], file: "JsonLines | RemoteLines"
+    ) -> None:
+        self._graph, self._store, self._decode, self._file = graph, store, decode, file
 
     def write(self, groups: Sequence[int]) -> None:
         """Append the samples of `groups`, in order. Raises OSError."""
