@@ -69,7 +69,7 @@ def _over_hosts(request: DoctorRequest) -> DoctorReport:
     if not _has("zmq"):
         raise _mistake("realgraph", "pyzmq is not installed", "pip install 'realgraph[run]'")
     from realgraph.runtime.clusters.slurm import address_towards, the_allocation
-    from realgraph.runtime.clusters.srun import StartedBySrun
+    from realgraph.runtime.clusters.srun import agents_by_srun
     from realgraph.runtime.doctor.examination import check_hosts
     from realgraph.runtime.doctor.hosts import Terms
     from realgraph.runtime.hosts.facts import split_address
@@ -84,7 +84,7 @@ def _over_hosts(request: DoctorRequest) -> DoctorReport:
         if request.slurm:
             nodes = len((allocation := the_allocation(variables())).nodes)
             address, port = address_of_interface(interface) if interface else address_towards(allocation), 0
-            starter, key_file = StartedBySrun(nodes, Path(own) / "srun.log", tell), Path(own) / KEY_FILE
+            starter, key_file = agents_by_srun(nodes, Path(own) / "srun.log", tell), Path(own) / KEY_FILE
         else:
             assert request.n_hosts is not None
             (address, port), nodes = split_address(request.listen), request.n_hosts

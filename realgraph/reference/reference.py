@@ -24,7 +24,7 @@ from realgraph.reference.json_schema import graph_schema, run_schema, schema_tex
 from realgraph.run_file.resolved import inline
 from realgraph.run_file.run_spec import RunSpec
 from realgraph.runtime.job.job import BatchSpec, CheckpointSpec, DataSpec, EvalSpec, OutputSpec, RuntimeSpec
-from realgraph.runtime.job.launch import HostsLaunch, LocalLaunch, SlurmLaunch
+from realgraph.runtime.job.launch import HostsLaunch, LocalLaunch, RayLaunch, SlurmLaunch
 from realgraph.screen.files import write
 from realgraph.screen.output import say
 
@@ -44,6 +44,7 @@ _RUN = (
     LocalLaunch,
     HostsLaunch,
     SlurmLaunch,
+    RayLaunch,
 )
 SECTIONS: tuple[tuple[str, str, Sequence[type]], ...] = (
     ("The run file", "What a user edits.", (RunSpec, *_RUN)),

@@ -6,14 +6,16 @@ from pathlib import Path
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.planner.inputs.detect import probe
 from realgraph.run.running import PreparedRun
-from realgraph.runtime.clusters.slurm import address_towards, the_allocation
-from realgraph.runtime.clusters.srun import StartedBySrun
+from realgraph.runtime.clusters import slurm
+from realgraph.runtime.clusters.ray_cluster import RayCluster, address_towards, bundles_of, check_room
+from realgraph.runtime.clusters.slurm import the_allocation
+from realgraph.runtime.clusters.srun import agents_by_srun
 from realgraph.runtime.data.data import model_source
 from realgraph.runtime.hosts.facts import split_address
 from realgraph.runtime.hosts.launcher import HostsLauncher, JoinTerms, Needed, check_listen
 from realgraph.runtime.hosts.starter import AgentStarter, StartedByHand
 from realgraph.runtime.job.job import Job
-from realgraph.runtime.job.launch import HostsLaunch, LocalLaunch, OnHosts, SlurmLaunch
+from realgraph.runtime.job.launch import HostsLaunch, LocalLaunch, RayLaunch, SlurmLaunch
 from realgraph.runtime.preflight.preflight import refuse_machine
 from realgraph.runtime.processes.environment import variables
 from realgraph.runtime.processes.launcher import Launcher
@@ -28,11 +30,18 @@ def launcher_of(prepared: PreparedRun, say: Callable[[str], None]) -> Launcher:
     if isinstance(spec, LocalLaunch):
         refuse_machine(prepared.job, len(probe().gpus))
         return LocalLauncher()
-    host, port = split_address(spec.listen) if isinstance(spec, HostsLaunch) else (_address(spec, prepared), 0)
+    starter: AgentStarter
+    match spec:
+        case HostsLaunch():
+            host, port, starter = *split_address(spec.listen), StartedByHand(say)
+        case SlurmLaunch():
+            host, port, starter = _in_allocation(spec, prepared, say)
+        case RayLaunch():
+            host, port, starter = _on_ray(spec, prepared, say)
     n_spare = prepared.job.runtime.restarts
     terms = JoinTerms(host, port, spec.interface, spec.join_seconds, n_spare, spec.trusted_network)
     check_listen(terms, "$.launch.listen" if port else "$.launch")
-    return HostsLauncher(terms, needed_of(prepared), _starter(spec, prepared, say), say)
+    return HostsLauncher(terms, needed_of(prepared), starter, say)
 
 
 def needed_of(prepared: PreparedRun) -> Needed:
@@ -47,25 +56,32 @@ def tell_needs(launcher: Launcher, prepared: PreparedRun) -> None:
         launcher.start_again(needed_of(prepared))
 
 
-def _starter(spec: OnHosts, prepared: PreparedRun, say: Callable[[str], None]) -> AgentStarter:
-    match spec:
-        case HostsLaunch():
-            return StartedByHand(say)
-        case SlurmLaunch():
-            n_nodes = len(the_allocation(variables()).nodes)
-            return StartedBySrun(n_nodes, prepared.folder.logs / "srun.log", say)
-
-
-def _address(spec: SlurmLaunch, prepared: PreparedRun) -> str:
-    """The address of this host that all nodes of its allocation reach. Raises ConfigError where there is none, or it
-    has fewer nodes than the plan."""
+def _in_allocation(
+    spec: SlurmLaunch, prepared: PreparedRun, say: Callable[[str], None]
+) -> tuple[str, int, AgentStarter]:
+    """The address of this host that all nodes of its allocation reach, any port, and srun. Raises ConfigError where
+    there is none, or the allocation has fewer nodes than the plan."""
     allocation = the_allocation(variables())
     wanted = sum(group.nodes for group in prepared.job.cluster.groups)
     if len(allocation.nodes) < wanted:
         text = f"the plan has {wanted} nodes, and job {allocation.job} has {len(allocation.nodes)}"
         hint = f"allocate more, or plan for these: cluster.nodes={len(allocation.nodes)}"
         raise ConfigError([Problem(Where(path="$.cluster.nodes"), text, hint, "slurm")])
-    return address_of_interface(spec.interface) if spec.interface else address_towards(allocation)
+    own = address_of_interface(spec.interface) if spec.interface else slurm.address_towards(allocation)
+    return own, 0, agents_by_srun(len(allocation.nodes), prepared.folder.logs / "srun.log", say)
+
+
+def _on_ray(spec: RayLaunch, prepared: PreparedRun, say: Callable[[str], None]) -> tuple[str, int, AgentStarter]:
+    """The address of this host that all nodes of the cluster reach, any port, and Ray. Raises ConfigError where the
+    cluster does not answer, asks for no token, or has too few nodes."""
+    cluster, bundles = (
+        RayCluster(spec.address, dict(variables()), spec.trusted_network),
+        bundles_of(prepared.job.cluster),
+    )
+    nodes = cluster.nodes()
+    check_room(nodes, bundles)
+    own = address_of_interface(spec.interface) if spec.interface else address_towards(nodes)
+    return own, 0, cluster.agents(bundles, prepared.folder.logs / "ray.log", say)
 
 
 def _paths(job: Job) -> Iterator[str]:

@@ -26,9 +26,10 @@ from realgraph.planner.request.request import PlanRequest
 from realgraph.planner.search.search import Infeasible, reprice, search
 from realgraph.run_file.compose import Checked
 from realgraph.run_file.local_data import data_files, first_rows
-from realgraph.runtime.clusters.machines import machines_of
+from realgraph.runtime.clusters.machines import Machine, machines_of
+from realgraph.runtime.clusters.ray_cluster import RayCluster
 from realgraph.runtime.clusters.slurm import the_allocation
-from realgraph.runtime.job.launch import LaunchSpec, LocalLaunch, SlurmLaunch
+from realgraph.runtime.job.launch import HostsLaunch, LaunchSpec, LocalLaunch, RayLaunch, SlurmLaunch
 from realgraph.runtime.processes.environment import variables
 from realgraph.screen.first_search import prepare_search
 
@@ -162,12 +163,23 @@ def _characters(value: object) -> Iterator[int]:
 def cluster_of(spec: ClusterSpec, launch: LaunchSpec = LocalLaunch()) -> Cluster:
     """The resolved cluster. The machines of an allocation, or this one, are looked at only where the spec leaves
     something to them. Raises ConfigError."""
-    if isinstance(launch, SlurmLaunch) and not is_whole(spec):
-        machines = machines_of(the_allocation(variables()))
+    machines = () if is_whole(spec) else _machines(launch)
+    if machines:
         spec = cluster_from(spec, [(machine.name, machine.has) for machine in machines])
     kinds = (spec.kind, *(more.kind for more in spec.more))
     looks = AUTO in kinds or CPU in kinds or spec.devices is None
     return resolve(spec, probe() if looks else Probe(cores=1, host_memory_bytes=0))
+
+
+def _machines(launch: LaunchSpec) -> tuple[Machine, ...]:
+    """The nodes that a launcher has by itself; none where a user names them. Raises ConfigError."""
+    match launch:
+        case SlurmLaunch():
+            return machines_of(the_allocation(variables()))
+        case RayLaunch():
+            return RayCluster(launch.address, dict(variables()), launch.trusted_network).machines()
+        case LocalLaunch() | HostsLaunch():
+            return ()
 
 
 def plan_for(checked: Checked, request: PlanRequest) -> Plan:

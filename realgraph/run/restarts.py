@@ -9,7 +9,7 @@ from realgraph.run.launching import needed_of
 from realgraph.run.resume import ResumeOptions, prepare_resume
 from realgraph.run.running import PreparedRun
 from realgraph.runtime.hosts.launcher import HostsLauncher
-from realgraph.runtime.job.launch import SlurmLaunch
+from realgraph.runtime.job.launch import RayLaunch, SlurmLaunch
 from realgraph.runtime.processes.launcher import Launcher
 
 BACK_OFF_SECONDS, MOST_BACK_OFF_SECONDS = 5.0, 120.0
@@ -31,7 +31,7 @@ def prepared_again(prepared: PreparedRun, launcher: Launcher) -> PreparedRun:
         left = f"{launcher.n_coming} of {launcher.n_hosts} hosts are left"
         hint = f"go on by hand: realgraph run --resume {root} --replan cluster.nodes=N"
         raise ConfigError([Problem(Where(str(root)), f"the run can't go on by itself: {left}", hint, "restarts")])
-    asks_nodes = isinstance(prepared.checked.run.launch, SlurmLaunch)  # of which one may not answer
+    asks_nodes = isinstance(prepared.checked.run.launch, SlurmLaunch | RayLaunch)  # of which one may not answer
     nodes = launcher.n_coming if fewer else cluster.nodes
     overrides = tuple(_said(cluster, nodes)) if (fewer or asks_nodes) and not cluster.more else ()
     again = prepare_resume(root, overrides, ResumeOptions(replan=fewer))

@@ -36,5 +36,11 @@ class SlurmLaunch(_OnHosts, frozen=True, kw_only=True, tag_field="kind", tag="sl
     requeue: bool = True  # a run that the time limit ends goes back into the queue, and then goes on
 
 
-LaunchSpec = LocalLaunch | HostsLaunch | SlurmLaunch
-OnHosts = HostsLaunch | SlurmLaunch
+class RayLaunch(_OnHosts, frozen=True, kw_only=True, tag_field="kind", tag="ray"):
+    """On a running Ray cluster that asks for a token, one actor a node starts an agent there."""
+
+    address: str = "auto"  # HOST:PORT of the cluster's head, or the cluster that this host is in
+
+
+LaunchSpec = LocalLaunch | HostsLaunch | SlurmLaunch | RayLaunch
+OnHosts = HostsLaunch | SlurmLaunch | RayLaunch

@@ -1,0 +1,160 @@
+"""A running Ray cluster for a run: its nodes, what they have, and the agents on them. Asks a process that imports Ray.
+
+Whoever can talk to a Ray cluster can run any code on it: one that asks for no token is refused.
+"""
+
+import importlib.util
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from realgraph.graphs.errors import ConfigError, Problem, Where, reason
+from realgraph.planner.inputs.cluster import Cluster
+from realgraph.planner.inputs.detect import CPU
+from realgraph.runtime.clusters.machines import Machine
+from realgraph.runtime.clusters.program import StartedByProgram
+from realgraph.runtime.hosts.facts import own_address, split_address
+from realgraph.runtime.hosts.starter import Invitation
+
+T = TypeVar("T")
+ASK_SECONDS = 120.0  # for a cluster whose nodes load Python from a file system that may be slow
+REACH_SECONDS = 10.0
+LAUNCH = Where(path="$.launch.address")
+TOKEN = "RAY_AUTH_MODE"
+Bundle = dict[str, float]  # what a node gives, in Ray's words: {"GPU": 8}
+
+
+class RayNode(Struct, frozen=True):
+    """A node that is alive. resources: all that it has, free or not."""
+
+    id: str
+    name: str
+    address: str
+    resources: Bundle
+
+    def has(self, bundle: Bundle) -> bool:
+        """True where the node could ever give it."""
+        return all(self.resources.get(name, 0.0) >= value for name, value in bundle.items())
+
+
+class RayCluster(Struct, frozen=True):
+    """A cluster by its address (`auto`, or HOST:PORT of its head). environment: of this process."""
+
+    address: str
+    environment: dict[str, str]
+    trusted_network: bool = False
+
+    def nodes(self) -> tuple[RayNode, ...]:
+        """Those that are alive. Raises ConfigError, also for a cluster that asks for no token."""
+        found = self._ask("nodes", RayNode)
+        try:
+            is_open = not self.trusted_network and self._open()
+        except subprocess.TimeoutExpired:
+            raise self._no_answer(f"no answer within {ASK_SECONDS:.0f} s") from None
+        if is_open:
+            text = f"the Ray cluster at {self.address} asks for no token: whoever reaches it can run code as you"
+            hint = f"start it with {TOKEN}=token (ray start), or say that its network is closed: launch.trusted_network"
+            raise ConfigError([Problem(LAUNCH, text, hint, "ray")])
+        return found
+
+    def machines(self) -> tuple[Machine, ...]:
+        """The nodes, as each describes itself. Raises ConfigError."""
+        return self._ask("machines", Machine)
+
+    def agents(self, bundles: Sequence[Bundle], log: Path, say: Callable[[str], None]) -> StartedByProgram:
+        """Starts an agent on a node of its own for each bundle."""
+        asked = msgspec.json.encode(list(bundles)).decode()
+
+        def words(invitation: Invitation) -> tuple[str, ...]:
+            return (*self._words("agents"), asked, str(invitation.n_spare), *invitation.words)
+
+        return StartedByProgram("Ray", words, log, say)
+
+    def _words(self, what: str) -> tuple[str, ...]:
+        return (sys.executable, "-m", "realgraph.runtime.clusters.ray_driver", what, self.address)
+
+    def _open(self) -> bool:
+        """True where the cluster answers whoever has no token."""
+        without = self.environment | {TOKEN: "disabled"}
+        return self._asked("nodes", without).returncode == 0
+
+    def _ask(self, what: str, kind: type[T]) -> tuple[T, ...]:
+        if importlib.util.find_spec("ray") is None:
+            hint = "pip install 'realgraph[ray]', in the environment of every node"
+            raise ConfigError([Problem(Where(path="$.launch.kind"), "Ray is not installed here", hint, "ray")])
+        self._reach()
+        try:
+            done = self._asked(what, self.environment)
+        except subprocess.TimeoutExpired:
+            raise self._no_answer(f"no answer within {ASK_SECONDS:.0f} s") from None
+        if done.returncode:
+            said = done.stderr.strip().splitlines()
+            raise self._no_answer(said[-1] if said else f"exit code {done.returncode}")
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        try:
+            return tuple(msgspec.json.decode(line, type=kind) for line in lines)
+        except msgspec.MsgspecError as error:
+            raise self._no_answer(str(error)) from None
+
+    def _reach(self) -> None:
+        """Raises ConfigError where nothing listens at the address, for which Ray itself would wait for minutes."""
+        if self.address == "auto":
+            return
+        host, port = split_address(self.address)
+        try:
+            socket.create_connection((host, port), REACH_SECONDS).close()
+        except OSError as error:
+            raise self._no_answer(f"nothing listens on {self.address}: {reason(error)}") from None
+
+    def _asked(self, what: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        """Raises TimeoutExpired."""
+        return subprocess.run(
+            self._words(what),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=ASK_SECONDS,
+            check=False,
+        )
+
+    def _no_answer(self, why: str) -> ConfigError:
+        hint = "see `ray status` on this host, which must be a node of the cluster and have its token"
+        return ConfigError([Problem(LAUNCH, f"the Ray cluster can't be asked: {why}", hint, "ray")])
+
+
+def bundles_of(cluster: Cluster) -> tuple[Bundle, ...]:
+    """What each node of a cluster has to give: its GPUs, or a CPU for each worker."""
+    return tuple(
+        {"CPU" if group.kind == CPU else "GPU": float(group.devices_per_node)}
+        for group in cluster.groups
+        for _ in range(group.nodes)
+    )
+
+
+def check_room(nodes: Sequence[RayNode], bundles: Sequence[Bundle]) -> None:
+    """Raises ConfigError where the cluster has too few nodes for the plan, whatever runs on them now."""
+    for bundle in bundles:
+        fitting = [node for node in nodes if node.has(bundle)]
+        wanted = bundles.count(bundle)
+        if len(fitting) < wanted:
+            what = " and ".join(f"{value:g} {name}s" for name, value in bundle.items())
+            has = "; ".join(f"{node.name} ({node.address}): {_text(node.resources)}" for node in nodes)
+            text = f"the plan has {wanted} nodes with {what} each, and the Ray cluster has {len(fitting)} such: {has}"
+            hint = "add nodes, or plan for these: cluster.nodes and cluster.devices"
+            raise ConfigError([Problem(Where(path="$.cluster.nodes"), text, hint, "ray")])
+
+
+def address_towards(nodes: Sequence[RayNode]) -> str:
+    """This host's address on the way to the nodes."""
+    return own_address((nodes[-1].address, 1))
+
+
+def _text(resources: Bundle) -> str:
+    return ", ".join(f"{value:g} {name}s" for name, value in sorted(resources.items()) if value)
