@@ -151,6 +151,18 @@ def test_after_a_loss_the_survivors_save_and_the_run_goes_on(two: Network, own: 
     assert records(own / "run")[-1]["step"] == saved + 1
 
 
+def test_a_run_that_restarts_by_itself_goes_on_apart(two: Network, own: Path) -> None:
+    running = Hosts(own, {"runtime": {"restarts": 1}, "steps": 20}, network=two, apart="b").at_step(3)
+    try:
+        os.kill(running.running.workers()[2], signal.SIGKILL)
+        output = running.ends(0, 120)
+    finally:
+        running.close()
+    assert len(re.findall(r"host b \([\d.]+\) does not see", output)) == 2
+    assert [start["restarts"] for start in records(own / "run", "start")] == [0, 1]
+    assert set(numbers(own / "run")) == set(range(20))
+
+
 def test_samples_of_a_run_without_training_come_to_the_host_of_the_run(two: Network, own: Path) -> None:
     """All of them, each once, in the file of its worker."""
     graph = {"graph": "generate", "params": {"n": 2, "reward_fn": "rewards:score"}}
