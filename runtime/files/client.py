@@ -112,7 +112,7 @@ class FileClient:
 
 
 class _Connection:
-    """Of one thread to the host of the run."""
+    """The way of one thread to the host of the run."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, server_key: str, keys: KeyPair) -> None:
         self._host = address.removeprefix("tcp://")

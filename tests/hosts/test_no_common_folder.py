@@ -38,7 +38,7 @@ def two() -> Iterator[Network]:
 
 @contextmanager
 def seen_by(running: Hosts, name: str) -> Iterator[int]:
-    """What a host has at the place of the run directory, open: it stays there when the host has ended."""
+    """The folder that a host has at the place of the run directory, open: it stays when the host has ended."""
     handle = os.open(f"/proc/{running.agents[name].pid}/root{running.home}/run", os.O_RDONLY)
     try:
         yield handle
