@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.broken_runs import own
-from tests.host_runs import Hosts
+from tests.host_runs import Hosts, agent
 from tests.namespaces import Network, network, why_not
-from tests.runs import home, numbers, records, write_run
+from tests.runs import Special, home, numbers, records, write_run
 
 __all__ = ["home", "own"]
 
@@ -161,6 +161,21 @@ def test_a_run_that_restarts_by_itself_goes_on_apart(two: Network, own: Path) ->
     assert len(re.findall(r"host b \([\d.]+\) does not see", output)) == 2
     assert [start["restarts"] for start in records(own / "run", "start")] == [0, 1]
     assert set(numbers(own / "run")) == set(range(20))
+
+
+def test_a_host_with_other_data_is_refused(two: Network, own: Path) -> None:
+    """They change once the host of the run has read them."""
+    running = Hosts(own, SAVED, network=two, names="")
+    with (own / "train.jsonl").open("a") as data:
+        data.write("{}\n")
+    seen = {"a": "", "b": str(own / "run")}
+    for (name, hidden), space in zip(seen.items(), two.spaces, strict=True):
+        special = Special(namespace=space, hidden=hidden)
+        running.agents[name] = agent(own, running.listen, name, special=special)
+    output = " ".join(running.ends(2).split())
+    told = rf"\$\.data\.path: host b \([\d.]+\): {own}/train.jsonl has [\d,]+ bytes, and [\d,]+ on the host of the run"
+    assert len(re.findall(told, output)) == 1, output
+    assert "host a" not in output.partition("$.data.path")[2]
 
 
 def test_samples_of_a_run_without_training_come_to_the_host_of_the_run(two: Network, own: Path) -> None:
