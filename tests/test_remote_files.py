@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realgraph.runtime.files import client as client_module
@@ -73,11 +73,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 Held = tuple[dict[str, tuple[int, ...]], dict[int, dict[str, Box]]]
 
 
+@settings(deadline=None)  # each example writes and syncs files
 @given(held(), st.sampled_from([100, 10**9]), st.randoms(use_true_random=False))
 def test_writers_here_and_there_write_the_files_of_one_and_read_them_back(
     served: Served, case: Held, limit: int, rng: random.Random
 ) -> None:
-    """Whichever workers are on the host of the run, the bytes are the same; so are the tensors that they read."""
+    """Whichever workers are on the host of the run, the bytes are the same; so are the tensors that they read. Others
+    send what no worker on it holds, and nothing else."""
     shapes, boxes = case
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool]
     full = {name: torch.randn(shape).to(rng.choice(dtypes)) for name, shape in shapes.items()}
@@ -86,9 +88,14 @@ def test_writers_here_and_there_write_the_files_of_one_and_read_them_back(
     with TemporaryDirectory(dir=served.folder.checkpoints) as name, TemporaryDirectory() as alone:
         remote, local = served.path(Path(name).name, "actor"), Path(name, "actor")
         make_folder(remote)
-        for worker, mine in shares(boxes, shapes).items():
+        apart = {worker for worker in boxes if rng.random() < 0.5}
+        for worker, mine in shares(boxes, shapes, apart).items():
+            near = [boxes[other] for other in boxes if other not in apart]
+            if worker in apart:
+                sent = [(name, box) for name, found in mine.items() for box in found]
+                assert not any(one[name].intersect(box) for name, box in sent for one in near if name in one)
             parts = [WeightPart(name, box, full[name][box.slices]) for name, found in mine.items() for box in found]
-            to = CheckpointTarget(rng.choice([remote, local]), "x", limit)
+            to = CheckpointTarget(remote if worker in apart else local, "x", limit)
             write_parts(to, entries, parts, leads=worker == 0)
         sync_path(remote)
         whole = [WeightPart(name, Box((0,) * t.ndim, tuple(t.shape)), t) for name, t in full.items()]

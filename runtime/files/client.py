@@ -32,7 +32,8 @@ from realgraph.runtime.wire.curve import MONITORED, KeyPair, give_up_silent, han
 
 CONNECT_SECONDS = 30.0
 ANSWER_SECONDS = 600.0  # a full page cache may take so long to get to the disk; a lost connection ends a wait at once
-AHEAD = 2  # pieces that are written and not yet answered
+AHEAD_BYTES = 2 * PIECE_BYTES  # that are written and not yet answered,
+AHEAD = 64  # in as many requests at most
 MAX_REPLY_BYTES = PIECE_BYTES + (16 << 20)  # with the names of a folder
 
 
@@ -112,7 +113,7 @@ class FileClient:
 
 
 class _Connection:
-    """Of one thread to the host of the run."""
+    """The way of one thread to the host of the run."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, server_key: str, keys: KeyPair) -> None:
         self._host = address.removeprefix("tcp://")
@@ -127,7 +128,7 @@ class _Connection:
         self._poller.register(self._monitor, zmq.POLLIN)
         self._greeted = False
         self._made = time.monotonic()
-        self._unanswered: set[int] = set()
+        self._unanswered: dict[int, int] = {}  # requests by number, with their bytes
         self._socket.connect(address)
 
     def stale(self) -> bool:
@@ -139,10 +140,16 @@ class _Connection:
         return zmq.EVENT_DISCONNECTED in events
 
     def send(self, request: FileRequest) -> None:
-        while len(self._unanswered) >= AHEAD:
+        body = encode(request)
+        while self._unanswered and (self._ahead + len(body) > AHEAD_BYTES or len(self._unanswered) >= AHEAD):
             self._take()
-        self._socket.send(encode(request))
-        self._unanswered.add(request.number)
+        self._socket.send(body)
+        self._unanswered[request.number] = len(body)
+
+    @property
+    def _ahead(self) -> int:
+        """Bytes that are not yet answered."""
+        return sum(self._unanswered.values())
 
     def settle(self) -> None:
         """Wait for all answers."""
@@ -163,7 +170,7 @@ class _Connection:
     def _take(self) -> FileAnswer:
         """The next answer. Raises OSError with what the host of the run says, or that it says nothing."""
         reply = self._receive()
-        self._unanswered.discard(reply.number)
+        self._unanswered.pop(reply.number, None)
         if isinstance(reply, FileAnswer):
             return reply
         raise OSError(reply.errno, reply.text, reply.path)

@@ -39,7 +39,7 @@ class RemotePath:
         yield from (self / name for name in sorted(self.client.sizes(self.text)) if fnmatchcase(name, pattern))
 
     def nbytes(self) -> int:
-        """Of the file."""
+        """The file's bytes."""
         sizes = self._beside()
         if self.name not in sizes:
             raise FileNotFoundError(2, os.strerror(2), self.text)

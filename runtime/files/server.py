@@ -85,7 +85,7 @@ class FileServer:
 
 
 class _Disk:
-    """What workers may do in a run directory: read and write below its checkpoints and samples. From any thread."""
+    """The part of a run directory that workers read and write: its checkpoints and samples. From any thread."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._open = (folder.checkpoints, folder.samples)

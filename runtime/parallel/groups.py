@@ -39,7 +39,8 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 @dataclass(frozen=True)
 class Member:
     """This worker among all of a run; timeout in seconds. hosts: of every worker; those of one can read each other's
-    memory. (): all are on one. interface: this host's address for the others."""
+    memory. (): all are on one. interface: this host's address for the others. apart: workers whose hosts do not see the
+    run directory."""
 
     worker: int
     n_workers: int
@@ -47,6 +48,7 @@ class Member:
     timeout_seconds: float
     hosts: tuple[str, ...] = ()
     interface: str = LOOPBACK
+    apart: frozenset[int] = frozenset()
 
     @property
     def host(self) -> str:
@@ -209,6 +211,7 @@ class LayoutRanks:
     ep: Ranks  # over which whole experts are spread
     expert_copies: Ranks  # of one stage that hold the same experts, where they are spread
     session: Ranks  # those of `axes.session_groups`, for messages between threads that generate
+    apart: frozenset[int] = frozenset()  # workers, of all, whose hosts do not see the run directory
 
     @classmethod
     def alone(cls, device: torch.device) -> "LayoutRanks":
@@ -306,7 +309,7 @@ class Collectives:
         along = (self._of(dp), self._of(cp), self._of(tp), self._of(pp), self._of(copies))
         experts = (self._of(ep), self._of(expert_copies))
         session = self._sessions.get(self._own(session_groups(layout)), Ranks(torch.device("cpu")))
-        return LayoutRanks(layout, self.ranks(layout.mesh), *along, *experts, session)
+        return LayoutRanks(layout, self.ranks(layout.mesh), *along, *experts, session, self.member.apart)
 
     def _own(self, groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
         """The one of the groups that this worker is in."""

@@ -6,10 +6,10 @@ no layout and no file.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from realgraph.runtime.parallel.cuts import Box
-from realgraph.runtime.parallel.routes import Cell, Holdings, cells_by_tensors, cut_to
+from realgraph.runtime.parallel.routes import Holdings, cells_by_tensors, cut_to
 
 DIVIDED = 1 << 16  # elements: a part with fewer has one writer
 
@@ -17,8 +17,9 @@ Shares = Mapping[int, Mapping[str, tuple[Box, ...]]]  # worker -> tensor -> the 
 _FILES = -1  # the receiver, beside the workers
 
 
-def shares(held: Holdings, shapes: Mapping[str, tuple[int, ...]]) -> Shares:
-    """Each worker's boxes of the tensors, of those that it holds. shapes: of the whole tensors.
+def shares(held: Holdings, shapes: Mapping[str, tuple[int, ...]], apart: Collection[int] = ()) -> Shares:
+    """Each worker's boxes of the tensors, of those that it holds. shapes: of the whole tensors. apart: workers that
+    write what no other holds, and nothing else.
 
     Raises Gap with a part that no worker holds.
     """
@@ -26,15 +27,16 @@ def shares(held: Holdings, shapes: Mapping[str, tuple[int, ...]]) -> Shares:
     found: dict[int, dict[str, list[Box]]] = {worker: {} for worker in held}
     written: defaultdict[int, int] = defaultdict(int)  # elements, by worker
     for tensors, cells in cells_by_tensors(held, wanted):
-        parts = [(cell.holders, part) for cell in cells for part in _parts(cell)]
+        able = [(cell.box, [one for one in cell.holders if one not in apart] or cell.holders) for cell in cells]
+        parts = [(writers, part) for box, writers in able for part in _parts(box, len(writers))]
         for tensor in tensors:
-            for holders, part in parts:
-                writer = min(holders, key=written.__getitem__)
+            for writers, part in parts:
+                writer = min(writers, key=written.__getitem__)
                 written[writer] += part.numel
                 found[writer].setdefault(tensor, []).append(part)
     return {worker: {name: tuple(boxes) for name, boxes in mine.items()} for worker, mine in found.items()}
 
 
-def _parts(cell: Cell) -> Iterator[Box]:
-    """A large cell in one part for each of its holders, about; a small one whole."""
-    return cut_to(cell.box, max(DIVIDED, math.ceil(cell.box.numel / len(cell.holders))))
+def _parts(box: Box, n_writers: int) -> Iterator[Box]:
+    """A large box in one part for each of its writers, about; a small one whole."""
+    return cut_to(box, max(DIVIDED, math.ceil(box.numel / n_writers)))

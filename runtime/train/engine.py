@@ -81,7 +81,7 @@ class TorchTrainEngine:
             if self.dtype == torch.float16:
                 self.scale = LossScale(FIRST_LOSS_SCALE, dynamic=True)
         self._dropped = DroppedStorages()  # of a copy that was given up
-        place = layout, layout.mesh.first + ranks.mesh.rank
+        place = layout, layout.mesh.first + ranks.mesh.rank, ranks.apart
         self.contents = train_files.contents_of(model, place, self.dtype, self.masters, self.adam)
 
     def _state_holders(self, layout: Layout) -> tuple[Ranks, Ranks] | None:

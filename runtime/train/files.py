@@ -46,13 +46,15 @@ class Contents:
     """The state of one engine on one worker: its parts of all tensors, live. They stay where they are, whatever an
     engine's passes gather, so that any thread may read them while nothing trains.
 
-    specs: of the whole model, in the order of its files, with the dtype that is saved. weights: by name. states: those
-    that are saved beside the weights, by their kind and by the weights' names.
+    apart: workers whose hosts do not see the run directory; they write what no other has. specs: of the whole model, in
+    the order of its files, with the dtype that is saved. weights: by name. states: those that are saved beside the
+    weights, by their kind and by the weights' names.
     """
 
     model: PackedModel
     layout: Layout
     worker: int
+    apart: frozenset[int]
     specs: Sequence[WeightSpec]
     weights: Mapping[str, WeightPart]
     states: Mapping[str, Mapping[str, WeightPart]]
@@ -90,16 +92,21 @@ class Contents:
                 shapes, msgspec.structs.replace(self.layout, sharding="fsdp") if states else self.layout, model
             )
             try:
-                self._shares[writers, states] = shares({worker: held[worker] for worker in writers}, shapes)
+                self._shares[writers, states] = shares({one: held[one] for one in writers}, shapes, self.apart)
             except Gap as error:
                 raise LostPart(str(error)) from None
         return self._shares[writers, states][self.worker]
 
 
 def contents_of(
-    model: PackedModel, place: tuple[Layout, int], dtype: torch.dtype, masters: Masters | None, adam: Adam | None
+    model: PackedModel,
+    place: tuple[Layout, int, frozenset[int]],
+    dtype: torch.dtype,
+    masters: Masters | None,
+    adam: Adam | None,
 ) -> Contents:
-    """The state of an engine that was just opened. place: its layout and its worker. dtype: of the saved weights."""
+    """The state of an engine that was just opened. place: its layout, its worker, and the workers apart. dtype: of the
+    saved weights."""
     network = model.network
     states = {}
     if masters is not None:

@@ -27,6 +27,7 @@ class Peer(Struct, frozen=True):
     local: str
     address: str
     key: str  # CurveZMQ public key, Z85
+    apart: bool = False  # its host does not see the run directory
 
 
 class Configure(_Message, frozen=True):

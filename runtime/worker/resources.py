@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 
 from realgraph.runtime.files.client import FileClient
@@ -83,9 +84,10 @@ class Resources:
         self.memory = DeviceMemory(self.device)
         self.store = Store()
         self.plane = DataPlane(boot.worker, self.store, boot.keys, boot.interface, f"{host_id()}/{boot.node}")
-        self.peer: Peer = self.plane.peer
+        self.peer: Peer = msgspec.structs.replace(self.plane.peer, apart=bool(boot.files))
         self._files = FileClient(boot.files, boot.files_key, boot.keys) if boot.files else None
         self._hosts: tuple[str, ...] = ()
+        self._apart: frozenset[int] = frozenset()
         self._collectives: Collectives | None = None
         self._rendezvous = open_rendezvous(boot.interface) if boot.worker == 0 else None
         self.collective_address = self._rendezvous.address if self._rendezvous is not None else ""
@@ -98,6 +100,7 @@ class Resources:
         """From now on the peers' stores can be read, and they may read ours."""
         self.plane.connect(peers)
         self._hosts = tuple(peer.host for peer in sorted(peers, key=lambda peer: peer.worker))
+        self._apart = frozenset(peer.worker for peer in peers if peer.apart)
 
     def join(self, job: Job, address: str) -> Collectives:
         """Join the process groups of all layouts of the plan. Collective. Raises CollectiveError."""
@@ -105,7 +108,8 @@ class Resources:
         seconds = job.runtime.start_seconds
         store = reach_store(address, n_workers, seconds) if n_workers > 1 else None
         layouts = {allocation.layout for allocation in job.plan.allocations.values()}
-        member = Member(self.worker, n_workers, self.device, ABANDONED_SECONDS, self._hosts, self._interface)
+        near = (self._hosts, self._interface, self._apart)
+        member = Member(self.worker, n_workers, self.device, ABANDONED_SECONDS, *near)
         self._collectives = Collectives(member, store, layouts)
         return self._collectives
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.broken_runs import own
-from tests.host_runs import Hosts
+from tests.host_runs import Hosts, agent
 from tests.namespaces import Network, network, why_not
-from tests.runs import home, numbers, records, write_run
+from tests.runs import Special, home, numbers, records, write_run
 
 __all__ = ["home", "own"]
 
@@ -38,7 +38,7 @@ def two() -> Iterator[Network]:
 
 @contextmanager
 def seen_by(running: Hosts, name: str) -> Iterator[int]:
-    """What a host has at the place of the run directory, open: it stays there when the host has ended."""
+    """The folder that a host has at the place of the run directory, open: it stays when the host has ended."""
     handle = os.open(f"/proc/{running.agents[name].pid}/root{running.home}/run", os.O_RDONLY)
     try:
         yield handle
@@ -149,6 +149,33 @@ def test_after_a_loss_the_survivors_save_and_the_run_goes_on(two: Network, own: 
     words = ("run", "--resume", str(own / "run"), f"steps={saved + 2}")
     Hosts(own, words=words, network=two, apart="b").ends(0)
     assert records(own / "run")[-1]["step"] == saved + 1
+
+
+def test_a_run_that_restarts_by_itself_goes_on_apart(two: Network, own: Path) -> None:
+    running = Hosts(own, {"runtime": {"restarts": 1}, "steps": 20}, network=two, apart="b").at_step(3)
+    try:
+        os.kill(running.running.workers()[2], signal.SIGKILL)
+        output = running.ends(0, 120)
+    finally:
+        running.close()
+    assert len(re.findall(r"host b \([\d.]+\) does not see", output)) == 2
+    assert [start["restarts"] for start in records(own / "run", "start")] == [0, 1]
+    assert set(numbers(own / "run")) == set(range(20))
+
+
+def test_a_host_with_other_data_is_refused(two: Network, own: Path) -> None:
+    """They change once the host of the run has read them."""
+    running = Hosts(own, SAVED, network=two, names="")
+    with (own / "train.jsonl").open("a") as data:
+        data.write("{}\n")
+    seen = {"a": "", "b": str(own / "run")}
+    for (name, hidden), space in zip(seen.items(), two.spaces, strict=True):
+        special = Special(namespace=space, hidden=hidden)
+        running.agents[name] = agent(own, running.listen, name, special=special)
+    output = " ".join(running.ends(2).split())
+    told = rf"\$\.data\.path: host b \([\d.]+\): {own}/train.jsonl has [\d,]+ bytes, and [\d,]+ on the host of the run"
+    assert len(re.findall(told, output)) == 1, output
+    assert "host a" not in output.partition("$.data.path")[2]
 
 
 def test_samples_of_a_run_without_training_come_to_the_host_of_the_run(two: Network, own: Path) -> None:
