@@ -1,10 +1,14 @@
 """Settings of all tests: random cases repeat, and thousands of tests in one process are quick."""
 
 import gc
+import os
 from collections import Counter
 
 import pytest
 from hypothesis import settings
+
+# Before torch is loaded: the ranks and workers of a test share the cores, and threads that spin would take all of them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same cases in each run of `make test`, so that a red one is due to a change; `make fuzz` draws others.
 settings.register_profile("repeatable", derandomize=True)

@@ -32,7 +32,6 @@ CASES = [  # 8 to 128 devices; colocated, apart, and calls that pause a stream
     *((PPO, [], staleness) for staleness in (0, 1, 2)),
     (PPO, ["cluster.nodes=4", *LONG_TAIL], 1),
     (PPO, ["cluster.nodes=8", "batch.groups=1024"], 0),
-    (PPO, ["cluster.nodes=8", "batch.groups=1024"], 2),
     (GRPO, ["cluster.nodes=16", "batch.groups=256", *LONG_TAIL], 2),
 ]
 

@@ -34,6 +34,7 @@ from realgraph.runtime.master.observer import Span
 from realgraph.runtime.parallel.cuts import is_expert
 from realgraph.runtime.parallel.exchange import layout_boxes
 from tests import tiny
+from tests.runs import start
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
@@ -66,14 +67,13 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "run.yaml"
 
 
-def test_the_plan_of_a_cluster_runs_here_with_the_numbers_of_one_process(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plan_of_a_cluster_runs_here_with_the_numbers_of_one_process(file: Path) -> None:
     """On two nodes of eight devices, tensor parallel where that is asked for."""
     asked = ["cluster.devices=8", "allocation.rollout={first: 8, devices: 8}"]
     asked += ["allocation.train_actor={first: 0, devices: 8, tp: 2}", "allocation.train_critic={first: 8, devices: 8}"]
-    rehearse_command(file, asked, None, file.parent / "kept")
-    said = capsys.readouterr().out
+    running = start(file.parent, "rehearse", str(file), *asked, "--keep", str(file.parent / "kept"))
+    assert running.wait(300.0) == 0, running.output()
+    said = running.output()
     assert "16 processes here in the place of 16 x H100-SXM" in said
     assert "numbers are those of one process" in said
     assert "train_actor/grad_norm" in said and "differs" not in said
