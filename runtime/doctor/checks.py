@@ -1,6 +1,5 @@
 """Facts about hosts and pairs to what has to be fixed. Pure: looks at nothing itself."""
 
-import ipaddress
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -117,10 +116,6 @@ def _network(name: str, network: Network) -> Iterator[Finding]:
     if 0 < network.ports < LEAST_PORTS:
         text = f"the kernel has {network.ports} ports to give away, and each worker takes some"
         yield Finding(name, text, "sysctl net.ipv4.ip_local_port_range='32768 60999'", fails=False)
-    if ipaddress.ip_address(network.address).is_global:
-        text = f"{network.address} is a public address, where gloo and NCCL would listen, which do not authenticate"
-        fix = "name a private network by --interface, or set launch.trusted_network: true behind a firewall"
-        yield Finding(name, text, fix, fails=False)
 
 
 def together(hosts: Sequence[HostReport]) -> Iterator[Finding]:
