@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from realgraph.runtime.doctor.facts import (
 )
 from realgraph.runtime.doctor.probes import look_at_disk, look_at_network
 from realgraph.runtime.doctor.session import rounds
+from tests.host_runs import free_port
 from tests.test_cli import NO_TORCH
 from tests.traces import processes_at
 
@@ -228,6 +230,17 @@ def test_a_torch_that_does_not_load_is_a_problem(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert re.search(r"problem: .*: torch can't be loaded: ImportError: libcudart.so.12", done.stdout), done.stdout
     assert "fix: python -c 'import torch' must work" in done.stdout
+
+
+def test_an_interrupted_check_leaves_nothing(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "realgraph", "doctor", "--hosts", "2", "--listen", f"127.0.0.1:{free_port()}"]
+    process = subprocess.Popen([*argv, "--dir", str(tmp_path)], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "doctor.key").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 130
+    assert not list(tmp_path.iterdir())
 
 
 def test_mistakes_on_the_command_line(tmp_path: Path) -> None:
