@@ -130,6 +130,8 @@ def test_hosts_that_differ() -> None:
     assert said(GOOD, newer) == [("n1", "it has torch 2.14.0, and n0 has 2.13.0", True)]
     assert said(GOOD, replace(other, name="n0")) == [("n0", "2 hosts have this name", True)]
     assert said(GOOD, replace(other, id="0")) == [("n0 = n1", "2 agents run on this one host", False)]
+    for python, known in (("3.11.9", []), ("3.12.1", [("n1", "it has python 3.12.1, and n0 has 3.11.7", True)])):
+        assert said(GOOD, replace(other, versions={**VERSIONS, "python": python})) == known
     fewer = replace(other, machine=replace(GOOD.machine, gpus=(H100,) * 4))
     assert [where for where, text, fails in said(GOOD, fewer) if "4 x" in text and not fails] == ["n1"]
     behind = replace(other, clock_ahead_seconds=-3.5)

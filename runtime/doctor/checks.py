@@ -132,7 +132,7 @@ def together(hosts: Sequence[HostReport]) -> Iterator[Finding]:
     for host in hosts[1:]:
         for package in ALIKE:
             ours, theirs = hosts[0].versions.get(package), host.versions.get(package)
-            if theirs and ours and theirs != ours:
+            if theirs and ours and not _alike(package, theirs, ours):
                 text = f"it has {package} {theirs}, and {hosts[0].name} has {ours}"
                 yield Finding(host.name, text, f"install {package} {ours} there: workers of one run must be alike")
         if sorted(gpu.name for gpu in host.machine.gpus) != sorted(gpu.name for gpu in hosts[0].machine.gpus):
@@ -150,9 +150,9 @@ def together(hosts: Sequence[HostReport]) -> Iterator[Finding]:
 
 def between(pairs: Sequence[PairReport]) -> Iterator[Finding]:
     """All that is wrong between hosts: no way, or a slow one."""
-    speeds = sorted(min(pair.there_bytes_per_s, pair.back_bytes_per_s) for pair in pairs if not pair.error)
-    usual = speeds[len(speeds) // 2] if speeds else 0.0
+    usual_of = {backend: _usual(pairs, backend) for backend in {pair.backend for pair in pairs}}
     for pair in pairs:
+        usual = usual_of[pair.backend]
         where = f"{pair.first} - {pair.second}"
         least = min(pair.there_bytes_per_s, pair.back_bytes_per_s)
         if pair.error:
@@ -168,10 +168,24 @@ def between(pairs: Sequence[PairReport]) -> Iterator[Finding]:
             )
 
 
+def _usual(pairs: Sequence[PairReport], backend: str) -> float:
+    """The median bytes a second of the pairs that work, each by its slower way; 0 where none does."""
+    alike = [pair for pair in pairs if pair.backend == backend and not pair.error]
+    speeds = sorted(min(pair.there_bytes_per_s, pair.back_bytes_per_s) for pair in alike)
+    return speeds[len(speeds) // 2] if speeds else 0.0
+
+
 def gpus_text(host: HostReport) -> str:
     """`8 x NVIDIA H100 80GB HBM3`, or `no GPU`."""
     counts = Counter(gpu.name for gpu in host.machine.gpus)
     return ", ".join(f"{n} x {name}" for name, n in sorted(counts.items())) or "no GPU"
+
+
+def _alike(package: str, theirs: str, ours: str) -> bool:
+    """True where workers with these versions may work in one run; of Python the last number does not matter."""
+    if package == "python":
+        return theirs.split(".")[:2] == ours.split(".")[:2]
+    return theirs == ours
 
 
 def _below(limit: int, number: int) -> bool:
