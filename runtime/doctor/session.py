@@ -80,7 +80,7 @@ class CheckMaster:
         self._tasks.append(asyncio.create_task(self._exits(fleet)))
 
     def next_number(self) -> int:
-        """Of a task."""
+        """A number that no task has had."""
         return next(self._numbers)
 
     async def close(self) -> None:
