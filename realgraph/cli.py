@@ -124,13 +124,16 @@ def doctor(
     folder: Annotated[
         Path, typer.Option("--dir", help="Folder for run directories, whose file system is checked.")
     ] = Path(),
+    trusted_network: Annotated[
+        bool, typer.Option("--trusted-network", help="Allow public addresses, behind a firewall.")
+    ] = False,
     join_seconds: Annotated[float, typer.Option("--join-seconds", min=1.0, help="For all hosts to join.")] = 600.0,
     json_out: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Check this machine, several hosts or an allocation before a run: versions, limits, disk, network, GPUs."""
     from realgraph.doctor.command import DoctorRequest, doctor_command
 
-    doctor_command(DoctorRequest(hosts, listen, slurm, interface, folder, join_seconds, json_out))
+    doctor_command(DoctorRequest(hosts, listen, slurm, interface, folder, join_seconds, json_out, trusted_network))
 
 
 @app.command()

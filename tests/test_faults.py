@@ -46,6 +46,17 @@ def test_a_worker_that_ends_before_it_is_ready_is_named(own: Path) -> None:
     assert "worker 1: worker 1 was killed by SIGKILL before it was ready" in run.error()
 
 
+def test_workers_that_are_not_ready_in_time_are_shown_where_they_are(own: Path) -> None:
+    """Worker 0 waits for worker 1, which is stopped, when all meet."""
+    run = Broken(own, {"runtime": {"start_seconds": 6}})
+    run.running.until(lambda: len(run.running.workers()) == 2, "workers")
+    stopped = run.running.workers()[1]
+    os.kill(stopped, signal.SIGSTOP)
+    assert re.search(r"workers? [01, ]+: not ready within 6 s \(runtime.start_seconds\)", run.error())
+    assert "no stack of worker 1: it is stopped" in run.running.output()
+    assert "worker 0 is here (most recent call first):" in run.running.output()
+
+
 def test_nothing_outlives_a_killed_group(broken: Broken) -> None:
     os.killpg(broken.at_step(2).running.pid, signal.SIGKILL)
     broken.running.wait()

@@ -100,6 +100,17 @@ def test_a_start_that_hangs_in_an_import_says_where(
     assert 'slow_import.py", line 2 in <module>' in capfd.readouterr().err
 
 
+def test_a_peer_that_is_slow_to_answer_is_late() -> None:
+    """Its stack says more than that of whoever waits for it."""
+    from realgraph.runtime.store.bundle import AbsentError, Deadline
+    from realgraph.runtime.worker.failures import failure
+
+    late = failure(0, "train", Deadline(5.0).slow(3, "send all values"))
+    assert (late.worker, late.late) == (0, (3,))
+    assert "worker 3 did not send all values within 5 s" in late.error
+    assert failure(0, "train", AbsentError(3, "tokens", 7)).late == ()
+
+
 def dump(frames: list[Frame]) -> str:
     """As faulthandler writes the stacks of an idle thread, one that computes, and the main thread."""
     idle = [Frame("/lib/concurrent/futures/thread.py", "81", "_worker")]

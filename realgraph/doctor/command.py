@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import ipaddress
 import platform
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from realgraph.screen.terminal import wide_terminal
 
 BAD = 2
 KEY_FILE = "doctor.key"
+LOOPBACK = "127.0.0.1"
 
 
 class DoctorRequest(Struct, frozen=True):
@@ -34,6 +36,7 @@ class DoctorRequest(Struct, frozen=True):
     folder: Path
     join_seconds: float
     as_json: bool
+    trusted_network: bool = False  # public addresses may be listened on
 
 
 def doctor_command(request: DoctorRequest) -> None:
@@ -43,6 +46,8 @@ def doctor_command(request: DoctorRequest) -> None:
     if bool(request.n_hosts) != bool(request.listen):
         hint = "realgraph doctor --hosts 2 --listen 10.0.0.1:7000, or neither for this machine alone"
         raise _mistake("--hosts", "--hosts and --listen go together", hint)
+    if not request.folder.is_dir():
+        raise _mistake("--dir", f"there is no folder {request.folder}", "make it, or name the one for run directories")
     report = _over_hosts(request) if request.slurm or request.listen else _here(request)
     if request.as_json:
         say_json(report)
@@ -54,6 +59,11 @@ def doctor_command(request: DoctorRequest) -> None:
 
 def _here(request: DoctorRequest) -> DoctorReport:
     address = address_of_interface(request.interface) if request.interface else outward_address()
+    if is_global(address) and not request.trusted_network:
+        if request.interface:
+            hint = "name a private network, or add --trusted-network behind a firewall"
+            raise _mistake("--interface", f"{address} is a public address, where gloo would listen", hint)
+        address = LOOPBACK
     network = look_at_network(address, interface_of_address(address))
     name, folder = platform.node(), request.folder.absolute()
     if network.error or not _has("torch", "zmq"):
@@ -89,12 +99,17 @@ def _over_hosts(request: DoctorRequest) -> DoctorReport:
             assert request.n_hosts is not None
             (address, port), nodes = split_address(request.listen), request.n_hosts
             starter, key_file = StartedByHand(tell, "to check"), request.folder.absolute() / KEY_FILE
-        check_listen(JoinTerms(address, port, trusted_network=True), "--listen")
-        terms = Terms(nodes, address, port, key_file, request.join_seconds, interface)
+        check_listen(JoinTerms(address, port, trusted_network=request.trusted_network), "--listen")
+        terms = Terms(nodes, address, port, key_file, request.join_seconds, interface, request.trusted_network)
         try:
             return asyncio.run(check_hosts(terms, starter, request.folder.absolute(), tell))
         except LaunchError as error:
             raise _mistake("--listen", str(error), "give an address of this host, and a port that is free") from None
+
+
+def is_global(address: str) -> bool:
+    """True of an address that the whole internet may reach."""
+    return ipaddress.ip_address(address).is_global
 
 
 def _has(*modules: str) -> bool:

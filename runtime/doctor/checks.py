@@ -1,6 +1,5 @@
 """Facts about hosts and pairs to what has to be fixed. Pure: looks at nothing itself."""
 
-import ipaddress
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -117,10 +116,6 @@ def _network(name: str, network: Network) -> Iterator[Finding]:
     if 0 < network.ports < LEAST_PORTS:
         text = f"the kernel has {network.ports} ports to give away, and each worker takes some"
         yield Finding(name, text, "sysctl net.ipv4.ip_local_port_range='32768 60999'", fails=False)
-    if ipaddress.ip_address(network.address).is_global:
-        text = f"{network.address} is a public address, where gloo and NCCL would listen, which do not authenticate"
-        fix = "name a private network by --interface, or set launch.trusted_network: true behind a firewall"
-        yield Finding(name, text, fix, fails=False)
 
 
 def together(hosts: Sequence[HostReport]) -> Iterator[Finding]:
@@ -137,7 +132,7 @@ def together(hosts: Sequence[HostReport]) -> Iterator[Finding]:
     for host in hosts[1:]:
         for package in ALIKE:
             ours, theirs = hosts[0].versions.get(package), host.versions.get(package)
-            if theirs and ours and theirs != ours:
+            if theirs and ours and not _alike(package, theirs, ours):
                 text = f"it has {package} {theirs}, and {hosts[0].name} has {ours}"
                 yield Finding(host.name, text, f"install {package} {ours} there: workers of one run must be alike")
         if sorted(gpu.name for gpu in host.machine.gpus) != sorted(gpu.name for gpu in hosts[0].machine.gpus):
@@ -155,9 +150,9 @@ def together(hosts: Sequence[HostReport]) -> Iterator[Finding]:
 
 def between(pairs: Sequence[PairReport]) -> Iterator[Finding]:
     """All that is wrong between hosts: no way, or a slow one."""
-    speeds = sorted(min(pair.there_bytes_per_s, pair.back_bytes_per_s) for pair in pairs if not pair.error)
-    usual = speeds[len(speeds) // 2] if speeds else 0.0
+    usual_of = {backend: _usual(pairs, backend) for backend in {pair.backend for pair in pairs}}
     for pair in pairs:
+        usual = usual_of[pair.backend]
         where = f"{pair.first} - {pair.second}"
         least = min(pair.there_bytes_per_s, pair.back_bytes_per_s)
         if pair.error:
@@ -173,10 +168,24 @@ def between(pairs: Sequence[PairReport]) -> Iterator[Finding]:
             )
 
 
+def _usual(pairs: Sequence[PairReport], backend: str) -> float:
+    """The median bytes a second of the pairs that work, each by its slower way; 0 where none does."""
+    alike = [pair for pair in pairs if pair.backend == backend and not pair.error]
+    speeds = sorted(min(pair.there_bytes_per_s, pair.back_bytes_per_s) for pair in alike)
+    return speeds[len(speeds) // 2] if speeds else 0.0
+
+
 def gpus_text(host: HostReport) -> str:
     """`8 x NVIDIA H100 80GB HBM3`, or `no GPU`."""
     counts = Counter(gpu.name for gpu in host.machine.gpus)
     return ", ".join(f"{n} x {name}" for name, n in sorted(counts.items())) or "no GPU"
+
+
+def _alike(package: str, theirs: str, ours: str) -> bool:
+    """True where workers with these versions may work in one run; of Python the last number does not matter."""
+    if package == "python":
+        return theirs.split(".")[:2] == ours.split(".")[:2]
+    return theirs == ours
 
 
 def _below(limit: int, number: int) -> bool:

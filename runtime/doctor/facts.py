@@ -7,7 +7,7 @@ from realgraph.planner.inputs.detect import Probe
 UNLIMITED = -1
 
 
-class Limits(Struct, frozen=True):
+class ProcessLimits(Struct, frozen=True):
     """The most that the system lets one process have, or UNLIMITED. open_files: the hard limit, to which a run raises
     the soft one by itself."""
 
@@ -55,7 +55,7 @@ class HostReport(Struct, frozen=True):
     available_bytes: int  # memory that nothing uses now
     shm_bytes: int  # of /dev/shm
     shm_free_bytes: int
-    limits: Limits
+    limits: ProcessLimits
     disk: Disk
     versions: dict[str, str]
     infiniband: bool = False

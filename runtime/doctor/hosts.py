@@ -9,6 +9,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from realgraph.runtime.doctor.session import PROGRAM
+from realgraph.runtime.hosts.facts import is_public
 from realgraph.runtime.hosts.fleet import HostsFleet, RemoteHost
 from realgraph.runtime.hosts.hub import Hub
 from realgraph.runtime.hosts.join_key import make_join_key, write_join_key
@@ -31,6 +32,7 @@ class Terms(Struct, frozen=True):
     key_file: Path
     join_seconds: float
     interface: str | None = None
+    trusted_network: bool = False  # allow public addresses: gloo, NCCL and torch's store do not authenticate
 
 
 class JoinedHosts:
@@ -102,7 +104,9 @@ class JoinedHosts:
         """Start a worker on each host. The workers that do not run, and why."""
         for host, boot in zip(self.hosts, boots, strict=True):
             self.fleet.place(host, (boot,))
-            if not await self.fleet.tell(host, LaunchWorkers((boot,), PROGRAM, START_SECONDS)):
+            if is_public(host.facts.address) and not self._terms.trusted_network:
+                host.failed = "its address is public: name a private network by --interface, or add --trusted-network"
+            elif not await self.fleet.tell(host, LaunchWorkers((boot,), PROGRAM, START_SECONDS)):
                 host.failed = "it is not connected any more"
         end = time.monotonic() + START_SECONDS
         while time.monotonic() < end and any(_awaited(host) for host in self.hosts):

@@ -1,4 +1,7 @@
-"""The messages between a check of machines and its workers, one on each host, both ways."""
+"""The messages between a check of machines and its workers, one on each host, both ways.
+
+Tasks of pairs are numbered from 1, and so are their answers: one that comes too late is not taken for another.
+"""
 
 from typing import Literal
 
@@ -30,12 +33,14 @@ class OpenPair(_CheckMessage, frozen=True):
     """Open a store, tell its address, wait there for the other worker of the pair, and measure."""
 
     backend: BackendName
+    number: int
 
 
 class JoinPair(_CheckMessage, frozen=True):
     """Meet the other worker of the pair at its store, and send and receive as it does."""
 
     backend: BackendName
+    number: int
     address: str
 
 
@@ -48,6 +53,8 @@ Task = Examine | OpenPair | JoinPair
 class Connected(_CheckMessage, frozen=True):
     """The worker has dialled in."""
 
+    number: int = 0
+
 
 class Examined(_CheckMessage, frozen=True):
     """The answer to Examine. asked, answered: when, by this host's clock."""
@@ -55,12 +62,14 @@ class Examined(_CheckMessage, frozen=True):
     host: HostReport
     asked: float
     answered: float
+    number: int = 0
 
 
 class PairOpened(_CheckMessage, frozen=True):
     """The first answer to OpenPair."""
 
     address: str
+    number: int
 
 
 class PairMeasured(_CheckMessage, frozen=True):
@@ -70,6 +79,7 @@ class PairMeasured(_CheckMessage, frozen=True):
     back_bytes_per_s: float = 0.0
     latency_seconds: float = 0.0
     error: str = ""
+    number: int = 0
 
 
 Answer = Connected | Examined | PairOpened | PairMeasured

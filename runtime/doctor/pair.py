@@ -18,7 +18,7 @@ _STREAM_SECONDS = 0.25  # each way
 _PINGS, _WARM_PINGS = 40, 10
 
 
-class Link:
+class PairLink:
     """A process group of two ranks, seen from one of them. Every wait raises RuntimeError after MEET_SECONDS."""
 
     def __init__(self, backend: BackendName, store: Store, rank: int, address: str) -> None:
@@ -59,7 +59,7 @@ def _nccl(store: Store, rank: int, timeout: timedelta) -> object:
     return nccl(store, rank, 2, options)
 
 
-def measured(link: Link, *, leads: bool) -> PairMeasured:
+def measured(link: PairLink, *, leads: bool) -> PairMeasured:
     """Measure together with the other rank: the one that leads gets the numbers. Raises RuntimeError."""
     ping, piece = torch.zeros(1, device=link.device), torch.zeros(_PIECE_BYTES, dtype=torch.uint8, device=link.device)
     latency = _ping_pong(link, ping, leads=leads)
@@ -75,7 +75,7 @@ def measured(link: Link, *, leads: bool) -> PairMeasured:
     return PairMeasured(there, float(speed), latency)
 
 
-def _ping_pong(link: Link, ping: Tensor, *, leads: bool) -> float:
+def _ping_pong(link: PairLink, ping: Tensor, *, leads: bool) -> float:
     """Seconds of a small message one way: half of the median round."""
     rounds = []
     for _ in range(_WARM_PINGS + _PINGS):
@@ -91,7 +91,7 @@ def _ping_pong(link: Link, ping: Tensor, *, leads: bool) -> float:
     return ordered[len(ordered) // 2] / 2
 
 
-def _stream(link: Link, piece: Tensor, ping: Tensor, clock: Callable[[], float]) -> float:
+def _stream(link: PairLink, piece: Tensor, ping: Tensor, clock: Callable[[], float]) -> float:
     """Bytes a second at which the other rank takes pieces, by the time it says that it has the last. The last has a 1
     in its first byte."""
     began, n_pieces, last = clock(), 0, False
@@ -104,7 +104,7 @@ def _stream(link: Link, piece: Tensor, ping: Tensor, clock: Callable[[], float])
     return n_pieces * _PIECE_BYTES / (clock() - began)
 
 
-def _drain(link: Link, piece: Tensor, ping: Tensor) -> None:
+def _drain(link: PairLink, piece: Tensor, ping: Tensor) -> None:
     """Take what `_stream` sends."""
     last = False
     while not last:

@@ -4,6 +4,7 @@ Only the disk may take its time, so it has a deadline: a file server that is gon
 """
 
 import contextlib
+import importlib.util
 import os
 import platform
 import resource
@@ -17,10 +18,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from realgraph.planner.inputs.detect import probe
-from realgraph.runtime.doctor.facts import UNLIMITED, Disk, HostReport, Limits, Network
+from realgraph.runtime.doctor.facts import UNLIMITED, Disk, HostReport, Network, ProcessLimits
 from realgraph.runtime.processes.host_id import host_id
 
 PACKAGES = ("realgraph", "torch", "transformers", "pyzmq", "safetensors", "msgspec")
+_MODULES = {"pyzmq": "zmq"}
 DISK_SECONDS = 6.0  # for a file system to take what is written
 ANSWER_SECONDS = 2.0
 _WRITE_SECONDS, _WRITE_BYTES, _PIECE_BYTES = 1.0, 256 << 20, 4 << 20
@@ -43,7 +45,7 @@ def look(name: str, network: Network, folder: Path) -> HostReport:
         available_bytes=min(_available_bytes(), machine.host_memory_bytes) or machine.host_memory_bytes,
         shm_bytes=shm_bytes,
         shm_free_bytes=shm_free_bytes,
-        limits=Limits(
+        limits=ProcessLimits(
             open_files=_limit(resource.RLIMIT_NOFILE, hard=True),
             processes=_limit(resource.RLIMIT_NPROC),
             locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
@@ -55,11 +57,12 @@ def look(name: str, network: Network, folder: Path) -> HostReport:
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """The versions of Python and of packages that are installed."""
+    """The versions of Python and of packages that are installed, and can be found."""
     found = {"python": platform.python_version()}
     for package in packages:
         with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
+            if importlib.util.find_spec(_MODULES.get(package, package)) is not None:
+                found[package] = version(package)
     return found
 
 
@@ -86,7 +89,7 @@ def look_at_network(address: str, interface: str) -> Network:
             with socket.create_connection(server.getsockname(), timeout=ANSWER_SECONDS):
                 server.accept()[0].close()
     except OSError as failed:
-        error = failed.strerror or str(failed)
+        error = os.strerror(failed.errno) if failed.errno else str(failed)
     return Network(address, interface, ports, error)
 
 

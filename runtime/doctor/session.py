@@ -5,6 +5,7 @@ Each question has a deadline: whoever does not answer is said to, and the others
 
 import asyncio
 import contextlib
+import itertools
 import secrets
 import tempfile
 import time
@@ -55,6 +56,7 @@ class CheckMaster:
         self._server = SecureServer(self._master, allowed, f"tcp://{interface}:0")
         self._answers: dict[int, asyncio.Queue[Answer | str]] = {worker: asyncio.Queue() for worker in self._keys}
         self._ended: dict[int, str] = {}
+        self._numbers = itertools.count(1)
         self._tasks = [asyncio.create_task(self._listen())]
 
     def boots(self) -> tuple[WorkerBoot, ...]:
@@ -77,6 +79,10 @@ class CheckMaster:
         """A worker's end answers whatever it was asked."""
         self._tasks.append(asyncio.create_task(self._exits(fleet)))
 
+    def next_number(self) -> int:
+        """A number that no task has had."""
+        return next(self._numbers)
+
     async def close(self) -> None:
         """Close the port."""
         for task in self._tasks:
@@ -93,13 +99,14 @@ class CheckMaster:
         except TransportError as error:
             raise SilentError(self._ended.get(worker) or str(error)) from None
 
-    async def answer(self, worker: int, seconds: float) -> Answer:
-        """Its next answer. Raises SilentError."""
+    async def answer(self, worker: int, seconds: float, number: int = 0) -> Answer:
+        """Its next answer to the task of that number. Raises SilentError."""
         if worker in self._ended:
             raise SilentError(self._ended[worker])
         try:
             async with asyncio.timeout(seconds):
-                found = await self._answers[worker].get()
+                while not isinstance(found := await self._answers[worker].get(), str) and found.number != number:
+                    pass
         except TimeoutError:
             raise SilentError(f"no answer within {seconds:g} s") from None
         if isinstance(found, str):
@@ -187,14 +194,14 @@ async def measure(master: CheckMaster, names: Mapping[int, str], backend: Backen
 
 
 async def _pair(master: CheckMaster, pair: tuple[int, int], backend: BackendName) -> PairMeasured:
-    first, second = pair
+    (first, second), number = pair, master.next_number()
     try:
-        await master.tell(first, OpenPair(backend))
-        opened = await master.answer(first, PAIR_SECONDS)
+        await master.tell(first, OpenPair(backend, number))
+        opened = await master.answer(first, PAIR_SECONDS, number)
         if not isinstance(opened, PairOpened):
             return opened if isinstance(opened, PairMeasured) else PairMeasured(error="an answer to another question")
-        await master.tell(second, JoinPair(backend, opened.address))
-        joined, led = await asyncio.gather(master.answer(second, PAIR_SECONDS), master.answer(first, PAIR_SECONDS))
+        await master.tell(second, JoinPair(backend, number, opened.address))
+        joined, led = await asyncio.gather(*(master.answer(worker, PAIR_SECONDS, number) for worker in (second, first)))
     except SilentError as error:
         return PairMeasured(error=str(error))
     assert isinstance(joined, PairMeasured) and isinstance(led, PairMeasured)

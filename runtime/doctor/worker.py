@@ -16,11 +16,11 @@ from pathlib import Path
 import msgspec
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.cuda import nccl
 
 from realgraph.runtime.doctor.facts import TorchFacts
 from realgraph.runtime.doctor.messages import (
     Answer,
-    BackendName,
     Connected,
     Examine,
     Examined,
@@ -31,7 +31,7 @@ from realgraph.runtime.doctor.messages import (
     decode_task,
     encode,
 )
-from realgraph.runtime.doctor.pair import MEET_SECONDS, Link, measured
+from realgraph.runtime.doctor.pair import MEET_SECONDS, PairLink, measured
 from realgraph.runtime.doctor.probes import look, look_at_network
 from realgraph.runtime.processes.environment import set_for_library
 from realgraph.runtime.processes.launcher import WorkerBoot
@@ -70,8 +70,8 @@ async def _serve(boot: WorkerBoot) -> int:
             match task:
                 case Examine():
                     loop.run_in_executor(None, _examine, task, boot, tell)
-                case OpenPair(backend=backend):
-                    loop.run_in_executor(None, _open_pair, backend, boot.interface, tell)
+                case OpenPair():
+                    loop.run_in_executor(None, _open_pair, task, boot.interface, tell)
                 case JoinPair():
                     loop.run_in_executor(None, _join_pair, task, boot.interface, tell)
     except TransportError as error:
@@ -93,19 +93,20 @@ def _examine(task: Examine, boot: WorkerBoot, tell: Callable[[Answer], None]) ->
 def torch_facts() -> TorchFacts:
     """torch as it is in this process."""
     cuda = torch.version.cuda or ""
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda and sys.platform == "linux" else ""
-    return TorchFacts(cuda, nccl, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    version: Callable[[], tuple[object, ...]] = nccl.version
+    built_with = ".".join(map(str, version())) if cuda and sys.platform == "linux" else ""
+    return TorchFacts(cuda, built_with, torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
-def _open_pair(backend: BackendName, address: str, tell: Callable[[Answer], None]) -> None:
+def _open_pair(task: OpenPair, address: str, tell: Callable[[Answer], None]) -> None:
     def meet() -> PairMeasured:
         with socket.create_server((address, 0)) as listener:
             port = listener.getsockname()[1]
             store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-        tell(PairOpened(f"{address}:{port}"))
-        return measured(Link(backend, _named(store), 0, address), leads=True)
+        tell(PairOpened(f"{address}:{port}", task.number))
+        return measured(PairLink(task.backend, _named(store), 0, address), leads=True)
 
-    tell(_guarded(meet))
+    tell(msgspec.structs.replace(_guarded(meet), number=task.number))
 
 
 def _join_pair(task: JoinPair, address: str, tell: Callable[[Answer], None]) -> None:
@@ -113,9 +114,9 @@ def _join_pair(task: JoinPair, address: str, tell: Callable[[Answer], None]) -> 
         host, _, port = task.address.rpartition(":")
         timeout = timedelta(seconds=MEET_SECONDS)
         store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-        return measured(Link(task.backend, _named(store), 1, address), leads=False)
+        return measured(PairLink(task.backend, _named(store), 1, address), leads=False)
 
-    tell(_guarded(meet))
+    tell(msgspec.structs.replace(_guarded(meet), number=task.number))
 
 
 def _named(store: Store) -> Store:

@@ -152,9 +152,12 @@ class LocalFleet:
         if worker not in self._running or worker not in self.handles:
             return WorkerStacks(worker, missing="it does not run")
         file = stacks_file(Path(self._boots[worker].log))
-        before = size_of(file)
-        await self._ask(processes.Signal(worker, processes.STACK_SIGNAL))
-        text = await written_since(file, before)
+        try:
+            before = size_of(file)
+            await self._ask(processes.Signal(worker, processes.STACK_SIGNAL))
+            text = await written_since(file, before)
+        except OSError as error:  # of the file: what has failed before is what counts
+            return WorkerStacks(worker, missing=f"{file} can't be read: {error.strerror}")
         return WorkerStacks(worker, text, "" if text else why_silent(self.handles[worker].pid))
 
     async def kill(self, worker: int) -> None:

@@ -44,7 +44,7 @@ class Check:
         self.running.until(lambda: f"has joined: {n_joined} of" in self.running.output(), "a host")
 
     def report(self, code: int) -> dict[str, Any]:
-        """What it has found, once all has ended and nothing is left."""
+        """Its findings and facts, once all has ended and nothing is left."""
         found = self.running.wait(90)
         output = self.running.output()
         assert found == code, output

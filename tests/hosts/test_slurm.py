@@ -53,6 +53,15 @@ def same_as_one_host(own: Path, home: Path) -> None:
         assert found[step]["train/grad_norm"] == pytest.approx(metrics["train/grad_norm"], rel=1e-3)
 
 
+def test_the_nodes_of_an_allocation_are_checked_before_a_run(cluster: Slurm, tmp_path: Path) -> None:
+    done = allocated(cluster, tmp_path, "doctor", "--slurm", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert [host["name"] for host in report["hosts"]] == ["n0", "n1"]
+    (pair,) = report["pairs"]
+    assert pair["error"] == "" and min(pair["there_bytes_per_s"], pair["back_bytes_per_s"]) > 0.13e9
+
+
 def test_the_nodes_of_an_allocation_are_taken_and_train_as_one_host(cluster: Slurm, own: Path, home: Path) -> None:
     """The number of nodes and their memory are not in the run file."""
     done = allocated(cluster, own, "run", written(own, nodes=None))
