@@ -43,8 +43,10 @@ $(VENV)/ready: $(VENV)/run
 quickstart: $(VENV)/run
 	$(BIN)/realgraph quickstart
 
-# What real clusters are tested on: Debian's Slurm, unpacked into the environment. Not there: those tests are skipped.
+# What real clusters are tested on: Debian's Slurm, unpacked into the environment, and Ray. Not there: those tests are
+# skipped.
 $(VENV)/hosts: $(VENV)/ready
+	$(PIP) --constraint constraints.txt --editable '.[ray]' || echo "no Ray could be installed: its tests are skipped"
 	$(BIN)/python -m tests.slurm_cluster || echo "no Slurm could be fetched: its tests are skipped"
 	touch $@
 

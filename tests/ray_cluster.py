@@ -28,7 +28,7 @@ class RayNodes:
 
     @property
     def address(self) -> str:
-        """Of its head."""
+        """The address of its head."""
         return f"{self.network.addresses[0]}:{PORT}"
 
     @property

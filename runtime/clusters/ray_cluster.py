@@ -130,7 +130,7 @@ class RayCluster(Struct, frozen=True):
 
 
 def bundles_of(cluster: Cluster) -> tuple[Bundle, ...]:
-    """What each node of a cluster has to give: its GPUs, or a CPU for each worker."""
+    """The share of each node that a run takes: its GPUs, or a CPU for each worker."""
     return tuple(
         {"CPU" if group.kind == CPU else "GPU": float(group.devices_per_node)}
         for group in cluster.groups

@@ -43,4 +43,3 @@ class RayLaunch(_OnHosts, frozen=True, kw_only=True, tag_field="kind", tag="ray"
 
 
 LaunchSpec = LocalLaunch | HostsLaunch | SlurmLaunch | RayLaunch
-OnHosts = HostsLaunch | SlurmLaunch | RayLaunch

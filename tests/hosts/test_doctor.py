@@ -56,8 +56,7 @@ class Check:
         return report
 
     def close(self) -> None:
-        for one in (self.running, *self.agents):
-            stop(one)
+        stop(self._folder)
 
 
 def texts(report: dict[str, Any]) -> list[str]:
