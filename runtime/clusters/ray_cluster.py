@@ -25,6 +25,7 @@ from realgraph.runtime.hosts.starter import Invitation
 T = TypeVar("T")
 ASK_SECONDS = 120.0  # for a cluster whose nodes load Python from a file system that may be slow
 REACH_SECONDS = 10.0
+OPEN = 9  # the exit code of that process where the cluster asks for no token
 LAUNCH = Where(path="$.launch.address")
 TOKEN = "RAY_AUTH_MODE"
 Bundle = dict[str, float]  # what a node gives, in Ray's words: {"GPU": 8}
@@ -52,12 +53,8 @@ class RayCluster(Struct, frozen=True):
 
     def nodes(self) -> tuple[RayNode, ...]:
         """Those that are alive. Raises ConfigError, also for a cluster that asks for no token."""
-        found = self._ask("nodes", RayNode)
-        try:
-            is_open = not self.trusted_network and self._open()
-        except subprocess.TimeoutExpired:
-            raise self._no_answer(f"no answer within {ASK_SECONDS:.0f} s") from None
-        if is_open:
+        found, code = self._ask("nodes", RayNode)
+        if code == OPEN and not self.trusted_network:
             text = f"the Ray cluster at {self.address} asks for no token: whoever reaches it can run code as you"
             hint = f"start it with {TOKEN}=token (ray start), or say that its network is closed: launch.trusted_network"
             raise ConfigError([Problem(LAUNCH, text, hint, "ray")])
@@ -65,7 +62,7 @@ class RayCluster(Struct, frozen=True):
 
     def machines(self) -> tuple[Machine, ...]:
         """The nodes, as each describes itself. Raises ConfigError."""
-        return self._ask("machines", Machine)
+        return self._ask("machines", Machine)[0]
 
     def agents(self, bundles: Sequence[Bundle], log: Path, say: Callable[[str], None]) -> StartedByProgram:
         """Starts an agent on a node of its own for each bundle."""
@@ -79,26 +76,30 @@ class RayCluster(Struct, frozen=True):
     def _words(self, what: str) -> tuple[str, ...]:
         return (sys.executable, "-m", "realgraph.runtime.clusters.ray_driver", what, self.address)
 
-    def _open(self) -> bool:
-        """True where the cluster answers whoever has no token."""
-        without = self.environment | {TOKEN: "disabled"}
-        return self._asked("nodes", without).returncode == 0
-
-    def _ask(self, what: str, kind: type[T]) -> tuple[T, ...]:
+    def _ask(self, what: str, kind: type[T]) -> tuple[tuple[T, ...], int]:
+        """The lines that the process that imports Ray prints, and its exit code, 0 or OPEN. Raises ConfigError."""
         if importlib.util.find_spec("ray") is None:
             hint = "pip install 'realgraph[ray]', in the environment of every node"
             raise ConfigError([Problem(Where(path="$.launch.kind"), "Ray is not installed here", hint, "ray")])
         self._reach()
         try:
-            done = self._asked(what, self.environment)
+            done = subprocess.run(
+                self._words(what),
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=ASK_SECONDS,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             raise self._no_answer(f"no answer within {ASK_SECONDS:.0f} s") from None
-        if done.returncode:
+        if done.returncode not in (0, OPEN):
             said = done.stderr.strip().splitlines()
             raise self._no_answer(said[-1] if said else f"exit code {done.returncode}")
         lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
         try:
-            return tuple(msgspec.json.decode(line, type=kind) for line in lines)
+            return tuple(msgspec.json.decode(line, type=kind) for line in lines), done.returncode
         except msgspec.MsgspecError as error:
             raise self._no_answer(str(error)) from None
 
@@ -111,18 +112,6 @@ class RayCluster(Struct, frozen=True):
             socket.create_connection((host, port), REACH_SECONDS).close()
         except OSError as error:
             raise self._no_answer(f"nothing listens on {self.address}: {reason(error)}") from None
-
-    def _asked(self, what: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-        """Raises TimeoutExpired."""
-        return subprocess.run(
-            self._words(what),
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=ASK_SECONDS,
-            check=False,
-        )
 
     def _no_answer(self, why: str) -> ConfigError:
         hint = "see `ray status` on this host, which must be a node of the cluster and have its token"

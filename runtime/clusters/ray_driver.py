@@ -3,7 +3,8 @@
     python -m realgraph.runtime.clusters.ray_driver nodes|machines ADDRESS
     python -m realgraph.runtime.clusters.ray_driver agents ADDRESS BUNDLES N_SPARE WORDS...
 
-`nodes` and `machines` print one line of JSON a node. `agents` reads a join key from its standard input, starts an agent
+`nodes` and `machines` print one line of JSON a node; `nodes` ends with exit code OPEN where the cluster asks for no token.
+`agents` reads a join key from its standard input, starts an agent
 on a node of its own for each bundle, and ends with the last of them, or them once its standard input is closed.
 """
 
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import grpc
 import msgspec
 import ray
 from ray.exceptions import RayError
@@ -25,7 +27,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from realgraph.runtime.clusters.ray_cluster import Bundle, RayNode
+from realgraph.runtime.clusters.ray_cluster import OPEN, Bundle, RayNode
 from realgraph.runtime.clusters.ray_tasks import HostAgentActor, machine_text
 
 ROOM_SECONDS, SPARE_SECONDS = 60.0, 5.0  # for bundles to be free: those of the plan, and those to spare
@@ -49,6 +51,7 @@ def main(words: Sequence[str]) -> int:
         match what:
             case "nodes":
                 _print(_nodes())
+                return 0 if _asks_for_token() else OPEN
             case "machines":
                 _print_machines()
             case _:
@@ -83,6 +86,18 @@ def _nodes() -> list[RayNode]:
         )
         for node in alive
     ]
+
+
+def _asks_for_token() -> bool:
+    """True where the head of the cluster refuses a question that comes without one."""
+    channel = grpc.insecure_channel(ray.get_runtime_context().gcs_address)
+    try:
+        channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")(b"", timeout=TASK_SECONDS)
+    except grpc.RpcError as error:
+        return error.code() == grpc.StatusCode.UNAUTHENTICATED
+    finally:
+        channel.close()
+    return False
 
 
 def _print(nodes: Sequence[RayNode]) -> None:

@@ -58,7 +58,7 @@ def test_the_nodes_of_a_cluster_are_taken_and_train_as_one_host(cluster: RayNode
     assert "has ended with exit code 0" in (own / "run/logs/ray.log").read_text()
 
 
-@pytest.mark.parametrize("victim", ["agent", "actor", "driver", "worker", "master"])
+@pytest.mark.parametrize("victim", ["agent", "actor", "driver", "master"])
 def test_what_is_killed_ends_the_run_on_all_nodes(cluster: RayNodes, own: Path, victim: str) -> None:
     running = begun(cluster, own, written(own, cluster, LONG))
     try:
