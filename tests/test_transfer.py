@@ -226,6 +226,18 @@ def test_routes_follow_hosts() -> None:
         assert {way for (_, way), idle in reader._idle.items() if idle} == {"local", "tcp"}
 
 
+def test_a_thousand_peers_are_asked_by_one_worker() -> None:
+    """One owner under as many names: more channels than ZeroMQ has sockets by itself, of which few are kept."""
+    n = 1000
+    with planes(2) as (reader, owner):
+        owner._store.put("a", range(n), [torch.full((3,), i) for i in range(n)])
+        reader.connect([msgspec.structs.replace(owner.peer, worker=i, host="elsewhere") for i in range(1, n)])
+        for _ in range(2):
+            values = reader.gather_now([GatherRequest(i, "a", (i,)) for i in range(1, n)])["a"]
+            assert all(values[i].tolist() == [i] * 3 for i in range(1, n))
+            assert sum(map(len, reader._idle.values())) == 256
+
+
 # --- owners and readers in processes of their own, which are killed ---------------------------------------------------
 
 

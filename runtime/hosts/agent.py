@@ -39,8 +39,9 @@ from realgraph.runtime.hosts.messages import (
 )
 from realgraph.runtime.processes.clock import time_limit
 from realgraph.runtime.processes.interrupts import Interrupted, Interrupts, unless
-from realgraph.runtime.processes.launcher import Fleet, LaunchError, describe_exit
+from realgraph.runtime.processes.launcher import Fleet, Launcher, LaunchError, describe_exit
 from realgraph.runtime.processes.local import LocalLauncher
+from realgraph.runtime.processes.open_files import allow_open_files
 from realgraph.runtime.wire.sockets import SecureClient, TransportError
 
 log = logging.getLogger(__name__)
@@ -62,9 +63,15 @@ class _Again(Exception):
 class HostAgent:
     """One agent, from its join to its end. say: shows a line to whoever watches it."""
 
-    def __init__(self, client: SecureClient, address: tuple[str, int], say: Callable[[str], None]) -> None:
-        """address: of the master."""
-        self._client, self._address, self._say = client, address, say
+    def __init__(
+        self,
+        client: SecureClient,
+        address: tuple[str, int],
+        say: Callable[[str], None],
+        launcher: Callable[[str], Launcher] = LocalLauncher,
+    ) -> None:
+        """address: of the master. launcher: made with this host's address for the others."""
+        self._client, self._address, self._say, self._launcher = client, address, say, launcher
         self._fleet: Fleet | None = None
         self._interface = ""
         self._launching: asyncio.Task[None] | None = None
@@ -179,8 +186,10 @@ class HostAgent:
         workers = ", ".join(str(boot.worker) for boot in message.boots)
         self._say(f"starting workers {workers}")
         try:
-            fleet = await LocalLauncher(self._interface).start(message.boots, message.program, message.deadline_seconds)
-        except LaunchError as error:
+            allow_open_files(max((boot.n_workers for boot in message.boots), default=1))
+            launcher = self._launcher(self._interface)
+            fleet = await launcher.start(message.boots, message.program, message.deadline_seconds)
+        except (LaunchError, ConfigError) as error:
             await self._send(HostFailed(str(error)))
             return
         self._fleet = fleet

@@ -6,6 +6,7 @@ threads of its own, so peers are answered while the compute thread is busy.
 
 import asyncio
 import contextlib
+import itertools
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,9 @@ from realgraph.runtime.wire.protocol import Peer
 Values = dict[str, dict[int, Tensor]]
 
 _IDLE_CHANNELS = 4  # kept per peer and route
+_MOST_IDLE = 256  # kept of all; each has up to four files open
+_PEERS_AT_ONCE = 128  # asked by one gather
+_MAX_SOCKETS = 8192  # of ZeroMQ, three a channel: above what gathers may have at once
 _GATHER_THREADS = 4
 _CLOSE_SECONDS = 60.0
 
@@ -60,6 +64,7 @@ class DataPlane:
         self._store = store
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._local = LocalServer(store)
         self._remote = RemoteServer(store, keys, interface, self._context)
         self._peers: dict[int, Peer] = {}
@@ -127,7 +132,9 @@ class DataPlane:
         with self._quiet:
             self._running += 1
         try:
-            self._take(by_worker, values, _Manner(Deadline(deadline_seconds), copy, route))
+            manner, asked = _Manner(Deadline(deadline_seconds), copy, route), iter(by_worker.items())
+            while some := dict(itertools.islice(asked, _PEERS_AT_ONCE)):
+                self._take(some, values, manner)
         finally:
             with self._quiet:
                 self._running -= 1
@@ -135,7 +142,7 @@ class DataPlane:
         return values
 
     def _take(self, by_worker: Mapping[int, Sequence[GatherRequest]], values: Values, manner: "_Manner") -> None:
-        """Ask all peers, then collect from one after the other: their answers wait in the sockets meanwhile."""
+        """Ask these peers, then collect from one after the other: their answers wait in the sockets meanwhile."""
         asked: deque[tuple[int, Route, Channel]] = deque()
         try:
             for worker, wants in by_worker.items():
@@ -210,12 +217,16 @@ class DataPlane:
         return LocalChannel(peer, lambda channel: self._returned.append((worker, channel)))
 
     def _keep(self, worker: int, route: Route, channel: Channel) -> None:
+        given_up = channel
         with self._lock:
-            idle = self._idle.setdefault((worker, route), [])
+            idle = self._idle.pop((worker, route), [])
+            self._idle[worker, route] = idle  # those used longest ago stand first
             if not self._closed and len(idle) < _IDLE_CHANNELS:
                 idle.append(channel)
-                return
-        channel.close()
+                if sum(map(len, self._idle.values())) <= _MOST_IDLE:
+                    return
+                given_up = next(some for some in self._idle.values() if some).pop(0)
+        given_up.close()
 
     def _collect_returned(self) -> None:
         with contextlib.suppress(IndexError):  # several threads may empty it at once

@@ -25,7 +25,9 @@ from realgraph.runtime.wire.curve import ZAP_ENDPOINT as ZAP
 log = logging.getLogger(__name__)
 
 MAX_QUEUED_MESSAGES = 10_000  # messages queued for one peer before a send waits
+MAX_WAITING_CLIENTS = 4096  # that dial while this process is busy or stopped: all workers of a large run
 MAX_MESSAGE_BYTES = 256 << 20  # more than any job or batch of ids; what is longer is refused by the socket
+_UNCOPIED_BYTES = 64 << 10  # of a message that waits in queues as it is, however many clients get it
 LINGER_MS = 1_000  # how long a closing socket still tries to send its last messages
 
 
@@ -52,6 +54,7 @@ class SecureServer:
             give_up_silent(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to nobody is an error, not a loss
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects keeps its name
+        self._socket.setsockopt(zmq.BACKLOG, MAX_WAITING_CLIENTS)
         self._monitor = self._socket.get_monitor_socket(MONITORED)
         self._tasks: tuple[asyncio.Task[None], ...] = ()
         try:
@@ -68,7 +71,7 @@ class SecureServer:
         nothing for that long."""
         try:
             async with asyncio.timeout(deadline_seconds):
-                await self._socket.send_multipart([client, body])
+                await self._socket.send_multipart([client, body], copy=len(body) < _UNCOPIED_BYTES)
         except TimeoutError:
             text = f"{who} has taken no message for {deadline_seconds:g} s: its queue is full"
             raise TransportError(text) from None

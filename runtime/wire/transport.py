@@ -1,7 +1,7 @@
 """Control messages between master and workers, over CurveZMQ by msgspec. Moves no tensor and decides nothing."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 import zmq
@@ -28,7 +28,16 @@ class MasterSocket:
 
     async def send(self, worker: int, command: protocol.Command, deadline_seconds: float = 30.0) -> None:
         """Queue a command. Raises TransportError where the worker is not connected or takes nothing for that long."""
-        await self._server.send(b"%d" % worker, protocol.encode(command), f"worker {worker}", deadline_seconds)
+        await self.send_to_all((worker,), command, deadline_seconds)
+
+    async def send_to_all(
+        self, workers: Iterable[int], command: protocol.Command, deadline_seconds: float = 30.0
+    ) -> None:
+        """Queue one command for several workers, which is encoded, and where it is long held, once. Raises as `send`
+        does."""
+        body = protocol.encode(command)
+        for worker in workers:
+            await self._server.send(b"%d" % worker, body, f"worker {worker}", deadline_seconds)
 
     async def receive(self) -> tuple[int, protocol.Reply]:
         """The next well-formed reply and the worker that sent it. For one task, to be cancelled only at the end.
