@@ -46,6 +46,16 @@ class FetchRequest(Struct, frozen=True, tag=True):
     items: tuple[Item, ...]
 
 
+class SharedFetch(Struct, frozen=True, tag=True):
+    """Fetch these values of workers of other hosts, once for all `n_readers` of `task`, and show them as `FetchRequest`
+    does."""
+
+    task: int
+    n_readers: int
+    wants: tuple[tuple[int, tuple[Item, ...]], ...]  # worker, what is wanted of it; at least one
+    deadline_seconds: float
+
+
 class Release(Struct, frozen=True, tag=True):
     """The values of the last answer have been read."""
 
@@ -84,8 +94,16 @@ class Missing(Struct, frozen=True, tag=True):
     id: int
 
 
-Request = FetchRequest | Release | Fetch | Credit
-Answer = NewSegments | Bundle | Missing
+class Unfetched(Struct, frozen=True, tag=True):
+    """The answer to `SharedFetch` where it failed. lost: the worker can't be reached."""
+
+    worker: int
+    text: str
+    lost: bool
+
+
+Request = FetchRequest | SharedFetch | Release | Fetch | Credit
+Answer = NewSegments | Bundle | Missing | Unfetched
 encode = msgspec.msgpack.Encoder().encode
 _REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

@@ -119,7 +119,7 @@ class RemoteServer:
                 self._begin(reader, request)
             case Credit(frames=n):
                 self._send_frames(reader, n)
-            case bundle.FetchRequest() | bundle.Release():
+            case bundle.FetchRequest() | bundle.SharedFetch() | bundle.Release():
                 log.warning("refused a request of the other route")
 
     def _begin(self, reader: bytes, request: Fetch) -> None:
