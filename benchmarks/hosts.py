@@ -5,6 +5,9 @@ one part and writes nothing. The parts:
 
 - `simulated`: 1,024 simulated workers behind 128 simulated agents (`hosts_simulated.py`): the real master, Scheduler
   and sockets, and workers that answer at once.
+- `ready`: a real run of two hosts with eight workers each, from cold processes.
+- `gather`, `reallocation`: 100 MB of samples and 400 MB of weights from host to host, beside bare streams.
+- `hostile`: 100,000 wrong messages, and garbage, on the ports of a run.
 """
 
 import argparse
@@ -14,6 +17,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,9 +25,13 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from benchmarks.hosts_network import gathered, moved, ratio
+from benchmarks.hosts_ready import start
 from benchmarks.hosts_simulated import Figures, Size, run_master, serve_hosts
 from benchmarks.machine import describe
-from tests.namespaces import network, why_not
+from tests.attacked import attacked
+from tests.namespaces import Network, network, why_not
+from tests.test_hostile import MOST_GROWTH_BYTES, attacks_leave_no_trace
 
 RESULTS = Path(__file__).parent / "results" / "hosts.json"
 SPAWN = multiprocessing.get_context("spawn")
@@ -31,6 +39,10 @@ N_HOSTS, PER_HOST, STEPS = 128, 8, 4
 N_PROCESSES = 2  # that simulate hosts
 PATIENCE_SECONDS = 300.0
 START_SECONDS, END_SECONDS, CALL_MS = 30.0, 5.0, 1.0
+READY_SECONDS, READY_PER_HOST = 10.0, 8
+STREAM = 0.8  # of a bare stream's speed
+GATHERED, GATHERS, MOVES = "100 MB", 15, 7  # a size of data_plane.py, and rounds
+N_STREAMS, N_MESSAGES = 2_000, 98_000  # of an attack on each port; a tenth more before, to warm up
 
 
 class Verdict(Struct, frozen=True):
@@ -120,7 +132,59 @@ def _of_figures(figures: Figures, last_agent: float) -> Part:
     return Part(verdicts, found)
 
 
-PARTS: dict[str, Callable[[], Part]] = {"simulated": simulated}
+def ready() -> Part:
+    """A real run of two hosts, from cold processes."""
+    with network(2) as net, tempfile.TemporaryDirectory() as base:
+        found = start(net, Path(base), READY_PER_HOST)
+    what = f"2 hosts of {READY_PER_HOST} workers: seconds to be ready after the last agent has joined"
+    return Part((Verdict(what, found["ready_seconds_after_the_last_agent"], READY_SECONDS),), found)
+
+
+def gather() -> Part:
+    """Samples from one host to the other, beside bare ZeroMQ."""
+    with network(2) as net:
+        seconds = gathered(SPAWN, _places(net), (GATHERED, GATHERS))
+    verdict = Verdict(
+        f"gather of {GATHERED} / bare ZeroMQ", ratio(seconds, "gather", "bare zmq curve"), STREAM, least=True
+    )
+    return Part((verdict,), {f"{name}, seconds": statistics.median(taken) for name, taken in seconds.items()})
+
+
+def reallocation() -> Part:
+    """Weights from host to host, beside bare gloo."""
+    with network(2) as net:
+        cases = moved(SPAWN, _places(net), MOVES)
+    verdicts = tuple(
+        Verdict(f"reallocation / bare gloo, {case}", ratio(seconds, "reallocation", "bare gloo"), STREAM, least=True)
+        for case, seconds in cases.items()
+    )
+    found = {
+        f"{case}: {name}, seconds": statistics.median(taken)
+        for case, seconds in cases.items()
+        for name, taken in seconds.items()
+    }
+    return Part(verdicts, found)
+
+
+def hostile() -> Part:
+    """Attacks on the encrypted ports of a run."""
+    began = time.monotonic()
+    with attacked() as target:
+        growth = attacks_leave_no_trace(target, N_STREAMS, N_MESSAGES)
+    found = {"messages_on_each_port": N_STREAMS + N_MESSAGES, "seconds": time.monotonic() - began}
+    return Part(
+        (Verdict("hostile traffic: MB that memory has grown by", growth / 1e6, MOST_GROWTH_BYTES / 1e6),), found
+    )
+
+
+def _places(net: Network) -> tuple[tuple[str, str], tuple[str, str]]:
+    first, second = zip(net.spaces, net.addresses, strict=True)
+    return first, second
+
+
+PARTS: dict[str, Callable[[], Part]] = {
+    part.__name__: part for part in (simulated, ready, gather, reallocation, hostile)
+}
 
 
 def main() -> int:

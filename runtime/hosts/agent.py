@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.runtime.hosts.facts import own_facts
 from realgraph.runtime.hosts.join_key import JoinKey, parse_join_key
@@ -42,6 +40,7 @@ from realgraph.runtime.processes.interrupts import Interrupted, Interrupts, unle
 from realgraph.runtime.processes.launcher import Fleet, Launcher, LaunchError, describe_exit
 from realgraph.runtime.processes.local import LocalLauncher
 from realgraph.runtime.processes.open_files import allow_open_files
+from realgraph.runtime.wire.refusals import UNREADABLE
 from realgraph.runtime.wire.sockets import SecureClient, TransportError
 
 log = logging.getLogger(__name__)
@@ -163,7 +162,7 @@ class HostAgent:
             frames = receiving.result()
             try:
                 return decode_from_master.decode(frames[0])
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 log.warning("refused a message of the master: %s", error)
 
     async def _until_lost(self) -> None:

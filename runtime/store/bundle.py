@@ -5,12 +5,12 @@ In a bundle the values follow one another in the order they were asked for, each
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 import numpy as np
 import torch
-from msgspec import Struct
+from msgspec import Meta, Struct
 from torch import Tensor
 
 from realgraph.runtime.memory.anonymous import ALIGN_BYTES, Bytes, aligned
@@ -52,7 +52,7 @@ class SharedFetch(Struct, frozen=True, tag=True):
 
     task: int
     n_readers: int
-    wants: tuple[tuple[int, tuple[Item, ...]], ...]  # worker, what is wanted of it; at least one
+    wants: Annotated[tuple[tuple[int, tuple[Item, ...]], ...], Meta(min_length=1)]  # worker, what is wanted of it
     deadline_seconds: float
 
 

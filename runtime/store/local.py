@@ -17,7 +17,6 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 
-import msgspec
 import numpy as np
 from torch import Tensor
 
@@ -39,6 +38,7 @@ from realgraph.runtime.store.bundle import (
 from realgraph.runtime.store.store import MissingValueError, Store, StoredValue
 from realgraph.runtime.wire.frames import LENGTH_BYTES, framed
 from realgraph.runtime.wire.protocol import Peer
+from realgraph.runtime.wire.refusals import UNREADABLE
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class LocalServer:
                 reader.answer(bundle.decode_request(body))
         except (EOFError, OSError) as error:
             log.debug("a reader is gone: %r", error)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             log.warning("hung up on a reader whose request cannot be read: %s", error)
         finally:
             connection.close()
@@ -323,7 +323,7 @@ class LocalChannel:
                     self._mapped[segment] = map_bytes(fd, nbytes, writable=False)
                 for segment in answer.retired:
                     del self._mapped[segment]
-        except (msgspec.MsgspecError, ValueError, KeyError, OSError) as error:
+        except (*UNREADABLE, ValueError, KeyError, OSError) as error:
             raise PeerLostError(self._worker, f"worker {self._worker} sent a header that is wrong: {error}") from None
         finally:
             for fd in descriptors:

@@ -21,6 +21,7 @@ from realgraph.runtime.wire.curve import (
     secure_server,
 )
 from realgraph.runtime.wire.curve import ZAP_ENDPOINT as ZAP
+from realgraph.runtime.wire.refusals import Refusals
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class SecureServer:
     def __init__(self, keys: KeyPair, allowed: Collection[str], address: str) -> None:
         """address: `tcp://INTERFACE:PORT`; port 0 is any."""
         self._allowed = frozenset(allowed)
+        self._refusals = Refusals(log)
         self._context = zmq.asyncio.Context()
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind(ZAP)
@@ -104,7 +106,7 @@ class SecureServer:
     async def _watch(self) -> None:
         event = await recv_monitor_message(self._monitor)
         if failure := handshake_failure(event["event"]):
-            log.warning("a connection to %s was refused: %s", self.address, failure)
+            self._refusals.add(f"a connection to {self.address} was refused: {failure}")
 
 
 class SecureClient:

@@ -3,11 +3,11 @@
 import logging
 from collections.abc import Iterable, Mapping
 
-import msgspec
 import zmq
 
 from realgraph.runtime.wire import protocol
 from realgraph.runtime.wire.curve import KeyPair
+from realgraph.runtime.wire.refusals import UNREADABLE, Refusals
 from realgraph.runtime.wire.sockets import SecureClient, SecureServer
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ class MasterSocket:
 
     def __init__(self, keys: KeyPair, workers: Mapping[int, str], interface: str) -> None:
         self._workers = dict(workers)
-        self.refused = 0
+        self._refusals = Refusals(log)
         self._server = SecureServer(keys, frozenset(workers.values()), f"tcp://{interface}:0")
         self.address = self._server.address
 
@@ -50,14 +50,18 @@ class MasterSocket:
             if not problem:
                 try:
                     reply = protocol.decode_reply(frames[1].buffer)
-                except msgspec.MsgspecError as error:
+                except UNREADABLE as error:
                     problem = f"a message from worker {worker} cannot be read: {error}"
                 else:
                     if reply.worker == worker:
                         return worker, reply
                     problem = f"worker {worker} sent a message in the name of worker {reply.worker}"
-            self.refused += 1
-            log.warning("refused: %s", problem)
+            self._refusals.add(f"refused: {problem}")
+
+    @property
+    def refused(self) -> int:
+        """Messages that were."""
+        return self._refusals.count
 
     async def close(self) -> None:
         """Send what is queued, then close the port."""
@@ -103,7 +107,7 @@ class WorkerSocket:
                     command: protocol.Command = protocol.decode_command(frames[0])
                     return command
                 problem = f"it has {len(frames)} frames, expected 1"
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 problem = str(error)
             log.warning("refused a message of the master: %s", problem)
 
