@@ -1,4 +1,4 @@
-"""Samples and weights that cross between two hosts, which are network namespaces, beside bare streams of the same bytes:
+"""Samples and weights that cross between two hosts, which are network namespaces, beside bare streams of as many bytes:
 ZeroMQ with the same encryption and frames, and gloo.
 """
 
