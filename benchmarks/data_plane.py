@@ -33,6 +33,7 @@ from realgraph.runtime.store.store import Store
 from realgraph.runtime.store.transfer import DataPlane, GatherRequest
 from realgraph.runtime.wire.curve import LOOPBACK, KeyPair, bound_address, make_keys, secure_client, secure_server
 from realgraph.runtime.wire.protocol import Peer
+from tests.namespaces import enter_namespace
 
 SIZES = {"1 KB": 1_000, "1 MB": 1_000_000, "16 MB": 16_000_000, "100 MB": 100_000_000}
 ROUNDS = 15
@@ -75,8 +76,10 @@ def values() -> dict[str, torch.Tensor]:
 # --- the owner process ------------------------------------------------------------------------------------------------
 
 
-def own(reader: KeyPair, pipe: Connection) -> None:
-    """Serve every contender's protocol until the pipe closes."""
+def own(reader: KeyPair, pipe: Connection, place: tuple[str, str] = ("", LOOPBACK)) -> None:
+    """Serve every contender's protocol until the pipe closes. place: a network namespace, if any, and its address."""
+    if place[0]:
+        enter_namespace(place[0])
     torch.set_num_threads(1)
     store, held, keys = Store(), values(), make_keys()
     for name, value in held.items():
@@ -85,11 +88,11 @@ def own(reader: KeyPair, pipe: Connection) -> None:
     bare, pickled = context.socket(zmq.ROUTER), context.socket(zmq.REP)
     secure_server(bare, keys)
     for socket in (bare, pickled):
-        socket.bind("tcp://127.0.0.1:0")
+        socket.bind(f"tcp://{place[1]}:0")
         threading.Thread(
             target=_serve_bare if socket is bare else _serve_pickled, args=(socket, held), daemon=True
         ).start()
-    with DataPlane(1, store, make_keys(), LOOPBACK) as plane:
+    with DataPlane(1, store, make_keys(), place[1]) as plane:
         plane.connect([Peer(0, "", "", "", reader.public)])
         pipe.send_bytes(
             msgspec.msgpack.encode(Addresses(plane.peer, bound_address(bare), keys.public, bound_address(pickled)))

@@ -49,12 +49,7 @@ class Hosts:
     ) -> None:
         self.home = home
         self.traces: Traces = traces(home)
-        spaces = [network.spaces[i] for i in range(len(names))] if network else [""] * len(names)
-        hidden = [str(home / "run") if name in apart else "" for name in names]
-        special = [
-            Special(namespace=space, limits=dict(limits), hidden=folder)
-            for space, folder in zip(spaces, hidden, strict=True)
-        ]
+        self._network, self._limits, self._apart = network, dict(limits), apart
         self.listen = f"{network.addresses[0]}:7000" if network else f"127.0.0.1:{free_port()}"
         launch = {"launch": {"kind": "hosts", "listen": self.listen, "join_seconds": 60}}
         if not words:
@@ -62,9 +57,16 @@ class Hosts:
         first = Special(namespace=network.spaces[0]) if network else PLAIN
         self.running = start(home, *words, f"launch.listen={self.listen}", special=first)
         self.running.until((home / "run/join.key").exists, "the join key")
-        self.agents = {
-            name: agent(home, self.listen, name, special=one) for name, one in zip(names, special, strict=True)
-        }
+        self.agents: dict[str, Running] = {}
+        self.join(names)
+
+    def join(self, names: Sequence[str]) -> None:
+        """Start an agent for each of these hosts."""
+        for number, name in enumerate(names):
+            space = self._network.spaces[number] if self._network else ""
+            hidden = str(self.home / "run") if name in self._apart else ""
+            special = Special(namespace=space, limits=self._limits, hidden=hidden)
+            self.agents[name] = agent(self.home, self.listen, name, special=special)
 
     def at_step(self, step: int) -> "Hosts":
         """Wait until so many steps are recorded."""

@@ -99,6 +99,7 @@ def network(n_hosts: int) -> Iterator[Network]:
             ip("-n", space, "link", "set", "lo", "up")
         yield Network(spaces, addresses)
     finally:
-        for space in spaces:
+        for space in spaces:  # links first: the kernel removes those of a namespace later, and their names are needed
+            subprocess.run(["ip", "link", "del", f"{space}h"], check=False, capture_output=True)
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", bridge], check=False, capture_output=True)

@@ -3,9 +3,9 @@
     python -m realgraph.runtime.clusters.ray_driver nodes|machines ADDRESS
     python -m realgraph.runtime.clusters.ray_driver agents ADDRESS BUNDLES N_SPARE WORDS...
 
-`nodes` and `machines` print one line of JSON a node; `nodes` ends with exit code OPEN where the cluster asks for no token.
-`agents` reads a join key from its standard input, starts an agent
-on a node of its own for each bundle, and ends with the last of them, or them once its standard input is closed.
+`nodes` and `machines` print one line of JSON a node; `nodes` ends with exit code OPEN where the cluster asks for no
+token. `agents` reads a join key from its standard input, starts an agent on a node of its own for each bundle, and ends
+with the last of them; once its standard input is closed, it ends them.
 """
 
 import logging
@@ -94,7 +94,7 @@ def _asks_for_token() -> bool:
     try:
         channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")(b"", timeout=TASK_SECONDS)
     except grpc.RpcError as error:
-        return error.code() == grpc.StatusCode.UNAUTHENTICATED
+        return bool(error.code() == grpc.StatusCode.UNAUTHENTICATED)
     finally:
         channel.close()
     return False

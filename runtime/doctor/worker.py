@@ -36,6 +36,7 @@ from realgraph.runtime.doctor.probes import look, look_at_network
 from realgraph.runtime.processes.environment import set_for_library
 from realgraph.runtime.processes.launcher import WorkerBoot
 from realgraph.runtime.wire.interfaces import interface_of_address
+from realgraph.runtime.wire.refusals import UNREADABLE, Refusals
 from realgraph.runtime.wire.sockets import SecureClient, TransportError
 
 log = logging.getLogger(__name__)
@@ -59,13 +60,14 @@ async def _serve(boot: WorkerBoot) -> int:
         asyncio.run_coroutine_threadsafe(client.send(encode(answer)), loop)
 
     await client.send(encode(Connected()))
+    refusals = Refusals(log)
     try:
         while True:
             frames = await client.receive()
             try:
                 task = decode_task.decode(frames[0])
-            except msgspec.MsgspecError as error:
-                log.warning("refused a message of the master: %s", error)
+            except UNREADABLE as error:
+                refusals.add(f"refused a message of the master: {error}")
                 continue
             match task:
                 case Examine():

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Mapping
 
-import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
@@ -29,6 +28,7 @@ from realgraph.runtime.files.messages import (
     encode,
 )
 from realgraph.runtime.wire.curve import MONITORED, KeyPair, give_up_silent, handshake_failure, secure_client
+from realgraph.runtime.wire.refusals import UNREADABLE
 
 CONNECT_SECONDS = 30.0
 ANSWER_SECONDS = 600.0  # a full page cache may take so long to get to the disk; a lost connection ends a wait at once
@@ -185,7 +185,7 @@ class _Connection:
             if self._socket in ready:
                 try:
                     return decode_reply.decode(self._socket.recv())
-                except msgspec.MsgspecError as error:
+                except UNREADABLE as error:
                     raise ConnectionError(f"the host of the run sent no answer: {error}") from None
             if self._monitor in ready:
                 self._note(parse_monitor_message(self._monitor.recv_multipart())["event"])

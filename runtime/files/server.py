@@ -33,6 +33,7 @@ from realgraph.runtime.files.messages import (
 from realgraph.runtime.job.run_folder import RunFolder, fsync_path, private, write_at
 from realgraph.runtime.master.records import TAIL_BYTES, whole_lines
 from realgraph.runtime.wire.curve import make_keys
+from realgraph.runtime.wire.refusals import UNREADABLE, Refusals
 from realgraph.runtime.wire.sockets import SecureServer, TransportError
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class FileServer:
 
     def __init__(self, folder: RunFolder, allowed: Collection[str], interface: str) -> None:
         keys = make_keys()
+        self._refusals = Refusals(log)
         self._disk, self._allowed = _Disk(folder), frozenset(allowed)
         self._server = SecureServer(keys, allowed, f"tcp://{interface}:0")
         self.address, self.key = self._server.address, keys.public
@@ -69,8 +71,8 @@ class FileServer:
                 if len(frames) != 2 or frames[1].get("User-Id") not in self._allowed:
                     raise msgspec.ValidationError(f"{len(frames)} frames, expected 2 of a worker")
                 request = decode_request.decode(frames[1].buffer)
-            except msgspec.MsgspecError as error:
-                log.warning("refused a request for a file: %s", error)
+            except UNREADABLE as error:
+                self._refusals.add(f"refused a request for a file: {error}")
                 continue
             task = asyncio.create_task(self._answer(frames[0].bytes, request))
             self._answering.add(task)

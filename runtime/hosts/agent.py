@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
 from realgraph.graphs.errors import ConfigError, Problem, Where
 from realgraph.runtime.hosts.facts import other_files, own_facts
 from realgraph.runtime.hosts.host_logs import RELAYED_LINES, own_logs
@@ -42,8 +40,10 @@ from realgraph.runtime.hosts.messages import (
 )
 from realgraph.runtime.processes.clock import time_limit
 from realgraph.runtime.processes.interrupts import Interrupted, Interrupts, unless
-from realgraph.runtime.processes.launcher import Fleet, LaunchError, WorkerStacks, describe_exit
+from realgraph.runtime.processes.launcher import Fleet, Launcher, LaunchError, WorkerStacks, describe_exit
 from realgraph.runtime.processes.local import LocalLauncher
+from realgraph.runtime.processes.open_files import allow_open_files
+from realgraph.runtime.wire.refusals import UNREADABLE
 from realgraph.runtime.wire.sockets import SecureClient, TransportError
 
 log = logging.getLogger(__name__)
@@ -65,9 +65,15 @@ class _Again(Exception):
 class HostAgent:
     """One agent, from its join to its end. say: shows a line to whoever watches it."""
 
-    def __init__(self, client: SecureClient, address: tuple[str, int], say: Callable[[str], None]) -> None:
-        """address: of the master."""
-        self._client, self._address, self._say = client, address, say
+    def __init__(
+        self,
+        client: SecureClient,
+        address: tuple[str, int],
+        say: Callable[[str], None],
+        launcher: Callable[[str], Launcher] = LocalLauncher,
+    ) -> None:
+        """address: of the master. launcher: made with this host's address for the others."""
+        self._client, self._address, self._say, self._launcher = client, address, say, launcher
         self._fleet: Fleet | None = None
         self._interface = ""
         self._own_logs = False  # the workers print to files that the master does not see
@@ -165,7 +171,7 @@ class HostAgent:
             frames = receiving.result()
             try:
                 return decode_from_master.decode(frames[0])
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 log.warning("refused a message of the master: %s", error)
 
     async def _until_lost(self) -> None:
@@ -192,8 +198,10 @@ class HostAgent:
             if any(boot.files for boot in boots):
                 boots, logs = own_logs(boots)
                 self._say(f"this host does not see the run directory: its workers' logs are in {logs}")
-            fleet = await LocalLauncher(self._interface).start(boots, message.program, message.deadline_seconds)
-        except LaunchError as error:
+            allow_open_files(max((boot.n_workers for boot in boots), default=1))
+            launcher = self._launcher(self._interface)
+            fleet = await launcher.start(boots, message.program, message.deadline_seconds)
+        except (LaunchError, ConfigError) as error:
             await self._send(HostFailed(str(error)))
             return
         self._own_logs = bool(logs)

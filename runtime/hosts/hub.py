@@ -2,13 +2,13 @@
 
 import logging
 
-import msgspec
 import zmq
 
 from realgraph.runtime.hosts.join_key import JoinKey
 from realgraph.runtime.hosts.messages import AgentMessage, MasterMessage, decode_from_agent, encode
 from realgraph.runtime.processes.launcher import LaunchError
 from realgraph.runtime.wire.curve import KeyPair
+from realgraph.runtime.wire.refusals import UNREADABLE, Refusals
 from realgraph.runtime.wire.sockets import SecureServer
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ class Hub:
     What is malformed is logged, and goes no further. Raises LaunchError where the address can't be listened on."""
 
     def __init__(self, keys: KeyPair, key: JoinKey, listen: str) -> None:
-        self._public = key.client.public
+        self._public, self._refusals = key.client.public, Refusals(log)
         try:
             self._server = SecureServer(keys, (key.client.public,), f"tcp://{listen}")
         except zmq.ZMQError as error:
@@ -41,9 +41,9 @@ class Hub:
                 if len(frames) == 2 and frames[1].get("User-Id") == self._public:
                     return frames[0].bytes, decode_from_agent.decode(frames[1].buffer)
                 problem = f"{len(frames)} frames, expected 2 with the join key"
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 problem = str(error)
-            log.warning("refused a message of an agent: %s", problem)
+            self._refusals.add(f"refused a message of an agent: {problem}")
 
     async def close(self) -> None:
         """Send what is queued, then close the port."""

@@ -170,5 +170,4 @@ async def _configure(workers: WorkerGroup, job: Job, resume: Path | None, hellos
         collective=hellos[min(hellos)].collective,
         resume=str(resume) if resume is not None else "",
     )
-    for worker in sorted(hellos):
-        await workers.socket.send(worker, command)
+    await workers.socket.send_to_all(sorted(hellos), command)

@@ -1,12 +1,12 @@
 """One worker's part in the messages of a reallocation: what it holds is packed and sent, what comes is handed out.
 
-All messages of a round are on their way at once, and every worker goes through them in the same order. Beside what it
-holds, a worker has one bucket of what it sends and one of what it receives; where a run has several hosts, also what
-has come to a host and is still to be handed on there. On CPUs they travel by gloo, between GPUs by NCCL. Workers that
-can read each other's memory need no messages: `mapped.py`.
+All messages of a round are on their way at once, on CPUs those of several, and every worker goes through them in the
+same order. Beside what it holds, a worker has a bucket of what it sends and one of what it receives for each round that
+is under way; where a run has several hosts, also what has come to a host and is still to be handed on there. On CPUs
+they travel by gloo, between GPUs by NCCL. Workers that can read each other's memory need no messages: `mapped.py`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
@@ -29,6 +29,7 @@ from realgraph.runtime.wire.protocol import ArrivedBytes
 
 UNBOUNDED = 1 << 62  # elements of a bucket that nothing is copied to
 BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}  # by kind of device
+ROUNDS_AT_ONCE = {"cpu": 4, "cuda": 1}  # under way, each with buckets of its own: hides what gloo waits for
 
 
 class WeightPart(NamedTuple):
@@ -146,26 +147,17 @@ def exchange(moves: Reallocation, place: WorkerParts, arrivals: Arrivals | None 
     """
     own = [*_own(place, moves)]
     to_cast = max((part.box.numel for part in own if part.values.dtype != moves.dtype), default=0)
-    out = [[m for m in messages if m.sender == place.worker] for messages in moves.rounds]
-    into = [[m for m in messages if place.worker in m.receivers] for messages in moves.rounds]
-    sizes = (_most(out), max(_most(into), to_cast))
-    buffers = _Buffers(*(torch.empty(size, dtype=moves.dtype, device=place.device) for size in sizes))
+    flight = _Flight(moves, place, to_cast)
     for name, box, values in own:
         same = values.dtype == moves.dtype
-        yield WeightPart(name, box, values if same else buffers.into[: box.numel].view(box.shape).copy_(values))
-    sends = {piece for messages in out for message in messages for piece in message.pieces}
-    passing: dict[Piece, Tensor] = {}  # what has come and is to be handed on
-    for messages in moves.rounds:
-        for message, flat in _round(messages, place, buffers, passing):
-            split = torch.split(flat, [piece.numel for piece in message.pieces])
-            if arrivals is not None:
-                far = bool(moves.hosts) and moves.hosts[message.sender] != moves.hosts[place.worker]
-                arrivals.add(flat.nbytes, far=far)
-            for piece, those in zip(message.pieces, split, strict=True):
-                if piece in sends:
-                    passing[piece] = those.clone()
-                for name, one in zip(piece.tensors, those.view(-1, *piece.box.shape), strict=True):
-                    yield WeightPart(name, piece.box, one)
+        yield WeightPart(name, box, values if same else flight.cast(box, values))
+    for message, flat in flight.arrivals():
+        if arrivals is not None:
+            far = bool(moves.hosts) and moves.hosts[message.sender] != moves.hosts[place.worker]
+            arrivals.add(flat.nbytes, far=far)
+        for piece, those in zip(message.pieces, _split(message, flat), strict=True):
+            for name, one in zip(piece.tensors, those.view(-1, *piece.box.shape), strict=True):
+                yield WeightPart(name, piece.box, one)
 
 
 def _own(place: WorkerParts, moves: Reallocation) -> Iterator[WeightPart]:
@@ -184,43 +176,108 @@ def _own(place: WorkerParts, moves: Reallocation) -> Iterator[WeightPart]:
 
 
 class _Buffers(NamedTuple):
-    """Memory of every round: as many elements as the fullest one takes. `into` is also where own parts are cast."""
+    """Memory of a round: as many elements as the fullest one takes."""
 
     out: Tensor
     into: Tensor
 
 
-def _most(by_round: Sequence[Sequence[Message]]) -> int:
+def _most(by_round: Iterable[Sequence[Message]]) -> int:
     """Elements of the fullest round."""
     return max((sum(message.numel for message in messages) for messages in by_round), default=0)
 
 
-def _round(
-    messages: Sequence[Message], place: WorkerParts, buffers: _Buffers, passing: dict[Piece, Tensor]
-) -> list[tuple[Message, Tensor]]:
-    """Send and receive this worker's messages of a round; those that came, each as one flat tensor."""
-    waits: list[tuple[int, dist.Work | None]] = []
-    arrived: list[tuple[Message, Tensor]] = []
-    n_out = n_into = 0
-    for message in messages:
-        if message.sender == place.worker:
-            flat = buffers.out[n_out : n_out + message.numel]
-            n_out += message.numel
-            _pack(message, flat, place, passing)
-            for receiver in message.receivers:
-                with naming(receiver):
-                    waits.append((receiver, dist.isend(flat, receiver)))
-        elif place.worker in message.receivers:
-            flat = buffers.into[n_into : n_into + message.numel]
-            n_into += message.numel
-            with naming(message.sender):
-                waits.append((message.sender, dist.irecv(flat, message.sender)))
-            arrived.append((message, flat))
+_Wait = tuple[int, dist.Work | None]  # the peer at the other end
+
+
+class _Round(NamedTuple):
+    """A round's messages of one worker, under way."""
+
+    sent: list[_Wait]
+    coming: list[_Wait]
+    arrived: list[tuple[Message, Tensor]]  # once `coming` is over
+
+
+class _Flight:
+    """The rounds of one worker. Several are under way at a time: while one comes, those after it are packed and sent,
+    as far as this worker has what they hand on."""
+
+    def __init__(self, moves: Reallocation, place: WorkerParts, to_cast: int) -> None:
+        """to_cast: the most elements that `cast` takes."""
+        worker = place.worker
+        own = [[m for m in messages if worker in (m.sender, *m.receivers)] for messages in moves.rounds]
+        self._place, self._rounds = place, [messages for messages in own if messages]
+        out = [[m for m in messages if m.sender == worker] for messages in self._rounds]
+        into = [[m for m in messages if m.sender != worker] for messages in self._rounds]
+        self._sends = {piece for messages in out for message in messages for piece in message.pieces}
+        self._comes = {piece for messages in into for message in messages for piece in message.pieces}
+        self._passing: dict[Piece, Tensor] = {}  # what has come and is to be handed on
+        sizes = [[_most(out), _most(into)] for _ in range(ROUNDS_AT_ONCE[place.device.type])]
+        sizes[0][1] = max(sizes[0][1], to_cast)
+        self._buffers = [
+            _Buffers(*(torch.empty(size, dtype=moves.dtype, device=place.device) for size in both)) for both in sizes
+        ]
+
+    def cast(self, box: Box, values: Tensor) -> Tensor:
+        """Own values in the dtype in which weights travel. Before `arrivals`, whose memory this is."""
+        return self._buffers[0].into[: box.numel].view(box.shape).copy_(values)
+
+    def arrivals(self) -> Iterator[tuple[Message, Tensor]]:
+        """Every message that comes, each as one flat tensor, which is good until the next is asked for."""
+        under_way: list[_Round] = []
+        depth = len(self._buffers)
+        for number in range(len(self._rounds)):
+            while len(under_way) < min(number + depth, len(self._rounds)) and self._has(len(under_way), number):
+                if len(under_way) >= depth:
+                    _wait(under_way[len(under_way) - depth].sent)
+                under_way.append(self._begin(len(under_way)))
+            _wait(under_way[number].coming)
+            for message, flat in under_way[number].arrived:
+                for piece, those in zip(message.pieces, _split(message, flat), strict=True):
+                    if piece in self._sends:
+                        self._passing[piece] = those.clone()
+                yield message, flat
+        for each in under_way[-depth:]:
+            _wait(each.sent)
+
+    def _has(self, ahead: int, number: int) -> bool:
+        """True where all that a round sends is here, as it is once the rounds before it have come."""
+        pieces = (piece for m in self._rounds[ahead] if m.sender == self._place.worker for piece in m.pieces)
+        return ahead == number or all(piece in self._passing for piece in pieces if piece in self._comes)
+
+    def _begin(self, number: int) -> _Round:
+        """Send and receive a round's messages, in the order that both ends have."""
+        worker, buffers = self._place.worker, self._buffers[number % len(self._buffers)]
+        begun = _Round([], [], [])
+        n_out = n_into = 0
+        for message in self._rounds[number]:
+            if message.sender == worker:
+                flat = buffers.out[n_out : n_out + message.numel]
+                n_out += message.numel
+                _pack(message, flat, self._place, self._passing)
+                for receiver in message.receivers:
+                    with naming(receiver):
+                        begun.sent.append((receiver, dist.isend(flat, receiver)))
+            else:
+                flat = buffers.into[n_into : n_into + message.numel]
+                n_into += message.numel
+                with naming(message.sender):
+                    begun.coming.append((message.sender, dist.irecv(flat, message.sender)))
+                begun.arrived.append((message, flat))
+        return begun
+
+
+def _split(message: Message, flat: Tensor) -> Sequence[Tensor]:
+    """The pieces of a message, each flat."""
+    return torch.split(flat, [piece.numel for piece in message.pieces])
+
+
+def _wait(waits: list[_Wait]) -> None:
     for peer, work in waits:
         assert work is not None, "the default group has all workers"
         with naming(peer):
             work.wait()
-    return arrived
+    waits.clear()
 
 
 @contextmanager
@@ -234,8 +291,7 @@ def naming(peer: int) -> Iterator[None]:
 
 def _pack(message: Message, flat: Tensor, place: WorkerParts, passing: dict[Piece, Tensor]) -> None:
     """Fill the message from what this worker holds, cast, or hands on."""
-    room = torch.split(flat, [piece.numel for piece in message.pieces])
-    for piece, into in zip(message.pieces, room, strict=True):
+    for piece, into in zip(message.pieces, _split(message, flat), strict=True):
         if piece in passing:
             into.copy_(passing.pop(piece))
             continue

@@ -11,6 +11,7 @@ from torch import Tensor
 from realgraph.graphs.graph import Graph
 from realgraph.graphs.keys import MASK, TOKENS, DType, KeyType
 from realgraph.runtime.batch import Packed
+from realgraph.runtime.store.shares import Share
 from realgraph.runtime.store.store import Store, as_bytes
 from realgraph.runtime.store.transfer import DataPlane, GatherRequest
 from realgraph.runtime.wire.protocol import ArrivedBytes, SampleSource
@@ -66,8 +67,9 @@ class Assembler:
     def group(self, sample: int) -> int:
         return sample // self._graph.samples_per_group
 
-    def gather(self, sources: Sequence[SampleSource], samples: Iterable[int]) -> Values:
-        """Every key named by `sources` for those of `samples` that each source holds. Group keys go by group.
+    def gather(self, sources: Sequence[SampleSource], samples: Iterable[int], share: Share | None = None) -> Values:
+        """Every key named by `sources` for those of `samples` that each source holds. Group keys go by group. share:
+        see DataPlane.
 
         Nothing is copied: the values are to be read, never written, and to be let go soon (`packed` copies).
         """
@@ -81,16 +83,19 @@ class Assembler:
                 is_group = self._graph.keys[name].type.level == "group"
                 ids = sorted({self.group(sample) for sample in held}) if is_group else held
                 wants.append(GatherRequest(source.worker, name, tuple(ids)))
-        return self._plane.gather_now(wants, deadline_seconds=self._timeout, copy=False)
+        return self._plane.gather_now(wants, deadline_seconds=self._timeout, copy=False, share=share)
 
-    def arrived(self, sources: Sequence[SampleSource], values: Values) -> ArrivedBytes:
-        """The bytes among gathered values that other workers held."""
-        total = ArrivedBytes()
+    def arrived(self, sources: Sequence[SampleSource], values: Values, share: Share | None = None) -> ArrivedBytes:
+        """The bytes among gathered values that other workers held; what another worker of this host has fetched has
+        come from near."""
+        total, own = ArrivedBytes(), self._plane.peer.worker
+        fetchers = self._plane.fetchers(share, {source.worker for source in sources})
         for source in sources:
-            if source.worker == self._plane.peer.worker:
+            if source.worker == own:
                 continue
             n_bytes = sum(tensor.nbytes for tensor in self._of_source(source, values))
-            total += ArrivedBytes(0, n_bytes) if self._plane.is_far(source.worker) else ArrivedBytes(n_bytes)
+            far = self._plane.is_far(source.worker) and fetchers.get(source.worker, own) == own
+            total += ArrivedBytes(0, n_bytes) if far else ArrivedBytes(n_bytes)
         return total
 
     def _of_source(self, source: SampleSource, values: Values) -> Iterator[Tensor]:

@@ -5,12 +5,12 @@ In a bundle the values follow one another in the order they were asked for, each
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 import numpy as np
 import torch
-from msgspec import Struct
+from msgspec import Meta, Struct
 from torch import Tensor
 
 from realgraph.runtime.memory.anonymous import ALIGN_BYTES, Bytes, aligned
@@ -44,6 +44,16 @@ class FetchRequest(Struct, frozen=True, tag=True):
     """Show these values; they stay as they are until `Release`, the next request, or the end of the connection."""
 
     items: tuple[Item, ...]
+
+
+class SharedFetch(Struct, frozen=True, tag=True):
+    """Fetch these values of workers of other hosts, once for all `n_readers` of `task`, and show them as `FetchRequest`
+    does."""
+
+    task: int
+    n_readers: int
+    wants: Annotated[tuple[tuple[int, tuple[Item, ...]], ...], Meta(min_length=1)]  # worker, what is wanted of it
+    deadline_seconds: float
 
 
 class Release(Struct, frozen=True, tag=True):
@@ -84,8 +94,16 @@ class Missing(Struct, frozen=True, tag=True):
     id: int
 
 
-Request = FetchRequest | Release | Fetch | Credit
-Answer = NewSegments | Bundle | Missing
+class Unfetched(Struct, frozen=True, tag=True):
+    """The answer to `SharedFetch` where it failed. lost: the worker can't be reached."""
+
+    worker: int
+    text: str
+    lost: bool
+
+
+Request = FetchRequest | SharedFetch | Release | Fetch | Credit
+Answer = NewSegments | Bundle | Missing | Unfetched
 encode = msgspec.msgpack.Encoder().encode
 _REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

@@ -17,7 +17,6 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 
-import msgspec
 import numpy as np
 from torch import Tensor
 
@@ -32,10 +31,14 @@ from realgraph.runtime.store.bundle import (
     NewSegments,
     PeerLostError,
     Release,
+    SharedFetch,
+    TransferError,
+    Unfetched,
 )
 from realgraph.runtime.store.store import MissingValueError, Store, StoredValue
 from realgraph.runtime.wire.frames import LENGTH_BYTES, framed
 from realgraph.runtime.wire.protocol import Peer
+from realgraph.runtime.wire.refusals import UNREADABLE
 
 log = logging.getLogger(__name__)
 
@@ -112,8 +115,9 @@ def _receive(connection: socket.socket, deadline: Deadline | None) -> tuple[byte
 class LocalServer:
     """Shows this worker's store to processes of the same user on the same host."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, shared: Callable[[SharedFetch], list[StoredValue]]) -> None:
+        """shared: the values of a share that this worker fetches for its host. Raises TransferError."""
+        self._store, self._shared = store, shared
         self._folder = ""
         if sys.platform == "linux":
             self.name = f"@realgraph-{uuid.uuid4().hex}"
@@ -168,7 +172,7 @@ class LocalServer:
             thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
-        reader = _Reader(connection, self._store)
+        reader = _Reader(connection, self._store, self._shared)
         try:
             while True:
                 body, descriptors = _receive(connection, None)
@@ -178,7 +182,7 @@ class LocalServer:
                 reader.answer(bundle.decode_request(body))
         except (EOFError, OSError) as error:
             log.debug("a reader is gone: %r", error)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             log.warning("hung up on a reader whose request cannot be read: %s", error)
         finally:
             connection.close()
@@ -189,9 +193,11 @@ class LocalServer:
 class _Reader:
     """The state of one reader: descriptors once, and a hold on the values of its last answer."""
 
-    def __init__(self, connection: socket.socket, store: Store) -> None:
+    def __init__(
+        self, connection: socket.socket, store: Store, shared: Callable[[SharedFetch], list[StoredValue]]
+    ) -> None:
         self._connection = connection
-        self._store = store
+        self._store, self._shared = store, shared
         self._given: set[int] = set()
         self._held: list[StoredValue] = []
 
@@ -204,12 +210,24 @@ class _Reader:
                 except MissingValueError as error:
                     _send(self._connection, Missing(error.key, error.id))
                     return
-                self._give_segments()
-                _send(self._connection, bundle.Bundle(bundle.extents(self._held)))
+                self._show()
+            case SharedFetch():
+                self._held = []
+                try:
+                    self._held = self._shared(request)
+                except TransferError as error:
+                    lost = isinstance(error, PeerLostError)
+                    _send(self._connection, Unfetched(error.worker, str(error), lost))
+                    return
+                self._show()
             case Release():
                 self._held = []
             case bundle.Fetch() | bundle.Credit():
                 raise ConnectionError("a request of the other route")
+
+    def _show(self) -> None:
+        self._give_segments()
+        _send(self._connection, bundle.Bundle(bundle.extents(self._held)))
 
     def _give_segments(self) -> None:
         arena = self._store.arena
@@ -257,9 +275,13 @@ class LocalChannel:
         return True  # it ended, or says what nobody asked for
 
     def ask(self, items: Sequence[Item], deadline: Deadline) -> None:
+        self.request(FetchRequest(tuple(items)), deadline)
+
+    def request(self, request: FetchRequest | SharedFetch, deadline: Deadline) -> None:
+        """Send a request that `collect` takes the answer of. Raises TransferError."""
         try:
             self._connection.settimeout(deadline.left())
-            _send(self._connection, FetchRequest(tuple(items)))
+            _send(self._connection, request)
         except TimeoutError:
             raise deadline.slow(self._worker, "take a request") from None
         except OSError as error:
@@ -269,6 +291,8 @@ class LocalChannel:
         while not isinstance(answer := self._answer(deadline), bundle.Bundle):
             if isinstance(answer, Missing):
                 raise bundle.AbsentError(self._worker, answer.key, answer.id)
+            if isinstance(answer, Unfetched):
+                raise (PeerLostError if answer.lost else TransferError)(answer.worker, answer.text)
         try:
             if not copy:
                 return self._views(answer.extents)
@@ -299,7 +323,7 @@ class LocalChannel:
                     self._mapped[segment] = map_bytes(fd, nbytes, writable=False)
                 for segment in answer.retired:
                     del self._mapped[segment]
-        except (msgspec.MsgspecError, ValueError, KeyError, OSError) as error:
+        except (*UNREADABLE, ValueError, KeyError, OSError) as error:
             raise PeerLostError(self._worker, f"worker {self._worker} sent a header that is wrong: {error}") from None
         finally:
             for fd in descriptors:

@@ -31,6 +31,7 @@ from realgraph.runtime.wire.curve import (
     secure_server,
 )
 from realgraph.runtime.wire.protocol import Peer
+from realgraph.runtime.wire.refusals import UNREADABLE, Refusals
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class RemoteServer:
     """Sends this worker's values to the peers whose keys are known. `allow` says which; nobody before that."""
 
     def __init__(self, store: Store, keys: KeyPair, interface: str, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-        self._store = store
+        self._store, self._refusals = store, Refusals(log)
         self._allowed: Collection[str] | None = None
         self._outgoing: dict[bytes, _Outgoing] = {}
         self._zap = context.socket(zmq.REP)
@@ -111,16 +112,16 @@ class RemoteServer:
             if len(bodies) != 1:
                 raise msgspec.ValidationError(f"{len(bodies)} frames, expected 1")
             request = bundle.decode_request(bodies[0])
-        except msgspec.MsgspecError as error:
-            log.warning("refused a request that cannot be read: %s", error)
+        except UNREADABLE as error:
+            self._refusals.add(f"refused a request that cannot be read: {error}")
             return
         match request:
             case Fetch():
                 self._begin(reader, request)
             case Credit(frames=n):
                 self._send_frames(reader, n)
-            case bundle.FetchRequest() | bundle.Release():
-                log.warning("refused a request of the other route")
+            case bundle.FetchRequest() | bundle.SharedFetch() | bundle.Release():
+                self._refusals.add("refused a request of the other route")
 
     def _begin(self, reader: bytes, request: Fetch) -> None:
         try:
@@ -183,7 +184,7 @@ class RemoteChannel:
         """`copy` makes no difference: values are always the reader's own."""
         try:
             answer = bundle.decode_answer(self._receive(deadline, "answer").bytes)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise PeerLostError(self._worker, f"{self._place} sent a header that is wrong: {error}") from None
         if isinstance(answer, Missing):
             raise bundle.AbsentError(self._worker, answer.key, answer.id)

@@ -77,11 +77,15 @@ class Store:
         if len(values) > 1 and _small(values):
             self.put_pieces(key, ids, torch.cat([value.detach() for value in values]), [len(value) for value in values])
             return
+        self._insert(key, ids, self.shared_copies(values))
+
+    def shared_copies(self, values: Sequence[Tensor]) -> list[StoredValue]:
+        """Copies of dense CPU tensors in shared memory, under no key: they live as long as somebody holds them."""
         entries = self._blank([(value.shape, value.dtype) for value in values])
         with torch.no_grad():
             for entry, value in zip(entries, values, strict=True):
                 entry.tensor.copy_(value)
-        self._insert(key, ids, entries)
+        return entries
 
     def put_pieces(self, key: str, ids: Sequence[int], whole: Tensor, sizes: Sequence[int]) -> None:
         """Copy one piece of `whole` per id, [sum of sizes] on the CPU, cut one after the other: for many small values.

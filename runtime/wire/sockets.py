@@ -21,11 +21,14 @@ from realgraph.runtime.wire.curve import (
     secure_server,
 )
 from realgraph.runtime.wire.curve import ZAP_ENDPOINT as ZAP
+from realgraph.runtime.wire.refusals import Refusals
 
 log = logging.getLogger(__name__)
 
 MAX_QUEUED_MESSAGES = 10_000  # messages queued for one peer before a send waits
+MAX_WAITING_CLIENTS = 4096  # that dial while this process is busy or stopped: all workers of a large run
 MAX_MESSAGE_BYTES = 256 << 20  # more than any job or batch of ids; what is longer is refused by the socket
+_UNCOPIED_BYTES = 64 << 10  # of a message that waits in queues as it is, however many clients get it
 LINGER_MS = 1_000  # how long a closing socket still tries to send its last messages
 
 
@@ -42,6 +45,7 @@ class SecureServer:
     def __init__(self, keys: KeyPair, allowed: Collection[str], address: str) -> None:
         """address: `tcp://INTERFACE:PORT`; port 0 is any."""
         self._allowed = frozenset(allowed)
+        self._refusals = Refusals(log)
         self._context = zmq.asyncio.Context()
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind(ZAP)
@@ -52,6 +56,7 @@ class SecureServer:
             give_up_silent(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to nobody is an error, not a loss
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects keeps its name
+        self._socket.setsockopt(zmq.BACKLOG, MAX_WAITING_CLIENTS)
         self._monitor = self._socket.get_monitor_socket(MONITORED)
         self._tasks: tuple[asyncio.Task[None], ...] = ()
         try:
@@ -68,7 +73,7 @@ class SecureServer:
         nothing for that long."""
         try:
             async with asyncio.timeout(deadline_seconds):
-                await self._socket.send_multipart([client, body])
+                await self._socket.send_multipart([client, body], copy=len(body) < _UNCOPIED_BYTES)
         except TimeoutError:
             text = f"{who} has taken no message for {deadline_seconds:g} s: its queue is full"
             raise TransportError(text) from None
@@ -101,7 +106,7 @@ class SecureServer:
     async def _watch(self) -> None:
         event = await recv_monitor_message(self._monitor)
         if failure := handshake_failure(event["event"]):
-            log.warning("a connection to %s was refused: %s", self.address, failure)
+            self._refusals.add(f"a connection to {self.address} was refused: {failure}")
 
 
 class SecureClient:

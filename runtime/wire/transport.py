@@ -1,13 +1,13 @@
 """Control messages between master and workers, over CurveZMQ by msgspec. Moves no tensor and decides nothing."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-import msgspec
 import zmq
 
 from realgraph.runtime.wire import protocol
 from realgraph.runtime.wire.curve import KeyPair
+from realgraph.runtime.wire.refusals import UNREADABLE, Refusals
 from realgraph.runtime.wire.sockets import SecureClient, SecureServer
 
 log = logging.getLogger(__name__)
@@ -22,13 +22,22 @@ class MasterSocket:
 
     def __init__(self, keys: KeyPair, workers: Mapping[int, str], interface: str) -> None:
         self._workers = dict(workers)
-        self.refused = 0
+        self._refusals = Refusals(log)
         self._server = SecureServer(keys, frozenset(workers.values()), f"tcp://{interface}:0")
         self.address = self._server.address
 
     async def send(self, worker: int, command: protocol.Command, deadline_seconds: float = 30.0) -> None:
         """Queue a command. Raises TransportError where the worker is not connected or takes nothing for that long."""
-        await self._server.send(b"%d" % worker, protocol.encode(command), f"worker {worker}", deadline_seconds)
+        await self.send_to_all((worker,), command, deadline_seconds)
+
+    async def send_to_all(
+        self, workers: Iterable[int], command: protocol.Command, deadline_seconds: float = 30.0
+    ) -> None:
+        """Queue one command for several workers, which is encoded, and where it is long held, once. Raises as `send`
+        does."""
+        body = protocol.encode(command)
+        for worker in workers:
+            await self._server.send(b"%d" % worker, body, f"worker {worker}", deadline_seconds)
 
     async def receive(self) -> tuple[int, protocol.Reply]:
         """The next well-formed reply and the worker that sent it. For one task, to be cancelled only at the end.
@@ -41,14 +50,18 @@ class MasterSocket:
             if not problem:
                 try:
                     reply = protocol.decode_reply(frames[1].buffer)
-                except msgspec.MsgspecError as error:
+                except UNREADABLE as error:
                     problem = f"a message from worker {worker} cannot be read: {error}"
                 else:
                     if reply.worker == worker:
                         return worker, reply
                     problem = f"worker {worker} sent a message in the name of worker {reply.worker}"
-            self.refused += 1
-            log.warning("refused: %s", problem)
+            self._refusals.add(f"refused: {problem}")
+
+    @property
+    def refused(self) -> int:
+        """Messages that were."""
+        return self._refusals.count
 
     async def close(self) -> None:
         """Send what is queued, then close the port."""
@@ -94,7 +107,7 @@ class WorkerSocket:
                     command: protocol.Command = protocol.decode_command(frames[0])
                     return command
                 problem = f"it has {len(frames)} frames, expected 1"
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 problem = str(error)
             log.warning("refused a message of the master: %s", problem)
 

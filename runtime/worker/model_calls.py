@@ -7,13 +7,14 @@ from realgraph.graphs.applied import applied_of
 from realgraph.graphs.infer import is_own
 from realgraph.graphs.keys import MASK, TOKENS, own_tokens
 from realgraph.graphs.spec import Advantage, Inference, Train
-from realgraph.planner.plan.axes import is_head
+from realgraph.planner.plan.axes import coordinates_of, is_head, rank_workers
 from realgraph.runtime.algorithms import advantages
 from realgraph.runtime.batch import Packed
 from realgraph.runtime.functions.functions import load_applied
 from realgraph.runtime.generate.rollouts import StaleWeightsError
 from realgraph.runtime.job.job import Job
 from realgraph.runtime.store.assemble import Assembler, Values
+from realgraph.runtime.store.shares import Share
 from realgraph.runtime.wire.protocol import ArrivedBytes, Done, Execute, Mean, Metric
 from realgraph.runtime.worker.roles import Roles
 
@@ -70,8 +71,14 @@ class ModelCalls:
         )
 
     def _gather(self, command: Execute, samples: Iterable[int]) -> Values:
-        values = self._assembler.gather(command.sources, samples)
-        self._arrived += self._assembler.arrived(command.sources, values)
+        """To be called once a command: the rank's other workers take part."""
+        allocation = self._allocations.get(command.call)
+        share = None
+        if allocation is not None:
+            layout = allocation.layout
+            share = Share(command.task, rank_workers(layout, coordinates_of(layout, self._worker).dp))
+        values = self._assembler.gather(command.sources, samples, share)
+        self._arrived += self._assembler.arrived(command.sources, values, share)
         return values
 
     def _check_version(self, command: Execute) -> None:

@@ -313,7 +313,7 @@ class Roles:
         """Copy the trained weights to this worker's copy for `call`. Owners and receivers all call it. Returns what has
         come from other workers.
 
-        Each receives what it lacks from those that hold it; beside its own parts nobody has more than two buckets.
+        Each receives what it lacks from those that hold it; beside its own parts nobody has more than a few buckets.
         """
         engine, rollout = self._in_place.get(call) or self.engines.get(call), self.rollouts.get(call)
         owner = self.trained[role] if self._worker in owners else None

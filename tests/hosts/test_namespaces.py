@@ -14,7 +14,7 @@ from tests.broken_runs import own
 from tests.host_runs import Hosts
 from tests.namespaces import Network, network, why_not
 from tests.runs import GRPO, finish, home, numbers, records, write_run
-from tests.traces import descends, processes_at
+from tests.traces import descends, processes_at, title_of
 
 __all__ = ["home", "own"]
 
@@ -52,6 +52,18 @@ def test_hosts_train_as_one_does(two: Network, own: Path, name: str) -> None:
     for step, metrics in expected.items():
         assert found[step]["train/loss"] == pytest.approx(metrics["train/loss"], rel=1e-3, abs=1e-5)
         assert found[step]["train/grad_norm"] == pytest.approx(metrics["train/grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize("killed", [1, 2])
+def test_a_worker_that_dies_while_others_share_its_part_is_named(two: Network, own: Path, killed: int) -> None:
+    running = Hosts(own, {"allocation": LAYOUTS["tp 2 pp 2"][1], "cluster": {"devices": 2}}, QUICK, network=two)
+    try:
+        running.at_step(2)
+        os.kill(next(pid for pid in processes_at(own) if title_of(pid) == f"realgraph worker {killed}"), signal.SIGKILL)
+        error = running.error()
+        assert re.search(rf"worker {killed} was lost .*: was killed by SIGKILL, on host [ab] ", error), error
+    finally:
+        running.close()
 
 
 def test_a_link_that_is_down_for_less_than_the_deadline_is_waited_for(two: Network, own: Path) -> None:
