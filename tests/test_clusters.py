@@ -1,6 +1,7 @@
 """Pure parts of running on clusters: what is left out of `cluster`, batch scripts, what Slurm's commands print."""
 
 import subprocess
+import sys
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 
 from realgraph.graphs.errors import ConfigError
 from realgraph.planner.inputs.allocated import cluster_from, is_whole
-from realgraph.planner.inputs.cluster import ClusterSpec
+from realgraph.planner.inputs.cluster import ClusterSpec, NodesSpec
 from realgraph.planner.inputs.detect import Gpu, Probe, resolve
 from realgraph.runtime.clusters import slurm
+from realgraph.runtime.clusters.ray_cluster import RayCluster, RayNode, bundles_of, check_room
 from realgraph.runtime.clusters.sbatch import BatchScript
 from realgraph.runtime.clusters.slurm import SlurmJob, current_allocation, requeue_due, restarts_of
 
@@ -116,3 +118,28 @@ def test_commands_that_are_missing_or_fail_are_errors_of_the_launch() -> None:
             slurm.ask(*words)
         assert wanted in str(raised.value)
         assert raised.value.problems[0].where.path == "$.launch"
+
+
+# --- Ray --------------------------------------------------------------------------------------------------------------
+
+
+def ray_nodes(*resources: dict[str, float]) -> list[RayNode]:
+    return [RayNode(str(i), f"n{i}", f"10.0.0.{i}", has) for i, has in enumerate(resources)]
+
+
+def test_a_plan_asks_ray_for_the_devices_of_each_node_and_for_no_more_nodes_than_there_are() -> None:
+    mixed = resolve(
+        ClusterSpec(2, 8, "H100-SXM", more=(NodesSpec(1, "A100-80", 4),)), Probe(cores=1, host_memory_bytes=0)
+    )
+    bundles = bundles_of(mixed)
+    assert bundles == ({"GPU": 8}, {"GPU": 8}, {"GPU": 4})
+    check_room(ray_nodes({"GPU": 8, "CPU": 1}, {"GPU": 8}, {"GPU": 4}), bundles)
+    with pytest.raises(ConfigError, match="the plan has 2 nodes with 8 GPUs each, and the Ray cluster has 1 such: n0"):
+        check_room(ray_nodes({"GPU": 8, "CPU": 1}, {"GPU": 4}, {"GPU": 4}), bundles)
+
+
+def test_an_environment_without_ray_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match="Ray is not installed here") as raised:
+        RayCluster("auto", {}).nodes()
+    assert "pip install 'realgraph[ray]'" in str(raised.value)

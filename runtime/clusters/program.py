@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from realgraph.runtime.hosts.starter import Invitation
@@ -26,10 +26,12 @@ class StartedByProgram:
         words: Callable[[Invitation], Sequence[str]],
         log: Path,
         say: Callable[[str], None],
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """words: the command line for an invitation. log: the file for what the program and the agents print. say:
-        shows a line to the user."""
+        shows a line to the user. environment: the program's; by default that of this process."""
         self._name, self._words, self._log, self._say = name, words, log, say
+        self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self, invitation: Invitation) -> None:
@@ -42,6 +44,7 @@ class StartedByProgram:
             try:
                 self._process = subprocess.Popen(
                     self._words(invitation),
+                    env=self._environment,
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,

@@ -28,6 +28,7 @@ REACH_SECONDS = 10.0
 OPEN = 9  # the exit code of that process where the cluster asks for no token
 LAUNCH = Where(path="$.launch.address")
 TOKEN = "RAY_AUTH_MODE"
+PLAIN_LINES = {"RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0"}  # every line of every agent, as it is
 Bundle = dict[str, float]  # what a node gives, in Ray's words: {"GPU": 8}
 
 
@@ -71,7 +72,7 @@ class RayCluster(Struct, frozen=True):
         def words(invitation: Invitation) -> tuple[str, ...]:
             return (*self._words("agents"), asked, str(invitation.n_spare), *invitation.words)
 
-        return StartedByProgram("Ray", words, log, say)
+        return StartedByProgram("Ray", words, log, say, self.environment | PLAIN_LINES)
 
     def _words(self, what: str) -> tuple[str, ...]:
         return (sys.executable, "-m", "realgraph.runtime.clusters.ray_driver", what, self.address)

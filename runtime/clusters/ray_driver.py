@@ -9,8 +9,10 @@ with the last of them; once its standard input is closed, it ends them.
 """
 
 import logging
+import math
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +35,7 @@ from realgraph.runtime.clusters.ray_tasks import HostAgentActor, machine_text
 ROOM_SECONDS, SPARE_SECONDS = 60.0, 5.0  # for bundles to be free: those of the plan, and those to spare
 TASK_SECONDS = 60.0
 LOOK_SECONDS = 0.5
+END_SECONDS = 5.0  # for agents to end once the run has
 
 
 def main(words: Sequence[str]) -> int:
@@ -169,8 +172,10 @@ def _run(group: PlacementGroup, key: str, words: list[str], ended: threading.Eve
         actors.append(actor.options(**options).remote())
         name = names[places[number]]
         running[actors[-1].run.remote(key, [*words, "--name", name])] = name
-    code = 0
-    while running and not ended.is_set():
+    code, last = 0, math.inf
+    while running and time.monotonic() < last:
+        if ended.is_set():
+            last = min(last, time.monotonic() + END_SECONDS)
         done, _ = ray.wait(list(running), timeout=LOOK_SECONDS)
         for result in done:
             name = running.pop(result)
