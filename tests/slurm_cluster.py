@@ -82,7 +82,8 @@ class Slurm:
         last = time.monotonic() + seconds
         while True:
             text = self.call("scontrol", "--oneliner", "show", "job", job).stdout
-            fields = dict(word.partition("=")[::2] for word in text.split() if "=" in word)
+            pairs = [word.partition("=") for word in text.split() if "=" in word]
+            fields = {name: value for name, _, value in pairs}
             if fields.get("JobState") in states:
                 return fields
             assert time.monotonic() < last, text

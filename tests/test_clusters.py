@@ -1,5 +1,6 @@
 """Pure parts of running on clusters: what is left out of `cluster`, batch scripts, what Slurm's commands print."""
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from realgraph.planner.inputs.allocated import cluster_from, is_whole
 from realgraph.planner.inputs.cluster import ClusterSpec, NodesSpec
 from realgraph.planner.inputs.detect import Gpu, Probe, resolve
 from realgraph.runtime.clusters import slurm
-from realgraph.runtime.clusters.ray_cluster import RayCluster, RayNode, bundles_of, check_room
+from realgraph.runtime.clusters.ray_cluster import RayCluster, RayNode, bundles_of, check_room, usable
 from realgraph.runtime.clusters.sbatch import BatchScript
 from realgraph.runtime.clusters.slurm import SlurmJob, current_allocation, requeue_due, restarts_of
 
@@ -123,19 +124,34 @@ def test_commands_that_are_missing_or_fail_are_errors_of_the_launch() -> None:
 # --- Ray --------------------------------------------------------------------------------------------------------------
 
 
-def ray_nodes(*resources: dict[str, float]) -> list[RayNode]:
-    return [RayNode(str(i), f"n{i}", f"10.0.0.{i}", has) for i, has in enumerate(resources)]
+def ray_nodes(*gpus: float) -> list[RayNode]:
+    return [RayNode(str(i), f"n{i}", f"10.0.0.{i}", {"CPU": 8.0, "GPU": n}) for i, n in enumerate(gpus)]
 
 
-def test_a_plan_asks_ray_for_the_devices_of_each_node_and_for_no_more_nodes_than_there_are() -> None:
-    mixed = resolve(
-        ClusterSpec(2, 8, "H100-SXM", more=(NodesSpec(1, "A100-80", 4),)), Probe(cores=1, host_memory_bytes=0)
+@given(st.lists(st.integers(0, 9), max_size=5), st.lists(st.tuples(st.integers(1, 2), st.integers(1, 9)), min_size=1))
+def test_a_ray_cluster_has_room_where_each_node_of_the_plan_finds_one_of_its_own(
+    gpus: list[int], groups: list[tuple[int, int]]
+) -> None:
+    """The oracle tries all ways to place the plan's nodes."""
+    more = tuple(NodesSpec(nodes, "A100-80", devices) for nodes, devices in groups[1:3])
+    spec = ClusterSpec(groups[0][0], groups[0][1], "H100-SXM", more=more)
+    bundles = bundles_of(resolve(spec, Probe(cores=1, host_memory_bytes=0)))
+    wanted = [bundle["GPU"] for bundle in bundles]
+    fits = any(
+        all(has >= wants for has, wants in zip(placed, wanted, strict=True))
+        for placed in itertools.permutations(gpus, len(wanted))
     )
-    bundles = bundles_of(mixed)
-    assert bundles == ({"GPU": 8}, {"GPU": 8}, {"GPU": 4})
-    check_room(ray_nodes({"GPU": 8, "CPU": 1}, {"GPU": 8}, {"GPU": 4}), bundles)
-    with pytest.raises(ConfigError, match="the plan has 2 nodes with 8 GPUs each, and the Ray cluster has 1 such: n0"):
-        check_room(ray_nodes({"GPU": 8, "CPU": 1}, {"GPU": 4}, {"GPU": 4}), bundles)
+    if fits:
+        check_room(ray_nodes(*gpus), bundles)
+        return
+    with pytest.raises(ConfigError) as raised:
+        check_room(ray_nodes(*gpus), bundles)
+    assert all(f"n{number} (10.0.0.{number}) with 8 CPUs" in str(raised.value) for number in range(len(gpus)))
+
+
+def test_nodes_of_a_ray_cluster_without_gpus_work_only_where_none_has_any() -> None:
+    assert [node.name for node in usable(ray_nodes(0, 4, 0))] == ["n1"]
+    assert len(usable(ray_nodes(0, 0))) == 2
 
 
 def test_an_environment_without_ray_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ class RayCluster(Struct, frozen=True):
         return found
 
     def machines(self) -> tuple[Machine, ...]:
-        """The nodes, as each describes itself. Raises ConfigError."""
+        """The nodes that may work for a run, as each describes itself. Raises ConfigError."""
         return self._ask("machines", Machine)[0]
 
     def agents(self, bundles: Sequence[Bundle], log: Path, say: Callable[[str], None]) -> StartedByProgram:
@@ -128,15 +128,22 @@ def bundles_of(cluster: Cluster) -> tuple[Bundle, ...]:
     )
 
 
+def usable(nodes: Sequence[RayNode]) -> tuple[RayNode, ...]:
+    """The nodes that may work for a run: where any has GPUs, those that do, as a head without one is common."""
+    gpus = tuple(node for node in nodes if node.resources.get("GPU", 0.0) >= 1)
+    return gpus or tuple(nodes)
+
+
 def check_room(nodes: Sequence[RayNode], bundles: Sequence[Bundle]) -> None:
-    """Raises ConfigError where the cluster has too few nodes for the plan, whatever runs on them now."""
-    for bundle in bundles:
-        fitting = [node for node in nodes if node.has(bundle)]
-        wanted = bundles.count(bundle)
-        if len(fitting) < wanted:
-            what = " and ".join(f"{value:g} {name}s" for name, value in bundle.items())
-            has = "; ".join(f"{node.name} ({node.address}): {_text(node.resources)}" for node in nodes)
-            text = f"the plan has {wanted} nodes with {what} each, and the Ray cluster has {len(fitting)} such: {has}"
+    """Raises ConfigError where these nodes could not hold the plan even if nothing else ran on them."""
+    for name in sorted({name for bundle in bundles for name in bundle}):
+        wanted = sorted((bundle[name] for bundle in bundles if name in bundle), reverse=True)
+        there = sorted((node.resources.get(name, 0.0) for node in nodes), reverse=True)
+        if len(there) < len(wanted) or any(has < wants for has, wants in zip(there, wanted, strict=False)):
+            counts = {n: wanted.count(n) for n in wanted}
+            shapes = " and ".join(f"{n} node{'s' * (n > 1)} with {size:g} {name}s each" for size, n in counts.items())
+            has = ", ".join(f"{node.name} ({node.address}) with {_text(node.resources)}" for node in nodes)
+            text = f"the plan has {shapes}, and the Ray cluster has {has}"
             hint = "add nodes, or plan for these: cluster.nodes and cluster.devices"
             raise ConfigError([Problem(Where(path="$.cluster.nodes"), text, hint, "ray")])
 

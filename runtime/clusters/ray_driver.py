@@ -29,7 +29,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from realgraph.runtime.clusters.ray_cluster import OPEN, Bundle, RayNode
+from realgraph.runtime.clusters.ray_cluster import OPEN, Bundle, RayNode, usable
 from realgraph.runtime.clusters.ray_tasks import HostAgentActor, machine_text
 
 ROOM_SECONDS, SPARE_SECONDS = 60.0, 5.0  # for bundles to be free: those of the plan, and those to spare
@@ -113,7 +113,7 @@ def _print_machines() -> None:
     task: Any = ray.remote(num_cpus=0, max_retries=0)(machine_text)
     asked = [
         task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote()
-        for node in _nodes()
+        for node in usable(_nodes())
     ]
     for line in ray.get(asked, timeout=TASK_SECONDS):
         print(line, flush=True)

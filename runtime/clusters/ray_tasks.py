@@ -27,6 +27,7 @@ class HostAgentActor:
         process = subprocess.Popen(
             [sys.executable, "-m", "realgraph", "worker", "--key", "-", *words],
             stdin=subprocess.PIPE,
+            env={name: value for name, value in variables().items() if not name.startswith("RAY_")},  # no token
             preexec_fn=lambda: die_with_parent(owner),
         )
         process.communicate(f"{key}\n".encode())
