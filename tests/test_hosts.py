@@ -24,12 +24,12 @@ from realgraph.runtime.master.inbox import _by_our_clock
 from realgraph.runtime.wire.curve import make_keys
 from realgraph.runtime.wire.interfaces import address_of_interface, interface_of_address
 from realgraph.runtime.wire.protocol import Bye, Done
-from tests.broken_runs import own, reference
+from tests.broken_runs import own
 from tests.host_runs import SHORT, TWO_BY_TWO, Hosts, agent, free_port
 from tests.runs import GRPO, finish, home, numbers, records, set_fault, start, write_run
 from tests.traces import processes_at, title_of
 
-__all__ = ["home", "own", "reference"]
+__all__ = ["home", "own"]
 
 STEPS = {"steps": 4}
 

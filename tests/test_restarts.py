@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.broken_runs import own, reference
+from tests.broken_runs import own
 from tests.host_runs import Hosts
 from tests.runs import GRPO, finish, home, numbers, records, start, write_run
 from tests.traces import processes_at, title_of
 
-__all__ = ["home", "own", "reference"]
+__all__ = ["home", "own"]
 
 RESTARTS: dict[str, Any] = {"runtime": {"restarts": 1}, "steps": 30, "launch": {"join_seconds": 60}}
 

@@ -19,6 +19,7 @@ from realgraph.runtime.store.store import Store
 from realgraph.runtime.store.transfer import DataPlane, GatherRequest, Values
 from realgraph.runtime.wire.curve import LOOPBACK, make_keys
 from tests.test_store import random_value
+from tests.test_transfer import equal
 
 
 @contextlib.contextmanager
