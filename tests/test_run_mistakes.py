@@ -72,7 +72,7 @@ __all__ = ["place"]
         ("steps: 3", "eval: {n: 2, k: [1, 4], temperature: 1}", "$.eval.k", "pass@4 needs at least 4", "eval.n to 4"),
         ("steps: 3", "eval: {n: 4}", "$.eval.n", "greedy decoding gives the same text 4 times", "temperature"),
         ("graph: grpo", "graph: run.yaml", "$.graph", "a run file can't be its own graph", "name another file"),
-        ("steps: 3", "cluster: {nodes: 0}", "$.cluster.nodes", "expected a whole number >= 1, got 0", ""),
+        ("steps: 3", "cluster: {nodes: 0}", "$.cluster.nodes", "expected a whole number >= 1 or null, got 0", ""),
         ("steps: 3", "cluster: {kind: H100-SMX}", "$.cluster.kind", "unknown device kind 'H100-SMX'", "'H100-SXM'?"),
         (
             "steps: 3",
