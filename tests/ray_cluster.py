@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,6 +83,7 @@ def ray_nodes(network: Network, state: Path, cpus: int, *, token: bool = True) -
         yield made
     finally:
         _end(state)
+        shutil.rmtree(state, ignore_errors=True)
 
 
 def _end(state: Path) -> None:
